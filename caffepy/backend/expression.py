@@ -1,0 +1,192 @@
+"""Elementwise formulas, written once as plain Python and compiled for each device.
+
+Owns the small language: which Python a formula may use, and its text in Python (for numba) and in CUDA C.
+Layers and update rules define formulas; only the backends compile them.
+
+    @expression
+    def leaky_relu(x: Each, slope: Scalar) -> Each:
+        return x if x > 0 else slope * x
+
+    backend.apply(leaky_relu, (x, 0.1), (y,))
+
+A formula takes float32 values and returns one value or a tuple of them. It may assign local names, use
++ - * / **, comparisons, `and`, `or`, `not`, `a if c else b`, and call the functions in `FUNCTIONS`. It may use
+module-level names that hold numbers. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+
+class Kind(Enum):
+    """What an argument of a formula stands for in a call on whole arrays."""
+
+    EACH = "Each"
+    CHANNEL = "Channel"
+    SCALAR = "Scalar"
+
+
+Each = float
+"""Annotation: one value for each element."""
+Channel = float
+"""Annotation: one value for each position along the axis given to `apply` or `reduce`."""
+Scalar = float
+"""Annotation: one number for the whole call."""
+
+FUNCTIONS = {
+    "exp": "expf",
+    "log": "logf",
+    "log1p": "log1pf",
+    "sqrt": "sqrtf",
+    "tanh": "tanhf",
+    "fabs": "fabsf",
+    "floor": "floorf",
+    "isfinite": "isfinite",
+    "min": "fminf",
+    "max": "fmaxf",
+}
+"""Functions that a formula may call, with their names in CUDA C; in Python those of `math`, min and max."""
+
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.And: "&&",
+    ast.Or: "||",
+    ast.USub: "-",
+    ast.Not: "!",
+}
+
+
+class Expression:
+    """A formula that backends can run over arrays.
+
+    Args:
+        function: plain Python within the language above, its parameters annotated Each, Channel or Scalar.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = function.__name__
+        self.kinds = [
+            Kind(str(p.annotation)) for p in inspect.signature(function).parameters.values()
+        ]
+        self.parameters = list(inspect.signature(function).parameters)
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The formula on plain numbers (or anything with arithmetic): the oracle in tests."""
+        return self.function(*arguments)
+
+    def __repr__(self) -> str:
+        return f"Expression({self.name})"
+
+    @cached_property
+    def _statements(self) -> list[ast.stmt]:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(self.function))).body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        body = tree.body
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body = body[1:]
+        return body
+
+    @cached_property
+    def output_count(self) -> int:
+        """How many values the formula returns."""
+        value = self._return_value
+        return len(value.elts) if isinstance(value, ast.Tuple) else 1
+
+    @property
+    def _return_value(self) -> ast.expr:
+        last = self._statements[-1]
+        assert isinstance(last, ast.Return) and last.value is not None, f"{self.name} must end in return"
+        return last.value
+
+    def _returned(self) -> list[ast.expr]:
+        value = self._return_value
+        return list(value.elts) if isinstance(value, ast.Tuple) else [value]
+
+    def _assignments(self) -> list[tuple[str, ast.expr]]:
+        found = []
+        for statement in self._statements[:-1]:
+            assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name), (
+                f"{self.name}: only assignments to one name may come before return"
+            )
+            found.append((statement.targets[0].id, statement.value))
+        return found
+
+    def python_lines(self, outputs: list[str]) -> list[str]:
+        """The formula as Python statements on scalars that assign `outputs`, numbers as float32 for numba."""
+        lines = [f"{name} = {self._python(value)}" for name, value in self._assignments()]
+        return lines + [f"{o} = {self._python(v)}" for o, v in zip(outputs, self._returned(), strict=True)]
+
+    def cuda_lines(self, outputs: list[str]) -> list[str]:
+        """The formula as CUDA C statements on floats that assign `outputs`."""
+        declared: set[str] = set()
+        lines = []
+        for name, value in self._assignments():
+            lines.append(f"{'' if name in declared else 'float '}{name} = {self._cuda(value)};")
+            declared.add(name)
+        return lines + [f"{o} = {self._cuda(v)};" for o, v in zip(outputs, self._returned(), strict=True)]
+
+    def _number(self, node: ast.Name) -> float | None:
+        if node.id in self.parameters or node.id in {name for name, _ in self._assignments()}:
+            return None
+        value = self.function.__globals__.get(node.id)
+        assert isinstance(value, int | float), f"{self.name}: '{node.id}' is no argument and no number"
+        return float(value)
+
+    def _python(self, node: ast.expr) -> str:
+        expression = self
+
+        class Rewrite(ast.NodeTransformer):
+            def visit_Constant(self, constant: ast.Constant) -> ast.expr:  # noqa: N802 (ast's name)
+                return ast.parse(f"float32({float(constant.value)!r})", mode="eval").body
+
+            def visit_Name(self, name: ast.Name) -> ast.expr:  # noqa: N802
+                number = expression._number(name) if name.id not in FUNCTIONS else None
+                return name if number is None else self.visit_Constant(ast.Constant(number))
+
+        return ast.unparse(Rewrite().visit(ast.parse(ast.unparse(node), mode="eval")))
+
+    def _cuda(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=value):
+                return f"{float(value)!r}f"
+            case ast.Name():
+                number = self._number(node)
+                return node.id if number is None else f"{number!r}f"
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                return f"powf({self._cuda(left)}, {self._cuda(right)})"
+            case ast.BinOp(left=left, op=operator, right=right):
+                return f"({self._cuda(left)} {_OPERATORS[type(operator)]} {self._cuda(right)})"
+            case ast.UnaryOp(op=operator, operand=operand):
+                return f"({_OPERATORS[type(operator)]}{self._cuda(operand)})"
+            case ast.Compare(left=left, ops=[operator], comparators=[right]):
+                return f"({self._cuda(left)} {_OPERATORS[type(operator)]} {self._cuda(right)})"
+            case ast.BoolOp(op=operator, values=values):
+                return "(" + f" {_OPERATORS[type(operator)]} ".join(map(self._cuda, values)) + ")"
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return f"({self._cuda(test)} ? {self._cuda(body)} : {self._cuda(orelse)})"
+            case ast.Call(func=ast.Name(id=name), args=arguments) if name in FUNCTIONS:
+                return f"{FUNCTIONS[name]}({', '.join(map(self._cuda, arguments))})"
+        raise AssertionError(f"{self.name}: a formula may not use {ast.unparse(node)}")
+
+
+def expression(function: Callable[..., Any]) -> Expression:
+    """Decorator that makes a formula of a function; see the module's text for what it may contain."""
+    return Expression(function)

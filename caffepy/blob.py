@@ -1,0 +1,124 @@
+"""The blob: an N-dimensional array of values and, beside it, of derivatives (Caffe's `blob.hpp`)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from caffepy.errors import ShapeError
+
+if TYPE_CHECKING:
+    from caffepy.backend.base import Array, Backend
+
+MAX_ELEMENTS = 2**31 - 1
+"""Caffe's limit on the elements of one blob."""
+
+
+def check_shape(shape: tuple[int, ...], where: str) -> None:
+    """Refuse shapes that no blob may have, before anything is allocated.
+
+    Raises:
+        ShapeError: a negative dimension, more than 32 of them, or over 2^31 - 1 elements.
+    """
+    if any(d < 0 for d in shape) or len(shape) > 32 or math.prod(shape) > MAX_ELEMENTS:
+        raise ShapeError(
+            f"{where}: shape {format_shape(shape)} is not possible: a blob has at most 32 axes, none "
+            f"negative, and at most {MAX_ELEMENTS} elements"
+        )
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """A shape as Caffe's log prints it: ``64 1 28 28 (50176)``."""
+    return f"{' '.join(map(str, shape))} ({math.prod(shape)})".lstrip()
+
+
+class Blob:
+    """Values and derivatives of one shape on one backend.
+
+    `data` and `diff` are views in Caffe's logical order (N, C, H, W), whatever the order in memory:
+    the backend chooses that, so nothing may assume that they are contiguous. Both are allocated on
+    first use. A reshape to the same shape keeps them; any other reshape drops them.
+
+    Args:
+        backend: where the arrays live.
+        shape: the dimensions; `()` is a scalar.
+        name: what messages call the blob.
+    """
+
+    def __init__(self, backend: Backend, shape: tuple[int, ...] = (), name: str = "") -> None:
+        self.backend = backend
+        self.name = name
+        self._shape: tuple[int, ...] = ()
+        self._data: Array | None = None
+        self._diff: Array | None = None
+        self.gradient_started = False
+        """Whether `diff` already holds a part of this iteration's parameter gradient."""
+        self.reshape(shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions."""
+        return self._shape
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self._shape)
+
+    def reshape(self, shape: tuple[int, ...]) -> None:
+        """Give the blob another shape; the arrays are dropped if it differs."""
+        shape = tuple(int(d) for d in shape)
+        if shape == self._shape:
+            return
+        check_shape(shape, f"blob '{self.name}'")
+        self._shape = shape
+        self._data = None
+        self._diff = None
+
+    @property
+    def data(self) -> Array:
+        """The values, zero until written."""
+        if self._data is None:
+            self._data = self.backend.zeros(self._shape)
+        return self._data
+
+    @property
+    def diff(self) -> Array:
+        """The derivatives of the loss by the values, zero until written."""
+        if self._diff is None:
+            self._diff = self.backend.zeros(self._shape)
+        return self._diff
+
+    def bind(self, data: Array | None = None, diff: Array | None = None) -> None:
+        """Let `data` or `diff` be views of memory that somebody else owns (flat buffers, shared tops)."""
+        for array in (data, diff):
+            assert array is None or tuple(array.shape) == self._shape, (array.shape, self._shape)
+        if data is not None:
+            self._data = data
+        if diff is not None:
+            self._diff = diff
+
+    def axis(self, index: int, where: str = "") -> int:
+        """An axis number from 0, given one that may count from the end, as prototxts do.
+
+        Raises:
+            ShapeError: the blob has no such axis.
+        """
+        axes = len(self._shape)
+        if not -axes <= index < axes:
+            raise ShapeError(
+                f"{where or 'blob ' + repr(self.name)}: axis {index} does not exist in shape "
+                f"{format_shape(self._shape)}"
+            )
+        return index % axes
+
+    def __repr__(self) -> str:
+        return f"Blob({self.name!r}, {format_shape(self._shape)}, {self.backend.name})"
+
+    def host_data(self) -> Any:
+        """The values as a C-contiguous NumPy array in logical order (a copy)."""
+        return self.backend.to_host(self.data)
+
+    def host_diff(self) -> Any:
+        """The derivatives as a C-contiguous NumPy array in logical order (a copy)."""
+        return self.backend.to_host(self.diff)

@@ -1,0 +1,70 @@
+"""Every error that caffepy raises on purpose, and the exit status that each means.
+
+A message says what was found, where, and what to do. `UserError` is a mistake in what the
+user gave (exit status 2); `RunError` is a failure while running (exit status 1).
+"""
+
+from __future__ import annotations
+
+
+class CaffepyError(Exception):
+    """Base of caffepy's errors; the command line prints the message and no traceback."""
+
+    exit_status = 1
+
+
+class UserError(CaffepyError):
+    """Something the user gave is wrong; the message says what to change."""
+
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    """A prototxt or a command-line option does not hold together."""
+
+
+class ShapeError(UserError):
+    """Blobs of shapes that do not fit, with the layer that found them."""
+
+
+class DataError(UserError):
+    """A record source is absent, truncated or holds what the net cannot take."""
+
+
+class SnapshotError(UserError):
+    """A .caffemodel or .solverstate cannot be read or does not fit the net or solver."""
+
+
+class DeviceError(UserError):
+    """A device, driver or library that was asked for is not there."""
+
+
+class MissingExtraError(UserError):
+    """An optional package is needed.
+
+    Args:
+        package: what could not be imported, e.g. ``cupy``.
+        extra: the extra of caffepy that brings it, e.g. ``cuda13``.
+        purpose: what it is needed for, as a clause: ``to train on a GPU``.
+    """
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{package} is not installed and is needed {purpose}: pip install 'caffepy[{extra}]'"
+        )
+
+
+class RunError(CaffepyError):
+    """Training or testing failed while running."""
+
+
+class NonFiniteError(RunError):
+    """The loss became NaN or infinite."""
+
+
+class PeerError(RunError):
+    """Another solver thread or MPI rank failed, ended or kept the others waiting."""
+
+
+class AbortedError(PeerError):
+    """This thread was released from a wait because another one failed first."""

@@ -1,0 +1,7 @@
+"""Layer types, one family a file; `layer_class` finds them by the name that prototxts use."""
+
+from __future__ import annotations
+
+from caffepy.layers.base import Layer, LayerContext, PassCounter, layer_class, register_layer
+
+__all__ = ["Layer", "LayerContext", "PassCounter", "layer_class", "register_layer"]

@@ -1,0 +1,190 @@
+"""What a layer is: the base class, what a layer is told about its surroundings, and the registry of types.
+
+A layer type is a class registered under the name that prototxts use. Layers see blobs and a backend's primitives, never a
+device; the net calls them. Defined by Caffe's `layer.hpp`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, TypeAlias
+
+from caffepy.backend.base import Backend, RandomStream
+from caffepy.blob import Blob, format_shape
+from caffepy.data.schedule import Shard
+from caffepy.errors import ConfigError, ShapeError
+from caffepy.proto import caffe_pb2
+from caffepy.registry import Registry
+
+LAYERS: Registry[type[Layer]] = Registry("layer type")
+register_layer = LAYERS.register
+
+Blobs: TypeAlias = "list[Blob]"
+
+_FAMILIES = (
+    "activation", "batch_norm", "common", "convolution", "data", "eltwise", "inner_product",
+    "loss", "lrn", "pooling", "scale", "shape", "softmax",
+)  # fmt: skip
+
+
+def layer_class(type_name: str, where: str = "") -> type[Layer]:
+    """The class of a layer type; the families' modules are imported on the first call.
+
+    Raises:
+        ConfigError: there is no such type; the message offers the nearest name.
+    """
+    for family in _FAMILIES:
+        importlib.import_module(f"caffepy.layers.{family}")
+    return LAYERS.get(type_name, where)
+
+
+@dataclass
+class PassCounter:
+    """Counts the forward passes of one net, so that random numbers and data depend on it and on nothing else.
+
+    In training it is iteration * iter_size + the pass within the iteration; snapshots restore it.
+    """
+
+    number: int = 0
+
+
+@dataclass
+class LayerContext:
+    """What every layer of one net is told about its surroundings.
+
+    Args:
+        backend: the device.
+        phase: caffe_pb2.TRAIN or TEST.
+        seed: 64-bit seed of all random numbers, the same on every rank.
+        shard: the device's place among all that train together.
+        passes: the net's pass counter.
+        test_iter: batches in one whole test (TEST phase).
+        resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
+        batch_size: samples of this device in one pass, set by the first data layer; dropout numbers its samples with it.
+    """
+
+    backend: Backend
+    phase: int = caffe_pb2.TRAIN
+    seed: int = 0
+    shard: Shard = field(default_factory=Shard)
+    passes: PassCounter = field(default_factory=PassCounter)
+    test_iter: int = 1
+    resolve: Callable[[str], Path] = Path
+    first_sample: Callable[[int], int] | None = None
+    """Global number of the device's first sample in a pass, set by the net's first data layer."""
+
+
+class Layer:
+    """One layer of a net.
+
+    The net calls, in this order: `setup` once, `reshape` before each forward pass whose bottoms changed shape,
+    `forward`, `backward`. Subclasses set the class variables that say how many blobs they take.
+
+    Args:
+        param: the layer's prototxt.
+        context: the surroundings.
+    """
+
+    bottoms: ClassVar[tuple[int, int | None]] = (1, 1)
+    """Fewest and most bottom blobs; None: no limit."""
+    tops: ClassVar[tuple[int, int | None]] = (1, 1)
+    """Fewest and most top blobs."""
+    equal_bottoms_and_tops: ClassVar[bool] = False
+    """Whether there must be as many tops as bottoms."""
+    is_loss: ClassVar[bool] = False
+    """Whether the first top has loss weight 1 unless the prototxt says otherwise."""
+    auto_tops: ClassVar[bool] = False
+    """Whether tops that the prototxt does not name are made, up to the fewest allowed (losses)."""
+    no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
+    """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
+    has_backward: ClassVar[bool] = True
+    """Whether the layer can propagate at all (Accuracy and data layers cannot)."""
+
+    def __init__(self, param: caffe_pb2.LayerParameter, context: LayerContext) -> None:
+        self.param = param
+        self.context = context
+        self.backend = context.backend
+        self.name = param.name
+        self.type = param.type
+        self.blobs: list[Blob] = []
+        """The layer's parameters, made in `setup`."""
+        self.propagate_to_params: list[bool] = []
+        """Whether each parameter needs its gradient (lr_mult != 0), set by the net."""
+        self.loss_weights: list[float] = []
+        """Weight of each top in the loss, set by the net; 0: no loss."""
+
+    # -- to be written by layer types ----------------------------------------------------------------
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read the prototxt, check it and make parameters with `add_parameter`. Called once."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Give the tops their shapes and allocate what depends on the bottoms' shapes.
+
+        Raises:
+            ShapeError: the bottoms' shapes do not fit.
+        """
+        raise NotImplementedError
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Compute the tops' data from the bottoms'."""
+        raise NotImplementedError
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        """Compute the diffs of the parameters and of those bottoms that `propagate_down` marks.
+
+        Bottom diffs are overwritten. Parameter diffs are added to what earlier layers or passes left if `accumulate(i)`
+        says so, and overwritten otherwise; they are computed only where `propagate_to_params` says so.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise what the device noticed while computing (labels outside the classes); called when it is idle."""
+
+    def close(self) -> None:
+        """End what the layer started (prefetch threads, files). Callable twice."""
+
+    # -- tools for layer types -----------------------------------------------------------------------
+
+    def add_parameter(self, shape: tuple[int, ...], filler: caffe_pb2.FillerParameter) -> Blob:
+        """Make the next parameter and fill it; the numbers depend on the seed, the layer's name and the index alone."""
+        from caffepy.fillers import fill
+
+        blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
+        values = fill(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
+        self.backend.from_host(values, blob.data)
+        self.blobs.append(blob)
+        self.propagate_to_params.append(True)
+        return blob
+
+    def accumulate(self, index: int) -> bool:
+        """Whether the gradient of parameter `index` must be added to its diff; from then on it must.
+
+        False exactly once after each `Net.clear_param_diffs`, so that nobody has to write zeros first.
+        """
+        blob = self.blobs[index]
+        started = blob.gradient_started
+        blob.gradient_started = True
+        return started
+
+    def random_stream(self, index: int = 0) -> RandomStream:
+        """A random sequence of this layer's own; `index` tells several of them apart."""
+        return RandomStream(self.context.seed, zlib.crc32(f"{self.name}/{index}".encode()))
+
+    def first_sample(self) -> int:
+        """Global number of the first sample in this pass, for random numbers that belong to samples."""
+        number = self.context.passes.number
+        return self.context.first_sample(number) if self.context.first_sample else 0
+
+    def error(self, message: str) -> ConfigError:
+        """A ConfigError that names the layer."""
+        return ConfigError(f"layer '{self.name}' ({self.type}): {message}")
+
+    def shape_error(self, message: str, *blobs: Blob) -> ShapeError:
+        """A ShapeError that names the layer and the shapes of `blobs`."""
+        shapes = "; ".join(f"'{b.name}' is {format_shape(b.shape)}" for b in blobs)
+        return ShapeError(f"layer '{self.name}' ({self.type}): {message}" + (f" ({shapes})" if shapes else ""))
