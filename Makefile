@@ -1,0 +1,73 @@
+# make demo   install caffepy with an MPI and train LeNet on two processes
+# make test   install caffepy with its tests' needs, check the style and run the tests
+# make lint   ruff and mypy alone
+# make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
+# make clean  remove what these made
+#
+# Needs python3 (3.10 or later) with venv, and make; everything else comes from PyPI.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+SOLVER := models/lenet/solver.prototxt
+DIGITS := models/lenet/mnist_train_lmdb/data.mdb
+PACKAGING := setup.cfg pyproject.toml $(wildcard setup.py)
+SCHEMA := proto/caffe.proto
+SOURCES := $(shell find caffepy -name '*.py' -not -path '*/proto/*' 2>/dev/null)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Open MPI refuses to run as root and to start more ranks than cores unless told otherwise; other users and MPIs ignore these.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_ALLOW_RUN_AS_ROOT := 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: help demo test lint proto clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp $(DIGITS)
+	mpirun -np $(RANKS) caffepy train --solver $(SOLVER)
+
+test: lint
+	pytest
+
+lint: $(VENV)/test.stamp
+	ruff check .
+	mypy
+
+proto: $(VENV)/test.stamp
+	python -m caffepy_build
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf models/lenet/*_lmdb
+	rm -f models/lenet/*.caffemodel models/lenet/*.solverstate
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "caffepy needs Python 3.10 or later; this is $$($(PYTHON) --version): make PYTHON=/path/to/python3.x" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv or ensurepip; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A plain installation follows the sources; an editable one only the packaging files.
+$(VENV)/demo.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA) $(SOURCES)
+	if [ ! -e $(VENV)/test.stamp ]; then $(BIN)/pip install --quiet '.[mpi]'; fi
+	touch $@
+
+$(VENV)/test.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA)
+	$(BIN)/pip install --quiet --editable '.[mpi,test,dev]'
+	touch $@
+
+$(DIGITS): $(VENV)/demo.stamp
+	caffepy data mnist --subset --to models/lenet
