@@ -26,8 +26,8 @@ register_layer = LAYERS.register
 Blobs: TypeAlias = "list[Blob]"
 
 _FAMILIES = (
-    "activation", "batch_norm", "common", "convolution", "data", "eltwise", "inner_product",
-    "loss", "lrn", "pooling", "scale", "shape", "softmax",
+    "accuracy", "activation", "batch_norm", "concat", "convolution", "data", "dropout", "eltwise", "inner_product",
+    "loss", "lrn", "neuron", "pooling", "scale", "shape", "softmax", "split",
 )  # fmt: skip
 
 
@@ -174,6 +174,16 @@ class Layer:
     def random_stream(self, index: int = 0) -> RandomStream:
         """A random sequence of this layer's own; `index` tells several of them apart."""
         return RandomStream(self.context.seed, zlib.crc32(f"{self.name}/{index}".encode()))
+
+    def refuse_in_place(self, bottom: Blobs, top: Blobs) -> None:
+        """For layers that cannot write their tops over their bottoms.
+
+        Raises:
+            ConfigError: a top is one of the bottoms.
+        """
+        for blob in top:
+            if any(blob is other for other in bottom):
+                raise self.error(f"cannot work in place; give the top another name than the bottom's '{blob.name}'")
 
     def first_sample(self) -> int:
         """Global number of the first sample in this pass, for random numbers that belong to samples."""

@@ -1,0 +1,54 @@
+"""Dropout (Srivastava et al. 2014), scaled at training time as Caffe's `dropout_layer.cpp`."""
+
+from __future__ import annotations
+
+from caffepy.backend import Array, Each, RandomStream, Scalar, expression
+from caffepy.layers.base import Blobs, Layer, register_layer
+from caffepy.proto import caffe_pb2
+
+
+@expression
+def drop(x: Each, chance: Each, ratio: Scalar, scale: Scalar) -> Each:
+    return x * scale if chance >= ratio else 0.0
+
+
+@register_layer("Dropout")
+class DropoutLayer(Layer):
+    """In training y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0; in testing y = x.
+
+    Which elements are dropped depends on the seed, the layer's name, the pass and the global number of the sample, not on
+    the device that holds it. The random numbers are kept for the backward pass.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.dropout_param
+        if not 0 <= param.dropout_ratio < 1:
+            raise self.error(f"dropout_ratio is {param.dropout_ratio:g}, but must be at least 0 and below 1")
+        self._ratio = param.dropout_ratio
+        self._scale = 1 / (1 - param.dropout_ratio)
+        stream = self.random_stream()
+        self._stream = RandomStream(param.random_seed, stream.stream) if param.random_seed >= 0 else stream
+        self._training = self.context.phase == caffe_pb2.TRAIN
+        self._chances: Array | None = None
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].reshape(bottom[0].shape)
+        if self._training and (self._chances is None or self._chances.shape != bottom[0].shape):
+            self._chances = self.backend.zeros(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self._training:
+            number = self.context.passes.number
+            self.backend.random_uniform(self._chances, self._stream, number, self.first_sample())
+        self._drop(bottom[0].data, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        """dx = dy / (1 - dropout_ratio) where the element was kept, else 0."""
+        if propagate_down[0]:
+            self._drop(top[0].diff, bottom[0].diff)
+
+    def _drop(self, source: Array, destination: Array) -> None:
+        if self._training:
+            self.backend.apply(drop, (source, self._chances, self._ratio, self._scale), (destination,))
+        elif source is not destination:
+            self.backend.copy(source, destination)

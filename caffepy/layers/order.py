@@ -1,0 +1,66 @@
+"""Elements of an array under another shape, in logical order, whatever the order in memory.
+
+Owns the one place where layers mind that 4-D arrays are channels last: Flatten, Reshape, InnerProduct and losses
+whose bottoms have different shapes of one count.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from caffepy.backend import Array, Backend
+
+
+def memory_is_logical(shape: tuple[int, ...]) -> bool:
+    """Whether arrays of this shape lie in memory in logical order: all but 4-D ones that have channels and places."""
+    return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
+
+
+class Reordered:
+    """Arrays of `shape` seen as arrays of `other`: views where memory order allows, else copies in one buffer.
+
+    Args:
+        backend: where the arrays live.
+        shape: what arrays given to `pull`, `target` and `push` have.
+        other: what they are seen as, of the same count.
+    """
+
+    def __init__(self, backend: Backend, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+        self._backend = backend
+        self._other = other
+        self.is_view = shape == other or (memory_is_logical(shape) and memory_is_logical(other))
+
+    def pull(self, array: Array) -> Array:
+        """The elements of `array` under the other shape; where it is a copy, the next pull overwrites it."""
+        if not self.is_view:
+            self._copy(array, self._buffer)
+        return self.target(array)
+
+    def target(self, array: Array) -> Array:
+        """Where to compute what `array` shall hold, under the other shape; call `push` afterwards."""
+        if self.is_view:
+            return self._backend.view(self._backend.flat(array), self._other)
+        return self._buffer
+
+    def push(self, array: Array) -> None:
+        """Bring what was computed in `target(array)` into `array`."""
+        if not self.is_view:
+            self._copy(self._buffer, array)
+
+    @cached_property
+    def _buffer(self) -> Array:
+        return self._backend.zeros(self._other)
+
+    @cached_property
+    def _row(self) -> Array:
+        return self._backend.zeros((self._buffer.size,))
+
+    def _copy(self, source: Array, destination: Array) -> None:
+        backend = self._backend
+        if memory_is_logical(source.shape):
+            backend.copy(backend.flat(source).reshape(destination.shape), destination)
+        elif memory_is_logical(destination.shape):
+            backend.copy(source, backend.flat(destination).reshape(source.shape))
+        else:
+            backend.copy(source, self._row.reshape(source.shape))
+            backend.copy(self._row.reshape(destination.shape), destination)
