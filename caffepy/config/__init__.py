@@ -1,0 +1,1 @@
+"""Reading what users wrote: prototxt and .caffemodel files of every age, upgraded and checked."""

@@ -1,0 +1,201 @@
+"""Reading nets, solvers, weights and solver states from files."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from caffepy.config.dialect import adopt_nvidia_fields
+from caffepy.config.text import decode_text, parse_text
+from caffepy.config.upgrade import upgrade_net, upgrade_solver
+from caffepy.errors import CaffepyError, ConfigError, SnapshotError
+from caffepy.proto.caffe_pb2 import (
+    BOOL,
+    DOUBLE,
+    FLOAT,
+    FLOAT16,
+    INT,
+    UINT,
+    BlobProto,
+    NetParameter,
+    SolverParameter,
+    SolverState,
+)
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+
+MAX_BYTES = 2**31 - 1
+"""protobuf's own limit for one message."""
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+LFS_MAGIC = b"version https://git-lfs"
+ITEM_BYTES = {DOUBLE: 8, FLOAT: 4, FLOAT16: 2, INT: 4, UINT: 4, BOOL: 1}
+"""Bytes of one element of ``raw_data``, by its ``Type``."""
+
+
+def read_net(path: Path | str) -> NetParameter:
+    """The net that a prototxt describes, upgraded to the current format.
+
+    Raises:
+        ConfigError: the file is absent, not a net's prototxt, or cannot be upgraded.
+    """
+    origin = str(path)
+    param = parse_text(decode_text(_read(path, "net", ConfigError), origin), NetParameter(), origin)
+    upgrade_net(param, origin)
+    return param
+
+
+def read_solver(path: Path | str) -> SolverParameter:
+    """The solver that a prototxt describes, upgraded, with ``snapshot_prefix`` filled in as Caffe does.
+
+    Without a prefix snapshots go beside the solver's prototxt, under its name; a prefix that is a folder
+    gets that name appended.
+
+    Raises:
+        ConfigError: the file is absent, not a solver's prototxt, or cannot be upgraded.
+    """
+    origin = str(path)
+    param = parse_text(decode_text(_read(path, "solver", ConfigError), origin), SolverParameter(), origin)
+    upgrade_solver(param, origin)
+    _complete_snapshot_prefix(param, Path(path))
+    return param
+
+
+def read_weights(path: Path | str) -> NetParameter:
+    """The net in a binary .caffemodel of either Caffe and any age, upgraded to the current format.
+
+    Raises:
+        SnapshotError: the file is absent, truncated, too large, or not a .caffemodel; the message says
+            what it looks like. Also when a blob does not hold as many values as its shape says.
+    """
+    origin = str(path)
+    param = read_binary(path, NetParameter())
+    if not param.layer and not param.layers:
+        raise SnapshotError(f"{origin}: not a .caffemodel: {_describe(_head(path), path)}")
+    adopt_nvidia_fields(param)
+    upgrade_net(param, origin)
+    for layer in param.layer:
+        for index, blob in enumerate(layer.blobs):
+            check_blob(blob, f"{origin}: layer '{layer.name}' blob {index}")
+    return param
+
+
+def read_solver_state(path: Path | str) -> SolverState:
+    """The solver state in a binary .solverstate.
+
+    Raises:
+        SnapshotError: the file is absent, truncated, too large, or not a .solverstate; the message
+            says what it looks like. Also when a blob does not hold as many values as its shape says.
+    """
+    state = read_binary(path, SolverState())
+    if not state.HasField("iter"):
+        raise SnapshotError(f"{path}: not a .solverstate: {_describe(_head(path), path)}")
+    for index, blob in enumerate(state.history):
+        check_blob(blob, f"{path}: history {index}")
+    return state
+
+
+def read_binary(path: Path | str, message: M) -> M:
+    """Merges the binary message in a file into `message` and returns it.
+
+    Raises:
+        SnapshotError: the file is absent, larger than protobuf can read, or does not hold such a message.
+    """
+    data = _read(path, "file", SnapshotError)
+    kind = message.DESCRIPTOR.name
+    if data.startswith((HDF5_MAGIC, LFS_MAGIC)) or _is_text(data[:4096]):
+        raise SnapshotError(f"{path}: not a binary {kind}: {_describe(data, path)}")
+    try:
+        message.MergeFromString(data)
+    except (DecodeError, RecursionError):
+        raise SnapshotError(f"{path}: not a binary {kind}: {_describe(data, path)}") from None
+    return message
+
+
+def check_blob(blob: BlobProto, where: str) -> None:
+    """Checks that a stored blob holds as many values as its shape says, or none.
+
+    Raises:
+        SnapshotError: it does not.
+    """
+    shape = blob_shape(blob)
+    if any(size < 0 for size in shape):
+        raise SnapshotError(f"{where} has the impossible shape {shape}; the file is damaged")
+    count = math.prod(shape)
+    stored = max(len(blob.data), len(blob.double_data), len(blob.raw_data) // ITEM_BYTES[blob.raw_data_type])
+    if stored not in (0, count):
+        raise SnapshotError(f"{where} holds {stored} values where its shape {shape} needs {count}; the file is damaged")
+
+
+def blob_shape(blob: BlobProto) -> tuple[int, ...]:
+    """The shape of a stored blob; old files give N, C, H and W instead of ``shape``."""
+    if blob.HasField("shape"):
+        return tuple(blob.shape.dim)
+    return (blob.num, blob.channels, blob.height, blob.width)
+
+
+def _complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:
+    if not param.HasField("snapshot_prefix"):
+        param.snapshot_prefix = str(path.with_suffix(""))
+        log.info("snapshot_prefix is not given; snapshots will be named %s_iter_N", param.snapshot_prefix)
+    elif Path(param.snapshot_prefix).is_dir():
+        param.snapshot_prefix = str(Path(param.snapshot_prefix) / path.stem)
+        log.info("snapshot_prefix is a folder; snapshots will be named %s_iter_N", param.snapshot_prefix)
+
+
+def _read(path: Path | str, kind: str, error_type: type[CaffepyError]) -> bytes:
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise error_type(
+                f"{path}: {size} bytes, and protobuf reads at most {MAX_BYTES}; use the HDF5 format for larger snapshots"
+            )
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise error_type(f"{path}: no such {kind}; check the path (working directory: {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise error_type(f"{path}: this is a folder; name a {kind} in it") from None
+    except OSError as error:
+        raise error_type(f"{path}: cannot read: {error.strerror}") from None
+
+
+def _head(path: Path | str) -> bytes:
+    return _read(path, "file", SnapshotError)
+
+
+def _describe(data: bytes, path: Path | str) -> str:
+    """What a file that was refused looks like instead, and what to do about it."""
+    if not data:
+        return "it is empty; an interrupted copy or a full disk leaves such files, take an older one"
+    if data.startswith(HDF5_MAGIC):
+        return "it is an HDF5 file; rename it so that it ends in .h5"
+    if data.startswith(LFS_MAGIC):
+        return "it is a Git LFS pointer; fetch the file itself with 'git lfs pull'"
+    if _is_text(data[:4096]):
+        return f"it is text ('{data[:24].decode('utf-8', 'replace').strip().splitlines()[0]}'); give the binary file"
+    if _parses(data, SolverState(), "iter"):
+        return "it is a .solverstate; resume from it with --snapshot"
+    if _parses(data, NetParameter(), "layer") or _parses(data, NetParameter(), "layers"):
+        return "it is a .caffemodel; load it with --weights"
+    if _parses(data, BlobProto(), "data"):
+        return "it is a single blob, such as a mean image"
+    return "it is truncated or of another format; copy it again or take an older one"
+
+
+def _parses(data: bytes, message: Message, field: str) -> bool:
+    try:
+        message.MergeFromString(data)
+    except (DecodeError, RecursionError):
+        return False
+    return any(descriptor.name == field for descriptor, _ in message.ListFields())
+
+
+def _is_text(head: bytes) -> bool:
+    printable = sum(byte >= 32 or byte in b"\t\n\r" for byte in head)
+    return bool(head) and b"\0" not in head and printable == len(head)

@@ -1,0 +1,43 @@
+"""Where the relative paths in a prototxt lead."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class PathResolver:
+    """Finds files that a prototxt names.
+
+    A relative path counts from the working directory, as in Caffe; where nothing is there, from
+    the prototxt's own folder, and the log then says so.
+
+    Args:
+        prototxt: the file that holds the paths; ``None`` when there is none.
+    """
+
+    def __init__(self, prototxt: Path | None) -> None:
+        self.folder = Path(prototxt).parent if prototxt is not None else None
+        self._reported: set[str] = set()
+
+    def __call__(self, written: str) -> Path:
+        """The file or folder that `written` names; what is nowhere comes back as Caffe would look for it."""
+        path = Path(written).expanduser()
+        if self.folder is None or path.is_absolute() or path.exists():
+            return path
+        beside = self.folder / path
+        if not beside.exists():
+            return path
+        self._report(written, beside)
+        return beside
+
+    def output(self, written: str) -> Path:
+        """Where to write what `written` names: always from the working directory, as in Caffe."""
+        return Path(written).expanduser()
+
+    def _report(self, written: str, taken: Path) -> None:
+        if written not in self._reported:
+            self._reported.add(written)
+            log.info("'%s' is not in the working directory; using %s, beside the prototxt", written, taken)

@@ -1,0 +1,151 @@
+"""Protobuf text to messages, with errors that name file, line, column and the likely remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+from google.protobuf import text_format
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from caffepy.errors import ConfigError
+from caffepy.proto import caffe_pb2
+from caffepy.registry import suggest
+
+M = TypeVar("M", bound=Message)
+
+LONG_LIST = 15
+"""Above this many fields a message's names are not listed in an error; the schema is named instead."""
+
+_UNKNOWN_FIELD = re.compile(r'Message type "caffe\.([\w.]+)" has no field named "([^"]*)"')
+_UNKNOWN_VALUE = re.compile(r'Enum type "caffe\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
+_REPEATED = re.compile(r'Message type "caffe\.([\w.]+)" should not have multiple "([^"]*)" fields')
+_QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
+_POSITION = re.compile(r"^\d+:\d+ : ")
+
+
+def parse_text(text: str, message: M, origin: str) -> M:
+    """Merges protobuf text into `message` and returns it.
+
+    Args:
+        text: the contents of a prototxt.
+        message: what the text describes, usually empty.
+        origin: the file's name, for messages.
+
+    Raises:
+        ConfigError: the text cannot be parsed or lacks a required field;
+            ``origin:line:column: what was found; what to do``.
+    """
+    try:
+        text_format.Parse(text, message)
+    except text_format.ParseError as error:
+        where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
+        raise ConfigError(f"{where}: {_explain(_bare(str(error)), message.DESCRIPTOR)}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: messages are nested too deeply to be a net or a solver") from None
+    missing = message.FindInitializationErrors()
+    if missing:
+        raise ConfigError(f"{origin}: required field '{missing[0]}' is not set; add it")
+    return message
+
+
+def decode_text(data: bytes, origin: str) -> str:
+    """The bytes of a prototxt as text: UTF-8, where comments may be in any encoding.
+
+    Raises:
+        ConfigError: the bytes are not text, or a line is not UTF-8 outside its comment.
+    """
+    if b"\0" in data:
+        raise ConfigError(f"{origin}: this is a binary file, not a prototxt; give the text definition")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "\n".join(_decode_line(line, number, origin) for number, line in enumerate(data.split(b"\n"), 1))
+
+
+def _decode_line(line: bytes, number: int, origin: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        comment = line.find(b"#")
+        if 0 <= comment < error.start:
+            return line[:comment].decode("utf-8")
+        raise ConfigError(
+            f"{origin}:{number}:{error.start + 1}: byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _bare(message: str) -> str:
+    """protobuf's message without its position and without the quoted source line."""
+    return _QUOTED_LINE.sub("", _POSITION.sub("", message)).rstrip(".")
+
+
+def _explain(found: str, root: Descriptor) -> str:
+    unknown_field = _UNKNOWN_FIELD.search(found)
+    if unknown_field:
+        return _unknown_field(_descriptor(unknown_field[1]), unknown_field[2], root)
+    unknown_value = _UNKNOWN_VALUE.search(found)
+    if unknown_value:
+        return _unknown_value(unknown_value[1], unknown_value[2].strip('"'))
+    repeated = _REPEATED.search(found)
+    if repeated:
+        return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
+    if 'Expected "}"' in found:
+        return "the text ends or continues where a '}' is expected; close the block that is still open"
+    if "got }" in found:
+        return "this '}' closes nothing; remove it or add the missing '{' above"
+    if "does not have extensions" in found:
+        return "extension names in [brackets] are not part of Caffe's format; remove them"
+    return found[:1].lower() + found[1:]
+
+
+def _descriptor(name: str) -> Descriptor:
+    found = caffe_pb2.DESCRIPTOR.message_types_by_name[name.split(".")[0]]
+    for part in name.split(".")[1:]:
+        found = found.nested_types_by_name[part]
+    return found
+
+
+def _unknown_field(message: Descriptor, name: str, root: Descriptor) -> str:
+    other = _other_kind_of_file(message, name, root)
+    if other:
+        return other
+    return f"unknown field '{name}' of {message.name}; {_field_advice(message, name)}"
+
+
+def _other_kind_of_file(message: Descriptor, name: str, root: Descriptor) -> str:
+    """What to say when the field shows that a solver was given for a net, or the reverse."""
+    if message is not root:
+        return ""
+    if root.name == "SolverParameter" and name in caffe_pb2.NetParameter.DESCRIPTOR.fields_by_name:
+        return f"'{name}' is a field of a net, and a solver was expected; give the solver that has net: \"this file\""
+    if root.name == "NetParameter" and name in caffe_pb2.SolverParameter.DESCRIPTOR.fields_by_name:
+        return f"'{name}' is a field of a solver, and a net was expected; give the file that the solver's net: names"
+    return ""
+
+
+def _field_advice(message: Descriptor, name: str) -> str:
+    advice = suggest(name, list(message.fields_by_name))
+    if advice.startswith("did you mean"):
+        return advice
+    holders = [field.name for field in message.fields if _has_field(field, name)]
+    if holders:
+        return f"it belongs inside {' or '.join(holders)} {{ }}"
+    if len(message.fields) <= LONG_LIST:
+        return advice
+    return f"proto/caffe.proto lists the fields of {message.name}"
+
+
+def _has_field(field: FieldDescriptor, name: str) -> bool:
+    return field.message_type is not None and name in field.message_type.fields_by_name
+
+
+def _unknown_value(enum_name: str, value: str) -> str:
+    enum = _enum(enum_name)
+    return f"unknown value '{value}' of {enum_name}; {suggest(value, [entry.name for entry in enum.values])}"
+
+
+def _enum(name: str) -> EnumDescriptor:
+    holder, _, short = name.rpartition(".")
+    return (_descriptor(holder) if holder else caffe_pb2.DESCRIPTOR).enum_types_by_name[short]
