@@ -1,0 +1,68 @@
+"""Turns --gpu, --cpu and the solver's mode into devices, and says what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from caffepy.errors import DeviceError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+
+def check_gpus(requested: list[int] | str) -> list[int]:
+    """The numbers of the GPUs that were asked for, all of them there.
+
+    Raises:
+        MissingExtraError: CuPy is not installed.
+        DeviceError: there is no such GPU, or none at all.
+    """
+    from caffepy.backend.cuda_device import check_device, device_count
+
+    if isinstance(requested, str):
+        check_device(0)
+        return list(range(device_count()))
+    for number in requested:
+        check_device(number)
+    return requested
+
+
+def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, origin: str) -> list[int] | None:
+    """GPUs to train on, or None for the CPU.
+
+    Args:
+        args: the command line: `gpus` and `cpu`.
+        gpu_mode: what the solver's `solver_mode` says, used where the command line says nothing.
+        device_id: the solver's `device_id`.
+        origin: the solver's file, for messages.
+
+    Raises:
+        DeviceError, MissingExtraError: a GPU is wanted and cannot be had. Training on the CPU instead, for hours
+            and without a word, is what nobody asked for.
+    """
+    if args.cpu or (args.gpus is None and not gpu_mode):
+        return None
+    if args.gpus is not None:
+        return check_gpus(args.gpus)
+    try:
+        return check_gpus([device_id])
+    except (DeviceError, MissingExtraError) as error:
+        raise DeviceError(
+            f"{origin} is for a GPU (solver_mode: GPU, which is also the default): {error}; --cpu trains on the CPU instead"
+        ) from error
+
+
+def single_device(args: argparse.Namespace) -> int | None:
+    """The one device that `test` and `time` run on: the first GPU named, else None for the CPU, as in Caffe.
+
+    Raises:
+        DeviceError, MissingExtraError: the GPU cannot be had.
+    """
+    if args.gpus is None:
+        logger.info("Use CPU.")
+        return None
+    devices = check_gpus(args.gpus)
+    if len(devices) > 1:
+        logger.warning("this command runs on one device; of GPUs %s it takes %d", devices, devices[0])
+    logger.info("Use GPU with device ID %d", devices[0])
+    return devices[0]

@@ -1,0 +1,131 @@
+"""The log as people's parsers know it: glog's line format on stderr, and a progress bar on a terminal.
+
+    I1121 11:29:00.123456 12345 solver.py:123] Iteration 100, loss = 0.25
+
+Level letter, month and day, time, thread, place. Under mpirun only the root rank logs; the others only report errors, unless
+--verbose asks for all, each line then with its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+"""Where launchers tell a process its rank and the number of ranks: Open MPI, MPICH and Intel MPI, Slurm."""
+
+
+def launch_rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks, read from the launcher's variables: MPI has not started yet."""
+    for names in _LAUNCHERS:
+        rank, size = (os.environ.get(name, "") for name in names)
+        if rank.isdigit() and size.isdigit():
+            return int(rank), int(size)
+    return 0, 1
+
+
+def rank_prefix() -> str:
+    """`rank 1 on host7: ` under a launcher with several ranks, else nothing."""
+    rank, size = launch_rank()
+    return f"rank {rank} on {socket.gethostname()}: " if size > 1 else ""
+
+
+class GlogFormatter(logging.Formatter):
+    """Formats records as glog does.
+
+    Args:
+        prefix: put before each message: which rank speaks.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it."""
+        letter = _LETTERS.get(record.levelno, "I")
+        stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        microseconds = int(record.created % 1 * 1e6)
+        place = f"{threading.get_native_id():5d} {record.filename}:{record.lineno}]"
+        line = f"{letter}{stamp}.{microseconds:06d} {place} {self._prefix}{record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class StderrHandler(logging.Handler):
+    """Writes to whatever stderr is at the time, above the progress bar while there is one."""
+
+    bar: ProgressBar | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record; a stderr that went away is no reason to stop training."""
+        try:
+            line = self.format(record)
+            if self.bar is not None:
+                self.bar.write_above(line)
+            else:
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
+        except (OSError, ValueError):
+            return
+
+
+@contextmanager
+def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
+    """Send caffepy's log to stderr within a `with` block.
+
+    Args:
+        verbose: debug lines too, and every rank's.
+    """
+    rank, size = launch_rank()
+    handler = StderrHandler()
+    handler.setFormatter(GlogFormatter(f"[rank {rank}] " if verbose and size > 1 else ""))
+    logger = logging.getLogger("caffepy")
+    before = logger.level
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO if rank == 0 else logging.ERROR)
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class ProgressBar:
+    """A bar of iterations on the terminal; logged lines scroll by above it.
+
+    Args:
+        handler: the log's handler, told to write around the bar.
+        total: the last iteration.
+    """
+
+    def __init__(self, handler: StderrHandler, total: int) -> None:
+        from tqdm import tqdm
+
+        self._handler = handler
+        self._bar: Any = tqdm(total=total, unit="it", file=sys.stderr, dynamic_ncols=True, smoothing=0.1)
+        handler.bar = self
+
+    def show(self, iteration: int) -> None:
+        """Move the bar to `iteration`; called as often as one likes, drawn ten times a second."""
+        self._bar.update(iteration - self._bar.n)
+
+    def write_above(self, line: str) -> None:
+        """Write a line of the log without tearing the bar."""
+        self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and let the log go straight to stderr again."""
+        self._handler.bar = None
+        self._bar.close()

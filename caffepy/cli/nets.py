@@ -1,0 +1,57 @@
+"""Opens the one net that `test` and `time` run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from caffepy.cli.devices import single_device
+
+if TYPE_CHECKING:
+    from caffepy.net import Net
+
+
+@contextmanager
+def open_net(args: argparse.Namespace, phase: int, iterations: int) -> Iterator[Net]:
+    """The net of --model with --level and --stage, on the device of --gpu; closed with its backend afterwards.
+
+    Args:
+        args: the command line.
+        phase: caffe_pb2.TRAIN or TEST.
+        iterations: batches in the whole test.
+    """
+    from caffepy.backend import create_backend
+    from caffepy.config.load import read_net
+    from caffepy.config.paths import PathResolver
+    from caffepy.layers import LayerContext
+    from caffepy.net import Net
+    from caffepy.proto.caffe_pb2 import NetState
+
+    param = read_net(args.model)
+    state = NetState(phase=phase, level=args.level or 0, stage=args.stage)  # type: ignore[arg-type]
+    backend = create_backend(single_device(args), args.threads)
+    try:
+        with backend.activate():
+            context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))
+            net = Net(param, context, state)
+            try:
+                yield net
+            finally:
+                net.close()
+    finally:
+        backend.close()
+
+
+def load_weights(net: Net, files: list[Path]) -> None:
+    """Copy the weights of .caffemodel files into the net, the later ones over the earlier.
+
+    Raises:
+        SnapshotError: a file is none, or does not fit the net.
+    """
+    from caffepy.config.load import read_weights
+
+    for path in files:
+        net.copy_trained_layers_from(read_weights(path), str(path))

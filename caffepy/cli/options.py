@@ -1,0 +1,137 @@
+"""Command-line options as people type them for Caffe, and the parser that reports mistakes in one line.
+
+Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--solver=x` are the same there, and so are
+`--sigint_effect` and `--sigint-effect`. `normalise` turns all of them into what argparse knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from caffepy.errors import ConfigError
+from caffepy.registry import suggest
+
+_OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
+
+
+def normalise(arguments: Sequence[str]) -> list[str]:
+    """Options in gflags' spellings as `--name` or `--name=value`, with dashes inside the name."""
+    result = []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return result + list(arguments[index:])
+        match = _OPTION.fullmatch(argument)
+        result.append(f"--{match[1].replace('_', '-')}{match[2] or ''}" if match else argument)
+    return result
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are ConfigErrors: one line, with the nearest option where there is one."""
+
+    def __init__(self, **settings: object) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving."""
+        raise ConfigError(f"{message}; '{self.prog} --help' lists what there is")
+
+    def parse_strictly(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse; anything left over is a mistake.
+
+        Raises:
+            ConfigError: an unknown option or argument, or a value that does not fit.
+        """
+        namespace, rest = self.parse_known_args(arguments)
+        if rest:
+            parser: Parser = getattr(namespace, "parser", self)
+            parser.refuse(rest[0])
+        return namespace
+
+    def refuse(self, argument: str) -> NoReturn:
+        """Say that `argument` means nothing here.
+
+        Raises:
+            ConfigError: always.
+        """
+        name = argument.split("=")[0]
+        if not name.startswith("-"):
+            self.error(f"unexpected argument '{argument}'")
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        self.error(f"unknown option '{name}'; {suggest(name, known)}")
+
+
+def file_list(text: str) -> list[Path]:
+    """Files divided by commas, as Caffe's --weights takes them."""
+    return [Path(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def name_list(text: str) -> list[str]:
+    """Names divided by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return number
+
+
+def positive_seconds(text: str) -> float:
+    """A number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return seconds
+
+
+def gpu_list(text: str) -> list[int] | str:
+    """GPU numbers divided by commas, or `all`."""
+    if text.strip().lower() == "all":
+        return "all"
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1]
+    if min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither 'all' nor GPU numbers such as 0 or 0,1")
+    if len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"'{text}' names a GPU twice")
+    return numbers
+
+
+def add_device_options(parser: argparse._ActionsContainer, default: str) -> None:
+    """--gpu, --cpu and --threads; `default` says what holds when neither device is given."""
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument(
+        "--gpu",
+        "--gpus",
+        dest="gpus",
+        type=gpu_list,
+        metavar="LIST",
+        help=f"GPUs to use: 0 or 0,1,2,3 or 'all' ({default})",
+    )
+    device.add_argument("--cpu", action="store_true", help="use the CPU")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads a solver may use (default: all it can get)"
+    )
+
+
+def add_state_options(parser: argparse.ArgumentParser) -> None:
+    """--level and --stage, which choose among the layers' include and exclude rules."""
+    parser.add_argument("--level", type=int, metavar="N", help="the net's level, for include and exclude rules")
+    parser.add_argument(
+        "--stage", type=name_list, default=[], metavar="LIST", help="the net's stages, divided by commas"
+    )

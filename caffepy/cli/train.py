@@ -1,0 +1,124 @@
+"""`caffepy train`: train a solver's net, from scratch, from weights or from a snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from caffepy.cli.options import Parser, add_device_options, add_state_options, file_list, positive, positive_seconds
+from caffepy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caffepy.config.paths import PathResolver
+    from caffepy.proto.caffe_pb2 import SolverParameter
+
+logger = logging.getLogger(__name__)
+
+_EFFECTS = ("stop", "snapshot", "none")
+_DESCRIPTION = """\
+Train the net that a solver prototxt names.
+
+  caffepy train --solver models/lenet/solver.prototxt --cpu
+  caffepy train --solver solver.prototxt --gpus 0,1
+  mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3
+  caffepy train --solver solver.prototxt --snapshot auto"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
+    parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (needed)")
+    start = parser.add_argument_group("where to start")
+    start.add_argument("--snapshot", metavar="FILE", help=".solverstate to resume from, or 'auto' for the newest whole one")
+    start.add_argument(
+        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to start from, divided by commas"
+    )
+    devices = parser.add_argument_group("devices")
+    add_device_options(devices, "default: what the solver's solver_mode says")
+    devices.add_argument("--cpu-solvers", type=positive, default=1, metavar="N", help="solver threads of a CPU process (1)")
+    devices.add_argument(
+        "--batch",
+        choices=("per-rank", "per-device"),
+        default="per-rank",
+        help="whether batch_size is divided among a rank's devices, as in NVIDIA Caffe (default), or each device's, as in BVLC's",
+    )
+    add_state_options(parser)
+    for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
+        parser.add_argument(
+            f"--{name}-effect", choices=_EFFECTS, default=effect, help=f"what {name.upper()} does (default: {effect})"
+        )
+    parser.add_argument("--keep-going", action="store_true", help="go on when the loss is not finite")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, default=300.0, metavar="SECONDS", help="longest wait for another rank (300)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train to the end, or until a signal stops it.
+
+    Raises:
+        ConfigError: options that do not go together.
+        CaffepyError: whatever is wrong with the files, the data or the devices.
+    """
+    _check_options(args)
+    from caffepy.cli.devices import train_devices
+    from caffepy.config.load import read_solver
+    from caffepy.config.paths import PathResolver
+    from caffepy.parallel.options import TrainOptions
+    from caffepy.parallel.p2p_manager import P2PManager
+    from caffepy.proto.caffe_pb2 import SolverParameter as Solver
+
+    param = read_solver(args.solver)
+    resolve = PathResolver(args.solver)
+    _apply_state(param, args)
+    devices = train_devices(args, param.solver_mode == Solver.GPU, param.device_id, str(args.solver))
+    snapshot = _snapshot(args, param, resolve)
+    options = TrainOptions(
+        solver=param,
+        resolve=resolve,
+        devices=devices,
+        cpu_solvers=args.cpu_solvers,
+        snapshot=snapshot,
+        weights=args.weights,
+        per_device_batch=args.batch == "per-device",
+        keep_going=args.keep_going,
+        timeout=args.timeout,
+        verbose=args.verbose,
+        sigint_effect=args.sigint_effect,
+        sighup_effect=args.sighup_effect,
+        sigterm_effect=args.sigterm_effect,
+        threads=args.threads,
+    )
+    P2PManager(options).run()
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.solver is None:
+        raise ConfigError("train needs a solver: caffepy train --solver solver.prototxt")
+    if args.snapshot and args.weights:
+        raise ConfigError(
+            "--snapshot and --weights exclude each other: a snapshot brings its own weights; leave one of them out"
+        )
+    if args.gpus is not None and args.cpu_solvers > 1:
+        raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver a GPU")
+
+
+def _apply_state(param: SolverParameter, args: argparse.Namespace) -> None:
+    if args.level is not None:
+        param.train_state.level = args.level
+    param.train_state.stage.extend(args.stage)
+
+
+def _snapshot(args: argparse.Namespace, param: SolverParameter, resolve: PathResolver) -> Path | None:
+    if args.snapshot != "auto":
+        return Path(args.snapshot) if args.snapshot else None
+    from caffepy.snapshot import newest_snapshot
+
+    prefix = resolve.output(param.snapshot_prefix)
+    newest = newest_snapshot(prefix)
+    if newest is None:
+        logger.info("no whole snapshot with the prefix %s: training starts from the beginning", prefix)
+    return newest
