@@ -5,7 +5,7 @@ from caffepy.report import Performance, format_performance, format_report
 
 def test_a_device_is_reported_as_nvidia_caffe_does() -> None:
     line = format_performance(Performance(batch=64, iterations=998, seconds=19.5, device="0"))
-    assert line == "Solver performance on device 0: 51.18 * 64 = 3276 img/sec (998 itr in 19.5 sec)"
+    assert line == "Solver performance on device 0: 51.18 * 64 = 3275 img/sec (998 itr in 19.5 sec)"
 
 
 def test_a_run_too_short_to_time_is_zero() -> None:
