@@ -1,0 +1,6 @@
+"""Nets: filtering, automatic splits, wiring, flat parameters, forward and backward."""
+
+from caffepy.net.net import Net
+from caffepy.net.parameters import Parameter, ParameterBuffer
+
+__all__ = ["Net", "Parameter", "ParameterBuffer"]

@@ -1,0 +1,76 @@
+"""The lines that `debug_info: true` adds to the log, in the words of Caffe's `net.cpp`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from caffepy.net.wiring import Node
+
+if TYPE_CHECKING:
+    from caffepy.net.parameters import ParameterBuffer
+
+log = logging.getLogger(__name__)
+
+
+def mean_magnitude(values: np.ndarray) -> float:
+    """The mean of the absolute values, as Caffe prints it."""
+    return float(np.abs(values).sum(dtype=np.float64) / max(values.size, 1))
+
+
+def log_forward(node: Node) -> None:
+    """The tops and parameters of a layer after its forward pass."""
+    prefix = f"    [Forward] Layer {node.layer.name}"
+    for top in node.tops:
+        log.info("%s, top blob %s data: %.6g", prefix, top.name, mean_magnitude(top.host_data()))
+    for index, blob in enumerate(node.layer.blobs):
+        name = display_name(node, index)
+        log.info("%s, param blob %s data: %.6g", prefix, name, mean_magnitude(blob.host_data()))
+
+
+def log_backward(node: Node) -> None:
+    """The gradients of a layer's bottoms and parameters after its backward pass."""
+    prefix = f"    [Backward] Layer {node.layer.name}"
+    for bottom, down in zip(node.bottoms, node.propagate_down):
+        if down:
+            log.info("%s, bottom blob %s diff: %.6g", prefix, bottom.name, mean_magnitude(bottom.host_diff()))
+    for index, blob in enumerate(node.layer.blobs):
+        if node.layer.propagate_to_params[index]:
+            log.info("%s, param blob %d diff: %.6g", prefix, index, mean_magnitude(blob.host_diff()))
+
+
+def log_norms(parameters: ParameterBuffer) -> None:
+    """L1 and L2 norms of all parameters and of all gradients."""
+    norms = [_norms(parameters.backend.to_host(flat)) for flat in (parameters.data, parameters.gradients)]
+    log.info(
+        "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)",
+        norms[0][0], norms[1][0], norms[0][1], norms[1][1],
+    )  # fmt: skip
+
+
+def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:
+    """How large each parameter is and how far the update moved it, given the flat values before the update."""
+    after = parameters.backend.to_host(parameters.data)
+    for parameter in parameters.parameters:
+        place = slice(parameter.start, parameter.stop)
+        log.info(
+            "    [Update] Layer %s, param %s data: %.6g; diff: %.6g",
+            parameter.layer,
+            parameter.index if parameter.name == f"{parameter.layer}[{parameter.index}]" else parameter.name,
+            mean_magnitude(before[place]),
+            mean_magnitude(before[place] - after[place]),
+        )
+
+
+def display_name(node: Node, index: int) -> str:
+    """What Caffe calls a parameter in its log: the name in its ParamSpec, else its index."""
+    specs = node.layer.param.param
+    return (specs[index].name if index < len(specs) else "") or str(index)
+
+
+def _norms(values: np.ndarray) -> tuple[float, float]:
+    wide = values.astype(np.float64)
+    return float(np.abs(wide).sum()), math.sqrt(float(wide @ wide))

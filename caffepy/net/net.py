@@ -1,0 +1,337 @@
+"""The net: layers over blobs, built from a NetParameter (Caffe's `net.cpp`).
+
+Owns the order of things: filter, splits, wiring, set-up, sharing, flat buffers, and then forward and backward. How each of these
+is done stands in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from caffepy.blob import Blob, format_shape
+from caffepy.config.filter import filter_net
+from caffepy.errors import CaffepyError, RunError, SnapshotError
+from caffepy.layers.base import Layer, LayerContext, layer_class
+from caffepy.net import debug
+from caffepy.net.parameters import ParameterBuffer, ParameterTable
+from caffepy.net.splits import insert_splits
+from caffepy.net.weights import load_blob, proto_shape, same_shape, to_blob_proto
+from caffepy.net.wiring import GradientPlan, Node, Wiring, check_gradients, force_backward, prune_backward
+from caffepy.proto import caffe_pb2
+
+log = logging.getLogger(__name__)
+
+
+class Net:
+    """A net of one phase on one device.
+
+    Args:
+        param: the net as read (upgraded, unfiltered).
+        context: backend, phase, seed and place among the devices, handed to every layer.
+        state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
+            with the context's phase.
+
+    Raises:
+        ConfigError: layers, blobs or parameters do not fit together.
+        ShapeError: shapes do not fit.
+    """
+
+    def __init__(
+        self, param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
+    ) -> None:
+        self.name = param.name
+        self.context = context
+        self.backend = context.backend
+        self.phase = context.phase
+        self.debug_info = param.debug_info
+        self.after_backward: list[Callable[[int], None]] = []
+        """Called with a layer's index when the gradients of the parameters that it owns are final."""
+        self.nodes: list[Node] = []
+        self._bottom_shapes: list[list[tuple[int, ...]]] = []
+        self._table = ParameterTable()
+        self._buffer: ParameterBuffer | None = None
+        self._log_level = logging.INFO if context.shard.rank == 0 else logging.DEBUG
+        self.param = insert_splits(filter_net(param, state or _default_state(param, context)))
+        wiring = Wiring(self.backend)
+        self._build_layers(wiring)
+        self._plan_backward()
+        self.blobs = wiring.blobs
+        self.outputs = wiring.outputs()
+        self._log_outputs()
+
+    # -- construction --------------------------------------------------------------------------------
+
+    def _build_layers(self, wiring: Wiring) -> None:
+        plan = GradientPlan()
+        for layer_param in self.param.layer:
+            layer_param.phase = self.phase
+            where = f"layer '{layer_param.name}'"
+            layer = layer_class(layer_param.type, where)(layer_param, self.context)
+            node = wiring.connect(layer)
+            self.nodes.append(node)
+            with _named(layer):
+                layer.setup(node.bottoms, node.tops)
+            self._bottom_shapes.append([])
+            self._reshape(len(self.nodes) - 1)
+            self._table.add(layer)
+            plan.add(node)
+            self._log_layer(node)
+
+    def _plan_backward(self) -> None:
+        prune_backward(self.nodes)
+        if self.param.force_backward:
+            force_backward(self.nodes)
+        if self.phase == caffe_pb2.TRAIN:
+            check_gradients(self.nodes)
+
+    def _log_layer(self, node: Node) -> None:
+        layer = node.layer
+        log.log(self._log_level, "Creating Layer %s (%s)", layer.name, layer.type)
+        for bottom in node.bottoms:
+            log.log(self._log_level, "%s <- %s", layer.name, bottom.name)
+        for top, weight in zip(node.tops, layer.loss_weights):
+            in_place = " (in-place)" if top in node.bottoms else ""
+            log.log(self._log_level, "%s -> %s%s", layer.name, top.name, in_place)
+            log.log(self._log_level, "Top shape: %s", format_shape(top.shape))
+            if weight:
+                log.log(self._log_level, "    with loss weight %g", weight)
+
+    def _log_outputs(self) -> None:
+        for node in self.nodes:
+            need = "needs" if node.need_backward else "does not need"
+            log.log(self._log_level, "%s %s backward computation.", node.layer.name, need)
+        for name in self.outputs:
+            log.log(self._log_level, "This network produces output %s", name)
+        log.log(self._log_level, "Network initialization done.")
+
+    # -- what the net is made of ---------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers in order, Split layers included."""
+        return [node.layer for node in self.nodes]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Their names."""
+        return [node.layer.name for node in self.nodes]
+
+    @property
+    def bottoms(self) -> list[list[Blob]]:
+        """The blobs that each layer reads."""
+        return [node.bottoms for node in self.nodes]
+
+    @property
+    def tops(self) -> list[list[Blob]]:
+        """The blobs that each layer writes."""
+        return [node.tops for node in self.nodes]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The tops of Input layers."""
+        return [top.name for node in self.nodes if node.layer.type == "Input" for top in node.tops]
+
+    @property
+    def parameters(self) -> ParameterBuffer:
+        """The flat buffers, made on first use: a test net that shares the train net's parameters has none of its own."""
+        if self._buffer is None:
+            self._buffer = ParameterBuffer(self.backend, self._table.parameters)
+        return self._buffer
+
+    def loss_weight(self, blob: Blob) -> float:
+        """The weight of a top in the loss, 0 if it has none."""
+        return max(
+            (
+                weight
+                for node in self.nodes
+                for top, weight in zip(node.tops, node.layer.loss_weights)
+                if top is blob
+            ),
+            key=abs,
+            default=0.0,
+        )
+
+    def batch_size(self) -> int:
+        """Samples of this device in one pass: the first axis of the first layer's first top that takes no bottom."""
+        for node in self.nodes:
+            if not node.bottoms and node.tops and node.tops[0].shape:
+                return node.tops[0].shape[0]
+        return 0
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Run every layer forward; layers whose bottoms changed shape are reshaped first.
+
+        Raises:
+            RunError: a layer failed in a way that it has no message for; the layer is named.
+        """
+        if self._buffer is None and self.phase == caffe_pb2.TRAIN:
+            self._buffer = self.parameters
+        for index, node in enumerate(self.nodes):
+            if [bottom.shape for bottom in node.bottoms] != self._bottom_shapes[index]:
+                self._reshape(index)
+            with _named(node.layer):
+                node.layer.forward(node.bottoms, node.tops)
+                if not self.backend.asynchronous:
+                    node.layer.check()
+            if self.debug_info:
+                debug.log_forward(node)
+        self.context.passes.number += 1
+
+    def backward(self) -> None:
+        """Run backward every layer that lies between a learnable parameter and the loss."""
+        parameters = self.parameters
+        _ = parameters.diff  # binds the gradients to the flat buffer before any layer writes them
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            if node.need_backward:
+                with _named(node.layer):
+                    node.layer.backward(node.tops, node.propagate_down, node.bottoms)
+                if self.debug_info:
+                    debug.log_backward(node)
+            for callback in self.after_backward:
+                callback(index)
+        if self.debug_info:
+            debug.log_norms(parameters)
+
+    def loss(self) -> float:
+        """The sum over all tops of loss weight times the sum of the top's elements; waits for the device."""
+        return sum(
+            weight * float(top.host_data().sum(dtype="float64"))
+            for node in self.nodes
+            for top, weight in zip(node.tops, node.layer.loss_weights)
+            if weight
+        )
+
+    def clear_param_diffs(self) -> None:
+        """Forget the parameter gradients; the next backward pass overwrites them."""
+        for parameter in self._table.parameters:
+            parameter.blob.gradient_started = False
+
+    def reshape(self) -> None:
+        """Reshape every layer to its bottoms' present shapes."""
+        for index in range(len(self.nodes)):
+            self._reshape(index)
+
+    def _reshape(self, index: int) -> None:
+        node = self.nodes[index]
+        with _named(node.layer):
+            node.layer.reshape(node.bottoms, node.tops)
+        self._bottom_shapes[index] = [bottom.shape for bottom in node.bottoms]
+        for top, weight in zip(node.tops, node.layer.loss_weights):
+            if weight:
+                self.backend.fill(top.diff, weight)
+
+    def check(self) -> None:
+        """Raise what layers noticed on the device; call when it is idle."""
+        for layer in self.layers:
+            layer.check()
+
+    def first_non_finite(self) -> Node | None:
+        """The first layer in forward order with a top that is not finite, None if all are."""
+        for node in self.nodes:
+            if not all(self.backend.all_finite(top.data) for top in node.tops):
+                return node
+        return None
+
+    def close(self) -> None:
+        """End what the layers started. Callable twice."""
+        for layer in self.layers:
+            layer.close()
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    def copy_trained_layers_from(self, weights: caffe_pb2.NetParameter, origin: str) -> list[str]:
+        """Copy the parameters of layers that have the same name; returns the names of those copied.
+
+        Raises:
+            SnapshotError: a layer has another number of parameters or other shapes.
+        """
+        copied = []
+        targets = {node.layer.name: node.layer for node in reversed(self.nodes)}
+        for source in weights.layer:
+            target = targets.get(source.name)
+            if target is None:
+                log.log(self._log_level, "Ignoring source layer %s", source.name)
+                continue
+            self._copy_layer(source, target, origin)
+            if target.blobs:
+                copied.append(source.name)
+        return copied
+
+    def _copy_layer(self, source: caffe_pb2.LayerParameter, target: Layer, origin: str) -> None:
+        missing = range(len(source.blobs), len(target.blobs))
+        shared_elsewhere = all((target.name, index) in self._table.shared for index in missing)
+        if len(source.blobs) > len(target.blobs) or not shared_elsewhere:
+            raise SnapshotError(
+                f"{origin}: layer '{target.name}' has {len(source.blobs)} parameters there and {len(target.blobs)} "
+                "in the net; rename the layer in the net to learn it from scratch"
+            )
+        for index, (blob, mine) in enumerate(zip(source.blobs, target.blobs)):
+            where = f"{origin}: layer '{target.name}', parameter {index}"
+            if not same_shape(blob, mine.shape):
+                raise SnapshotError(
+                    f"{where}: shape is {format_shape(proto_shape(blob))} there and {format_shape(mine.shape)} in the "
+                    "net; rename the layer in the net to learn it from scratch"
+                )
+            load_blob(blob, mine, where)
+
+    def share_trained_layers_with(self, other: Net) -> None:
+        """Let layers of the same name use the very parameters of `other`, as test nets do.
+
+        Raises:
+            ConfigError: numbers or shapes of parameters differ.
+        """
+        targets = {node.layer.name: node.layer for node in reversed(self.nodes)}
+        self._buffer = other.parameters
+        for source in other.layers:
+            target = targets.get(source.name)
+            if target is None:
+                continue
+            if [b.shape for b in source.blobs] != [b.shape for b in target.blobs]:
+                raise target.error(
+                    "cannot share its parameters with the train net's layer of the same name; shapes are "
+                    f"{', '.join(format_shape(b.shape) for b in target.blobs) or 'none'} here and "
+                    f"{', '.join(format_shape(b.shape) for b in source.blobs) or 'none'} there"
+                )
+            for mine, theirs in zip(target.blobs, source.blobs):
+                mine.bind(data=theirs.data)
+
+    def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
+        """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
+        result = caffe_pb2.NetParameter(name=self.name)
+        for layer in self.layers:
+            saved = result.layer.add()
+            saved.CopyFrom(layer.param)
+            del saved.blobs[:]
+            if not saved.loss_weight and any(layer.loss_weights):
+                saved.loss_weight.extend(layer.loss_weights)
+            saved.blobs.extend(
+                to_blob_proto(blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs
+            )
+        return result
+
+    def owns(self, layer: Layer, index: int) -> bool:
+        """Whether a parameter is the layer's own, not one shared from an earlier layer."""
+        return (layer.name, index) not in self._table.shared
+
+
+def _default_state(param: caffe_pb2.NetParameter, context: LayerContext) -> caffe_pb2.NetState:
+    state = caffe_pb2.NetState()
+    state.CopyFrom(param.state)
+    state.phase = context.phase  # type: ignore[assignment]
+    return state
+
+
+@contextmanager
+def _named(layer: Layer) -> Iterator[None]:
+    """Name the layer in errors that have no message of their own."""
+    try:
+        yield
+    except CaffepyError:
+        raise
+    except Exception as error:
+        raise RunError(f"layer '{layer.name}' ({layer.type}): {type(error).__name__}: {error}") from error

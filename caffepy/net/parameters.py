@@ -1,0 +1,227 @@
+"""Learnable parameters: who owns them, who shares them, and the flat buffers that hold them all.
+
+Owns the memory of parameters, gradients and solver history. Sharing rules: Caffe's `net.cpp` (AppendParam).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from caffepy.backend.base import Array, Backend
+from caffepy.blob import Blob, format_shape
+from caffepy.layers.base import Layer
+from caffepy.proto import caffe_pb2
+
+ALIGNMENT = 64
+"""Each parameter starts at a multiple of so many elements: 256 bytes, what vector and tensor units like."""
+
+
+@dataclass
+class Parameter:
+    """One parameter, under its owner; layers that share it do not appear again.
+
+    Args:
+        name: the name in its ParamSpec, else ``layer[index]``.
+        layer: the owner's name.
+        index: which of the owner's blobs it is.
+        blob: values and gradient, views of the flat buffers.
+        lr_mult: factor of the learning rate.
+        decay_mult: factor of the weight decay.
+        start: first element in the flat buffers.
+        stop: one past the last element.
+        sharers: blobs of another shape that share it (share_mode PERMISSIVE).
+    """
+
+    name: str
+    layer: str
+    index: int
+    blob: Blob
+    lr_mult: float
+    decay_mult: float
+    start: int = 0
+    stop: int = 0
+    sharers: list[Blob] = field(default_factory=list)
+
+
+class SharedBlob(Blob):
+    """A blob of another shape over the elements of a parameter that another layer owns."""
+
+    def __init__(self, owner: Blob, shape: tuple[int, ...], name: str) -> None:
+        self._owner = owner
+        super().__init__(owner.backend, shape, name)
+
+    @property
+    def gradient_started(self) -> bool:  # type: ignore[override]
+        """The owner's: the two have one gradient."""
+        return self._owner.gradient_started
+
+    @gradient_started.setter
+    def gradient_started(self, value: bool) -> None:
+        self._owner.gradient_started = value
+
+
+class ParameterTable:
+    """Collects the parameters of a net's layers, in Caffe's order, and resolves sharing by name."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Parameter] = []
+        self.shared: set[tuple[str, int]] = set()
+        """(layer, index) of the parameters that an earlier layer owns."""
+        self._named: dict[str, Parameter] = {}
+        self._written: dict[str, caffe_pb2.ParamSpec] = {}
+
+    def add(self, layer: Layer) -> None:
+        """Enter a layer's parameters; those that it shares are replaced by their owner's.
+
+        Raises:
+            ConfigError: more ParamSpecs than parameters, or sharing between what does not fit.
+        """
+        if len(layer.param.param) > len(layer.blobs):
+            raise layer.error(
+                f"too many params: {len(layer.param.param)} are specified, the layer has {len(layer.blobs)} parameters"
+            )
+        for index in range(len(layer.blobs)):
+            given = index < len(layer.param.param)
+            spec = layer.param.param[index] if given else caffe_pb2.ParamSpec()
+            layer.propagate_to_params[index] = spec.lr_mult != 0
+            if spec.name and spec.name in self._named:
+                self.shared.add((layer.name, index))
+                self._share(layer, index, spec)
+            else:
+                self._own(layer, index, spec)
+
+    def _own(self, layer: Layer, index: int, spec: caffe_pb2.ParamSpec) -> None:
+        name = spec.name or f"{layer.name}[{index}]"
+        parameter = Parameter(name, layer.name, index, layer.blobs[index], spec.lr_mult, spec.decay_mult)
+        self.parameters.append(parameter)
+        if spec.name:
+            self._named[spec.name] = parameter
+            self._written[spec.name] = caffe_pb2.ParamSpec()
+            self._written[spec.name].CopyFrom(spec)
+
+    def _share(self, layer: Layer, index: int, spec: caffe_pb2.ParamSpec) -> None:
+        owner = self._named[spec.name]
+        self._merge_multiplier(layer, spec, owner, "lr_mult")
+        self._merge_multiplier(layer, spec, owner, "decay_mult")
+        shape = layer.blobs[index].shape
+        if shape == owner.blob.shape:
+            layer.blobs[index] = owner.blob
+            return
+        self._check_permissive(layer, index, spec, owner)
+        blob = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
+        owner.sharers.append(blob)
+        layer.blobs[index] = blob
+
+    def _merge_multiplier(
+        self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str
+    ) -> None:
+        """Where both say it they must agree; where one says it, it holds for both."""
+        if not spec.HasField(multiplier):  # type: ignore[arg-type]
+            return
+        written = self._written[spec.name]
+        value = getattr(spec, multiplier)
+        if written.HasField(multiplier) and getattr(written, multiplier) != value:  # type: ignore[arg-type]
+            raise layer.error(
+                f"shared param '{spec.name}' has {multiplier} {value:g} here and "
+                f"{getattr(written, multiplier):g} in layer '{owner.layer}'; write the same, or one of them only"
+            )
+        setattr(written, multiplier, value)
+        setattr(owner, multiplier, value)
+
+    @staticmethod
+    def _check_permissive(layer: Layer, index: int, spec: caffe_pb2.ParamSpec, owner: Parameter) -> None:
+        shape = layer.blobs[index].shape
+        shapes = (
+            f"the owner's shape is {format_shape(owner.blob.shape)}, the sharing layer's is {format_shape(shape)}"
+        )
+        message = f"cannot share param '{spec.name}' owned by layer '{owner.layer}'"
+        if spec.share_mode != caffe_pb2.ParamSpec.PERMISSIVE:
+            raise layer.error(f"{message}; shape mismatch: {shapes} (share_mode: PERMISSIVE compares counts only)")
+        if layer.blobs[index].count != owner.blob.count:
+            raise layer.error(f"{message}; count mismatch: {shapes}")
+        if not (_in_logical_order(shape) and _in_logical_order(owner.blob.shape)):
+            raise layer.error(
+                f"{message}: {shapes}; sharing across shapes is possible only where memory order is the logical order, "
+                "not for convolution weights"
+            )
+
+
+def _in_logical_order(shape: tuple[int, ...]) -> bool:
+    """Whether a backend stores the elements of such an array in logical order (4-D arrays are channels last)."""
+    return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
+
+
+class ParameterBuffer:
+    """All parameters of a net in one flat array, their gradients in another.
+
+    Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What a layer's blobs
+    hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) have their place as well: they
+    too are broadcast and saved.
+
+    Args:
+        backend: where the memory is.
+        parameters: in Caffe's order, the first layer's first.
+    """
+
+    FLAGS = 64
+    """Elements at the end of `diff` beyond all parameters; they travel with the gradients' all-reduce."""
+
+    def __init__(self, backend: Backend, parameters: list[Parameter]) -> None:
+        self.backend = backend
+        self.parameters = parameters
+        self.size = self._lay_out()
+        self.data = backend.zeros((max(self.size, 1),))
+        self._diff: Array | None = None
+        for parameter in parameters:
+            self._move(parameter)
+
+    def _lay_out(self) -> int:
+        start = 0
+        for parameter in _backward_order(self.parameters):
+            parameter.start, parameter.stop = start, start + parameter.blob.count
+            start = -(-parameter.stop // ALIGNMENT) * ALIGNMENT
+        return start
+
+    def _move(self, parameter: Parameter) -> None:
+        place = self.view(self.data, parameter)
+        self.backend.copy(parameter.blob.data, place)
+        parameter.blob.bind(data=place)
+        for blob in parameter.sharers:
+            blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
+
+    @property
+    def diff(self) -> Array:
+        """Flat gradients and the flags; allocated on first use, since testing needs none."""
+        if self._diff is None:
+            self._diff = self.backend.zeros((self.size + self.FLAGS,))
+            for parameter in self.parameters:
+                parameter.blob.bind(diff=self.view(self._diff, parameter))
+                for blob in parameter.sharers:
+                    blob.bind(diff=self.backend.view(self._diff[parameter.start : parameter.stop], blob.shape))
+        return self._diff
+
+    @property
+    def gradients(self) -> Array:
+        """`diff` without the flags."""
+        return self.diff[: self.size]
+
+    @property
+    def flags(self) -> Array:
+        """The end of `diff`: [0] stop requests, [1] snapshot requests."""
+        return self.diff[self.size :]
+
+    def new_history(self) -> Array:
+        """Zeros laid out as the parameters are."""
+        return self.backend.zeros((max(self.size, 1),))
+
+    def view(self, flat: Array, parameter: Parameter) -> Array:
+        """The part of a flat array that belongs to a parameter, in the parameter's shape."""
+        return self.backend.view(flat[parameter.start : parameter.stop], parameter.blob.shape)
+
+
+def _backward_order(parameters: list[Parameter]) -> list[Parameter]:
+    """The last layer's parameters first, those of one layer in their own order."""
+    layers: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        layers.setdefault(parameter.layer, []).append(parameter)
+    return [parameter for layer in reversed(layers.values()) for parameter in layer]

@@ -1,0 +1,114 @@
+"""Parameters to and from `BlobProto` and `NetParameter`, in the layouts that both Caffes write.
+
+Owns the conversion between arrays and the wire: packed floats are copied as bytes, because protobuf's own lists cost a
+Python object for each of a net's millions of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from caffepy.blob import Blob, format_shape
+from caffepy.errors import SnapshotError
+from caffepy.proto import caffe_pb2
+
+_DATA_TAG, _DIFF_TAG = 0x2A, 0x32
+"""Tag bytes of BlobProto.data (5) and diff (6) as packed fields."""
+
+_RAW_TYPES = {caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT: "<f4", caffe_pb2.FLOAT16: "<f2"}
+
+
+def to_blob_proto(data: np.ndarray, diff: np.ndarray | None = None) -> caffe_pb2.BlobProto:
+    """A BlobProto of a float32 array in logical order (and its derivatives), as BVLC Caffe writes it."""
+    wire = caffe_pb2.BlobProto(shape=caffe_pb2.BlobShape(dim=data.shape)).SerializeToString()
+    for tag, array in ((_DATA_TAG, data), (_DIFF_TAG, diff)):
+        if array is not None and array.size:
+            content = np.ascontiguousarray(array, "<f4").tobytes()
+            wire += bytes([tag]) + _varint(len(content)) + content
+    return caffe_pb2.BlobProto.FromString(wire)
+
+
+def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
+    """The values of a BlobProto, float32 in its own shape.
+
+    Takes `data`, `double_data` and NVIDIA's `raw_data`.
+
+    Raises:
+        SnapshotError: the number of values is not that of the shape.
+    """
+    shape = proto_shape(blob)
+    if blob.double_data:
+        values = np.array(blob.double_data, np.float32)
+    elif blob.raw_data:
+        values = np.frombuffer(blob.raw_data, _RAW_TYPES.get(blob.raw_data_type, "<f4")).astype(np.float32)
+    else:
+        values = _packed_data(blob)
+    if values.size != math.prod(shape):
+        raise SnapshotError(
+            f"{where}: holds {values.size} values for shape {format_shape(shape)}; the file is damaged or incomplete"
+        )
+    return values.reshape(shape)
+
+
+def proto_shape(blob: caffe_pb2.BlobProto) -> tuple[int, ...]:
+    """The shape of a BlobProto; the old num, channels, height, width when there is no `shape`."""
+    if blob.HasField("shape"):
+        return tuple(blob.shape.dim)
+    return (blob.num, blob.channels, blob.height, blob.width)
+
+
+def same_shape(blob: caffe_pb2.BlobProto, shape: tuple[int, ...]) -> bool:
+    """Whether a BlobProto fits; an old four-number shape fits when it is `shape` with ones before it."""
+    saved = proto_shape(blob)
+    if blob.HasField("shape"):
+        return saved == shape
+    return len(shape) <= 4 and saved == (1,) * (4 - len(shape)) + shape
+
+
+def load_blob(source: caffe_pb2.BlobProto, target: Blob, where: str) -> None:
+    """Copy the values of a BlobProto whose shape fits into a blob's data."""
+    values = from_blob_proto(source, where)
+    target.backend.from_host(values.reshape(target.shape), target.data)
+
+
+def _packed_data(blob: caffe_pb2.BlobProto) -> np.ndarray:
+    """The `data` of a BlobProto without a Python object for each number."""
+    if len(blob.data) < 1024:
+        return np.array(blob.data, np.float32)
+    for tag, content in _length_delimited(blob.SerializeToString()):
+        if tag == _DATA_TAG:
+            return np.frombuffer(content, "<f4").astype(np.float32)
+    return np.array(blob.data, np.float32)
+
+
+def _length_delimited(wire: bytes) -> Iterator[tuple[int, memoryview]]:
+    """The length-delimited fields of a serialised BlobProto, (tag, content); its varints are passed over."""
+    view, place = memoryview(wire), 0
+    while place < len(view):
+        tag, place = _read_varint(view, place)
+        number, place = _read_varint(view, place)
+        if tag & 7 == 2:
+            yield tag, view[place : place + number]
+            place += number
+
+
+def _varint(number: int) -> bytes:
+    content = bytearray()
+    while number > 127:
+        content.append(number & 127 | 128)
+        number >>= 7
+    content.append(number)
+    return bytes(content)
+
+
+def _read_varint(view: memoryview, place: int) -> tuple[int, int]:
+    number, shift = 0, 0
+    while True:
+        byte = view[place]
+        number |= (byte & 127) << shift
+        shift, place = shift + 7, place + 1
+        if byte < 128:
+            return number, place

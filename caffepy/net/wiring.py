@@ -1,0 +1,175 @@
+"""Which blobs a layer reads and writes, and which layers have to run backward.
+
+Owns the net's blobs by name while it is being built. Rules: Caffe's `net.cpp` (AppendTop, AppendBottom and
+the two passes after them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from caffepy.backend.base import Backend
+from caffepy.blob import Blob
+from caffepy.errors import ConfigError
+from caffepy.layers.base import Layer
+from caffepy.net.splits import unknown_bottom
+from caffepy.proto import caffe_pb2
+
+
+@dataclass
+class Node:
+    """One layer in its place.
+
+    Args:
+        layer: the layer.
+        bottoms: the blobs that it reads.
+        tops: the blobs that it writes; an in-place top is the very bottom.
+        propagate_down: for each bottom, whether its gradient is needed.
+        need_backward: whether the layer's backward pass runs at all.
+    """
+
+    layer: Layer
+    bottoms: list[Blob]
+    tops: list[Blob]
+    propagate_down: list[bool] = field(default_factory=list)
+    need_backward: bool = False
+
+
+class Wiring:
+    """The blobs of a net under construction.
+
+    Args:
+        backend: where they live.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.blobs: dict[str, Blob] = {}
+        self._unused: set[str] = set()
+
+    def connect(self, layer: Layer) -> Node:
+        """Find a layer's bottoms and make its tops.
+
+        Raises:
+            ConfigError: an unknown bottom, a top that another layer already made, or too few or many of them.
+        """
+        bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
+        tops = [self._make_top(layer.param, j) for j in range(len(layer.param.top))]
+        if layer.auto_tops:
+            tops += [Blob(self.backend, name="(automatic)") for _ in range(layer.tops[0] - len(tops))]
+        _check_number(layer, "bottom", len(bottoms), layer.bottoms)
+        _check_number(layer, "top", len(tops), layer.tops)
+        if layer.equal_bottoms_and_tops and len(bottoms) != len(tops):
+            raise layer.error(f"needs as many top as bottom blobs, has {len(bottoms)} bottoms and {len(tops)} tops")
+        layer.loss_weights = _loss_weights(layer, len(tops))
+        return Node(layer, bottoms, tops)
+
+    def outputs(self) -> dict[str, Blob]:
+        """The blobs that no layer reads, in the order in which Caffe prints them: by name."""
+        return {name: self.blobs[name] for name in sorted(self._unused, key=str.encode)}
+
+    def _take_bottom(self, param: caffe_pb2.LayerParameter, index: int) -> Blob:
+        name = param.bottom[index]
+        if name not in self._unused:
+            raise unknown_bottom(param, index, list(self._unused))
+        self._unused.remove(name)
+        return self.blobs[name]
+
+    def _make_top(self, param: caffe_pb2.LayerParameter, index: int) -> Blob:
+        name = param.top[index]
+        in_place = index < len(param.bottom) and param.bottom[index] == name
+        if not in_place:
+            if name in self.blobs:
+                raise ConfigError(
+                    f"layer '{param.name}' ({param.type}): top blob '{name}' is already produced by another layer; "
+                    "give it another name, or name it as the bottom in the same place to work in place"
+                )
+            self.blobs[name] = Blob(self.backend, name=name)
+        self._unused.add(name)
+        return self.blobs[name]
+
+
+def _check_number(layer: Layer, what: str, found: int, limits: tuple[int, int | None]) -> None:
+    fewest, most = limits
+    if found >= fewest and (most is None or found <= most):
+        return
+    if fewest == most:
+        wanted = str(fewest)
+    else:
+        wanted = f"at least {fewest}" if most is None else f"{fewest} to {most}"
+    raise layer.error(f"takes {wanted} {what} blob{'s' * (wanted != '1')}, has {found}")
+
+
+def _loss_weights(layer: Layer, tops: int) -> list[float]:
+    """The weight of each top: as written, else 1 for the first top of a loss layer, else 0."""
+    written = list(layer.param.loss_weight)
+    if written and len(written) != tops:
+        raise layer.error(f"loss_weight must be given for none or for each of the {tops} tops, is given {len(written)} times")
+    return written or [1.0 if layer.is_loss and j == 0 else 0.0 for j in range(tops)]
+
+
+class GradientPlan:
+    """Finds out, while layers are added in order, which blobs depend on something learnable."""
+
+    def __init__(self) -> None:
+        self._learnable: set[Blob] = set()
+
+    def add(self, node: Node) -> None:
+        """Set what can be known of `node` from the layers before it; its parameters must be there."""
+        param = node.layer.param
+        if param.propagate_down and len(param.propagate_down) != len(node.bottoms):
+            raise node.layer.error(
+                f"propagate_down must be given for none or for each of the {len(node.bottoms)} bottoms, "
+                f"is given {len(param.propagate_down)} times"
+            )
+        depends = [blob in self._learnable for blob in node.bottoms]
+        node.propagate_down = list(param.propagate_down) or depends
+        node.need_backward = any(depends) or any(node.layer.propagate_to_params)
+        if node.need_backward:
+            self._learnable.update(node.tops)
+
+
+def prune_backward(nodes: list[Node]) -> None:
+    """Switch off the backward pass of layers that no loss depends on or whose users all pass nothing down."""
+    under_loss: set[Blob] = set()
+    skipped: set[Blob] = set()
+    for node in reversed(nodes):
+        contributes = any(node.layer.loss_weights) or any(top in under_loss for top in node.tops)
+        if node.need_backward and all(top in skipped for top in node.tops):
+            node.need_backward = False
+            node.propagate_down = [False] * len(node.bottoms)
+        if contributes:
+            under_loss.update(node.bottoms)
+        else:
+            node.need_backward = False
+            node.propagate_down = [False] * len(node.bottoms)
+        skipped.update(blob for blob, down in zip(node.bottoms, node.propagate_down) if not down)
+
+
+def force_backward(nodes: list[Node]) -> None:
+    """Give every blob that can have one a gradient (`force_backward: true`)."""
+    for node in nodes:
+        layer = node.layer
+        node.need_backward = layer.has_backward
+        node.propagate_down = [
+            down or (layer.has_backward and j not in layer.no_gradient_bottoms)
+            for j, down in enumerate(node.propagate_down)
+        ]
+        layer.propagate_to_params = [True] * len(layer.blobs)
+
+
+def check_gradients(nodes: list[Node]) -> None:
+    """Refuse nets that need a gradient which a layer cannot give.
+
+    Raises:
+        ConfigError: a label, or a bottom of a layer without backward pass, depends on learnable parameters.
+    """
+    for node in nodes:
+        if not node.need_backward:
+            continue
+        for j, down in enumerate(node.propagate_down):
+            if down and (j in node.layer.no_gradient_bottoms or not node.layer.has_backward):
+                raise node.layer.error(
+                    f"cannot backpropagate to its bottom '{node.bottoms[j].name}', which depends on learnable "
+                    "parameters; write propagate_down: false for that bottom, or lr_mult: 0 at those parameters"
+                )
