@@ -11,16 +11,25 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "CaffepyError": "caffepy.errors",
     "Net": "caffepy.net",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
     "read_weights": "caffepy.config.load",
-    "CaffepyError": "caffepy.errors",
 }
 
-__all__ = ["__version__", *_LAZY]
+__all__ = [
+    "CaffepyError",
+    "Net",
+    "__version__",
+    "create_backend",
+    "create_solver",
+    "read_net",
+    "read_solver",
+    "read_weights",
+]
 
 
 def __getattr__(name: str) -> Any:

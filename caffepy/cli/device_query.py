@@ -111,9 +111,9 @@ def _threading_layers() -> list[str]:
 def _mpi() -> Iterator[str]:
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     launcher = shutil.which("mpirun", path=search) or shutil.which("mpiexec", path=search)
-    yield f"launcher: {launcher or 'none found: pip install 'caffepy[mpi]' brings one'}"
-    if _version(("mpi4py",)) is None:
-        yield "mpi4py is not installed; a single process trains without it: pip install 'caffepy[mpi]'"
+    yield f"launcher: {launcher or 'none found'}"
+    if launcher is None or _version(("mpi4py",)) is None:
+        yield "for several processes: pip install 'caffepy[mpi]' brings mpi4py and mpirun; one process trains without"
 
 
 def _libraries() -> Iterator[str]:

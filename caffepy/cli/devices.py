@@ -48,7 +48,7 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, orig
         return check_gpus([device_id])
     except (DeviceError, MissingExtraError) as error:
         raise DeviceError(
-            f"{origin} is for a GPU (solver_mode: GPU, which is also the default): {error}; --cpu trains on the CPU instead"
+            f"{origin} is for a GPU (solver_mode: GPU, also the default): {error}; --cpu trains on the CPU instead"
         ) from error
 
 

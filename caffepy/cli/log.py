@@ -2,8 +2,8 @@
 
     I1121 11:29:00.123456 12345 solver.py:123] Iteration 100, loss = 0.25
 
-Level letter, month and day, time, thread, place. Under mpirun only the root rank logs; the others only report errors, unless
---verbose asks for all, each line then with its rank.
+Level letter, month and day, time, thread, place. Under mpirun only the root rank logs; the others only report errors,
+unless --verbose asks for all, each line then with its rank.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
 
 def normalise(arguments: Sequence[str]) -> list[str]:
     """Options in gflags' spellings as `--name` or `--name=value`, with dashes inside the name."""
-    result = []
+    result: list[str] = []
     for index, argument in enumerate(arguments):
         if argument == "--":
             return result + list(arguments[index:])

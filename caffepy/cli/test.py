@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser(
-        "test", help="score a model", description="Run a net's TEST phase and print each batch's scores and their means."
+        "test", help="score a model", description="Run a net's TEST phase and print each batch's scores and their mean."
     )
     parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (needed)")
     parser.add_argument(

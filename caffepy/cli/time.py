@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser(
-        "time", help="time a model layer by layer", description="Print average forward and backward times of each layer."
+        "time",
+        help="time a model layer by layer",
+        description="Print average forward and backward times of each layer.",
     )
     parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (needed)")
     parser.add_argument("--phase", choices=("TRAIN", "TEST"), default="TRAIN", help="the net's phase (TRAIN)")
@@ -102,7 +104,7 @@ def measure(net: Net, iterations: int) -> Times:
 
 
 def _pass(net: Net, run: Callable[[int], None], order: Iterable[int], sums: list[float]) -> float:
-    """Run every layer in `order` with the device idle before and after; adds to `sums`, returns the whole pass's time."""
+    """Run the layers in `order`, the device idle between them; adds to `sums` and returns the whole pass's time."""
     begin = time.perf_counter()
     for index in order:
         start = time.perf_counter()

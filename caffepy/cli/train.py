@@ -31,18 +31,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (needed)")
     start = parser.add_argument_group("where to start")
-    start.add_argument("--snapshot", metavar="FILE", help=".solverstate to resume from, or 'auto' for the newest whole one")
     start.add_argument(
-        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to start from, divided by commas"
+        "--snapshot", metavar="FILE", help=".solverstate to resume from, or 'auto' for the newest whole one"
+    )
+    start.add_argument(
+        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to start from, with commas"
     )
     devices = parser.add_argument_group("devices")
     add_device_options(devices, "default: what the solver's solver_mode says")
-    devices.add_argument("--cpu-solvers", type=positive, default=1, metavar="N", help="solver threads of a CPU process (1)")
+    devices.add_argument(
+        "--cpu-solvers", type=positive, default=1, metavar="N", help="solver threads of a CPU process (1)"
+    )
     devices.add_argument(
         "--batch",
         choices=("per-rank", "per-device"),
         default="per-rank",
-        help="whether batch_size is divided among a rank's devices, as in NVIDIA Caffe (default), or each device's, as in BVLC's",
+        help="batch_size is divided among a rank's devices, as in NVIDIA Caffe (default), or is each device's (BVLC)",
     )
     add_state_options(parser)
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
