@@ -71,18 +71,8 @@ def _score(net: Net, iterations: int) -> tuple[dict[str, np.ndarray], float]:
 
 def _log_means(net: Net, sums: dict[str, np.ndarray], loss: float, iterations: int) -> None:
     logger.info("Loss: %.6g", loss / iterations)
-    weights = loss_weights(net)
     for name, scores in sums.items():
+        weight = net.loss_weight(net.outputs[name])
         for mean in scores / iterations:
-            weight = weights.get(name, 0.0)
             share = f" (* {weight:.6g} = {weight * mean:.6g} loss)" if weight else ""
             logger.info("%s = %.6g%s", name, mean, share)
-
-
-def loss_weights(net: Net) -> dict[str, float]:
-    """The loss weight of each output, by its blob's name."""
-    return {
-        blob.name: weight
-        for layer, tops in zip(net.layers, net.tops, strict=True)
-        for blob, weight in zip(tops, layer.loss_weights, strict=False)
-    }

@@ -15,6 +15,7 @@ from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
     from caffepy.net import Net
+    from caffepy.net.wiring import Node
 
 logger = logging.getLogger(__name__)
 
@@ -94,21 +95,31 @@ def measure(net: Net, iterations: int) -> Times:
     begin = time.perf_counter()
     for _ in range(iterations):
         start = time.perf_counter()
-        times.forward += _pass(net, net.forward_layer, range(len(net.layers)), times.layer_forward)
+        times.forward += _pass(net, _forward, range(len(net.nodes)), times.layer_forward)
+        net.context.passes.number += 1
         net.clear_param_diffs()
-        times.backward += _pass(net, net.backward_layer, reversed(range(len(net.layers))), times.layer_backward)
+        times.backward += _pass(net, _backward, reversed(range(len(net.nodes))), times.layer_backward)
         times.iterations += 1
         logger.info("Iteration: %d forward-backward time: %.6g ms.", times.iterations, _milliseconds(start))
     times.total = _milliseconds(begin)
     return times
 
 
-def _pass(net: Net, run: Callable[[int], None], order: Iterable[int], sums: list[float]) -> float:
+def _forward(node: Node) -> None:
+    node.layer.forward(node.bottoms, node.tops)
+
+
+def _backward(node: Node) -> None:
+    if node.need_backward:
+        node.layer.backward(node.tops, node.propagate_down, node.bottoms)
+
+
+def _pass(net: Net, run: Callable[[Node], None], order: Iterable[int], sums: list[float]) -> float:
     """Run the layers in `order`, the device idle between them; adds to `sums` and returns the whole pass's time."""
     begin = time.perf_counter()
     for index in order:
         start = time.perf_counter()
-        run(index)
+        run(net.nodes[index])
         net.backend.synchronize()
         sums[index] += _milliseconds(start)
     return _milliseconds(begin)
