@@ -1,0 +1,230 @@
+"""Loops around expressions for the CPU: generates, compiles and runs them.
+
+Arrays arrive flat in memory order. Where an argument has one value for each channel, the elements are seen
+as (outer, channels, inner): for channels last and axis 1 inner is 1 and the loop over the channels is the vectorised one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu_runtime import Entry
+from caffepy.backend.expression import Expression, Kind
+
+GRAIN = 16384
+"""Elements below which a second thread costs more than it saves."""
+LANES = 64
+"""Independent partial sums of a reduction, so that it can be vectorised and its order is fixed."""
+_FUNCTIONS = {
+    "exp": math.exp,
+    "log": math.log,
+    "log1p": math.log1p,
+    "sqrt": math.sqrt,
+    "tanh": math.tanh,
+    "fabs": math.fabs,
+    "floor": np.floor,  # math's makes an integer of a float
+    "isfinite": math.isfinite,
+}
+
+
+def _unpack(expression: Expression, outputs: str, count: int) -> list[str]:
+    lines = []
+    for i, (name, kind) in enumerate(zip(expression.parameters, expression.kinds, strict=True)):
+        if kind is Kind.SCALAR:
+            lines.append(f"{name} = float32(as_double(_a[{i}]))")
+        else:
+            lines.append(f"_p{i} = floats(_a[{i}])")
+    first = len(expression.parameters)
+    return lines + [f"_o{j} = {outputs}(_a[{first + j}])" for j in range(count)]
+
+
+def _loads(expression: Expression, kind: Kind, index: str) -> list[str]:
+    return [
+        f"{name} = _p{i}[{index}]"
+        for i, (name, k) in enumerate(zip(expression.parameters, expression.kinds, strict=True))
+        if k is kind
+    ]
+
+
+def _indent(lines: list[str], depth: int) -> list[str]:
+    return ["    " * depth + line for line in lines]
+
+
+def _entry(expression: Expression, variant: str, text: list[str], outputs: int, extra: int) -> Entry:
+    fmt = "".join("d" if kind is Kind.SCALAR else "q" for kind in expression.kinds) + "q" * (outputs + extra)
+    file = inspect.getfile(expression.function)
+    return Entry(f"{expression.name}_{variant}", file, text, _FUNCTIONS, fmt)
+
+
+def _values(count: int) -> list[str]:
+    return [f"_v{j}" for j in range(count)]
+
+
+def _formula(expression: Expression, index: str, channel: str) -> list[str]:
+    names = _values(expression.output_count)
+    loads = _loads(expression, Kind.EACH, index) + (_loads(expression, Kind.CHANNEL, channel) if channel else [])
+    return loads + expression.python_lines(names)
+
+
+@lru_cache(maxsize=None)
+def _apply_flat(expression: Expression) -> Entry:
+    count = expression.output_count
+    stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
+    text = [
+        *_unpack(expression, "floats", count),
+        "for _i in range(_begin, _end):",
+        *_indent(_formula(expression, "_i", "") + stores, 1),
+    ]
+    return _entry(expression, "flat", text, count, 0)
+
+
+@lru_cache(maxsize=None)
+def _apply_rows(expression: Expression) -> Entry:
+    """Items are the outer positions; the channels are next to each other."""
+    count = expression.output_count
+    first = len(expression.parameters) + count
+    stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
+    text = [
+        *_unpack(expression, "floats", count),
+        f"_channels = _a[{first}]",
+        "for _i in range(_begin, _end):",
+        "    _row = _i * _channels",
+        "    for _c in range(_channels):",
+        *_indent(_formula(expression, "_row + _c", "_c") + stores, 2),
+    ]
+    return _entry(expression, "rows", text, count, 1)
+
+
+@lru_cache(maxsize=None)
+def _apply_planes(expression: Expression) -> Entry:
+    """Items are the (outer, channel) pairs; each channel's elements are next to each other."""
+    count = expression.output_count
+    first = len(expression.parameters) + count
+    stores = [f"_o{j}[_row + _k] = _v{j}" for j in range(count)]
+    text = [
+        *_unpack(expression, "floats", count),
+        f"_channels = _a[{first}]",
+        f"_inner = _a[{first + 1}]",
+        "for _i in range(_begin, _end):",
+        "    _c = _i % _channels",
+        "    _row = _i * _inner",
+        *_indent(_loads(expression, Kind.CHANNEL, "_c"), 1),
+        "    for _k in range(_inner):",
+        *_indent(_formula(expression, "_row + _k", "") + stores, 2),
+    ]
+    return _entry(expression, "planes", text, count, 2)
+
+
+def apply_flat(threads: int, expression: Expression, inputs: list[Any], outputs: list[Any]) -> None:
+    """outputs = expression(inputs) over equally long 1-D arrays and numbers."""
+    _apply_flat(expression).run(threads, outputs[0].size, GRAIN, *inputs, *outputs)
+
+
+def apply_channels(
+    threads: int, expression: Expression, inputs: list[Any], outputs: list[Any], extents: tuple[int, int, int]
+) -> None:
+    """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
+    outer, channels, inner = extents
+    if inner == 1:
+        _apply_rows(expression).run(threads, outer, GRAIN // channels, *inputs, *outputs, channels)
+    else:
+        _apply_planes(expression).run(threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner)
+
+
+@lru_cache(maxsize=None)
+def _reduce_flat(expression: Expression) -> Entry:
+    """Items are blocks of elements; each block has LANES partial sums for each output."""
+    count = expression.output_count
+    first = len(expression.parameters) + count
+    adds = [f"_o{j}[_sum + _k] += _v{j}" for j in range(count)]
+    text = [
+        *_unpack(expression, "doubles", count),
+        f"_size = _a[{first}]",
+        f"_block = _a[{first + 1}]",
+        "for _i in range(_begin, _end):",
+        f"    _sum = _i * {LANES}",
+        f"    for _row in range(_i * _block, min(_size, (_i + 1) * _block), {LANES}):",
+        f"        for _k in range(min({LANES}, _size - _row)):",
+        *_indent(_formula(expression, "_row + _k", "") + adds, 3),
+    ]
+    return _entry(expression, "sum", text, count, 2)
+
+
+@lru_cache(maxsize=None)
+def _reduce_rows(expression: Expression) -> Entry:
+    """Items are blocks of outer positions; each block has one partial sum for each channel and output."""
+    count = expression.output_count
+    first = len(expression.parameters) + count
+    adds = [f"_o{j}[_sum + _c] += _v{j}" for j in range(count)]
+    text = [
+        *_unpack(expression, "doubles", count),
+        f"_channels = _a[{first}]",
+        f"_outer = _a[{first + 1}]",
+        f"_block = _a[{first + 2}]",
+        "for _i in range(_begin, _end):",
+        "    _sum = _i * _channels",
+        "    for _r in range(_i * _block, min(_outer, (_i + 1) * _block)):",
+        "        _row = _r * _channels",
+        "        for _c in range(_channels):",
+        *_indent(_formula(expression, "_row + _c", "_c") + adds, 3),
+    ]
+    return _entry(expression, "row_sums", text, count, 3)
+
+
+@lru_cache(maxsize=None)
+def _reduce_planes(expression: Expression) -> Entry:
+    """Items are channels; each has LANES partial sums for each output."""
+    count = expression.output_count
+    first = len(expression.parameters) + count
+    adds = [f"_o{j}[_sum + _k] += _v{j}" for j in range(count)]
+    text = [
+        *_unpack(expression, "doubles", count),
+        f"_channels = _a[{first}]",
+        f"_outer = _a[{first + 1}]",
+        f"_inner = _a[{first + 2}]",
+        "for _c in range(_begin, _end):",
+        f"    _sum = _c * {LANES}",
+        *_indent(_loads(expression, Kind.CHANNEL, "_c"), 1),
+        "    for _r in range(_outer):",
+        "        _plane = (_r * _channels + _c) * _inner",
+        f"        for _row in range(0, _inner, {LANES}):",
+        f"            for _k in range(min({LANES}, _inner - _row)):",
+        *_indent(_formula(expression, "_plane + _row + _k", "") + adds, 4),
+    ]
+    return _entry(expression, "plane_sums", text, count, 3)
+
+
+def _blocks(items: int, size: int) -> tuple[int, int]:
+    """Items in a block and number of blocks: a function of the shape alone, so that sums do not depend on threads."""
+    block = max(-(-GRAIN // max(size, 1)), -(-items // 256))
+    return block, -(-items // block)
+
+
+def reduce_flat(threads: int, expression: Expression, inputs: list[Any], size: int) -> list[Any]:
+    """Sums of expression(inputs) over 1-D arrays of `size` elements: one float64 for each output."""
+    block, blocks = _blocks(size, 1)
+    block = -(-block // LANES) * LANES
+    partial = [np.zeros((blocks, LANES)) for _ in range(expression.output_count)]
+    _reduce_flat(expression).run(threads, blocks, 2, *inputs, *partial, size, block)
+    return [p.sum() for p in partial]
+
+
+def reduce_channels(
+    threads: int, expression: Expression, inputs: list[Any], extents: tuple[int, int, int]
+) -> list[Any]:
+    """Sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64 (channels,)."""
+    outer, channels, inner = extents
+    if inner == 1:
+        block, blocks = _blocks(outer, channels)
+        partial = [np.zeros((blocks, channels)) for _ in range(expression.output_count)]
+        _reduce_rows(expression).run(threads, blocks, 2, *inputs, *partial, channels, outer, block)
+        return [p.sum(axis=0) for p in partial]
+    partial = [np.zeros((channels, LANES)) for _ in range(expression.output_count)]
+    grain = GRAIN // max(outer * inner, 1)
+    _reduce_planes(expression).run(threads, channels, grain, *inputs, *partial, channels, outer, inner)
+    return [p.sum(axis=1) for p in partial]
