@@ -16,6 +16,9 @@ fields, where they are found here. Prototxt files use names and need none of thi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
+
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, Type
@@ -27,17 +30,26 @@ TYPE_FIELDS = {145: "forward_type", 146: "backward_type", 147: "forward_math", 1
 RECURRENT = 151
 
 
+class UnknownField(Protocol):
+    """What protobuf keeps of a field that the schema does not have; its stubs do not say so."""
+
+    field_number: int
+    wire_type: int
+    data: Any
+
+
 def adopt_nvidia_fields(param: NetParameter) -> bool:
     """Moves NVIDIA's clashing fields of every layer to where our schema has them.
 
     Returns whether there were any.
     """
-    return any([_adopt(layer) for layer in param.layer])
+    adopted = [_adopt(layer) for layer in param.layer]
+    return any(adopted)
 
 
 def _adopt(layer: LayerParameter) -> bool:
     found = False
-    for field in UnknownFieldSet(layer):
+    for field in cast("Iterable[UnknownField]", UnknownFieldSet(layer)):
         if field.field_number in TYPE_FIELDS and field.wire_type == VARINT and field.data in Type.values():
             setattr(layer, TYPE_FIELDS[field.field_number], field.data)
             found = True

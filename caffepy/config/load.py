@@ -154,7 +154,7 @@ def _read(path: Path | str, kind: str, error_type: type[CaffepyError]) -> bytes:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise error_type(
-                f"{path}: {size} bytes, and protobuf reads at most {MAX_BYTES}; use the HDF5 format for larger snapshots"
+                f"{path}: {size} bytes, and protobuf reads at most {MAX_BYTES}; store larger snapshots as HDF5"
             )
         return path.read_bytes()
     except FileNotFoundError:

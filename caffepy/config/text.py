@@ -41,10 +41,10 @@ def parse_text(text: str, message: M, origin: str) -> M:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
-        raise ConfigError(f"{where}: {_explain(_bare(str(error)), message.DESCRIPTOR)}") from None
+        raise ConfigError(f"{where}: {_explain(_bare(str(error)), message.DESCRIPTOR.name)}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: messages are nested too deeply to be a net or a solver") from None
-    missing = message.FindInitializationErrors()
+    missing = message.FindInitializationErrors()  # type: ignore[attr-defined]
     if missing:
         raise ConfigError(f"{origin}: required field '{missing[0]}' is not set; add it")
     return message
@@ -81,7 +81,7 @@ def _bare(message: str) -> str:
     return _QUOTED_LINE.sub("", _POSITION.sub("", message)).rstrip(".")
 
 
-def _explain(found: str, root: Descriptor) -> str:
+def _explain(found: str, root: str) -> str:
     unknown_field = _UNKNOWN_FIELD.search(found)
     if unknown_field:
         return _unknown_field(_descriptor(unknown_field[1]), unknown_field[2], root)
@@ -107,20 +107,20 @@ def _descriptor(name: str) -> Descriptor:
     return found
 
 
-def _unknown_field(message: Descriptor, name: str, root: Descriptor) -> str:
+def _unknown_field(message: Descriptor, name: str, root: str) -> str:
     other = _other_kind_of_file(message, name, root)
     if other:
         return other
     return f"unknown field '{name}' of {message.name}; {_field_advice(message, name)}"
 
 
-def _other_kind_of_file(message: Descriptor, name: str, root: Descriptor) -> str:
+def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
     """What to say when the field shows that a solver was given for a net, or the reverse."""
-    if message is not root:
+    if message.name != root:
         return ""
-    if root.name == "SolverParameter" and name in caffe_pb2.NetParameter.DESCRIPTOR.fields_by_name:
+    if root == "SolverParameter" and name in caffe_pb2.NetParameter.DESCRIPTOR.fields_by_name:
         return f"'{name}' is a field of a net, and a solver was expected; give the solver that has net: \"this file\""
-    if root.name == "NetParameter" and name in caffe_pb2.SolverParameter.DESCRIPTOR.fields_by_name:
+    if root == "NetParameter" and name in caffe_pb2.SolverParameter.DESCRIPTOR.fields_by_name:
         return f"'{name}' is a field of a solver, and a net was expected; give the file that the solver's net: names"
     return ""
 

@@ -87,7 +87,7 @@ def upgrade_input(param: NetParameter, origin: str) -> bool:
     if param.input_shape or param.input_dim:
         _insert_input_layer(param, origin)
     for field in ("input", "input_shape", "input_dim"):
-        param.ClearField(field)  # type: ignore[arg-type]
+        param.ClearField(field)
     return True
 
 
@@ -135,7 +135,7 @@ def _input_shapes(param: NetParameter, origin: str) -> list[list[int]]:
 def _warn_of_ignored_transforms(param: NetParameter, origin: str) -> None:
     for layer in param.layer:
         for holder in ("data_param", "image_data_param", "window_data_param"):
-            if not layer.HasField(holder):  # type: ignore[arg-type]
+            if not layer.HasField(holder):
                 continue
             ignored = [
                 name for name in ("scale", "mean_file", "crop_size", "mirror") if getattr(layer, holder).HasField(name)

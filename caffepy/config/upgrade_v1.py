@@ -71,7 +71,7 @@ def move_transforms(param: NetParameter, origin: str) -> bool:
     moved = False
     for layer in param.layers:
         holder = TRANSFORM_HOLDERS.get(layer.type)
-        if holder is not None and layer.HasField(holder):  # type: ignore[arg-type]
+        if holder is not None and layer.HasField(holder):
             moved |= _move_fields(getattr(layer, holder), layer)
     return moved
 
@@ -117,5 +117,5 @@ def _move_fields(holder: Message, layer: V1LayerParameter) -> bool:
 def _spread(name: str, values: list[object], new: LayerParameter) -> None:
     while len(new.param) < len(values):
         new.param.add()
-    for spec, value in zip(new.param, values):
+    for spec, value in zip(new.param, values, strict=False):
         setattr(spec, PER_PARAMETER[name], value)

@@ -1,0 +1,152 @@
+"""Everything about a solver that can be checked before its net is built."""
+
+from __future__ import annotations
+
+import logging
+
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.registry import suggest
+
+log = logging.getLogger(__name__)
+
+TRAIN_SOURCES = ("net", "net_param", "train_net", "train_net_param")
+
+LR_POLICIES: dict[str, tuple[str, ...]] = {
+    "fixed": (),
+    "step": ("gamma", "stepsize"),
+    "exp": ("gamma",),
+    "inv": ("gamma", "power"),
+    "multistep": ("gamma", "stepvalue"),
+    "poly": ("power",),
+    "sigmoid": ("gamma", "stepsize"),
+}
+"""The learning-rate policies of both Caffes and the fields that each needs besides ``base_lr``."""
+
+MOMENTUM_POLICIES = ("fixed", "poly", "opt")
+WEIGHT_DECAY_POLICIES = ("fixed", "poly")
+LARC_POLICIES = ("scale", "clip")
+REGULARIZATIONS = ("L1", "L2")
+
+LEAST = {
+    "max_iter": 0,
+    "base_lr": 0,
+    "min_lr": 0,
+    "display": 0,
+    "test_interval": 0,
+    "snapshot": 0,
+    "average_loss": 1,
+    "iter_size": 1,
+    "gamma": 0,
+    "stepsize": 1,
+    "rampup_interval": 0,
+    "rampup_lr": 0,
+}
+"""The least value of each field that has one."""
+
+WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
+
+
+def check_solver(param: SolverParameter, origin: str = "solver") -> None:
+    """Checks that a solver's settings are complete and do not contradict each other.
+
+    Args:
+        param: an upgraded solver.
+        origin: its file, for messages.
+
+    Raises:
+        ConfigError: the first thing that is wrong, and what to change. Whether ``type`` is known is
+            checked where solvers register.
+    """
+    _check_train_source(param, origin)
+    _check_present(param, ("max_iter", "base_lr", "lr_policy"), "", origin)
+    _check_least(param, origin)
+    _check_learning_rate(param, origin)
+    _check_other_policies(param, origin)
+    _check_rule(param, origin)
+    _check_testing(param, origin)
+    if param.snapshot > 0 and not param.snapshot_prefix:
+        raise ConfigError(f"{origin}: snapshot is {param.snapshot} but snapshot_prefix is empty; set snapshot_prefix")
+
+
+def _check_train_source(param: SolverParameter, origin: str) -> None:
+    given = [name for name in TRAIN_SOURCES if _has(param, name)]
+    if not given:
+        raise ConfigError(f'{origin}: no net to train; add net: "FILE" (or one of {", ".join(TRAIN_SOURCES[1:])})')
+    if len(given) > 1:
+        raise ConfigError(f"{origin}: {' and '.join(given)} both name a net to train; keep one")
+
+
+def _check_present(param: SolverParameter, names: tuple[str, ...], because: str, origin: str) -> None:
+    for name in names:
+        if not _has(param, name):
+            raise ConfigError(f"{origin}: {name} is missing{because}; add {name}")
+
+
+def _check_least(param: SolverParameter, origin: str) -> None:
+    for name, least in LEAST.items():
+        value = getattr(param, name)
+        if _has(param, name) and not value >= least:
+            raise ConfigError(f"{origin}: {name} is {value:g}; it must be at least {least}")
+
+
+def _check_learning_rate(param: SolverParameter, origin: str) -> None:
+    policy = param.lr_policy
+    _check_known("lr_policy", policy, tuple(LR_POLICIES), origin)
+    _check_present(param, LR_POLICIES[policy], f', and lr_policy "{policy}" needs it', origin)
+    if list(param.stepvalue) != sorted(set(param.stepvalue)):
+        raise ConfigError(f"{origin}: stepvalue {list(param.stepvalue)} does not increase; sort the values")
+    if policy == "poly" and param.base_lr < param.min_lr:
+        raise ConfigError(f"{origin}: base_lr {param.base_lr:g} is below min_lr {param.min_lr:g}; lower min_lr")
+    if _has(param, "rampup_lr") and not param.rampup_interval:
+        log.warning("%s: rampup_lr has no effect without rampup_interval", origin)
+
+
+def _check_other_policies(param: SolverParameter, origin: str) -> None:
+    _check_known("momentum_policy", param.momentum_policy, MOMENTUM_POLICIES, origin)
+    _check_known("weight_decay_policy", param.weight_decay_policy, WEIGHT_DECAY_POLICIES, origin)
+    _check_known("regularization_type", param.regularization_type, REGULARIZATIONS, origin)
+    if param.larc:
+        _check_known("larc_policy", param.larc_policy, LARC_POLICIES, origin)
+    if param.weight_decay_policy == "poly":
+        _check_present(param, ("max_weight_decay",), ', and weight_decay_policy "poly" needs it', origin)
+
+
+def _check_rule(param: SolverParameter, origin: str) -> None:
+    if param.type in WITHOUT_MOMENTUM and param.momentum:
+        raise ConfigError(f"{origin}: {param.type} has no momentum, and momentum is {param.momentum:g}; remove it")
+    if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
+        raise ConfigError(f"{origin}: rms_decay is {param.rms_decay:g}; it must be at least 0 and below 1")
+
+
+def _check_testing(param: SolverParameter, origin: str) -> None:
+    own_nets = len(param.test_net) + len(param.test_net_param)
+    shared = param.HasField("net") or param.HasField("net_param")
+    tests = len(param.test_iter)
+    if not tests and (own_nets or (shared and param.test_interval)):
+        raise ConfigError(
+            f"{origin}: test_iter is missing; add test_iter: N, the batches of one test, for each test net"
+        )
+    if tests < own_nets or (tests > own_nets and not shared):
+        raise ConfigError(f"{origin}: {tests} test_iter for {own_nets} test nets; give one test_iter per test net")
+    for batches in param.test_iter:
+        if batches < 1:
+            raise ConfigError(f"{origin}: test_iter is {batches}; it must be at least 1, or be left out to train only")
+    if tests and not param.test_interval:
+        raise ConfigError(f"{origin}: test_iter is given but test_interval is not; add test_interval")
+    if param.test_state and len(param.test_state) != tests:
+        raise ConfigError(
+            f"{origin}: {len(param.test_state)} test_state for {tests} test nets; give none or one per test net"
+        )
+
+
+def _check_known(field: str, value: str, known: tuple[str, ...], origin: str) -> None:
+    if value not in known:
+        raise ConfigError(f"{origin}: unknown {field} '{value}'; {suggest(value, list(known))}")
+
+
+def _has(param: SolverParameter, name: str) -> bool:
+    """Whether a field was given; a repeated one, whether it has entries."""
+    if hasattr(getattr(param, name), "append"):
+        return len(getattr(param, name)) > 0
+    return param.HasField(name)
