@@ -46,10 +46,11 @@ lint: $(VENV)/test.stamp
 	mypy
 
 proto: $(VENV)/test.stamp
-	python -m caffepy_build
+	pip install --quiet --no-deps --editable .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f caffepy/proto/caffe_pb2.py caffepy/proto/caffe_pb2.pyi
 	rm -rf models/lenet/*_lmdb
 	rm -f models/lenet/*.caffemodel models/lenet/*.solverstate
 

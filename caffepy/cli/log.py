@@ -9,7 +9,6 @@ unless --verbose asks for all, each line then with its rank.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 import threading
@@ -18,28 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from caffepy.parallel.world import find_launcher
+
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
-"""Where launchers tell a process its rank and the number of ranks: Open MPI, MPICH and Intel MPI, Slurm."""
-
-
-def launch_rank() -> tuple[int, int]:
-    """This process's rank and the number of ranks, read from the launcher's variables: MPI has not started yet."""
-    for names in _LAUNCHERS:
-        rank, size = (os.environ.get(name, "") for name in names)
-        if rank.isdigit() and size.isdigit():
-            return int(rank), int(size)
-    return 0, 1
-
 
 def rank_prefix() -> str:
-    """`rank 1 on host7: ` under a launcher with several ranks, else nothing."""
-    rank, size = launch_rank()
-    return f"rank {rank} on {socket.gethostname()}: " if size > 1 else ""
+    """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing. MPI need not have started."""
+    launcher = find_launcher()
+    return f"rank {launcher.rank} on {socket.gethostname()}: " if launcher and launcher.rank else ""
 
 
 class GlogFormatter(logging.Formatter):
@@ -88,9 +73,10 @@ def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
     Args:
         verbose: debug lines too, and every rank's.
     """
-    rank, size = launch_rank()
+    launcher = find_launcher()
+    rank = launcher.rank if launcher else 0
     handler = StderrHandler()
-    handler.setFormatter(GlogFormatter(f"[rank {rank}] " if verbose and size > 1 else ""))
+    handler.setFormatter(GlogFormatter(f"[rank {rank}] " if launcher and verbose else ""))
     logger = logging.getLogger("caffepy")
     before = logger.level
     logger.setLevel(logging.DEBUG if verbose else logging.INFO if rank == 0 else logging.ERROR)

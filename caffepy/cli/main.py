@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(str(error), error.exit_status, verbose)
     except KeyboardInterrupt:
         return _report("interrupted", INTERRUPTED, verbose)
+    except SystemExit as leaving:  # --help and --version; a rank that leaves the message to the root
+        return int(leaving.code or 0)
     except BrokenPipeError:
         # Python would flush the closed pipe once more at exit and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str], verbose: bool) -> int:
     parser = build_parser(arguments)
-    try:
-        args = parser.parse_strictly(arguments)
-    except SystemExit as leaving:  # --help and --version
-        return int(leaving.code or 0)
+    args = parser.parse_strictly(arguments)
     if args.command is None:
         parser.print_help(sys.stderr)
         return ConfigError.exit_status

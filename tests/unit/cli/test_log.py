@@ -1,0 +1,115 @@
+"""The log's format, read back by the expressions that Caffe's own log parsers use."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+
+import pytest
+
+from caffepy.cli.log import GlogFormatter, ProgressBar, log_to_stderr, rank_prefix
+
+GLOG = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6})\s+(\d+) (\S+):(\d+)\] (.*)")
+logger = logging.getLogger("caffepy.tests")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def under_mpirun(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
+
+
+def test_lines_look_like_glogs(capsys: pytest.CaptureFixture[str]):
+    before = datetime.datetime.now()
+    with log_to_stderr():
+        logger.info("Iteration %d, loss = %g", 100, 0.25)
+    match = GLOG.fullmatch(capsys.readouterr().err.rstrip("\n"))
+    assert match is not None
+    assert match[1] == "I"
+    assert match[5] == "test_log.py"
+    assert match[7] == "Iteration 100, loss = 0.25"
+    stamp = datetime.datetime.strptime(f"{before.year}{match[2]} {match[3]}", "%Y%m%d %H:%M:%S.%f")
+    assert abs(stamp - before) < datetime.timedelta(seconds=5)
+
+
+def test_caffes_way_to_find_the_time_of_a_line(capsys: pytest.CaptureFixture[str]):
+    with log_to_stderr():
+        logger.info("Solving LeNet")
+    words = capsys.readouterr().err.strip().split()
+    assert 1 <= int(words[0][1:3]) <= 12
+    assert 1 <= int(words[0][3:]) <= 31
+    assert len(words[1].rpartition(".")[2]) == 6
+
+
+@pytest.mark.parametrize(
+    "level, letter",
+    [(logging.DEBUG, "I"), (logging.INFO, "I"), (logging.WARNING, "W"), (logging.ERROR, "E"), (logging.CRITICAL, "F")],
+)
+def test_letters(level: int, letter: str):
+    record = logging.LogRecord("caffepy", level, "/a/solver.py", 7, "text", None, None)
+    assert GlogFormatter().format(record)[0] == letter
+
+
+def test_only_the_root_rank_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for rank in (0, 1):
+        under_mpirun(monkeypatch, rank, 2)
+        with log_to_stderr():
+            logger.info("said by %d", rank)
+            logger.error("failed on %d", rank)
+    text = capsys.readouterr().err
+    assert "said by 0" in text
+    assert "said by 1" not in text
+    assert "failed on 1" in text
+
+
+def test_verbose_logs_every_rank_with_its_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    under_mpirun(monkeypatch, 1, 2)
+    with log_to_stderr(verbose=True):
+        logger.debug("detail")
+    assert GLOG.fullmatch(capsys.readouterr().err.rstrip("\n"))[7] == "[rank 1] detail"
+
+
+def test_messages_of_other_ranks_than_the_root_name_it(monkeypatch: pytest.MonkeyPatch):
+    assert rank_prefix() == ""
+    under_mpirun(monkeypatch, 0, 2)
+    assert rank_prefix() == ""
+    under_mpirun(monkeypatch, 1, 2)
+    assert rank_prefix().startswith("rank 1 on ")
+
+
+def test_the_logger_is_left_as_it_was():
+    package = logging.getLogger("caffepy")
+    before = (package.level, list(package.handlers))
+    with log_to_stderr(verbose=True):
+        assert len(package.handlers) == len(before[1]) + 1
+    assert (package.level, list(package.handlers)) == before
+
+
+def test_a_closed_stderr_does_not_stop_the_program(monkeypatch: pytest.MonkeyPatch):
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    with log_to_stderr():
+        monkeypatch.setattr("sys.stderr", Closed())
+        logger.info("nobody reads this")
+        monkeypatch.undo()
+
+
+def test_the_progress_bar_lets_the_log_through(capsys: pytest.CaptureFixture[str]):
+    with log_to_stderr() as handler:
+        bar = ProgressBar(handler, 10)
+        bar.show(4)
+        logger.info("above the bar")
+        bar.close()
+        logger.info("after the bar")
+    text = capsys.readouterr().err
+    assert "above the bar\n" in text
+    assert text.rstrip().endswith("after the bar")
+    assert "/10" in text

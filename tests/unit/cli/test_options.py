@@ -1,0 +1,135 @@
+"""Options in both of Caffe's spellings, and what a mistyped one gets."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli.main import COMMANDS, build_parser
+from caffepy.cli.options import gpu_list, normalise, positive, positive_seconds
+from caffepy.errors import ConfigError
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    given = normalise(arguments)
+    return build_parser(given).parse_strictly(given)
+
+
+@pytest.mark.parametrize("dashes, joined", list(itertools.product(("-", "--"), (True, False))))
+def test_every_spelling_of_an_option_with_a_value(dashes: str, joined: bool):
+    option = [f"{dashes}solver=a.prototxt"] if joined else [f"{dashes}solver", "a.prototxt"]
+    assert parse("train", *option).solver == Path("a.prototxt")
+
+
+@pytest.mark.parametrize("name", ["sigint", "sighup", "sigterm"])
+@pytest.mark.parametrize("spelling", ["--{}_effect=snapshot", "-{}_effect=snapshot", "--{}-effect=snapshot"])
+def test_signal_effects_with_dashes_and_underscores(name: str, spelling: str):
+    args = parse("train", "--solver=s", spelling.format(name))
+    assert getattr(args, f"{name}_effect") == "snapshot"
+
+
+def test_signal_effects_are_caffes_by_default():
+    args = parse("train", "--solver=s")
+    assert (args.sigint_effect, args.sighup_effect, args.sigterm_effect) == ("stop", "snapshot", "stop")
+
+
+def test_values_keep_their_underscores_and_dashes():
+    assert normalise(["-weights=a_b-c.caffemodel", "my_net.prototxt", "-5"]) == [
+        "--weights=a_b-c.caffemodel",
+        "my_net.prototxt",
+        "-5",
+    ]
+
+
+def test_nothing_is_changed_after_two_dashes():
+    assert normalise(["-a_b", "--", "-a_b"]) == ["--a-b", "--", "-a_b"]
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--gpus", "-gpu", "-gpus"])
+def test_gpu_lists(option: str):
+    assert parse("train", option, "0,1").gpus == [0, 1]
+    assert parse("train", f"{option}=all").gpus == "all"
+
+
+@pytest.mark.parametrize("text", ["", "x", "0,", "-1", "0,-2", "0;1"])
+def test_gpu_lists_that_are_none(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="neither 'all' nor GPU numbers"):
+        gpu_list(text)
+
+
+def test_a_gpu_named_twice():
+    with pytest.raises(argparse.ArgumentTypeError, match="names a GPU twice"):
+        gpu_list("0,1,0")
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "many", ""])
+def test_counts_are_whole_and_positive(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number of at least 1"):
+        positive(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
+def test_seconds_are_positive_and_finite(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="number of seconds above 0"):
+        positive_seconds(text)
+
+
+def test_weights_and_stages_are_lists():
+    args = parse("train", "--weights", "a.caffemodel, b.caffemodel", "--stage=deploy,tiny", "--level", "2")
+    assert args.weights == [Path("a.caffemodel"), Path("b.caffemodel")]
+    assert args.stage == ["deploy", "tiny"]
+    assert args.level == 2
+
+
+def test_defaults_of_train():
+    args = parse("train")
+    assert (args.gpus, args.cpu, args.cpu_solvers, args.batch, args.keep_going) == (None, False, 1, "per-rank", False)
+    assert (args.timeout, args.threads, args.snapshot, args.weights) == (300.0, None, None, [])
+
+
+@pytest.mark.parametrize("command", ["test", "time"])
+def test_test_and_time_take_fifty_iterations_as_caffe(command: str):
+    assert parse(command, "-model=m").iterations == 50
+
+
+def test_an_unknown_option_offers_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown option '--sovler'; did you mean '--solver'\?"):
+        parse("train", "-sovler=x")
+
+
+def test_options_are_not_abbreviated():
+    with pytest.raises(ConfigError, match="unknown option '--sol'"):
+        parse("train", "--sol", "x")
+
+
+def test_an_unknown_command_offers_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown command 'trian'; did you mean 'train'\?"):
+        parse("trian")
+
+
+def test_an_argument_that_belongs_nowhere():
+    with pytest.raises(ConfigError, match="unexpected argument 'solver.prototxt'"):
+        parse("train", "solver.prototxt")
+
+
+def test_a_missing_value():
+    with pytest.raises(ConfigError, match="--solver: expected one argument; 'caffepy train --help'"):
+        parse("train", "--solver")
+
+
+def test_gpu_and_cpu_exclude_each_other():
+    with pytest.raises(ConfigError, match="not allowed with argument"):
+        parse("train", "--cpu", "--gpu", "0")
+
+
+def test_a_wrong_effect_lists_the_right_ones():
+    with pytest.raises(ConfigError, match="stop.*snapshot.*none"):
+        parse("train", "--sigint_effect=explode")
+
+
+def test_the_whole_parser_knows_every_command():
+    help_text = build_parser().format_help()
+    assert all(command in help_text for command in COMMANDS)
