@@ -6,6 +6,7 @@ whose bottoms have different shapes of one count.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 from caffepy.backend import Array, Backend
@@ -33,7 +34,7 @@ class Reordered:
     def pull(self, array: Array) -> Array:
         """The elements of `array` under the other shape; where it is a copy, the next pull overwrites it."""
         if not self.is_view:
-            self._copy(array, self._buffer)
+            self.transfer(array, self._buffer)
         return self.target(array)
 
     def target(self, array: Array) -> Array:
@@ -45,17 +46,10 @@ class Reordered:
     def push(self, array: Array) -> None:
         """Bring what was computed in `target(array)` into `array`."""
         if not self.is_view:
-            self._copy(self._buffer, array)
+            self.transfer(self._buffer, array)
 
-    @cached_property
-    def _buffer(self) -> Array:
-        return self._backend.zeros(self._other)
-
-    @cached_property
-    def _row(self) -> Array:
-        return self._backend.zeros((self._buffer.size,))
-
-    def _copy(self, source: Array, destination: Array) -> None:
+    def transfer(self, source: Array, destination: Array) -> None:
+        """Copy between arrays of the two shapes, either way."""
         backend = self._backend
         if memory_is_logical(source.shape):
             backend.copy(backend.flat(source).reshape(destination.shape), destination)
@@ -64,3 +58,11 @@ class Reordered:
         else:
             backend.copy(source, self._row.reshape(source.shape))
             backend.copy(self._row.reshape(destination.shape), destination)
+
+    @cached_property
+    def _buffer(self) -> Array:
+        return self._backend.zeros(self._other)
+
+    @cached_property
+    def _row(self) -> Array:
+        return self._backend.zeros((math.prod(self._other),))

@@ -1,0 +1,152 @@
+"""Fillers: the numbers that parameters start with (Caffe's `filler.hpp`).
+
+Numbers are drawn on the host by Philox, keyed by the solver's seed and the parameter, so they are the same on every
+device and in every world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from caffepy.errors import ConfigError
+from caffepy.proto import caffe_pb2
+from caffepy.registry import Registry
+
+if TYPE_CHECKING:
+    from caffepy.backend.base import RandomStream
+
+Values: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+Filler: TypeAlias = "Callable[[caffe_pb2.FillerParameter, tuple[int, ...], np.random.Generator, str], Values]"
+
+FILLERS: Registry[Filler] = Registry("filler")
+
+_WORD = 2**64 - 1
+
+
+def fill(
+    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str
+) -> Values:
+    """The starting values of a parameter, float32 in logical order.
+
+    Args:
+        filler: type and settings.
+        shape: of the parameter; axis 0 counts outputs.
+        stream: key of the random numbers.
+        where: the layer, for messages.
+
+    Raises:
+        ConfigError: there is no such filler, or it cannot fill that shape.
+    """
+    function = FILLERS.get(filler.type, where)
+    where = f"{where}: filler '{filler.type}'"
+    if filler.sparse != -1 and filler.type != "gaussian":
+        raise ConfigError(f"{where} does not know sparse; only gaussian does")
+    if math.prod(shape) == 0:
+        return np.zeros(shape, np.float32)
+    generator = np.random.Generator(np.random.Philox(key=[stream.seed & _WORD, stream.stream & _WORD]))
+    return function(filler, shape, generator, where)
+
+
+@FILLERS.register("constant")
+def constant(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], _: np.random.Generator, where: str) -> Values:
+    """Every element is `value`."""
+    return np.full(shape, filler.value, np.float32)
+
+
+@FILLERS.register("uniform")
+def uniform(
+    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], generator: np.random.Generator, where: str
+) -> Values:
+    """Uniform in [min, max)."""
+    if filler.max < filler.min:
+        raise ConfigError(f"{where} has min {filler.min:g} above max {filler.max:g}")
+    return _uniform(generator, shape, filler.min, filler.max)
+
+
+@FILLERS.register("gaussian")
+def gaussian(
+    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], generator: np.random.Generator, where: str
+) -> Values:
+    """Normal with `mean` and `std`; with `sparse`, each element is kept with probability sparse / outputs, else 0."""
+    if filler.std < 0:
+        raise ConfigError(f"{where} has a negative std, {filler.std:g}")
+    values = _gaussian(generator, shape, filler.mean, filler.std)
+    if filler.sparse == -1:
+        return values
+    outputs = shape[0] if shape else 1
+    if not 0 <= filler.sparse <= outputs:
+        raise ConfigError(f"{where} has sparse {filler.sparse}, but must be from 0 to the {outputs} outputs")
+    kept = generator.random(shape, dtype=np.float32) < filler.sparse / outputs
+    return np.where(kept, values, np.float32(0))
+
+
+@FILLERS.register("positive_unitball")
+def positive_unitball(
+    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], generator: np.random.Generator, where: str
+) -> Values:
+    """Uniform in [0, 1), then divided so that the elements of each output add up to 1."""
+    values = _uniform(generator, shape, 0, 1)
+    rows = values.reshape(shape[0] if shape else 1, -1)
+    rows /= rows.sum(axis=1, keepdims=True)
+    return values
+
+
+@FILLERS.register("xavier")
+def xavier(
+    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], generator: np.random.Generator, where: str
+) -> Values:
+    """Uniform in [-a, a), a = sqrt(3 / n), n chosen by `variance_norm` (Glorot and Bengio 2010)."""
+    bound = math.sqrt(3 / _fan(filler, shape))
+    return _uniform(generator, shape, -bound, bound)
+
+
+@FILLERS.register("msra")
+def msra(
+    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], generator: np.random.Generator, where: str
+) -> Values:
+    """Normal with mean 0 and std sqrt(2 / n), n chosen by `variance_norm` (He, Zhang, Ren and Sun 2015)."""
+    return _gaussian(generator, shape, 0, math.sqrt(2 / _fan(filler, shape)))
+
+
+@FILLERS.register("bilinear")
+def bilinear(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], _: np.random.Generator, where: str) -> Values:
+    """Interpolation weights for upsampling by a Deconvolution layer, the same for every channel.
+
+    Shape (outputs, inputs, K, K); along each axis 1 - |i / f - c| with f = ceil(K / 2) and c = (K - 1) / (2 f).
+    """
+    if len(shape) != 4 or shape[2] != shape[3]:
+        raise ConfigError(f"{where} needs four axes and a square kernel, but the shape is {shape}")
+    size = shape[3]
+    half = math.ceil(size / 2)
+    line = 1 - np.abs(np.arange(size) / half - (size - 1) / (2 * half))
+    return np.broadcast_to(np.outer(line, line), shape).astype(np.float32)
+
+
+def _fan(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> float:
+    """n of xavier and msra: count / shape[0] inputs, count / shape[1] outputs (all of a vector), or their mean."""
+    count = math.prod(shape)
+    inputs = count / (shape[0] if shape else 1)
+    outputs = count / (shape[1] if len(shape) > 1 else 1)
+    if filler.variance_norm == caffe_pb2.FillerParameter.FAN_OUT:
+        return outputs
+    if filler.variance_norm == caffe_pb2.FillerParameter.AVERAGE:
+        return (inputs + outputs) / 2
+    return inputs
+
+
+def _uniform(generator: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> Values:
+    values = generator.random(shape, dtype=np.float32)
+    values *= np.float32(high - low)
+    values += np.float32(low)
+    return np.asarray(values, np.float32)
+
+
+def _gaussian(generator: np.random.Generator, shape: tuple[int, ...], mean: float, std: float) -> Values:
+    values = generator.standard_normal(shape, dtype=np.float32)
+    values *= np.float32(std)
+    values += np.float32(mean)
+    return np.asarray(values, np.float32)

@@ -1,0 +1,73 @@
+"""Fully connected layers."""
+
+from __future__ import annotations
+
+import math
+
+from caffepy.layers.base import Blobs, Layer, register_layer
+from caffepy.layers.formulas import identity, total_with_channel
+from caffepy.layers.order import Reordered
+
+
+@register_layer("InnerProduct")
+class InnerProductLayer(Layer):
+    """y = x weights^T + bias, where the axes from `axis` on are flattened to K and the ones before to M.
+
+    Parameters: weights (num_output, K), or (K, num_output) with `transpose`; bias (num_output,) unless bias_term is false.
+    Shapes: bottom (d0, ..., d_axis-1, ...), top (d0, ..., d_axis-1, num_output) (Caffe's `inner_product_layer.cpp`).
+    """
+
+    _bottom_shape: tuple[int, ...] | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.inner_product_param
+        if param.num_output < 1:
+            raise self.error("inner_product_param needs num_output")
+        axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        self._inputs = math.prod(bottom[0].shape[axis:])
+        shape = (param.num_output, self._inputs)
+        self.add_parameter(shape[::-1] if param.transpose else shape, param.weight_filler)
+        if param.bias_term:
+            self.add_parameter((param.num_output,), param.bias_filler)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.inner_product_param
+        shape = bottom[0].shape
+        axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        if math.prod(shape[axis:]) != self._inputs:
+            raise self.shape_error(
+                f"the axes from {axis} on have {math.prod(shape[axis:])} elements, but the weights need {self._inputs}",
+                bottom[0], self.blobs[0],
+            )  # fmt: skip
+        top[0].reshape((*shape[:axis], param.num_output))
+        if shape == self._bottom_shape:
+            return
+        self._bottom_shape = shape
+        rows = math.prod(shape[:axis])
+        self._x = Reordered(self.backend, shape, (rows, self._inputs))
+        self._dx = Reordered(self.backend, shape, (rows, self._inputs))
+        self._y = Reordered(self.backend, top[0].shape, (rows, param.num_output))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.inner_product_param
+        x, y = self._x.pull(bottom[0].data), self._y.target(top[0].data)
+        self.backend.gemm(x, self.blobs[0].data, y, transpose_b=not param.transpose)
+        if param.bias_term:
+            self.backend.apply(total_with_channel, (y, self.blobs[1].data), (y,))
+        self._y.push(top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        param = self.param.inner_product_param
+        weights = self.blobs[0]
+        dy = self._y.pull(top[0].diff)
+        if self.propagate_to_params[0]:
+            x = self._x.target(bottom[0].data)
+            a, b = (x, dy) if param.transpose else (dy, x)
+            self.backend.gemm(a, b, weights.diff, transpose_a=True, accumulate=self.accumulate(0))
+        if param.bias_term and self.propagate_to_params[1]:
+            self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), accumulate=self.accumulate(1))
+        if propagate_down[0]:
+            dx = self._dx.target(bottom[0].diff)
+            self.backend.gemm(dy, weights.data, dx, transpose_b=param.transpose)
+            self._dx.push(bottom[0].diff)

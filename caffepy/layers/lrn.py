@@ -1,0 +1,83 @@
+"""Local response normalisation (Krizhevsky, Sutskever and Hinton 2012; Caffe's `lrn_layer.cpp`)."""
+
+from __future__ import annotations
+
+from caffepy.backend import Array, Each, Geometry, Scalar, expression
+from caffepy.layers.base import Blobs, Layer, register_layer
+from caffepy.layers.formulas import product
+from caffepy.proto import caffe_pb2
+
+
+@expression
+def normalised(x: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
+    return x * (1 + alpha * average) ** (-beta)
+
+
+@expression
+def average_gradient(x: Each, dy: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
+    return -alpha * beta * dy * x * (1 + alpha * average) ** (-beta - 1)
+
+
+@expression
+def within_gradient(x: Each, dy: Each, average: Each, dsquare: Each, alpha: Scalar, beta: Scalar) -> Each:
+    return dy * (1 + alpha * average) ** (-beta) + 2 * x * dsquare
+
+
+@register_layer("LRN")
+class LRNLayer(Layer):
+    """Divides each value by a power of the squares around it.
+
+    ACROSS_CHANNELS: y = x * (k + alpha / n * sum of x^2 over n channels around)^-beta.
+    WITHIN_CHANNEL: y = x * (1 + alpha * average of x^2 over n x n places around)^-beta; as in Caffe, `k` has no say, and
+    the average is that of a padded pooling layer.
+    """
+
+    _shape: tuple[int, ...] | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.lrn_param
+        if param.local_size % 2 == 0:
+            raise self.error(f"local_size is {param.local_size}, but must be odd")
+        self._across = param.norm_region == caffe_pb2.LRNParameter.ACROSS_CHANNELS
+        half = (param.local_size - 1) // 2
+        self._geometry = Geometry((param.local_size,) * 2, (1, 1), (half, half), (1, 1))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) != 4:
+            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+        top[0].reshape(shape)
+        if shape == self._shape:
+            return
+        self._shape = shape
+        self._scale = self.backend.zeros(shape)
+        """The power's base (across), or the average of squares (within)."""
+        self._squares: Array | None = None if self._across else self.backend.zeros(shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.lrn_param
+        x, y = bottom[0].data, top[0].data
+        if self._across:
+            self.backend.lrn_across_forward(
+                x, y, self._scale, param.local_size, param.alpha, param.beta, param.k
+            )
+            return
+        self.backend.apply(product, (x, x), (self._squares,))
+        self.backend.pool_average_forward(self._squares, self._scale, self._geometry)
+        self.backend.apply(normalised, (x, self._scale, param.alpha, param.beta), (y,))
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        param = self.param.lrn_param
+        x, dy, dx = bottom[0].data, top[0].diff, bottom[0].diff
+        if self._across:
+            self.backend.lrn_across_backward(
+                x, top[0].data, self._scale, dy, dx, param.local_size, param.alpha, param.beta
+            )
+            return
+        self.backend.apply(average_gradient, (x, dy, self._scale, param.alpha, param.beta), (dx,))
+        self.backend.pool_average_backward(dx, self._squares, self._geometry)
+        inputs = (x, dy, self._scale, self._squares, param.alpha, param.beta)
+        self.backend.apply(within_gradient, inputs, (dx,))
