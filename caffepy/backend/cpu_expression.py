@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ def _formula(expression: Expression, index: str, channel: str) -> list[str]:
     return loads + expression.python_lines(names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _apply_flat(expression: Expression) -> Entry:
     count = expression.output_count
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
@@ -83,7 +83,7 @@ def _apply_flat(expression: Expression) -> Entry:
     return _entry(expression, "flat", text, count, 0)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _apply_rows(expression: Expression) -> Entry:
     """Items are the outer positions; the channels are next to each other."""
     count = expression.output_count
@@ -100,7 +100,7 @@ def _apply_rows(expression: Expression) -> Entry:
     return _entry(expression, "rows", text, count, 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _apply_planes(expression: Expression) -> Entry:
     """Items are the (outer, channel) pairs; each channel's elements are next to each other."""
     count = expression.output_count
@@ -136,7 +136,7 @@ def apply_channels(
         _apply_planes(expression).run(threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reduce_flat(expression: Expression) -> Entry:
     """Items are blocks of elements; each block has LANES partial sums for each output."""
     count = expression.output_count
@@ -155,7 +155,7 @@ def _reduce_flat(expression: Expression) -> Entry:
     return _entry(expression, "sum", text, count, 2)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reduce_rows(expression: Expression) -> Entry:
     """Items are blocks of outer positions; each block has one partial sum for each channel and output."""
     count = expression.output_count
@@ -176,7 +176,7 @@ def _reduce_rows(expression: Expression) -> Entry:
     return _entry(expression, "row_sums", text, count, 3)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reduce_planes(expression: Expression) -> Entry:
     """Items are channels; each has LANES partial sums for each output."""
     count = expression.output_count

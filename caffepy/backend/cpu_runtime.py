@@ -24,7 +24,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -168,7 +168,7 @@ def _compile_loop() -> Any:
         return numba.njit(signature, parallel=True, nogil=True)(_parallel_loop)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _file_stamp(file: str) -> int:
     try:
         return zlib.crc32(Path(file).read_bytes())
