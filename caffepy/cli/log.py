@@ -22,7 +22,7 @@ from caffepy.parallel.world import find_launcher
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 
 def rank_prefix() -> str:
-    """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing. MPI need not have started."""
+    """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing; MPI is not needed."""
     launcher = find_launcher()
     return f"rank {launcher.rank} on {socket.gethostname()}: " if launcher and launcher.rank else ""
 

@@ -24,6 +24,7 @@ def open_net(args: argparse.Namespace, phase: int, iterations: int) -> Iterator[
         iterations: batches in the whole test.
     """
     from caffepy.backend import create_backend
+    from caffepy.config.filter import net_state
     from caffepy.config.load import read_net
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
@@ -31,7 +32,7 @@ def open_net(args: argparse.Namespace, phase: int, iterations: int) -> Iterator[
     from caffepy.proto.caffe_pb2 import NetState
 
     param = read_net(args.model)
-    state = NetState(phase=phase, level=args.level or 0, stage=args.stage)  # type: ignore[arg-type]
+    state = net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
     backend = create_backend(single_device(args), args.threads)
     try:
         with backend.activate():
