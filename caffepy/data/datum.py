@@ -1,0 +1,89 @@
+"""Datum: Caffe's record of one image and its label, checked before anything is made of it (Caffe's `io.cpp`)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from caffepy.errors import DataError
+from caffepy.proto import caffe_pb2
+
+
+def parse_datum(record: bytes | memoryview) -> caffe_pb2.Datum:
+    """A record's bytes as Datum.
+
+    Raises:
+        DataError: they are not one. The message does not name the record: whoever read it adds that.
+    """
+    try:
+        return caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
+    except (DecodeError, ValueError) as error:
+        raise DataError(
+            f"is not a Datum ({error}); build the set again with a converter of Caffe or caffepy"
+        ) from error
+
+
+def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, int, int]:
+    """(C, H, W) of a Datum that is not encoded.
+
+    Args:
+        datum: the record.
+        values: how many values it holds.
+        kind: what they are: bytes or floats.
+
+    Raises:
+        DataError: the dimensions are not positive or do not fit the number of values.
+    """
+    shape = (datum.channels, datum.height, datum.width)
+    if min(shape) <= 0 or math.prod(shape) != values:
+        raise DataError(
+            f"is a Datum of {values} {kind}, but its channels x height x width is "
+            f"{shape[0]} x {shape[1]} x {shape[2]} = {math.prod(shape)}"
+        )
+    return shape
+
+
+def decode_image(data: bytes, force_color: bool = False, force_gray: bool = False) -> NDArray[np.uint8]:
+    """A JPEG, PNG or other image file as (C, H, W), channels blue, green, red; a view of (H, W, C) memory.
+
+    Args:
+        data: the file's bytes.
+        force_color: make it 3 channels.
+        force_gray: make it 1 channel. With neither it keeps the channels that it has.
+
+    Raises:
+        DataError: OpenCV cannot decode it, or it has more than 8 bits a channel.
+    """
+    import cv2
+
+    flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else cv2.IMREAD_UNCHANGED
+    try:
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flag) if data else None
+    except (cv2.error, MemoryError) as error:
+        raise DataError(f"is an image that OpenCV cannot decode ({str(error).strip()})") from error
+    if image is None:
+        raise DataError(f"is an image of {len(data)} bytes that OpenCV cannot decode; is it damaged?")
+    return as_channels_first(image)
+
+
+def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """An image (C, H, W) in another size, bilinear as `cv::resize` does it by default."""
+    import cv2
+
+    resized = cv2.resize(image.transpose(1, 2, 0), (width, height))
+    return as_channels_first(np.asarray(resized))
+
+
+def as_channels_first(image: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """OpenCV's (H, W) or (H, W, C) as a (C, H, W) view.
+
+    Raises:
+        DataError: it has more than 8 bits a channel.
+    """
+    if image.dtype != np.uint8:
+        raise DataError(f"is an image of {image.dtype} values; Caffe takes 8 bits a channel")
+    image8 = image.view(np.uint8)
+    return image8[None] if image8.ndim == 2 else image8.transpose(2, 0, 1)

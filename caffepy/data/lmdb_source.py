@@ -1,0 +1,256 @@
+"""LMDB record sources: one shared environment a path and process, one cursor a reader.
+
+Owns the translation of LMDB's errors. LMDB maps its file into memory, and a page that the file lacks would end the
+process with SIGBUS; so the file's length is compared with what its meta pages promise before anything is mapped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import os
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from caffepy.errors import DataError
+
+if TYPE_CHECKING:
+    import lmdb
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = 0xBEEFC0DE
+_HEADER = 16
+"""Bytes before the meta data in a page: page number, padding, flags, bounds."""
+_META = struct.Struct("<II QQ 48s 48s QQ")
+"""magic, version, address, map size, the free list's and the main database's records, last page, transaction."""
+_DATABASE = struct.Struct("<I 44x")
+_META_PAGE = 2
+"""Flag of a meta page."""
+_STEP_LIMIT = 64
+"""Records that are stepped over rather than searched for."""
+_MARK_EVERY = 1024
+"""Distance of the marks by which records without numbered keys are found."""
+
+
+def check_file(path: Path) -> None:
+    """Refuse a data.mdb that is not LMDB's or is shorter than its meta pages say.
+
+    Raises:
+        DataError: saying what is wrong.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = _read_meta(file.read(_HEADER + _META.size))
+        if first is None:
+            raise DataError(
+                f"'{path}' is not an LMDB data file (no LMDB mark in its first page); was it copied completely?"
+            )
+        file.seek(first.page_size)
+        second = _read_meta(file.read(_HEADER + _META.size))
+    newest = second if second is not None and second.transaction > first.transaction else first
+    needed = (newest.last_page + 1) * first.page_size
+    if size < needed:
+        raise DataError(
+            f"'{path}' is truncated: it has {size} bytes and its own header asks for {needed}; copy or build it again"
+        )
+
+
+@dataclass(frozen=True)
+class _Meta:
+    page_size: int
+    last_page: int
+    transaction: int
+
+
+def _read_meta(page: bytes) -> _Meta | None:
+    if len(page) < _HEADER + _META.size:
+        return None
+    flags = struct.unpack_from("<H", page, 10)[0]
+    magic, _, _, _, free, _, last_page, transaction = _META.unpack_from(page, _HEADER)
+    page_size = _DATABASE.unpack(free)[0]
+    if magic != _MAGIC or not flags & _META_PAGE or not 256 <= page_size <= 65536:
+        return None
+    return _Meta(page_size, last_page, transaction)
+
+
+class _Environments:
+    """The process's open environments: py-lmdb allows one a path, and several solver threads read the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[lmdb.Environment, int]] = {}
+
+    def acquire(self, path: Path) -> lmdb.Environment:
+        import lmdb
+
+        key = os.path.realpath(path)
+        with self._lock:
+            environment, users = self._open.get(key, (None, 0))
+            if environment is None:
+                file = path / "data.mdb" if path.is_dir() else path
+                check_file(file)
+                # lock=False as Caffe's MDB_NOLOCK: read-only media and network drives have no place for a lock file.
+                environment = lmdb.open(key, subdir=path.is_dir(), readonly=True, lock=False, max_readers=1024)
+            self._open[key] = environment, users + 1
+            return environment
+
+    def release(self, path: Path) -> None:
+        key = os.path.realpath(path)
+        with self._lock:
+            environment, users = self._open.pop(key)
+            if users > 1:
+                self._open[key] = environment, users - 1
+            else:
+                environment.close()
+
+
+_environments = _Environments()
+
+
+class LmdbSource:
+    """The records of an LMDB in the order of their keys; a `RecordSource`.
+
+    Args:
+        path: the LMDB's folder, or its data file.
+
+    Raises:
+        DataError: absent, truncated, not LMDB, or empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import lmdb
+
+        self.description = f"LMDB '{path}'"
+        self._path = path
+        self._marks: list[bytes] = []
+        self._closed = False
+        _check_folder(path)
+        try:
+            self._environment = _environments.acquire(path)
+        except (lmdb.Error, OSError) as error:
+            raise DataError(f"{self.description} cannot be opened: {error}") from error
+        try:
+            self._length = int(self._environment.stat()["entries"])
+            if self._length == 0:
+                raise DataError(f"{self.description} holds no records")
+            self._open_cursor()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_cursor(self) -> None:
+        self._transaction = self._environment.begin(buffers=True)
+        self._cursor = self._transaction.cursor()
+        if not (self._cursor.last() and self._cursor.first()):
+            raise DataError(f"{self.description} is damaged: no first or last record is there; build it again")
+        self._at = 0
+        self._numbered = self._looks_numbered()
+
+    def _looks_numbered(self) -> bool:
+        """Whether keys begin with eight-digit record numbers without gaps, as all of Caffe's converters write them."""
+        cursor = self._transaction.cursor()
+        cursor.first()
+        starts_at_zero = _number_of(cursor.key()) == 0
+        cursor.last()
+        return starts_at_zero and _number_of(cursor.key()) == self._length - 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> memoryview:
+        import lmdb
+
+        try:
+            self._seek(number)
+            return self._cursor.value()
+        except lmdb.Error as error:
+            raise DataError(f"{self.description} is damaged near record {number}: {error}; build it again") from error
+
+    def record_name(self, number: int) -> str:
+        """As the protocol says; any thread may ask, as it uses a cursor of its own."""
+        import lmdb
+
+        try:
+            with contextlib.closing(LmdbSource(self._path)) as other:
+                other._seek(number)
+                return f"record {number} (key '{bytes(other._cursor.key()).decode(errors='backslashreplace')}')"
+        except (lmdb.Error, DataError):
+            return f"record {number}"
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            transaction = getattr(self, "_transaction", None)
+            if transaction is not None:
+                transaction.abort()
+            _environments.release(self._path)
+
+    # -- finding records -----------------------------------------------------------------------------
+
+    def _seek(self, number: int) -> None:
+        """Put the cursor on record `number`: a step when it is near, else a search by its number or from a mark."""
+        distance = number - self._at
+        if distance == 1:
+            found = self._cursor.next()
+        elif 0 <= distance <= _STEP_LIMIT:
+            found = self._step(distance)
+        else:
+            found = self._jump(number)
+        if not found:
+            self._cursor.first()
+            self._at = 0
+            raise DataError(
+                f"{self.description} is damaged: record {number} of {self._length} is not there; build it again"
+            )
+        self._at = number
+
+    def _step(self, distance: int) -> bool:
+        return all(self._cursor.next() for _ in range(distance))
+
+    def _jump(self, number: int) -> bool:
+        if self._numbered:
+            if self._cursor.set_range(b"%08d" % number) and _number_of(self._cursor.key()) == number:
+                return True
+            self._numbered = False
+        if not self._marks:
+            self._marks = self._make_marks()
+        mark, rest = divmod(number, _MARK_EVERY)
+        return mark < len(self._marks) and self._cursor.set_key(self._marks[mark]) and self._step(rest)
+
+    def _make_marks(self) -> list[bytes]:
+        """The keys of records 0, 1024, 2048, …; one walk over the keys alone."""
+        logger.info("%s: keys are not record numbers; indexing %d keys once", self.description, self._length)
+        marks = []
+        self._cursor.first()
+        keys: Any = self._cursor.iternext(keys=True, values=False)
+        while (key := next(keys, None)) is not None:
+            marks.append(bytes(key))
+            collections.deque(itertools.islice(keys, _MARK_EVERY - 1), maxlen=0)
+        return marks
+
+
+def _number_of(key: memoryview) -> int | None:
+    """The record number that a key of Caffe's converters begins with: ``00000012`` or ``00000012_cat/1.jpg``."""
+    digits = bytes(key[:9])
+    exact = digits[:8].isdigit() and len(digits) >= 8 and not digits[8:].isdigit()
+    return int(digits[:8]) if exact else None
+
+
+def _check_folder(path: Path) -> None:
+    if not path.exists():
+        raise DataError(
+            f"LMDB '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "
+            "`caffepy convert_imageset` build LMDBs"
+        )
+    if path.is_dir() and not (path / "data.mdb").exists():
+        if (path / "CURRENT").exists():
+            raise DataError(
+                f"'{path}' is a LevelDB, which is not supported; convert it to LMDB (convert_imageset --backend=lmdb)"
+            )
+        raise DataError(f"'{path}' is not an LMDB: there is no data.mdb in it")

@@ -1,0 +1,49 @@
+"""The mean image that a net subtracts: a BlobProto in a file, as Caffe's `compute_image_mean` writes it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from caffepy.errors import DataError
+from caffepy.proto import caffe_pb2
+
+_RAW_TYPES = {caffe_pb2.FLOAT: "<f4", caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT16: "<f2"}
+
+
+def read_mean(path: Path) -> NDArray[np.float32]:
+    """The mean image in `path`: (C, H, W).
+
+    Raises:
+        DataError: there is no such file, or it is not one whole BlobProto of one image.
+    """
+    try:
+        blob = caffe_pb2.BlobProto.FromString(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"mean_file '{path}' cannot be read: {error.strerror}") from error
+    except DecodeError as error:
+        raise DataError(
+            f"mean_file '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
+        ) from error
+    shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
+    values = _values(blob)
+    while len(shape) > 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != 3 or min(shape) <= 0 or math.prod(shape) != values.size:
+        raise DataError(
+            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
+            "a mean is one image of channels x height x width"
+        )
+    return values.reshape(shape)
+
+
+def _values(blob: caffe_pb2.BlobProto) -> NDArray[np.float32]:
+    if blob.double_data:
+        return np.array(blob.double_data, np.float32)
+    if blob.raw_data and blob.raw_data_type in _RAW_TYPES:
+        return np.frombuffer(blob.raw_data, _RAW_TYPES[blob.raw_data_type]).astype(np.float32)
+    return np.array(blob.data, np.float32)

@@ -1,0 +1,190 @@
+"""Reading ahead: one thread a data layer fills batches while the device works on earlier ones.
+
+Owns the hand-over between the reading and the solver's thread. No wait is endless: the solver's ends with the batch,
+with the error that the reading thread met, with `close`, or after `timeout`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.errors import AbortedError, CaffepyError, RunError
+
+logger = logging.getLogger(__name__)
+
+
+class Batch:
+    """One device's samples of one pass, in arrays that are used again for later passes.
+
+    Args:
+        tops: how many arrays there are.
+    """
+
+    def __init__(self, tops: int) -> None:
+        self.number = -1
+        """The pass it belongs to."""
+        self.arrays: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * tops
+
+    def array(self, top: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """The array of a top, of the given logical shape; 4-D ones are channels last in memory, as on the devices."""
+        if self.arrays[top].shape != shape:
+            if len(shape) == 4:
+                number, channels, height, width = shape
+                self.arrays[top] = np.empty((number, height, width, channels), np.float32).transpose(0, 3, 1, 2)
+            else:
+                self.arrays[top] = np.empty(shape, np.float32)
+        return self.arrays[top]
+
+
+class Loader(Protocol):
+    """What fills batches: a source, its order and its transformation. Used by one thread at a time."""
+
+    @property
+    def reading(self) -> str:
+        """What is being read now, for messages: ``record 12 of LMDB 'x'``."""
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the global samples [first, first + count)."""
+
+
+class Prefetcher:
+    """Makes batches of consecutive passes ahead of their use.
+
+    The thread starts with the first `get`.
+
+    Args:
+        loader: fills the batches.
+        first_sample: the global number of the first sample that this device takes in a pass.
+        count: samples in a batch.
+        tops: arrays in a batch.
+        first_pass: the pass that is asked for first.
+        depth: batches that may lie ready.
+        where: what messages call the layer.
+        warn_after: seconds without a batch after which the log says what is being read.
+        timeout: seconds without a batch after which training fails.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        first_sample: Callable[[int], int],
+        count: int,
+        tops: int,
+        first_pass: int = 0,
+        depth: int = 4,
+        where: str = "data layer",
+        warn_after: float = 30.0,
+        timeout: float = 600.0,
+    ) -> None:
+        self._loader = loader
+        self._first_sample = first_sample
+        self._count = count
+        self._tops = tops
+        self._next = first_pass
+        self._depth = max(depth, 1)
+        self._where = where
+        self._warn_after = warn_after
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._ready: deque[Batch] = deque()
+        self._free: deque[Batch] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def get(self, number: int) -> Batch:
+        """The batch of pass `number`; passes must be asked for one after the other.
+
+        Raises:
+            AbortedError: `close` was called meanwhile.
+            RunError: nothing came within the timeout, or reading failed unexpectedly.
+            CaffepyError: what the loader raised.
+        """
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name=f"prefetch {self._where}", daemon=True)
+                self._thread.start()
+            self._wait_for_batch()
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+        assert batch.number == number, (batch.number, number)
+        return batch
+
+    def release(self, batch: Batch) -> None:
+        """Give a batch's arrays back, to be filled again."""
+        with self._changed:
+            self._free.append(batch)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """End the thread and release who waits; whether it ended within `timeout`. Callable twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                logger.warning("%s: the reading thread does not end; busy with %s", self._where, self._loader.reading)
+                return False
+        return True
+
+    def _wait_for_batch(self) -> None:
+        """Wait, holding the lock, until a batch is ready."""
+        started = time.monotonic()
+        warn_at = started + self._warn_after
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise AbortedError(f"{self._where}: closed while waiting for data")
+            now = time.monotonic()
+            if now >= started + self._timeout:
+                raise RunError(
+                    f"{self._where}: no data for {now - started:.0f} s while reading {self._loader.reading}; "
+                    "is the disk or network drive still there?"
+                )
+            if now >= warn_at:
+                logger.warning(
+                    "%s: waiting for data for %.0f s, reading %s", self._where, now - started, self._loader.reading
+                )
+                warn_at += self._warn_after
+            self._changed.wait(max(min(warn_at, started + self._timeout) - now, 0.001))
+
+    # -- the reading thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._room()) is not None:
+                batch.number = self._next
+                self._loader.load(self._first_sample(self._next), self._count, batch)
+                self._next += 1
+                with self._changed:
+                    self._ready.append(batch)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, CaffepyError):
+            failure = RunError(f"{self._where}: reading {self._loader.reading} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _room(self) -> Batch | None:
+        """A batch to fill, once fewer than `depth` lie ready; None to end."""
+        with self._changed:
+            while len(self._ready) >= self._depth and not self._closed:
+                self._changed.wait(60)
+            if self._closed:
+                return None
+            return self._free.popleft() if self._free else Batch(self._tops)

@@ -1,0 +1,31 @@
+"""What a record source is: numbered records on disk, the common face of LMDB and lists of images."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class RecordSource(Protocol):
+    """Records numbered from 0, read by one thread at a time.
+
+    Reading record n + 1 after record n is cheap; any other jump costs at most one search.
+    """
+
+    description: str
+    """What messages call the source: ``LMDB 'examples/mnist/mnist_train_lmdb'``."""
+
+    def __len__(self) -> int:
+        """The number of records, at least 1."""
+
+    def read(self, number: int) -> bytes | memoryview:
+        """The bytes of record `number`, valid until `close`.
+
+        Raises:
+            DataError: the record cannot be read.
+        """
+
+    def record_name(self, number: int) -> str:
+        """What messages call the record: ``record 12 (key '00000012')``."""
+
+    def close(self) -> None:
+        """Give back what is open. Callable twice."""
