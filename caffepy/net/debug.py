@@ -34,7 +34,7 @@ def log_forward(node: Node) -> None:
 def log_backward(node: Node) -> None:
     """The gradients of a layer's bottoms and parameters after its backward pass."""
     prefix = f"    [Backward] Layer {node.layer.name}"
-    for bottom, down in zip(node.bottoms, node.propagate_down):
+    for bottom, down in zip(node.bottoms, node.propagate_down, strict=True):
         if down:
             log.info("%s, bottom blob %s diff: %.6g", prefix, bottom.name, mean_magnitude(bottom.host_diff()))
     for index, blob in enumerate(node.layer.blobs):

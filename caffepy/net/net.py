@@ -1,7 +1,7 @@
 """The net: layers over blobs, built from a NetParameter (Caffe's `net.cpp`).
 
-Owns the order of things: filter, splits, wiring, set-up, sharing, flat buffers, and then forward and backward. How each of these
-is done stands in the modules beside this one.
+Owns the order of things: filter, splits, wiring, set-up, sharing, flat buffers, then forward and backward. How each is
+done stands in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from caffepy.blob import Blob, format_shape
-from caffepy.config.filter import filter_net
+from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError, RunError, SnapshotError
 from caffepy.layers.base import Layer, LayerContext, layer_class
 from caffepy.net import debug
@@ -53,7 +53,9 @@ class Net:
         self._table = ParameterTable()
         self._buffer: ParameterBuffer | None = None
         self._log_level = logging.INFO if context.shard.rank == 0 else logging.DEBUG
-        self.param = insert_splits(filter_net(param, state or _default_state(param, context)))
+        self.param = insert_splits(
+            filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
+        )
         wiring = Wiring(self.backend)
         self._build_layers(wiring)
         self._plan_backward()
@@ -66,7 +68,6 @@ class Net:
     def _build_layers(self, wiring: Wiring) -> None:
         plan = GradientPlan()
         for layer_param in self.param.layer:
-            layer_param.phase = self.phase
             where = f"layer '{layer_param.name}'"
             layer = layer_class(layer_param.type, where)(layer_param, self.context)
             node = wiring.connect(layer)
@@ -91,7 +92,7 @@ class Net:
         log.log(self._log_level, "Creating Layer %s (%s)", layer.name, layer.type)
         for bottom in node.bottoms:
             log.log(self._log_level, "%s <- %s", layer.name, bottom.name)
-        for top, weight in zip(node.tops, layer.loss_weights):
+        for top, weight in zip(node.tops, layer.loss_weights, strict=True):
             in_place = " (in-place)" if top in node.bottoms else ""
             log.log(self._log_level, "%s -> %s%s", layer.name, top.name, in_place)
             log.log(self._log_level, "Top shape: %s", format_shape(top.shape))
@@ -135,7 +136,7 @@ class Net:
 
     @property
     def parameters(self) -> ParameterBuffer:
-        """The flat buffers, made on first use: a test net that shares the train net's parameters has none of its own."""
+        """The flat buffers, made on first use: a test net that shares a train net's parameters uses the train net's."""
         if self._buffer is None:
             self._buffer = ParameterBuffer(self.backend, self._table.parameters)
         return self._buffer
@@ -146,7 +147,7 @@ class Net:
             (
                 weight
                 for node in self.nodes
-                for top, weight in zip(node.tops, node.layer.loss_weights)
+                for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
                 if top is blob
             ),
             key=abs,
@@ -202,7 +203,7 @@ class Net:
         return sum(
             weight * float(top.host_data().sum(dtype="float64"))
             for node in self.nodes
-            for top, weight in zip(node.tops, node.layer.loss_weights)
+            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
             if weight
         )
 
@@ -221,7 +222,7 @@ class Net:
         with _named(node.layer):
             node.layer.reshape(node.bottoms, node.tops)
         self._bottom_shapes[index] = [bottom.shape for bottom in node.bottoms]
-        for top, weight in zip(node.tops, node.layer.loss_weights):
+        for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
             if weight:
                 self.backend.fill(top.diff, weight)
 
@@ -270,7 +271,7 @@ class Net:
                 f"{origin}: layer '{target.name}' has {len(source.blobs)} parameters there and {len(target.blobs)} "
                 "in the net; rename the layer in the net to learn it from scratch"
             )
-        for index, (blob, mine) in enumerate(zip(source.blobs, target.blobs)):
+        for index, (blob, mine) in enumerate(zip(source.blobs, target.blobs, strict=False)):
             where = f"{origin}: layer '{target.name}', parameter {index}"
             if not same_shape(blob, mine.shape):
                 raise SnapshotError(
@@ -297,14 +298,17 @@ class Net:
                     f"{', '.join(format_shape(b.shape) for b in target.blobs) or 'none'} here and "
                     f"{', '.join(format_shape(b.shape) for b in source.blobs) or 'none'} there"
                 )
-            for mine, theirs in zip(target.blobs, source.blobs):
+            for mine, theirs in zip(target.blobs, source.blobs, strict=True):
                 mine.bind(data=theirs.data)
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
-        result = caffe_pb2.NetParameter(name=self.name)
+        return caffe_pb2.NetParameter(name=self.name, layer=self.layer_protos(write_diff))
+
+    def layer_protos(self, write_diff: bool = False) -> Iterator[caffe_pb2.LayerParameter]:
+        """The layers of `to_proto`, one at a time."""
         for layer in self.layers:
-            saved = result.layer.add()
+            saved = caffe_pb2.LayerParameter()
             saved.CopyFrom(layer.param)
             del saved.blobs[:]
             if not saved.loss_weight and any(layer.loss_weights):
@@ -312,18 +316,11 @@ class Net:
             saved.blobs.extend(
                 to_blob_proto(blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs
             )
-        return result
+            yield saved
 
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
         return (layer.name, index) not in self._table.shared
-
-
-def _default_state(param: caffe_pb2.NetParameter, context: LayerContext) -> caffe_pb2.NetState:
-    state = caffe_pb2.NetState()
-    state.CopyFrom(param.state)
-    state.phase = context.phase  # type: ignore[assignment]
-    return state
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class SharedBlob(Blob):
         super().__init__(owner.backend, shape, name)
 
     @property
-    def gradient_started(self) -> bool:  # type: ignore[override]
+    def gradient_started(self) -> bool:
         """The owner's: the two have one gradient."""
         return self._owner.gradient_started
 
@@ -112,15 +112,13 @@ class ParameterTable:
         owner.sharers.append(blob)
         layer.blobs[index] = blob
 
-    def _merge_multiplier(
-        self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str
-    ) -> None:
+    def _merge_multiplier(self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str) -> None:
         """Where both say it they must agree; where one says it, it holds for both."""
-        if not spec.HasField(multiplier):  # type: ignore[arg-type]
+        if not spec.HasField(multiplier):
             return
         written = self._written[spec.name]
         value = getattr(spec, multiplier)
-        if written.HasField(multiplier) and getattr(written, multiplier) != value:  # type: ignore[arg-type]
+        if written.HasField(multiplier) and getattr(written, multiplier) != value:
             raise layer.error(
                 f"shared param '{spec.name}' has {multiplier} {value:g} here and "
                 f"{getattr(written, multiplier):g} in layer '{owner.layer}'; write the same, or one of them only"
@@ -131,9 +129,7 @@ class ParameterTable:
     @staticmethod
     def _check_permissive(layer: Layer, index: int, spec: caffe_pb2.ParamSpec, owner: Parameter) -> None:
         shape = layer.blobs[index].shape
-        shapes = (
-            f"the owner's shape is {format_shape(owner.blob.shape)}, the sharing layer's is {format_shape(shape)}"
-        )
+        shapes = f"the owner's shape is {format_shape(owner.blob.shape)}, the sharing layer's is {format_shape(shape)}"
         message = f"cannot share param '{spec.name}' owned by layer '{owner.layer}'"
         if spec.share_mode != caffe_pb2.ParamSpec.PERMISSIVE:
             raise layer.error(f"{message}; shape mismatch: {shapes} (share_mode: PERMISSIVE compares counts only)")
@@ -154,7 +150,7 @@ def _in_logical_order(shape: tuple[int, ...]) -> bool:
 class ParameterBuffer:
     """All parameters of a net in one flat array, their gradients in another.
 
-    Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What a layer's blobs
+    Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What the blobs
     hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) have their place as well: they
     too are broadcast and saved.
 

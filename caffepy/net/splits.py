@@ -77,8 +77,7 @@ def unknown_bottom(layer: caffe_pb2.LayerParameter, index: int, known: list[str]
     """The error for a bottom that is not there, with the nearest name that is."""
     offer = suggest(layer.bottom[index], known) if known else "no layer before it produces any"
     return ConfigError(
-        f"layer '{layer.name}' ({layer.type}): unknown bottom blob '{layer.bottom[index]}' "
-        f"(bottom {index}); {offer}"
+        f"layer '{layer.name}' ({layer.type}): unknown bottom blob '{layer.bottom[index]}' (bottom {index}); {offer}"
     )
 
 
@@ -86,7 +85,7 @@ def _written_loss_weights(param: caffe_pb2.NetParameter) -> dict[Source, float]:
     return {
         (i, j): weight
         for i, layer in enumerate(param.layer)
-        for j, (weight, _) in enumerate(zip(layer.loss_weight, layer.top))
+        for j, (weight, _) in enumerate(zip(layer.loss_weight, layer.top, strict=False))
         if weight
     }
 

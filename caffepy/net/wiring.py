@@ -93,10 +93,9 @@ def _check_number(layer: Layer, what: str, found: int, limits: tuple[int, int | 
     fewest, most = limits
     if found >= fewest and (most is None or found <= most):
         return
+    wanted = f"at least {fewest}" if most is None else f"{fewest} to {most}"
     if fewest == most:
         wanted = str(fewest)
-    else:
-        wanted = f"at least {fewest}" if most is None else f"{fewest} to {most}"
     raise layer.error(f"takes {wanted} {what} blob{'s' * (wanted != '1')}, has {found}")
 
 
@@ -104,7 +103,9 @@ def _loss_weights(layer: Layer, tops: int) -> list[float]:
     """The weight of each top: as written, else 1 for the first top of a loss layer, else 0."""
     written = list(layer.param.loss_weight)
     if written and len(written) != tops:
-        raise layer.error(f"loss_weight must be given for none or for each of the {tops} tops, is given {len(written)} times")
+        raise layer.error(
+            f"loss_weight must be given for none or for each of the {tops} tops, is given {len(written)} times"
+        )
     return written or [1.0 if layer.is_loss and j == 0 else 0.0 for j in range(tops)]
 
 
@@ -143,7 +144,7 @@ def prune_backward(nodes: list[Node]) -> None:
         else:
             node.need_backward = False
             node.propagate_down = [False] * len(node.bottoms)
-        skipped.update(blob for blob, down in zip(node.bottoms, node.propagate_down) if not down)
+        skipped.update(blob for blob, down in zip(node.bottoms, node.propagate_down, strict=True) if not down)
 
 
 def force_backward(nodes: list[Node]) -> None:

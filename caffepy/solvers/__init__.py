@@ -1,0 +1,26 @@
+"""Solvers: the training loop, one file per update rule, learning-rate policies as pure functions."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from caffepy.backend.base import Backend
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solvers.base import SOLVERS, Solver
+from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
+
+__all__ = ["SOLVERS", "Action", "SingleDevice", "Solver", "SolverCallback", "create_solver"]
+
+_RULES = ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sgd")
+
+
+def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> Solver:
+    """The solver of `param.type`; `keywords` are those of `Solver`.
+
+    Raises:
+        ConfigError: the type is unknown, or the solver or its nets do not hold together.
+    """
+    for rule in _RULES:
+        importlib.import_module(f"caffepy.solvers.{rule}")
+    return SOLVERS.get(param.type, "solver")(param, backend, **keywords)

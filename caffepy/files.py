@@ -1,0 +1,44 @@
+"""Files that are either wholly there or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from caffepy.errors import RunError
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Give a temporary path in the folder of `path`; when the block ends it is synced and takes the name.
+
+    If the block fails, the temporary file is removed and what was at `path` stays.
+
+    Raises:
+        RunError: the file cannot be written (no space, no permission, no such folder).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise RunError(
+                f"{path}: cannot be written: {error.strerror or error}; the files of older snapshots are as they were"
+            ) from error
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""What a solver asks of those that train together with it, and the answer of one that trains alone."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from caffepy.solvers.base import Solver
+
+
+class Action(Enum):
+    """What somebody outside (a signal) wants of the solver."""
+
+    NONE = 0
+    STOP = 1
+    SNAPSHOT = 2
+
+
+class SolverCallback(Protocol):
+    """The solver's view of the parallel engine; every device calls each of these at the same point."""
+
+    is_root: bool
+    """Whether this device writes the log and the snapshots."""
+    world_size: int
+    """How many devices train together."""
+
+    def on_start(self, solver: Solver) -> None:
+        """Called before the first iteration of a `step`: give every device the root's parameters and history."""
+
+    def on_gradients_ready(self, solver: Solver) -> None:
+        """Make `parameters.diff`, flags included, the average over all devices."""
+
+    def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
+        """The elementwise sum of a small float64 array over all devices."""
+
+    def barrier(self) -> None:
+        """Wait until every device is here."""
+
+
+class SingleDevice:
+    """The callback of a solver that trains alone."""
+
+    is_root = True
+    world_size = 1
+
+    def on_start(self, solver: Solver) -> None:
+        """Nobody else needs the parameters."""
+
+    def on_gradients_ready(self, solver: Solver) -> None:
+        """The gradients are the average of one."""
+
+    def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
+        """The values themselves."""
+        return values
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""

@@ -1,0 +1,113 @@
+"""Learning rate, momentum and weight decay as pure functions of the iteration.
+
+Formulas: `sgd_solver.cpp` of both Caffes; NVIDIA's extensions (ramp-up, min_lr, policies for momentum and weight decay)
+do nothing unless their fields are set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.registry import Registry
+
+Policy = Callable[[SolverParameter, int, int], "tuple[float, int]"]
+
+POLICIES: Registry[Policy] = Registry("lr_policy")
+
+
+def learning_rate(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """The rate of an iteration and the step that the policy is in from now on.
+
+    While iteration < rampup_interval: rampup_lr + (base_lr - rampup_lr) * (iteration / rampup_interval)^2.
+    Never below min_lr.
+
+    Args:
+        param: the solver.
+        iteration: updates made so far.
+        current_step: steps made so far, which `multistep` goes on from.
+
+    Raises:
+        ConfigError: the policy is unknown.
+    """
+    if iteration < param.rampup_interval:
+        alpha = iteration / param.rampup_interval
+        rate = param.rampup_lr + (param.base_lr - param.rampup_lr) * alpha * alpha
+    else:
+        rate, current_step = POLICIES.get(param.lr_policy, "solver")(param, iteration, current_step)
+    return max(rate, param.min_lr), current_step
+
+
+@POLICIES.register("fixed")
+def fixed(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr."""
+    return param.base_lr, current_step
+
+
+@POLICIES.register("step")
+def step(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * gamma^floor(iteration / stepsize)."""
+    current_step = iteration // param.stepsize
+    return param.base_lr * param.gamma**current_step, current_step
+
+
+@POLICIES.register("exp")
+def exp(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * gamma^iteration."""
+    return param.base_lr * param.gamma**iteration, current_step
+
+
+@POLICIES.register("inv")
+def inv(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * (1 + gamma * iteration)^-power."""
+    return param.base_lr * (1 + param.gamma * iteration) ** -param.power, current_step
+
+
+@POLICIES.register("multistep")
+def multistep(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * gamma^(number of stepvalues reached); one step at most in one iteration, as in Caffe."""
+    if current_step < len(param.stepvalue) and iteration >= param.stepvalue[current_step]:
+        current_step += 1
+    return param.base_lr * param.gamma**current_step, current_step
+
+
+@POLICIES.register("poly")
+def poly(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """(base_lr - min_lr) * (1 - iteration / max_iter)^power + min_lr; the end value from max_iter on."""
+    left = max(1 - iteration / max(param.max_iter, 1), 0.0)
+    return (param.base_lr - param.min_lr) * left**param.power + param.min_lr, current_step
+
+
+@POLICIES.register("sigmoid")
+def sigmoid(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr / (1 + exp(-gamma * (iteration - stepsize))), which falls where gamma < 0."""
+    exponent = min(-param.gamma * (iteration - param.stepsize), 700.0)  # e^700 is near the largest double
+    return param.base_lr / (1 + math.exp(exponent)), current_step
+
+
+def momentum(param: SolverParameter, iteration: int, rate: float) -> float:
+    """The momentum of an iteration (NVIDIA Caffe's momentum_policy).
+
+    fixed: momentum. poly: momentum + (max_momentum - momentum) * (iteration / max_iter)^momentum_power.
+    opt: (1 - sqrt(rate) / 2)^2, at most max_momentum where that is given.
+    """
+    if param.momentum_policy == "poly":
+        way = (iteration / max(param.max_iter, 1)) ** param.momentum_power
+        return param.momentum + (param.max_momentum - param.momentum) * way
+    if param.momentum_policy == "opt":
+        best = (1 - 0.5 * math.sqrt(rate)) ** 2
+        return min(best, param.max_momentum) if param.HasField("max_momentum") else best
+    return param.momentum
+
+
+def weight_decay(param: SolverParameter, iteration: int) -> float:
+    """The weight decay of an iteration (NVIDIA Caffe's weight_decay_policy).
+
+    fixed: weight_decay. poly: weight_decay + (max_weight_decay - weight_decay) * (iteration /
+    max_iter)^weight_decay_power.
+    """
+    if param.weight_decay_policy == "poly":
+        way = (iteration / max(param.max_iter, 1)) ** param.weight_decay_power
+        return param.weight_decay + (param.max_weight_decay - param.weight_decay) * way
+    return param.weight_decay

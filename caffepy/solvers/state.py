@@ -1,0 +1,146 @@
+"""A solver's state to and from `SolverState`: all that makes a resumed run the same as one never stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from caffepy import snapshot
+from caffepy.blob import format_shape
+from caffepy.errors import SnapshotError
+from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
+from caffepy.proto.caffe_pb2 import SolverState
+
+if TYPE_CHECKING:
+    from caffepy.net import Net
+    from caffepy.solvers.base import Solver
+
+log = logging.getLogger(__name__)
+
+TRAIN_NET = -1
+"""What `DataPosition.test_net` says of the train net."""
+
+
+def save_state(solver: Solver) -> SolverState:
+    """Everything but weights, their path and history; every device must call it."""
+    state = SolverState(iter=solver.iteration, current_step=solver.current_step)
+    state.seed = solver.param.random_seed
+    state.pass_number = solver.net.context.passes.number
+    state.solver_type = solver.param.type
+    state.global_batch = _global_batch(solver)
+    state.loss_window.extend(solver.losses.averaged(solver.callback))
+    state.test_pass_number.extend(net.context.passes.number for net in solver.test_nets)
+    for index, _, layer in _data_layers(solver):
+        state.data_position.add(layer=layer.name, position=layer.position(), test_net=index)
+    return state
+
+
+def history_arrays(solver: Solver) -> Iterator[np.ndarray]:
+    """The history in Caffe's order, each part in its parameter's logical shape."""
+    parameters = solver.net.parameters
+    for flat in solver.history:
+        for parameter in parameters.parameters:
+            yield solver.backend.to_host(parameters.view(flat, parameter))
+
+
+def restore_state(solver: Solver, path: Path) -> None:
+    """Load weights, history and position from a .solverstate and the .caffemodel that it names.
+
+    Raises:
+        SnapshotError: a file cannot be read, or is of another solver or net.
+    """
+    state = snapshot.read_state(path)
+    _check_rule(solver, state, path)
+    _check_history(solver, state, path)
+    if state.HasField("learned_net"):
+        _restore_weights(solver, snapshot.find_learned_net(state, path))
+    _restore_history(solver, state, path)
+    solver.iteration = state.iter
+    solver.current_step = state.current_step
+    solver.losses.restore(list(state.loss_window))
+    _restore_random(solver, state)
+    _restore_positions(solver, state)
+
+
+def _global_batch(solver: Solver) -> int:
+    return solver.net.batch_size() * solver.shard.world_size
+
+
+def _check_rule(solver: Solver, state: SolverState, path: Path) -> None:
+    if state.HasField("solver_type") and state.solver_type != solver.param.type:
+        raise SnapshotError(
+            f"{path}: is the state of a solver of type {state.solver_type}, this one is {solver.param.type}; "
+            f'set type: "{state.solver_type}", or start from its weights with --weights'
+        )
+
+
+def _check_history(solver: Solver, state: SolverState, path: Path) -> None:
+    parameters = solver.net.parameters.parameters
+    expected = solver.histories * len(parameters)
+    if len(state.history) != expected:
+        raise SnapshotError(
+            f"{path}: holds {len(state.history)} history blobs, a {solver.param.type} solver of this net has {expected}; "
+            "it is of another solver type or net"
+        )
+    for i, blob in enumerate(state.history):
+        parameter = parameters[i % len(parameters)]
+        if not same_shape(blob, parameter.blob.shape):
+            raise SnapshotError(
+                f"{path}: the history of parameter {parameter.index} of layer '{parameter.layer}' has shape "
+                f"{format_shape(proto_shape(blob))}, the net's parameter {format_shape(parameter.blob.shape)}; "
+                "it is of another net"
+            )
+
+
+def _restore_weights(solver: Solver, path: Path) -> None:
+    copied = solver.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+    for parameter in solver.net.parameters.parameters:
+        if parameter.layer not in copied:
+            raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")
+
+
+def _restore_history(solver: Solver, state: SolverState, path: Path) -> None:
+    parameters = solver.net.parameters
+    count = len(parameters.parameters)
+    for i, blob in enumerate(state.history):
+        parameter = parameters.parameters[i % count]
+        values = from_blob_proto(blob, f"{path}: history blob {i}").reshape(parameter.blob.shape)
+        solver.backend.from_host(values, parameters.view(solver.history[i // count], parameter))
+
+
+def _restore_random(solver: Solver, state: SolverState) -> None:
+    """Set seed and pass numbers; a snapshot of Caffe's has none, the passes then follow from the iteration."""
+    if state.HasField("seed"):
+        if state.seed != solver.param.random_seed:
+            log.info("random numbers go on from the snapshot's seed %d", state.seed)
+        solver.param.random_seed = state.seed
+    for net in (solver.net, *solver.test_nets):
+        net.context.seed = solver.param.random_seed
+    has_passes = state.HasField("pass_number")
+    solver.net.context.passes.number = state.pass_number if has_passes else state.iter * solver.param.iter_size
+    for net, number in zip(solver.test_nets, state.test_pass_number):
+        net.context.passes.number = number
+
+
+def _restore_positions(solver: Solver, state: SolverState) -> None:
+    """Let each data layer go on where it was, or at its first record where the snapshot does not say."""
+    positions = {(p.test_net, p.layer): p.position for p in state.data_position}
+    for index, net, layer in _data_layers(solver):
+        layer.seek(positions.get((index, layer.name), 0))
+    if state.HasField("global_batch") and state.global_batch != _global_batch(solver):
+        log.warning(
+            "the snapshot was made with %d samples an iteration and pass, now there are %d",
+            state.global_batch, _global_batch(solver),
+        )  # fmt: skip
+
+
+def _data_layers(solver: Solver) -> Iterator[tuple[int, Net, Any]]:
+    """Layers that have a position in their data: (test net's index or -1, net, layer)."""
+    for index, net in enumerate((solver.net, *solver.test_nets), TRAIN_NET):
+        for layer in net.layers:
+            if hasattr(layer, "position") and hasattr(layer, "seek"):
+                yield index, net, layer
