@@ -1,0 +1,255 @@
+"""The CUDA backend: `Backend`'s primitives on one GPU, with CuPy's memory, own kernels, cuBLAS and cuDNN.
+
+Owns one device's stream and library handles. Everything is ordered on the stream; nothing waits for the device but
+`to_host`, `synchronize` and `all_finite`. Import this module only when a GPU is asked for: it imports CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend import cuda_classes, cuda_elementwise, cuda_memory, cuda_windows
+from caffepy.backend.base import Array, Backend, Convolution, Geometry, RandomStream
+from caffepy.backend.cuda_blas import Blas
+from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources, add_to, plan_convolution
+from caffepy.backend.cuda_device import (
+    GIBIBYTE,
+    DeviceProperties,
+    check_device,
+    cupy,
+    device_count,
+    device_names,
+    device_properties,
+    import_cudnn,
+)
+from caffepy.backend.cuda_kernels import launch, library_kernel
+from caffepy.backend.expression import Expression
+from caffepy.errors import ConfigError
+
+__all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
+
+MATH_MODES = ("fp32", "tf32")
+
+
+class CudaBackend(Backend):
+    """One GPU for one solver thread.
+
+    Args:
+        device: CUDA's number of the GPU.
+        math: ``fp32`` for products of full float32, ``tf32`` to let tensor cores round factors to ten bits.
+
+    Raises:
+        DeviceError: there is no such GPU.
+        MissingExtraError: cuDNN or its frontend is not installed.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: int, math: str = "fp32") -> None:
+        if math not in MATH_MODES:
+            raise ConfigError(f"unknown math mode '{math}': use {' or '.join(MATH_MODES)}")
+        check_device(device)
+        cudnn = import_cudnn()
+        self.name = f"cuda:{device}"
+        self.math = math
+        self.device = device
+        self._cudnn = cudnn
+        self._device = cupy.cuda.Device(device)
+        with self._device:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+        with self.activate():
+            self._scratch = cuda_memory.Scratch()
+            self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
+            self._handle: Any = cudnn.create_handle()
+            cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
+        self._convolutions: dict[Problem, CudaConvolution] = {}
+        self._closed = False
+
+    # -- the device ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with self._device, self.stream:
+            yield
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self.activate():
+            self.stream.synchronize()
+            self._convolutions.clear()
+            self._cudnn.destroy_handle(self._handle)
+            self._blas.close()
+            self._scratch.clear()
+        cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
+
+    def device_description(self) -> str:
+        properties = device_properties(self.device)
+        return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        array = cuda_memory.allocate(shape, dtype)
+        cuda_memory.flat(array).data.memset_async(0, array.nbytes, self.stream)
+        return array
+
+    def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        return cuda_memory.view(flat, shape)
+
+    def flat(self, array: Array) -> Array:
+        return cuda_memory.flat(array)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return cuda_memory.reshaped(array, shape)
+
+    def fill(self, array: Array, value: float) -> None:
+        if cuda_memory.is_dense(array):
+            array = cuda_memory.flat(array)
+        array.fill(value)
+
+    def copy(self, source: Array, destination: Array) -> None:
+        dense = cuda_memory.is_dense(source) and cuda_memory.is_dense(destination)
+        if dense and source.dtype == destination.dtype and source.shape == destination.shape:
+            if source.nbytes:
+                destination.data.copy_from_device_async(source.data, source.nbytes, self.stream)
+            return
+        cupy.copyto(destination, source)
+
+    def add(self, source: Array, destination: Array) -> None:
+        if cuda_memory.is_dense(source) and cuda_memory.is_dense(destination):
+            cuda_elementwise.apply(add_to, (destination, source), (destination,), axis=0)
+        else:
+            cupy.add(destination, source, out=destination)
+
+    def from_host(self, host: Any, destination: Array) -> None:
+        cuda_memory.upload(host, destination)
+
+    def to_host(self, array: Array) -> Any:
+        return array.get(stream=self.stream, order="C")
+
+    # -- elementwise and reductions -----------------------------------------------------------------
+
+    def apply(
+        self, expression: Expression, inputs: Sequence[Array | float], outputs: Sequence[Array], axis: int = 1
+    ) -> None:
+        cuda_elementwise.apply(expression, inputs, outputs, axis)
+
+    def reduce(
+        self,
+        expression: Expression,
+        inputs: Sequence[Array | float],
+        outputs: Sequence[Array],
+        axis: int = 1,
+        accumulate: bool = False,
+    ) -> None:
+        cuda_elementwise.reduce(expression, inputs, outputs, axis, accumulate, self._scratch)
+
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        self._blas.gemm(a, b, out, transpose_a, transpose_b, accumulate)
+
+    # -- windows ------------------------------------------------------------------------------------
+
+    def plan_convolution(
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
+    ) -> Convolution:
+        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry)
+        if problem not in self._convolutions:
+            resources = Resources(self._cudnn, self._handle, self._blas, self._scratch, self.math == "tf32")
+            self._convolutions[problem] = plan_convolution(problem, resources)
+        return self._convolutions[problem]
+
+    def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+        cuda_windows.max_forward(x, y, mask, geometry)
+
+    def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
+        cuda_windows.max_backward(dy, mask, dx, geometry)
+
+    def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
+        cuda_windows.average_forward(x, y, geometry)
+
+    def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
+        cuda_windows.average_backward(dy, dx, geometry)
+
+    def lrn_across_forward(
+        self, x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float
+    ) -> None:
+        cuda_windows.lrn_forward(x, y, scale, size, alpha, beta, k)
+
+    def lrn_across_backward(
+        self, x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float
+    ) -> None:
+        cuda_windows.lrn_backward(x, y, scale, dy, dx, size, alpha, beta)
+
+    # -- classes ------------------------------------------------------------------------------------
+
+    def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
+        cuda_classes.softmax_forward(x, y, axis)
+
+    def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
+        cuda_classes.softmax_backward(y, dy, dx, axis)
+
+    def softmax_loss_forward(
+        self,
+        x: Array,
+        labels: Array,
+        probabilities: Array,
+        totals: Array,
+        bad_label: Array,
+        axis: int,
+        ignore_label: int | None,
+    ) -> None:
+        cuda_classes.loss_forward(x, labels, probabilities, totals, bad_label, axis, ignore_label, self._scratch)
+
+    def softmax_loss_backward(
+        self,
+        probabilities: Array,
+        labels: Array,
+        dx: Array,
+        totals: Array,
+        axis: int,
+        ignore_label: int | None,
+        scale: float,
+        divide_by_valid: bool,
+    ) -> None:
+        cuda_classes.loss_backward(probabilities, labels, dx, totals, axis, ignore_label, scale, divide_by_valid)
+
+    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
+        cuda_classes.label_ranks(x, labels, ranks, bad_label, axis)
+
+    # -- random numbers -----------------------------------------------------------------------------
+
+    def random_uniform(self, out: Array, stream: RandomStream, pass_number: int, first_sample: int) -> None:
+        if out.size == 0:
+            return
+        elements = out.size // out.shape[0]
+        keys = ((stream.seed & 0xFFFFFFFF) ^ stream.stream, (stream.seed >> 32) & 0xFFFFFFFF, pass_number & 0xFFFFFFFF)
+        counter = (*map(np.uint32, keys), np.uint64(first_sample))
+        if out.ndim == 4 and out.shape[1] > 1 and elements > out.shape[1]:
+            places = out.shape[2] * out.shape[3]
+            kernel = library_kernel("philox", "uniform_channels_last")
+            launch(kernel, out.size, (self.flat(out), places, out.shape[1], *counter, out.size))
+            return
+        count = out.shape[0] * -(-elements // 4)
+        launch(library_kernel("philox", "uniform"), count, (self.flat(out), elements, *counter, count))
+
+    # -- health -------------------------------------------------------------------------------------
+
+    def all_finite(self, array: Array) -> bool:
+        return cuda_elementwise.is_finite(array, self._scratch)

@@ -1,0 +1,165 @@
+"""Which GPUs there are: the only place that imports CuPy and cuDNN for the first time and explains what is missing.
+
+Owns the translation of their errors into caffepy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from caffepy.errors import DeviceError, MissingExtraError
+
+__all__ = [
+    "EXTRA",
+    "GIBIBYTE",
+    "PURPOSE",
+    "DeviceProperties",
+    "check_device",
+    "cupy",
+    "device_count",
+    "device_memory",
+    "device_names",
+    "device_properties",
+    "import_cudnn",
+]
+
+EXTRA = "cuda13"
+PURPOSE = "to train on a GPU"
+
+try:
+    import cupy
+except ImportError as error:
+    raise MissingExtraError("CuPy", EXTRA, PURPOSE) from error
+
+GIBIBYTE = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `caffepy device_query` prints of one GPU.
+
+    Args:
+        number: CUDA's number of the device in this process.
+        name: the product's name.
+        memory: bytes of device memory.
+        compute_capability: e.g. ``9.0``.
+        multiprocessors: how many streaming multiprocessors it has.
+        pci_bus_id: e.g. ``0000:1B:00.0``.
+        driver_version: newest CUDA version that the driver supports, e.g. ``13.0``.
+        runtime_version: version of the CUDA runtime that CuPy uses.
+    """
+
+    number: int
+    name: str
+    memory: int
+    compute_capability: str
+    multiprocessors: int
+    pci_bus_id: str
+    driver_version: str
+    runtime_version: str
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def device_count() -> int:
+    """How many GPUs this process can use; 0 without a driver."""
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def device_names() -> list[str]:
+    """The product names of all GPUs, in CUDA's order."""
+    return [device_properties(number).name for number in range(device_count())]
+
+
+def device_properties(number: int) -> DeviceProperties:
+    """The properties of one GPU.
+
+    Raises:
+        DeviceError: there is no such GPU.
+    """
+    check_device(number)
+    runtime = cupy.cuda.runtime
+    found = runtime.getDeviceProperties(number)
+    return DeviceProperties(
+        number=number,
+        name=found["name"].decode(),
+        memory=int(found["totalGlobalMem"]),
+        compute_capability=f"{found['major']}.{found['minor']}",
+        multiprocessors=int(found["multiProcessorCount"]),
+        pci_bus_id=str(runtime.deviceGetPCIBusId(number)),
+        driver_version=_version(runtime.driverGetVersion()),
+        runtime_version=_version(runtime.runtimeGetVersion()),
+    )
+
+
+def _no_device_reason() -> str:
+    """Why CUDA sees no GPU at all, in the driver's words."""
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return str(error)
+    return "no device is visible; see CUDA_VISIBLE_DEVICES"
+
+
+def check_device(number: int) -> None:
+    """Refuse a GPU that is not there.
+
+    Raises:
+        DeviceError: the message lists the GPUs of this machine, or says why there is none.
+    """
+    count = device_count()
+    if 0 <= number < count:
+        return
+    if count == 0:
+        raise DeviceError(
+            f"GPU {number} was asked for, and CUDA finds none on this machine ({_no_device_reason()}): "
+            "install the NVIDIA driver, or train on the CPU with --cpu"
+        )
+    known = ", ".join(map(str, range(count)))
+    raise DeviceError(f"GPU {number} was asked for, this machine has {count} ({known}): name one of them with --gpu")
+
+
+def import_cudnn() -> Any:
+    """cuDNN's frontend, with the cuDNN library behind it.
+
+    Raises:
+        MissingExtraError: one of the two is not installed.
+    """
+    try:
+        import cudnn
+    except ImportError as error:
+        raise MissingExtraError("nvidia-cudnn-frontend", EXTRA, PURPOSE) from error
+    try:
+        cudnn.backend_version()
+    except RuntimeError as error:
+        raise MissingExtraError("the cuDNN library", EXTRA, PURPOSE) from error
+    return cudnn
+
+
+@contextmanager
+def device_memory(what: str) -> Iterator[None]:
+    """Translate CuPy's out-of-memory error within a `with` block.
+
+    Args:
+        what: what was being allocated, for the message.
+
+    Raises:
+        DeviceError: with the bytes asked for, those free and what to do.
+    """
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        device = cupy.cuda.runtime.getDevice()
+        raise DeviceError(
+            f"GPU {device} is out of memory for {what}: {error}; {free / GIBIBYTE:.1f} of "
+            f"{total / GIBIBYTE:.1f} GiB are free: use a smaller batch_size or another GPU"
+        ) from error

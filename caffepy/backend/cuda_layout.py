@@ -1,0 +1,46 @@
+"""Where an element of a small array is found from the place of an element of a large one in memory.
+
+Owns the arithmetic behind `axis`: Channel arguments, reductions and classes all see a large array in memory as
+(outer, size, inner) and use (index / inner) % size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Period:
+    """The large array in memory as a C-ordered (outer, size, inner); `size` runs over the small array."""
+
+    outer: int
+    size: int
+    inner: int
+
+
+def memory_axes(rank: int) -> list[int]:
+    """Logical axes in the order in which they lie in memory, outermost first."""
+    return [0, 2, 3, 1] if rank == 4 else list(range(rank))
+
+
+@lru_cache(maxsize=4096)
+def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Period | None:
+    """How a small array of the axes from `axis` on repeats through a large one; None if not as one period.
+
+    Both are in the backend's memory order. A small array of one element has size 1.
+    """
+    if math.prod(small) == 1:
+        return Period(math.prod(shape), 1, 1)
+    if tuple(small) == tuple(shape):
+        return Period(1, math.prod(shape), 1)
+    kept = [axis + i for i in memory_axes(len(small)) if small[i] != 1]
+    assert all(shape[axis + i] == d for i, d in enumerate(small) if d != 1), (shape, small, axis)
+    order = [a for a in memory_axes(len(shape)) if shape[a] != 1]
+    first = order.index(kept[0])
+    if order[first : first + len(kept)] != kept:
+        return None
+    outer = math.prod(shape[a] for a in order[:first])
+    inner = math.prod(shape[a] for a in order[first + len(kept) :])
+    return Period(outer, math.prod(small), inner)

@@ -1,0 +1,113 @@
+"""How arrays lie in GPU memory, and scratch memory that outlives a call.
+
+Owns the rule "4-D arrays are channels last, all others in C order" for CuPy, and the copies between layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.base import Array
+from caffepy.backend.cuda_device import cupy, device_memory
+
+
+def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
+    """An array of undefined values in the backend's memory order for `shape`.
+
+    Raises:
+        DeviceError: out of memory.
+    """
+    size = math.prod(shape)
+    with device_memory(f"an array of shape {shape} ({size * np.dtype(dtype).itemsize} bytes)"):
+        return view(cupy.empty(size, dtype), shape)
+
+
+def view(flat: Array, shape: tuple[int, ...]) -> Array:
+    """The elements of a 1-D array under a logical shape: (N, C, H, W) is stored as (N, H, W, C)."""
+    if len(shape) != 4:
+        return flat.reshape(shape)
+    n, c, h, w = shape
+    return flat.reshape(n, h, w, c).transpose(0, 3, 1, 2)
+
+
+def memory_order(array: Array) -> Array:
+    """The array with its axes in the order in which they lie in memory."""
+    return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
+
+
+def is_dense(array: Array) -> bool:
+    """Whether the array fills its memory in the backend's order, so that `flat` is a view."""
+    return bool(memory_order(array).flags.c_contiguous)
+
+
+def flat(array: Array) -> Array:
+    """The elements as 1-D view in memory order."""
+    ordered = memory_order(array)
+    assert ordered.flags.c_contiguous, f"array of shape {array.shape} is a slice of another"
+    return ordered.reshape(-1)
+
+
+def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """The elements in logical order under another shape: a view if memory order allows, else a copy."""
+    if tuple(array.shape) == tuple(shape) and is_dense(array):
+        return array
+    if not array.flags.c_contiguous:
+        array = _in_logical_order(array)
+    if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
+        return view(array.reshape(-1), shape)
+    result = allocate(shape)
+    cupy.copyto(result, array.reshape(shape))
+    return result
+
+
+def _in_logical_order(array: Array) -> Array:
+    with device_memory(f"a copy of an array of shape {array.shape} ({array.nbytes} bytes)"):
+        return cupy.ascontiguousarray(array)
+
+
+def upload(host: Any, destination: Array) -> None:
+    """Copy a NumPy array to the device and there into the destination's memory order."""
+    host = np.asarray(host, dtype=destination.dtype)
+    assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)
+    stream = cupy.cuda.get_current_stream()
+    ordered = host.transpose(0, 2, 3, 1) if host.ndim == 4 else host
+    if is_dense(destination) and ordered.flags.c_contiguous:
+        source = np.ascontiguousarray(ordered)
+        destination.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream)
+        return
+    source = np.ascontiguousarray(host)
+    staged = cupy.empty(host.shape, host.dtype)
+    staged.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream)
+    cupy.copyto(destination, staged)
+
+
+class Scratch:
+    """Device memory that primitives use within one call, kept from call to call.
+
+    All calls of a backend run on one stream, so each purpose needs one buffer however many layers use it. A buffer only
+    grows; what it held is lost then.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Array] = {}
+
+    def get(self, purpose: str, count: int, dtype: str = "float32") -> Array:
+        """A 1-D array of `count` undefined elements, valid until the next call with this purpose.
+
+        Raises:
+            DeviceError: out of memory.
+        """
+        size = max(count * np.dtype(dtype).itemsize, 1)
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.size < size:
+            self._buffers.pop(purpose, None)
+            with device_memory(f"{purpose} ({size} bytes)"):
+                buffer = self._buffers[purpose] = cupy.empty(size, "uint8")
+        return buffer[:size].view(dtype)[:count]
+
+    def clear(self) -> None:
+        """Give all buffers back."""
+        self._buffers.clear()
