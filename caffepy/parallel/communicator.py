@@ -1,0 +1,50 @@
+"""What devices that train together ask of each other: one protocol, whatever carries it.
+
+`local.py` connects the threads of one process, `mpi.py` processes through host buffers, `hierarchical.py` threads of
+several processes, `nccl.py` GPUs. Every device calls the same operations in the same order; each call waits for the
+others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from caffepy.backend.base import Array
+
+
+class Communicator(Protocol):
+    """One device's end of the connection.
+
+    Once `abort` was called, by whichever thread, waits end and further calls raise `AbortedError`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This device's number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many devices are connected."""
+
+    def all_reduce(self, array: Array, average: bool = True) -> None:
+        """array = the sum, or the mean, of all devices' arrays, in place: (P,), contiguous, equal dtype everywhere.
+
+        Raises:
+            AbortedError: another device failed.
+            PeerError: the connection failed.
+        """
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """array = the array of device `root`, in place; arguments and errors as in `all_reduce`."""
+
+    def barrier(self) -> None:
+        """Wait until all devices are here."""
+
+    def sum(self, values: Any) -> Any:
+        """The sum of all devices' float64 host arrays, always in the same order; a new array."""
+
+    def abort(self) -> None:
+        """End all waits of this process; callable from any thread, and twice."""
+
+    def close(self) -> None:
+        """Give back what the connection holds; callable twice."""

@@ -1,0 +1,140 @@
+"""The NCCL communicator: GPUs of one or several processes, on the solver thread's own stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from caffepy.backend.base import Array
+from caffepy.errors import AbortedError, MissingExtraError, PeerError
+from caffepy.parallel.communicator import Communicator
+
+try:
+    import cupy
+    from cupy.cuda import nccl
+except ImportError as error:
+    raise MissingExtraError("CuPy", "cuda13", "to train on GPUs") from error
+
+UniqueId = tuple[int, ...]
+
+_AVERAGE = 4
+"""ncclAvg, which CuPy has no name for; NCCL has had it since 2.10."""
+
+
+def check_nccl() -> None:
+    """Refuse to start without the NCCL library.
+
+    Raises:
+        MissingExtraError: CuPy cannot load it.
+    """
+    if not nccl.available:
+        raise MissingExtraError("nvidia-nccl-cu13", "cuda13", "to train on several GPUs")
+
+
+def new_unique_id() -> UniqueId:
+    """What connects the communicators of one world; made by global rank 0 and handed to all others."""
+    check_nccl()
+    return tuple(nccl.get_unique_id())
+
+
+def gpu_identity(device: int) -> str:
+    """The PCI address of a GPU: its number depends on what each process is allowed to see."""
+    return str(cupy.cuda.runtime.deviceGetPCIBusId(device))
+
+
+class NcclCommunicator:
+    """A `Communicator` of arrays on GPUs.
+
+    Made by all solver threads of all ranks at about the same time, each with its GPU current. Operations are put on
+    the thread's current stream and return at once, so they may be captured into a graph. What the host waits for goes
+    through `host`.
+
+    NVLink multicast is left as NCCL's environment has it.
+
+    Args:
+        size: devices in all.
+        unique_id: from `new_unique_id`.
+        rank: this device's number.
+        host: connects the same devices through host memory.
+
+    Raises:
+        PeerError: NCCL could not connect them.
+    """
+
+    def __init__(self, size: int, unique_id: UniqueId, rank: int, host: Communicator) -> None:
+        check_nccl()
+        self.rank = rank
+        self.size = size
+        self._host = host
+        self._aborted = threading.Event()
+        self._closing = threading.Lock()
+        self._comm: Any = None
+        with self._translated("connecting the GPUs"):
+            self._comm = nccl.NcclCommunicator(size, unique_id, rank)
+
+    def all_reduce(self, array: Array, average: bool = True) -> None:
+        with self._translated("all-reduce"):
+            pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
+            operation = _AVERAGE if average else nccl.NCCL_SUM
+            self._comm.allReduce(pointer, pointer, array.size, _nccl_type(array), operation, stream)
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        with self._translated("broadcast"):
+            pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
+            self._comm.broadcast(pointer, pointer, array.size, _nccl_type(array), root, stream)
+
+    def wait(self) -> None:
+        """Wait until the current stream's operations are done.
+
+        The interpreter lock is free meanwhile, so another thread's `abort` can end an operation that a peer never
+        joins.
+
+        Raises:
+            AbortedError: `abort` was called.
+            PeerError: NCCL lost a peer.
+        """
+        with self._translated("operation"):
+            cupy.cuda.get_current_stream().synchronize()
+            if not self._aborted.is_set():
+                self._comm.check_async_error()
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+    def sum(self, values: Any) -> Any:
+        return self._host.sum(values)
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._host.abort()
+        with self._closing:
+            if self._comm is not None:
+                self._comm.abort()
+
+    def close(self) -> None:
+        """Destroy the communicator; graphs that captured its calls must be gone, or NCCL waits for them forever."""
+        self._host.close()
+        with self._closing:
+            if self._comm is not None and not self._aborted.is_set():
+                self._comm.destroy()
+            self._comm = None
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        if self._aborted.is_set():
+            raise AbortedError("another solver thread failed")
+        try:
+            yield
+        except (nccl.NcclError, KeyError, AttributeError) as error:  # KeyError: CuPy has no name for newer statuses
+            if self._aborted.is_set():
+                raise AbortedError("another solver thread failed") from error
+            raise PeerError(f"NCCL's {what} failed: {error}") from error
+        if self._aborted.is_set():
+            raise AbortedError("another solver thread failed")
+
+
+def _nccl_type(array: Array) -> int:
+    names = {"float32": nccl.NCCL_FLOAT32, "float16": nccl.NCCL_FLOAT16, "float64": nccl.NCCL_FLOAT64}
+    return int(names[str(array.dtype)])

@@ -1,0 +1,81 @@
+"""What a training run is asked to do: filled in by the command line or by a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from caffepy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caffepy.config.paths import PathResolver
+    from caffepy.proto.caffe_pb2 import SolverParameter
+
+EFFECTS = ("stop", "snapshot", "none")
+"""What a signal may do."""
+
+
+@dataclass
+class TrainOptions:
+    """One training run, as `P2PManager` takes it.
+
+    Args:
+        solver: the solver's prototxt.
+        resolve: finds the files that prototxts name.
+        devices: numbers of this rank's GPUs; None trains on the CPU.
+        cpu_solvers: solver threads of this rank, on the CPU.
+        snapshot: the .solverstate to resume from.
+        weights: .caffemodel files to start from.
+        per_device_batch: `batch_size` is each device's (BVLC) and not each rank's (NVIDIA).
+        keep_going: do not stop at a loss that is not finite.
+        timeout: longest wait for another device or rank, in seconds.
+        verbose: errors with their traceback.
+        sigint_effect: what SIGINT does: stop, snapshot or none.
+        sighup_effect: what SIGHUP does.
+        sigterm_effect: what SIGTERM does; here stop means: write a snapshot, then stop.
+        threads: CPU threads of each solver; None divides the cores among all solvers of the host.
+    """
+
+    solver: SolverParameter
+    resolve: PathResolver | None = None
+    devices: list[int] | None = None
+    cpu_solvers: int = 1
+    snapshot: Path | None = None
+    weights: list[Path] = field(default_factory=list)
+    per_device_batch: bool = False
+    keep_going: bool = False
+    timeout: float = 300.0
+    verbose: bool = False
+    sigint_effect: str = "stop"
+    sighup_effect: str = "snapshot"
+    sigterm_effect: str = "stop"
+    threads: int | None = None
+
+    @property
+    def local_devices(self) -> list[int | None]:
+        """One entry for each solver thread of this rank: a GPU's number, or None for the CPU."""
+        return [None] * self.cpu_solvers if self.devices is None else list(self.devices)
+
+    def check(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive.
+        """
+        if not self.local_devices:
+            raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
+        named = self.devices or []
+        for device in named:
+            if named.count(device) > 1:
+                raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
+        for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):
+            if effect not in EFFECTS:
+                raise ConfigError(f"a signal cannot have the effect '{effect}'; known: {', '.join(EFFECTS)}")
+
+
+OptionsSource = Callable[[], TrainOptions]
+"""Makes the options; called on every rank after they have joined, so that an error they all find is reported once."""

@@ -1,0 +1,340 @@
+"""The manager of a training run: one in each process, from joining the world to the performance report.
+
+Global rank 0 makes the NCCL unique id, MPI hands it out, one `P2PSync` thread starts for each device of this process,
+all share a `SharedScores` buffer, and the threads are joined. The main thread meanwhile takes signals, makes MPI calls
+for the threads where MPI wants that, and ends everybody when anybody fails. Duties and names: NVIDIA Caffe's
+`parallel.cpp`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from caffepy.data.schedule import Shard
+from caffepy.errors import AbortedError, CaffepyError, ConfigError, PeerError, RunError
+from caffepy.parallel.affinity import Cores, current_cores, take_cores
+from caffepy.parallel.batch import describe_batch
+from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.failure import Failure, describe_error, exit_status
+from caffepy.parallel.hierarchical import HierarchicalCommunicator
+from caffepy.parallel.lifeline import connect
+from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.options import OptionsSource, TrainOptions
+from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.parallel.shared_scores import SharedScores
+from caffepy.parallel.signals import SignalRequests
+from caffepy.parallel.watchdog import Watchdog
+from caffepy.parallel.world import World, create_world, find_launcher
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.report import format_report
+from caffepy.solvers.callbacks import Action
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.2
+"""Seconds between looks at the threads when nothing wakes the manager."""
+_JOIN_SECONDS = 3.0
+"""How long a failed run waits for its threads."""
+_LAST_RESORT_SECONDS = 6.0
+"""When a process ends after a failure, whatever its main thread is stuck in."""
+_INTERRUPTED = 130
+
+
+class P2PManager:
+    """Trains with all devices of all ranks.
+
+    Args:
+        options: the run, or a function that makes it; the function is called on every rank after they have joined, so
+            that a mistake that all of them find is reported once.
+    """
+
+    def __init__(self, options: TrainOptions | OptionsSource) -> None:
+        self._source: OptionsSource = options if callable(options) else lambda: options
+        self._world = World()
+        self._syncs: list[P2PSync] = []
+        self._watchdog: Watchdog | None = None
+        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._started = False
+        self._verbose = False
+
+    def run(self) -> None:
+        """Train to the end, or until a signal stops it.
+
+        Raises:
+            CaffepyError: whatever is wrong, if this is the only process, or if all ranks found it before training began
+                (then on the root; the others raise SystemExit). An error of one rank alone ends all processes here.
+        """
+        try:
+            self._world = create_world()
+            self._world.while_waiting = self._raise_failure
+            self._run()
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+
+    # -- the run ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        world = self._world
+        options = world.call_on_all(self._options)
+        self._verbose = options.verbose
+        cores = self._take_cores(options)
+        options = self._settle(options)
+        signals = SignalRequests(
+            {
+                signal.SIGINT: options.sigint_effect,
+                signal.SIGHUP: options.sighup_effect,
+                signal.SIGTERM: options.sigterm_effect,
+            },
+            self._interrupted_again,
+        )
+        self._make_syncs(options, cores, signals)
+        self._watchdog = Watchdog(
+            world, connect(world), [sync.progress for sync in self._syncs], options.timeout, self._peer_failed
+        )
+        self._watchdog.start()
+        signals.install()
+        try:
+            self._train(options)
+        finally:
+            signals.restore()
+
+    def _options(self) -> TrainOptions:
+        options = self._source()
+        options.check()
+        return options
+
+    def _take_cores(self, options: TrainOptions) -> Cores:
+        if find_launcher() is None:
+            return current_cores()
+        return take_cores(self._world.local_rank, self._world.local_size, divide=options.devices is None)
+
+    def _settle(self, options: TrainOptions) -> TrainOptions:
+        """What all ranks must have alike: checked, or taken from the root."""
+        world = self._world
+        names = world.all_gather(None if options.devices is None else len(options.devices))
+        counts = world.all_gather(len(options.local_devices))
+        for rank in range(1, world.size):
+            if names[rank] != names[0] or counts[rank] != counts[0]:
+                error = ConfigError(
+                    f"ranks have different devices: {world.name(0)} has {_count(names[0], counts[0])}, "
+                    f"{world.name(rank)} has {_count(names[rank], counts[rank])}; give every rank as many"
+                )
+                world.agree(error)
+        self._check_gpus(options)
+        solver = SolverParameter()
+        solver.CopyFrom(options.solver)
+        if solver.random_seed < 0:
+            solver.random_seed = secrets.randbelow(1 << 31)
+        solver.random_seed = world.broadcast(solver.random_seed)
+        return replace(
+            options, solver=solver, snapshot=world.broadcast(options.snapshot), weights=world.broadcast(options.weights)
+        )
+
+    def _check_gpus(self, options: TrainOptions) -> None:
+        """Refuse two ranks of one machine that name the same GPU; NCCL would say no more than 'invalid usage'."""
+        world = self._world
+        if options.devices is None or world.size == 1:
+            return
+        from caffepy.parallel.nccl import gpu_identity
+
+        devices = options.devices
+        addresses = world.call_on_all(lambda: [gpu_identity(device) for device in devices])
+        owners: dict[tuple[str, str], int] = {}
+        for rank, (machine, gpus) in enumerate(zip(world.machines, world.all_gather(addresses), strict=True)):
+            for gpu in gpus:
+                owner = owners.setdefault((machine, gpu), rank)
+                if owner != rank:
+                    error = ConfigError(
+                        f"{world.name(owner)} and {world.name(rank)} both train on the GPU at {gpu}: "
+                        f"give each rank GPUs of its own with --gpu"
+                    )
+                    world.agree(error)
+
+    def _make_syncs(self, options: TrainOptions, cores: Cores, signals: SignalRequests) -> None:
+        devices = options.local_devices
+        count = len(devices)
+        world = self._world
+        group = LocalGroup(count, options.timeout, SharedScores(count))
+        ranks = world.communicator()
+        connect_gpus = options.devices is not None and count * world.size > 1
+        unique_id = self._unique_id() if connect_gpus else None
+        threads = options.threads or max(1, cores.count // count)
+
+        def connection(index: int) -> Communicator:
+            local = LocalCommunicator(group, index)
+            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks)
+            if unique_id is None:
+                return host
+            from caffepy.parallel.nccl import NcclCommunicator
+
+            return NcclCommunicator(host.size, unique_id, host.rank, host)
+
+        for i, device in enumerate(devices):
+            shard = Shard(world.rank * count + i, world.size * count, count, options.per_device_batch)
+            label = str(device) if device is not None else f"CPU {i}" if count > 1 else "CPU"
+            place = Place(i, device, label, None if device is not None else threads, shard)
+            request = signals if i == 0 else _nothing
+            self._syncs.append(P2PSync(place, options, partial(connection, i), request, self._thread_changed))
+
+    def _unique_id(self) -> tuple[int, ...]:
+        from caffepy.parallel.nccl import check_nccl, new_unique_id
+
+        self._world.call_on_all(check_nccl)
+        made = new_unique_id() if self._world.rank == 0 else ()
+        return self._world.broadcast(made)
+
+    def _train(self, options: TrainOptions) -> None:
+        for sync in self._syncs:
+            sync.start()
+        self._wait(lambda sync: sync.ready.is_set())
+        self._world.agree(next((_as_exception(sync.error) for sync in self._syncs if sync.error is not None), None))
+        self._check_nets()
+        if self._world.rank == 0:
+            describe_batch(self._syncs[0])
+            logger.info("Starting Optimization")
+        self._started = True
+        for sync in self._syncs:
+            sync.go()
+        self._wait(lambda sync: sync.finished.is_set())
+        self._raise_failure()
+        self._report()
+
+    def _check_nets(self) -> None:
+        """Refuse ranks that read different files under the same name."""
+        root = self._syncs[0].solver
+        assert root is not None
+        sizes = self._world.all_gather((root.net.name, int(root.net.parameters.data.size), root.performance.batch))
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
+                error = ConfigError(
+                    f"ranks have built different nets: {self._world.name(0)} '{sizes[0][0]}' with {sizes[0][1]} "
+                    f"parameters and batch {sizes[0][2]}, {self._world.name(rank)} '{size[0]}' with {size[1]} and "
+                    f"{size[2]}: do their prototxt files differ?"
+                )
+                self._world.agree(error)
+
+    def _wait(self, reached: Callable[[P2PSync], bool]) -> None:
+        """Wait until all threads have come to a point, or one has failed."""
+        while not all(reached(sync) for sync in self._syncs):
+            self._raise_failure()
+            self._changed.clear()
+            if self._world.serves:
+                self._world.serve()
+            elif not all(reached(sync) for sync in self._syncs):
+                self._changed.wait(_POLL)
+
+    def _report(self) -> None:
+        ranks = self._world.all_gather([sync.performance for sync in self._syncs])
+        if self._world.rank == 0:
+            for line in format_report(ranks):
+                logger.info("%s", line)
+
+    # -- failures -----------------------------------------------------------------------------------
+
+    def _thread_changed(self, sync: P2PSync) -> None:
+        """A solver thread is ready, has failed or has finished; called in that thread."""
+        error = sync.error
+        if error is not None and self._started and not isinstance(error, AbortedError):
+            self._fail(Failure(self._locate(sync, error), exit_status(error), error=error))
+        self._changed.set()
+
+    def _locate(self, sync: P2PSync, error: BaseException) -> str:
+        """The error with its place before it, as far as there are several."""
+        world = self._world
+        parts = [world.name(world.rank)] if world.size > 1 else []
+        if sync.world_size > 1:
+            parts += [f"device {sync.place.label}", f"iteration {sync.progress.iteration()}"]
+        text = describe_error(error)
+        return f"{', '.join(parts)}: {text}" if parts else text
+
+    def _peer_failed(self, failure: Failure) -> None:
+        """The watchdog found out; called in its thread, while the main thread may be stuck in MPI."""
+        self._fail(failure)
+        if self._world.size > 1:
+            if not failure.reported:
+                self._report_failure(failure)
+            timer = threading.Timer(_LAST_RESORT_SECONDS, self._world.end, (failure.status,))
+            timer.daemon = True
+            timer.start()
+
+    def _fail(self, failure: Failure) -> None:
+        """Keep the first failure and release everybody in this process who waits."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+        for sync in self._syncs:
+            sync.abort()
+        self._changed.set()
+
+    def _raise_failure(self) -> None:
+        """In the main thread: raise what another thread met."""
+        failure = self._failure
+        if failure is None:
+            return
+        error = failure.error
+        if self._world.size > 1 or error is None:
+            raise PeerError(failure.message) from error
+        if isinstance(error, CaffepyError):
+            error.args = (failure.message,)
+            raise error
+        if len(self._syncs) > 1:
+            raise RunError(failure.message) from error
+        raise error
+
+    def _end(self, error: BaseException) -> None:
+        """Release and join this process's threads; end the world too, unless all ranks have agreed on the error."""
+        world = self._world
+        if self._failure is None:
+            place = f"{world.name(world.rank)}: " if world.size > 1 else ""
+            self._fail(Failure(f"{place}{describe_error(error)}", exit_status(error), error=error))
+        failure = self._failure
+        assert failure is not None
+        alone = world.size == 1 or world.ended_together
+        if not alone and not failure.reported:
+            self._report_failure(failure)
+        for sync in self._syncs:
+            sync.join(_JOIN_SECONDS)
+        if not alone:
+            world.end(failure.status)
+
+    def _report_failure(self, failure: Failure) -> None:
+        """Print a failure of this process, once, and tell the other ranks."""
+        with self._lock:
+            if self._failure is None or self._failure.reported:
+                return
+            self._failure = replace(self._failure, reported=True)
+        trace = failure.error if self._verbose else None
+        logger.error("%s", failure.message, exc_info=trace)
+        if self._watchdog is not None:
+            self._watchdog.tell_failure(failure)
+
+    def _interrupted_again(self) -> None:
+        logger.error("interrupted again: ending at once")
+        self._world.end(_INTERRUPTED)
+
+
+def _nothing() -> Action:
+    """Signals go to one thread of a process; its wishes reach the others with the gradients."""
+    return Action.NONE
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RunError(describe_error(error))
+
+
+def _count(gpus: int | None, devices: int) -> str:
+    kind = "CPU solver" if gpus is None else "GPU"
+    return f"{devices} {kind}{'s' if devices != 1 else ''}"

@@ -1,0 +1,222 @@
+"""One device's part in training together: a solver thread, and the callback by which its solver meets the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend import Backend, create_backend
+from caffepy.data.schedule import Shard
+from caffepy.errors import AbortedError
+from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.watchdog import Progress
+from caffepy.report import Performance
+from caffepy.solvers import create_solver
+from caffepy.solvers.base import Solver
+from caffepy.solvers.callbacks import Action
+
+_START_SECONDS = 60.0
+"""How much longer than the watchdog's timeout a thread waits for all others to have built their nets."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a solver thread stands.
+
+    Args:
+        index: its number in this process.
+        device: its GPU, or None for the CPU.
+        label: what messages and the report call the device.
+        threads: its CPU threads; None leaves it to the backend.
+        shard: its part of the data; holds its number among all devices.
+    """
+
+    index: int
+    device: int | None
+    label: str
+    threads: int | None
+    shard: Shard
+
+
+class P2PSync:
+    """A solver thread; its solver's `SolverCallback`.
+
+    The thread builds backend and solver, says that it is `ready`, and trains once it was told to `go`.
+
+    Args:
+        place: which device this is.
+        options: the run; `solver.random_seed` is set.
+        connect: makes the thread's communicator; called in the thread, with the device current, after all devices are
+            ready.
+        request: what signals ask for.
+        on_change: called in the thread when it is ready, has failed or has finished.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        options: TrainOptions,
+        connect: Callable[[], Communicator],
+        request: Callable[[], Action],
+        on_change: Callable[[P2PSync], None],
+    ) -> None:
+        self.place = place
+        self.is_root = place.shard.rank == 0
+        self.world_size = place.shard.world_size
+        self.progress = Progress(place.label, self._iteration)
+        self.solver: Solver | None = None
+        self.error: BaseException | None = None
+        self.ready = threading.Event()
+        self.finished = threading.Event()
+        self._options = options
+        self._connect = connect
+        self._request = request
+        self._on_change = on_change
+        self._go = threading.Event()
+        self._cancelled = False
+        self._communicator: Communicator | None = None
+        self._backend: Backend | None = None
+        self._thread = threading.Thread(target=self._run, name=f"solver {place.shard.rank}", daemon=True)
+
+    # -- for the manager ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread (the seed documents' StartInternalThread)."""
+        self._thread.start()
+
+    def go(self) -> None:
+        """All devices are ready: train."""
+        self._go.set()
+
+    def abort(self) -> None:
+        """End all waits of the thread; callable from any thread."""
+        self._cancelled = True
+        self._go.set()
+        if self._communicator is not None:
+            self._communicator.abort()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread's end (WaitAll); whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def performance(self) -> Performance:
+        """What the solver did, under the device's name."""
+        assert self.solver is not None
+        found = self.solver.performance
+        return Performance(found.batch, found.iterations, found.seconds, self.place.label)
+
+    # -- for the solver: SolverCallback -------------------------------------------------------------
+
+    def on_start(self, solver: Solver) -> None:
+        if self.world_size == 1:
+            return
+        with self.progress.waiting("the root's weights"):
+            for array in (solver.net.parameters.data, *solver.history):
+                self._connected.broadcast(array, root=0)
+            self._settle()
+
+    def on_gradients_ready(self, solver: Solver) -> None:
+        if self.world_size == 1:
+            return
+        with self.progress.waiting("the gradients' all-reduce"):
+            self._connected.all_reduce(solver.net.parameters.diff, average=True)
+            self._settle()
+
+    def sum_over_devices(self, values: Any) -> Any:
+        if self.world_size == 1:
+            return np.array(values, np.float64)
+        with self.progress.waiting("the sum of scores"):
+            return self._connected.sum(np.asarray(values, np.float64))
+
+    def barrier(self) -> None:
+        if self.world_size == 1:
+            return
+        with self.progress.waiting("a barrier"):
+            self._connected.barrier()
+
+    @property
+    def _connected(self) -> Communicator:
+        if self._communicator is None or self._cancelled:
+            raise AbortedError("training was stopped")
+        return self._communicator
+
+    def _settle(self) -> None:
+        """Let the device finish: a thread that launches eagerly must not run ahead of its peers, or they deadlock."""
+        wait = getattr(self._communicator, "wait", None)
+        if wait is not None:
+            wait()
+
+    # -- the thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._backend = create_backend(self.place.device, self.place.threads)
+            with self._backend.activate():
+                self._train(self._backend)
+        except BaseException as error:
+            self._fail(error)
+        try:
+            self._close()
+        except BaseException as error:
+            self._fail(error)
+        self.finished.set()
+        self._on_change(self)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the manager at once: what follows may have to be waited for."""
+        self.error = self.error or error
+        self.ready.set()
+        self._on_change(self)
+
+    def _train(self, backend: Backend) -> None:
+        self.solver = self._build(backend)
+        with self.progress.waiting("the start of training"):
+            self.ready.set()
+            self._on_change(self)
+            if not self._go.wait(self._options.timeout + _START_SECONDS) or self._cancelled:
+                raise AbortedError("training was stopped before it began")
+        with self.progress.waiting("the connection of the devices"):
+            self._communicator = self._connect()
+        self.solver.solve()
+        # Nobody may leave while others still test or write the last snapshot.
+        self.barrier()
+
+    def _build(self, backend: Backend) -> Solver:
+        options = self._options
+        solver = create_solver(
+            options.solver,
+            backend,
+            shard=self.place.shard,
+            resolve=options.resolve,
+            callback=self,
+            request=self._request,
+            keep_going=options.keep_going,
+        )
+        self.solver = solver
+        if options.snapshot is not None:
+            solver.restore(options.snapshot)
+        elif self.is_root:
+            solver.load_weights(options.weights)
+        return solver
+
+    def _close(self) -> None:
+        """Solver first: graphs that captured the communicator's calls must go before it."""
+        if self.error is not None and self._communicator is not None:
+            self._communicator.abort()
+        if self.solver is not None:
+            self.solver.close()
+        if self._communicator is not None:
+            self._communicator.close()
+        if self._backend is not None:
+            self._backend.close()
+
+    def _iteration(self) -> int:
+        return self.solver.iteration if self.solver is not None else 0

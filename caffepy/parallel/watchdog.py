@@ -1,0 +1,200 @@
+"""The watchdog: notices that a rank has ended or keeps the others waiting, says which, and has training ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from caffepy.parallel.failure import Failure
+from caffepy.parallel.lifeline import Event, Lifeline
+from caffepy.parallel.world import World
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.5
+"""Seconds between looks, and between reports to rank 0."""
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """What one device is doing.
+
+    Args:
+        rank: its process.
+        host: its machine.
+        pid: its process's number there.
+        device: ``0`` for a GPU's number, ``CPU``.
+        iteration: the iteration it is in.
+        collectives: how many operations that need all devices it has begun; all devices begin the same ones.
+        waiting: the operation that it waits in, empty where it computes.
+        seconds: for how long it has waited or computed.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    iteration: int = 0
+    collectives: int = 0
+    waiting: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}, process {self.pid}, device {self.device}"
+
+
+class Progress:
+    """What one solver thread says of itself; read by the watchdog's thread.
+
+    Args:
+        device: what the device is called.
+        iteration: asks the solver for its iteration.
+    """
+
+    def __init__(self, device: str, iteration: Callable[[], int] = lambda: 0) -> None:
+        self.device = device
+        self.iteration = iteration
+        # One tuple, replaced whole: the reader needs no lock to see values that belong together.
+        self._now: tuple[int, str, float] = (0, "", time.monotonic())
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Mark an operation that waits for all devices."""
+        count = self._now[0] + 1
+        self._now = (count, what, time.monotonic())
+        yield  # an operation that raised stays marked: the thread ends
+        self._now = (count, "", time.monotonic())
+
+    def state(self, world: World) -> DeviceState:
+        """A snapshot."""
+        collectives, waiting, since = self._now
+        seconds = time.monotonic() - since
+        return DeviceState(
+            world.rank, world.host, os.getpid(), self.device, self.iteration(), collectives, waiting, seconds
+        )
+
+
+def find_stall(states: list[DeviceState], timeout: float) -> str | None:
+    """Whom the others have waited for longer than `timeout` seconds, as a message; None if for nobody."""
+    waiting = [state for state in states if state.waiting and state.seconds > timeout]
+    if not waiting:
+        return None
+    waiter = max(waiting, key=lambda state: state.collectives)
+    late = [state for state in states if state.collectives < waiter.collectives]
+    begin = f"{waiter} has waited {waiter.seconds:.0f} s in {waiter.waiting} of iteration {waiter.iteration} for "
+    if not late:
+        return f"{begin}an operation that all devices have begun: MPI, NCCL or the network is stuck"
+    culprit = min(late, key=lambda state: state.collectives)
+    doing = f"waits in {culprit.waiting}" if culprit.waiting else "computes or reads data"
+    more = f", and for {len(late) - 1} more devices" if len(late) > 1 else ""
+    return (
+        f"{begin}{culprit}, which is in iteration {culprit.iteration} and {doing} since {culprit.seconds:.0f} s{more}; "
+        f"look at that process, or allow more than {timeout:g} s with --timeout"
+    )
+
+
+class Watchdog:
+    """A thread of each process that reads the lifeline and looks for devices that keep others waiting.
+
+    Args:
+        world: the processes.
+        lifeline: the connection to them; the watchdog closes it.
+        progresses: this process's devices.
+        timeout: longest wait in seconds.
+        on_failure: called once, from the watchdog's thread, when training has to end.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        lifeline: Lifeline,
+        progresses: list[Progress],
+        timeout: float,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._world = world
+        self._lifeline = lifeline
+        self._progresses = progresses
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._others: dict[int, list[DeviceState]] = {}
+        self._ended: set[int] = set()
+        self._stopping = threading.Event()
+        self._tick = min(_TICK, timeout / 4)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Tell the other ranks that this one fails; the user has been told."""
+        self._lifeline.send("failed", message=failure.message, status=failure.status, rank=self._world.rank)
+
+    def stop(self) -> None:
+        """End in good order: all ranks have agreed that training is over."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._thread.join(5.0)
+            self._lifeline.close()
+
+    def _run(self) -> None:
+        reported = 0.0
+        while not self._stopping.is_set():
+            failure = next(filter(None, map(self._failure, self._lifeline.poll(self._tick))), None)
+            if failure is None and time.monotonic() - reported >= self._tick:
+                reported = time.monotonic()
+                failure = self._look()
+            if failure is not None and not self._stopping.is_set():
+                self._on_failure(failure)
+                return
+
+    def _failure(self, event: Event) -> Failure | None:
+        """What an event means for training."""
+        if event.kind == "failed":
+            if self._world.rank == 0:
+                self._lifeline.send("failed", **{k: v for k, v in event.content.items() if k != "kind"})
+            return Failure(event.content["message"], int(event.content["status"]), reported=True)
+        if event.kind == "bye":
+            self._ended.add(event.rank)
+            self._others.pop(event.rank, None)
+        elif event.kind == "states":
+            self._others[event.rank] = [DeviceState(**state) for state in event.content["devices"]]
+        elif event.kind == "lost" and event.rank not in self._ended:
+            return self._lost(event.rank)
+        return None
+
+    def _lost(self, rank: int) -> Failure:
+        """A rank's process ended. Rank 0 speaks; where it is the one, rank 1 does, and others only if they live on."""
+        if rank == 0:
+            self._stopping.wait(0.0 if self._world.rank == 1 else 1.0)
+        known = self._others.get(rank, [])
+        at = f" (process {known[0].pid}) at iteration {max(s.iteration for s in known)}" if known else ""
+        failure = Failure(
+            f"{self._world.name(rank)}{at} ended unexpectedly: it was killed, crashed or lost its network; "
+            f"training is stopped"
+        )
+        if self._world.rank == 0:
+            logger.error("%s", failure.message)
+            failure = Failure(failure.message, failure.status, reported=True)
+            self.tell_failure(failure)
+        return failure
+
+    def _look(self) -> Failure | None:
+        """Report this process's devices, and judge those that are known."""
+        own = [progress.state(self._world) for progress in self._progresses]
+        if self._world.rank != 0:
+            self._lifeline.send("states", devices=[asdict(state) for state in own])
+            # Rank 0 sees more and speaks first, unless it is itself what hangs.
+            late = self._timeout + 4 * self._tick + 1.0
+            if not any(state.waiting and state.seconds > late for state in own):
+                return None
+            root = DeviceState(0, self._world.hosts[0], 0, "?")
+            return Failure(find_stall([*own, root], self._timeout) or f"{self._world.name(0)} does not answer")
+        message = find_stall([*own, *(s for states in self._others.values() for s in states)], self._timeout)
+        return Failure(message) if message else None

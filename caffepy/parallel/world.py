@@ -1,0 +1,177 @@
+"""The processes that train together: who started them, which of them this one is, and how they agree on an error.
+
+MPI is imported only where a launcher started several processes; a single one needs no MPI library.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from caffepy.errors import CaffepyError, RunError, UserError
+from caffepy.parallel.communicator import Communicator
+
+T = TypeVar("T")
+
+_LAUNCHERS = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("a PMIx launcher", "PMIX_RANK", "PMIX_SIZE"),
+)
+"""What each launcher tells the processes that it starts. Slurm sets SLURM_NTASKS in a batch script too, where nothing
+was launched, so the step's variable is the one to ask."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What the environment says about who started this process.
+
+    Args:
+        name: the launcher, for messages.
+        rank: the number that it gave this process.
+        size: how many it started; None where it does not say.
+    """
+
+    name: str
+    rank: int
+    size: int | None
+
+
+def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
+    """The launcher that started this process, or None where nobody did."""
+    for name, rank, size in _LAUNCHERS:
+        if environment.get(rank, "").isdigit() and (environment.get(size, "").isdigit() or name.startswith("a PMIx")):
+            count = environment.get(size)
+            return Launcher(name, int(environment[rank]), int(count) if count else None)
+    return None
+
+
+class World:
+    """All processes that train together; this class is the world of a single one, `mpi.MpiWorld` that of several."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self.hosts = [socket.gethostname()]
+        """The host of each rank."""
+        self.machines = [""]
+        """What tells the ranks' machines apart, whatever they are called."""
+        self.local_rank = 0
+        """This process's number among those of its host."""
+        self.local_size = 1
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called while an exchange waits for other ranks; it may raise."""
+        self.ended_together = False
+        """Whether all ranks have agreed to end."""
+
+    @property
+    def host(self) -> str:
+        """This process's host name."""
+        return self.hosts[self.rank]
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the ranks run on more than one machine."""
+        return self.local_size < self.size
+
+    def name(self, rank: int) -> str:
+        """A rank as messages call it: ``rank 1 on host7``."""
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks. Called by the main thread of all ranks."""
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        """The root's value. Called by the main thread of all ranks."""
+        return self.all_gather(value)[0]
+
+    def serve(self) -> None:
+        """Run what solver threads ask the main thread to do for them; returns when there is nothing more to do."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether solver threads need `serve`, because MPI lets the main thread alone call it."""
+        return False
+
+    def communicator(self) -> Communicator | None:
+        """A new connection among all ranks, one device a rank; None where there is one rank."""
+        return None
+
+    def agree(self, error: Exception | None) -> None:
+        """End all ranks in the same way if any of them met an error; called by all with what they met.
+
+        The root raises the error, for its caller to print; where not all ranks met the same, the message says which
+        did.
+
+        Raises:
+            SystemExit: on the other ranks, silently, with the error's exit status.
+        """
+        found = self.all_gather(_describe(error))
+        culprits = [rank for rank, entry in enumerate(found) if entry is not None]
+        if not culprits:
+            return
+        self.ended_together = True
+        entry = found[culprits[0]]
+        assert entry is not None
+        text, status = entry
+        if self.rank != 0:
+            raise SystemExit(status)
+        everybody = all(other is not None and other[0] == text for other in found)
+        if everybody and error is not None:
+            raise error
+        kind = UserError if status == UserError.exit_status else RunError
+        raise kind(f"{self.name(culprits[0])}: {text}") from error
+
+    def call_on_all(self, action: Callable[[], T]) -> T:
+        """The result of `action`, which every rank calls, or the error that `agree` makes of it."""
+        result: list[T] = []
+        try:
+            result.append(action())
+            error = None
+        except Exception as failure:
+            error = failure
+        self.agree(error)
+        return result[0]
+
+    def end(self, status: int) -> NoReturn:
+        """End this process, and with it the world, at once: nothing is waited for."""
+        flush_streams()
+        os._exit(status)
+
+
+def flush_streams() -> None:
+    """Let nothing that was printed be lost in a process that ends without the interpreter's shutdown."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def _describe(error: Exception | None) -> tuple[str, int] | None:
+    if error is None:
+        return None
+    if isinstance(error, CaffepyError):
+        return str(error), error.exit_status
+    return f"{type(error).__name__}: {error}", RunError.exit_status
+
+
+def create_world() -> World:
+    """The world that this process belongs to.
+
+    Raises:
+        MissingExtraError: a launcher started several processes and there is no mpi4py or no MPI library.
+        UserError: the launcher belongs to another MPI than mpi4py.
+    """
+    launcher = find_launcher()
+    if launcher is None or launcher.size == 1:
+        return World()
+    from caffepy.parallel.mpi import MpiWorld
+
+    return MpiWorld(launcher)
