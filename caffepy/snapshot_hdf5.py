@@ -1,7 +1,8 @@
 """The HDF5 form of snapshots, as Caffe lays it out; the only user of h5py for snapshots.
 
 Weights: `/data/<layer>/<index>` (and `/diff`), each parameter under its owner. State: `/iter`, `/learned_net`,
-`/current_step`, `/history/<i>`; `/caffepy`, which Caffe passes over, holds the fields of our own as a serialised SolverState.
+`/current_step`, `/history/<i>`; `/caffepy`, which Caffe passes over, holds the fields of our own as
+a serialised SolverState.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class SGDSolver(Solver):
     """h = momentum * h + rate * g;  w = w - h.
 
     g is the gradient, normalised and regularised: scale * diff + decay * w (L2) or decay * sign(w) (L1). The rate is
-    inside the history, as in Caffe, so a change of rate does not act on steps already taken. `momentum: 0` is plain descent.
+    inside the history, as in Caffe, so a change of rate does not act on steps already taken.
 
     Defined by Caffe's `sgd_solver.cpp`; Bottou, "Stochastic Gradient Descent Tricks", 2012.
     """

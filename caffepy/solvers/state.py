@@ -16,7 +16,6 @@ from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverState
 
 if TYPE_CHECKING:
-    from caffepy.net import Net
     from caffepy.solvers.base import Solver
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ def save_state(solver: Solver) -> SolverState:
     state.global_batch = _global_batch(solver)
     state.loss_window.extend(solver.losses.averaged(solver.callback))
     state.test_pass_number.extend(net.context.passes.number for net in solver.test_nets)
-    for index, _, layer in _data_layers(solver):
+    for index, layer in _data_layers(solver):
         state.data_position.add(layer=layer.name, position=layer.position(), test_net=index)
     return state
 
@@ -83,8 +82,8 @@ def _check_history(solver: Solver, state: SolverState, path: Path) -> None:
     expected = solver.histories * len(parameters)
     if len(state.history) != expected:
         raise SnapshotError(
-            f"{path}: holds {len(state.history)} history blobs, a {solver.param.type} solver of this net has {expected}; "
-            "it is of another solver type or net"
+            f"{path}: holds {len(state.history)} history blobs, a {solver.param.type} solver of this net has "
+            f"{expected}; it is of another solver type or net"
         )
     for i, blob in enumerate(state.history):
         parameter = parameters[i % len(parameters)]
@@ -122,14 +121,14 @@ def _restore_random(solver: Solver, state: SolverState) -> None:
         net.context.seed = solver.param.random_seed
     has_passes = state.HasField("pass_number")
     solver.net.context.passes.number = state.pass_number if has_passes else state.iter * solver.param.iter_size
-    for net, number in zip(solver.test_nets, state.test_pass_number):
+    for net, number in zip(solver.test_nets, state.test_pass_number, strict=False):
         net.context.passes.number = number
 
 
 def _restore_positions(solver: Solver, state: SolverState) -> None:
     """Let each data layer go on where it was, or at its first record where the snapshot does not say."""
     positions = {(p.test_net, p.layer): p.position for p in state.data_position}
-    for index, net, layer in _data_layers(solver):
+    for index, layer in _data_layers(solver):
         layer.seek(positions.get((index, layer.name), 0))
     if state.HasField("global_batch") and state.global_batch != _global_batch(solver):
         log.warning(
@@ -138,9 +137,9 @@ def _restore_positions(solver: Solver, state: SolverState) -> None:
         )  # fmt: skip
 
 
-def _data_layers(solver: Solver) -> Iterator[tuple[int, Net, Any]]:
-    """Layers that have a position in their data: (test net's index or -1, net, layer)."""
+def _data_layers(solver: Solver) -> Iterator[tuple[int, Any]]:
+    """Layers that have a position in their data: (test net's index or -1, layer)."""
     for index, net in enumerate((solver.net, *solver.test_nets), TRAIN_NET):
         for layer in net.layers:
             if hasattr(layer, "position") and hasattr(layer, "seek"):
-                yield index, net, layer
+                yield index, layer
