@@ -1,0 +1,368 @@
+"""What bad input gets: one line that says what, where and what to do; exit status 2, or 1 for a failure at work."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli.main import main
+
+NET = """
+name: "tiny"
+layer {{
+  name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param {{
+    shape {{ dim: 4 dim: 3 }} shape {{ dim: 4 }}
+    data_filler {{ type: "gaussian" }} data_filler {{ type: "constant" value: {label} }}
+  }}
+}}
+layer {{
+  name: "{name}" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param {{ num_output: {outputs} weight_filler {{ type: "xavier" }} }}
+}}
+layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }}
+"""
+SOLVER = """
+net: "net.prototxt" base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 max_iter: 2 display: 1 snapshot_prefix: "tiny"
+random_seed: 1 solver_mode: CPU
+"""
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a net that trains and its solver, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    write_net()
+    Path("solver.prototxt").write_text(SOLVER)
+    return tmp_path
+
+
+@pytest.fixture
+def run(here: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line; gives the exit status and the error, which must be one line."""
+
+    def call(*arguments: str) -> tuple[int, str]:
+        status = main(arguments)
+        text = capsys.readouterr().err
+        assert "Traceback" not in text
+        errors = [line for line in text.splitlines() if line.startswith("caffepy: error: ")]
+        assert len(errors) == (status != 0), text
+        if errors:
+            assert text.rstrip().endswith(errors[0]), "the error must be the last line"
+        return status, errors[0].removeprefix("caffepy: error: ") if errors else ""
+
+    return call
+
+
+def write_net(label: float = 1, outputs: int = 5, name: str = "ip", extra: str = "") -> None:
+    Path("net.prototxt").write_text(NET.format(label=label, outputs=outputs, name=name) + extra)
+
+
+def write_layer(text: str) -> None:
+    write_net(extra=f"layer {{ {text} }}\n")
+
+
+def train(run: Run, *arguments: str) -> tuple[int, str]:
+    return run("train", "--solver", "solver.prototxt", *arguments)
+
+
+def test_the_net_of_these_tests_trains(run: Run):
+    assert train(run) == (0, "")
+    assert Path("tiny_iter_2.solverstate").exists()
+
+
+# -- files ----------------------------------------------------------------------------------------------
+
+
+def test_no_solver(run: Run):
+    assert run("train") == (2, "train needs a solver: caffepy train --solver solver.prototxt")
+
+
+def test_a_solver_that_is_not_there(run: Run):
+    status, error = run("train", "--solver=absent.prototxt")
+    assert status == 2
+    assert error.startswith("absent.prototxt: no such solver")
+
+
+def test_a_net_that_is_not_there(run: Run):
+    Path("net.prototxt").unlink()
+    status, error = train(run)
+    assert status == 2
+    assert error.startswith("net.prototxt: no such net")
+
+
+@pytest.mark.parametrize("option", ["--weights", "--snapshot"])
+def test_weights_and_snapshots_that_are_not_there(run: Run, option: str):
+    status, error = train(run, option, "absent.bin")
+    assert status == 2
+    assert "absent.bin: no such" in error
+
+
+def test_weights_together_with_a_snapshot(run: Run):
+    status, error = train(run, "--weights=a.caffemodel", "--snapshot=a.solverstate")
+    assert status == 2
+    assert error.startswith("--snapshot and --weights exclude each other")
+
+
+def test_a_syntax_error_has_its_place(run: Run):
+    Path("solver.prototxt").write_text('net: "net.prototxt"\nbase_lr 0.1\n')
+    status, error = train(run)
+    assert status == 2
+    assert re.match(r"solver\.prototxt:2:\d+: ", error)
+
+
+def test_an_unknown_field_offers_the_nearest(run: Run):
+    Path("solver.prototxt").write_text(f"{SOLVER}\nmomentun: 0.9\n")
+    status, error = train(run)
+    assert status == 2
+    place, _, found = error.partition(": ")
+    assert re.fullmatch(r"solver\.prototxt:\d+:\d+", place)
+    assert found.startswith("unknown field 'momentun' of SolverParameter; did you mean 'momentum'")
+
+
+def test_an_unknown_solver_type_offers_the_nearest(run: Run):
+    Path("solver.prototxt").write_text(f'{SOLVER}\ntype: "Adm"\n')
+    status, error = train(run)
+    assert status == 2
+    assert "unknown solver type 'Adm'; did you mean 'Adam'?" in error
+
+
+def test_a_binary_file_as_prototxt(run: Run):
+    Path("solver.prototxt").write_bytes(bytes(range(64)))
+    status, error = train(run)
+    assert status == 2
+    assert "binary file, not a prototxt" in error
+
+
+# -- the net ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_layer_type_offers_the_nearest(run: Run):
+    write_layer('name: "c" type: "Convolutoin" bottom: "ip" top: "c"')
+    assert train(run) == (2, "layer 'c': unknown layer type 'Convolutoin'; did you mean 'Convolution'?")
+
+
+def test_an_undefined_bottom(run: Run):
+    write_layer('name: "relu" type: "ReLU" bottom: "pi" top: "r"')
+    status, error = train(run)
+    assert status == 2
+    assert "layer 'relu'" in error
+    assert "'pi'" in error
+
+
+def test_shapes_that_do_not_fit(run: Run):
+    write_layer('name: "sum" type: "Eltwise" bottom: "data" bottom: "ip" top: "sum"')
+    status, error = train(run)
+    assert status == 2
+    assert "layer 'sum' (Eltwise)" in error
+    assert "4 3 (12)" in error
+    assert "4 5 (20)" in error
+
+
+def test_a_test_net_without_test_iter(run: Run):
+    Path("solver.prototxt").write_text(f"{SOLVER}\ntest_interval: 1\n")
+    status, error = train(run)
+    assert status == 2
+    assert "test_iter" in error
+
+
+def test_a_label_outside_the_classes(run: Run):
+    write_net(label=7)
+    status, error = train(run)
+    assert status == 2
+    assert "layer 'loss'" in error
+    assert "label 7" in error
+    assert "5 classes" in error or "0 to 4" in error
+
+
+# -- snapshots -------------------------------------------------------------------------------------------
+
+
+def test_a_caffemodel_as_snapshot(run: Run):
+    assert train(run)[0] == 0
+    status, error = train(run, "--snapshot", "tiny_iter_2.caffemodel")
+    assert status == 2
+    assert "tiny_iter_2.caffemodel" in error
+    assert "--weights" in error
+
+
+def test_a_solverstate_as_weights(run: Run):
+    assert train(run)[0] == 0
+    status, error = train(run, "--weights", "tiny_iter_2.solverstate")
+    assert status == 2
+    assert "tiny_iter_2.solverstate" in error
+    assert "--snapshot" in error
+
+
+def test_a_solverstate_of_another_solver_type(run: Run):
+    assert train(run)[0] == 0
+    Path("solver.prototxt").write_text(f'{SOLVER}\ntype: "Adam"\nmomentum2: 0.999\n')
+    status, error = train(run, "--snapshot=tiny_iter_2.solverstate")
+    assert status == 2
+    assert "tiny_iter_2.solverstate" in error
+    assert "SGD" in error
+    assert "Adam" in error
+
+
+def test_a_solverstate_of_other_shapes(run: Run):
+    assert train(run)[0] == 0
+    write_net(outputs=6)
+    status, error = train(run, "--snapshot=tiny_iter_2.solverstate")
+    assert status == 2
+    assert "layer 'ip'" in error
+    assert "5 3 (15)" in error
+    assert "6 3 (18)" in error
+
+
+def test_a_truncated_solverstate(run: Run):
+    assert train(run)[0] == 0
+    state = Path("tiny_iter_2.solverstate")
+    state.write_bytes(state.read_bytes()[:-7])
+    status, error = train(run, "--snapshot", str(state))
+    assert status == 2
+    assert str(state) in error
+
+
+def test_a_snapshot_folder_that_is_not_there(run: Run):
+    Path("solver.prototxt").write_text(SOLVER.replace('"tiny"', '"nowhere/tiny"'))
+    status, error = train(run)
+    assert status == 2
+    assert "nowhere" in error
+
+
+def test_automatic_snapshots_start_anew_where_there_is_none(run: Run):
+    assert train(run, "--snapshot=auto") == (0, "")
+    assert Path("tiny_iter_2.solverstate").exists()
+
+
+# -- data ------------------------------------------------------------------------------------------------
+
+DATA_LAYER = """
+layer { name: "db" type: "Data" top: "x" top: "y" data_param { source: "digits_lmdb" batch_size: 2 backend: LMDB } }
+"""
+
+
+def test_an_lmdb_that_is_not_there(run: Run):
+    write_net(extra=DATA_LAYER)
+    status, error = train(run)
+    assert status == 2
+    assert "digits_lmdb" in error
+    assert "layer 'db'" in error
+
+
+def test_a_truncated_lmdb(run: Run):
+    import lmdb
+
+    write_net(extra=DATA_LAYER)
+    with lmdb.open("digits_lmdb", map_size=1 << 20) as environment, environment.begin(write=True) as transaction:
+        for number in range(50):
+            transaction.put(f"{number:08d}".encode(), bytes(500))
+    file = Path("digits_lmdb/data.mdb")
+    file.write_bytes(file.read_bytes()[:9000])
+    status, error = train(run)
+    assert status == 2
+    assert "digits_lmdb" in error
+
+
+# -- devices ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("caffepy.backend.cuda")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+@pytest.mark.usefixtures("without_cupy")
+@pytest.mark.parametrize("gpus", ["0", "all"])
+def test_a_gpu_without_cupy(run: Run, gpus: str):
+    status, error = train(run, "--gpu", gpus)
+    assert status == 2
+    assert error.startswith("CuPy is not installed and is needed to train on a GPU: pip install 'caffepy[cuda")
+
+
+@pytest.mark.usefixtures("without_cupy")
+@pytest.mark.parametrize("mode", ["solver_mode: GPU", ""], ids=["written", "default"])
+def test_gpu_mode_without_a_gpu_offers_the_cpu(run: Run, mode: str):
+    Path("solver.prototxt").write_text(SOLVER.replace("solver_mode: CPU", mode))
+    status, error = train(run)
+    assert status == 2
+    assert error.startswith("solver.prototxt is for a GPU (solver_mode: GPU")
+    assert error.endswith("--cpu trains on the CPU instead")
+    assert train(run, "--cpu") == (0, "")
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_device_query_works_without_cuda(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["device_query"]) == 0
+    report = capsys.readouterr().out
+    assert "GPU:\n  none: CuPy is not installed" in report
+    assert re.search(r"CPU:\n  .*usable by this process", report)
+    assert "NumPy:" in report
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_device_query_of_a_gpu_that_is_not_there(run: Run):
+    status, error = run("device_query", "-gpu=0")
+    assert status == 2
+    assert "CuPy is not installed" in error
+
+
+def test_cpu_solvers_with_gpus(run: Run):
+    status, error = train(run, "--gpu=0", "--cpu-solvers=2")
+    assert status == 2
+    assert error.startswith("--cpu-solvers is for training on the CPU")
+
+
+# -- while running ---------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite(run: Run):
+    write_net(extra='layer { name: "big" type: "Power" bottom: "ip" top: "big" power_param { scale: 1e30 power: 3 } }')
+    text = Path("net.prototxt").read_text().replace('bottom: "ip" bottom: "label"', 'bottom: "big" bottom: "label"')
+    lines = text.strip().splitlines()
+    Path("net.prototxt").write_text("\n".join(lines[:-2] + lines[-1:] + lines[-2:-1]))
+    status, error = train(run)
+    assert status == 1
+    assert re.search(r"iteration 0\b", error)
+    assert "'big'" in error
+    assert "--keep-going" in error
+    assert train(run, "--keep-going")[0] == 0
+
+
+def test_an_unexpected_exception_has_its_place_and_a_hint(run: Run, monkeypatch: pytest.MonkeyPatch):
+    import caffepy.config.load
+
+    def fail(path: Path) -> None:
+        raise ZeroDivisionError("by accident")
+
+    monkeypatch.setattr(caffepy.config.load, "read_net", fail)
+    status, error = run("time", "--model", "net.prototxt")
+    assert status == 1
+    assert re.fullmatch(
+        r"ZeroDivisionError: by accident at .*:\d+; run again with --verbose for the traceback", error
+    )
+
+
+def test_verbose_shows_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--solver=absent.prototxt", "--verbose"]) == 2
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert text.rstrip().splitlines()[-1].startswith("caffepy: error: absent.prototxt: no such solver")
+
+
+def test_ctrl_c_outside_of_training(run: Run, monkeypatch: pytest.MonkeyPatch):
+    import caffepy.config.load
+
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(caffepy.config.load, "read_net", interrupt)
+    assert run("time", "--model", "net.prototxt") == (130, "interrupted")

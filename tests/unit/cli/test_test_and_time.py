@@ -1,0 +1,117 @@
+"""`caffepy test` and `caffepy time`: their lines are Caffe's, and their numbers are the net's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli.main import main
+from caffepy.proto import caffe_pb2
+
+NET = """
+name: "scores"
+layer {
+  name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param {
+    shape { dim: 4 dim: 3 } shape { dim: 4 }
+    data_filler { type: "constant" value: 2 } data_filler { type: "constant" value: 1 }
+  }
+}
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 5 } }
+layer { name: "deep" type: "ReLU" bottom: "ip" top: "ip" include { stage: "deep" } }
+layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" loss_weight: 3 }
+"""
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A net, and weights with which it always answers class 1."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.prototxt").write_text(NET)
+    weights = caffe_pb2.NetParameter()
+    layer = weights.layer.add(name="ip", type="InnerProduct")
+    layer.blobs.add(data=[0.0] * 15).shape.dim.extend((5, 3))
+    layer.blobs.add(data=[0.0, 100.0, 0.0, 0.0, 0.0]).shape.dim.append(5)
+    Path("net.caffemodel").write_bytes(weights.SerializeToString())
+
+
+def messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The logged messages without their prefix."""
+    return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+
+
+def test_scores_of_each_batch_and_their_means(capsys: pytest.CaptureFixture[str]):
+    assert main(["test", "--model=net.prototxt", "-weights", "net.caffemodel", "-iterations=2"]) == 0
+    lines = messages(capsys)
+    assert lines.count("Use CPU.") == 1
+    assert lines[-7:] == [
+        "Batch 0, accuracy = 1",
+        "Batch 0, loss = 0",
+        "Batch 1, accuracy = 1",
+        "Batch 1, loss = 0",
+        "Loss: 0",
+        "accuracy = 1",
+        "loss = 0 (* 3 = 0 loss)",
+    ]
+
+
+def test_the_loss_is_weighted(capsys: pytest.CaptureFixture[str]):
+    weights = caffe_pb2.NetParameter.FromString(Path("net.caffemodel").read_bytes())
+    weights.layer[0].blobs[1].data[:] = [0.0] * 5
+    Path("flat.caffemodel").write_bytes(weights.SerializeToString())
+    assert main(["test", "--model=net.prototxt", "--weights=flat.caffemodel", "--iterations=3"]) == 0
+    lines = messages(capsys)
+    assert lines[-1] == "loss = 1.60944 (* 3 = 4.82831 loss)"  # log 5
+    assert "Loss: 4.82831" in lines
+
+
+@pytest.mark.parametrize("stages, there", [([], False), (["--stage=deep"], True)])
+def test_stages_choose_layers(capsys: pytest.CaptureFixture[str], stages: list[str], there: bool):
+    assert main(["test", "--model=net.prototxt", "--weights=net.caffemodel", "--iterations=1", *stages]) == 0
+    assert ("Creating Layer deep (ReLU)" in messages(capsys)) == there
+
+
+def test_what_test_needs(capsys: pytest.CaptureFixture[str]):
+    assert main(["test", "--weights=net.caffemodel"]) == 2
+    assert main(["test", "--model=net.prototxt"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].startswith("caffepy: error: test needs a net")
+    assert errors[1].startswith("caffepy: error: test needs trained weights")
+
+
+def test_time_prints_every_layer_and_the_averages(capsys: pytest.CaptureFixture[str]):
+    assert main(["time", "--model=net.prototxt", "--iterations=3", "--cpu"]) == 0
+    lines = messages(capsys)
+    layers = [line for line in lines if re.fullmatch(r" *\w+\t(forward|backward): [\d.e-]+ ms\.", line)]
+    assert [line.split()[0] for line in layers] == [n for n in ("data", "ip", "loss") for _ in range(2)]
+    assert layers[0].startswith("      data\tforward: ")
+    averages = [line for line in lines if line.startswith("Average ") and line.endswith(" ms.")]
+    assert [line.split(":")[0] for line in averages] == [
+        "Average Forward pass",
+        "Average Backward pass",
+        "Average Forward-Backward",
+    ]
+    assert sum(line.startswith("Iteration: ") for line in lines) == 3
+    assert lines[-1] == "*** Benchmark ends ***"
+    assert lines[-2].startswith("Total Time: ")
+
+
+def test_time_adds_up(capsys: pytest.CaptureFixture[str]):
+    assert main(["time", "--model=net.prototxt", "--iterations=2", "--cpu"]) == 0
+    text = "\n".join(messages(capsys))
+    parts = [float(number) for number in re.findall(r"\tforward: ([\d.e-]+) ms", text)]
+    forward = float(re.search(r"Average Forward pass: ([\d.e-]+) ms", text)[1])
+    assert sum(parts) <= forward * 1.001
+
+
+def test_time_in_the_test_phase(capsys: pytest.CaptureFixture[str]):
+    assert main(["time", "--model=net.prototxt", "--iterations=1", "--phase=TEST"]) == 0
+    assert any(line.startswith("  accuracy\tforward: ") for line in messages(capsys))
+
+
+def test_time_needs_a_net(capsys: pytest.CaptureFixture[str]):
+    assert main(["time"]) == 2
+    assert capsys.readouterr().err.startswith("caffepy: error: time needs a net")
