@@ -27,9 +27,7 @@ FILLERS: Registry[Filler] = Registry("filler")
 _WORD = 2**64 - 1
 
 
-def fill(
-    filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str
-) -> Values:
+def fill(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str) -> Values:
     """The starting values of a parameter, float32 in logical order.
 
     Args:

@@ -16,9 +16,7 @@ def hits(rank: Each, label: Each, top_k: Scalar, ignored: Scalar) -> tuple[Each,
 
 
 @expression
-def class_hits(
-    rank: Each, label: Each, number: Channel, top_k: Scalar, ignored: Scalar
-) -> tuple[Each, Each]:
+def class_hits(rank: Each, label: Each, number: Channel, top_k: Scalar, ignored: Scalar) -> tuple[Each, Each]:
     counts = 1.0 if label == number and rank >= 0 and label != ignored else 0.0
     return counts * (1.0 if rank < top_k else 0.0), counts
 

@@ -12,8 +12,8 @@ from caffepy.proto import caffe_pb2
 class ActivationLayer(Layer):
     """A layer whose top has its bottom's shape and may be its bottom (in place).
 
-    Subclasses write `activate` and `differentiate`. Where the gradient needs the bottom and the layer works in place, the
-    bottom is kept in a buffer.
+    Subclasses write `activate` and `differentiate`. Where the gradient needs the bottom and the layer works in place,
+    the bottom is kept in a buffer.
     """
 
     _kept: Array | None = None

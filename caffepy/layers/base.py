@@ -1,7 +1,7 @@
 """What a layer is: the base class, what a layer is told about its surroundings, and the registry of types.
 
-A layer type is a class registered under the name that prototxts use. Layers see blobs and a backend's primitives, never a
-device; the net calls them. Defined by Caffe's `layer.hpp`.
+A layer type is a class registered under the name that prototxts use. Layers see blobs and a backend's primitives, never
+a device; the net calls them. Defined by Caffe's `layer.hpp`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class LayerContext:
         passes: the net's pass counter.
         test_iter: batches in one whole test (TEST phase).
         resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
-        batch_size: samples of this device in one pass, set by the first data layer; dropout numbers its samples with it.
     """
 
     backend: Backend
@@ -76,6 +75,8 @@ class LayerContext:
     resolve: Callable[[str], Path] = Path
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
+    describe_sample: Callable[[int, int], str] | None = None
+    """Names the record at a place (second) of the device's batch of a pass (first), for messages; set by the first data layer."""
 
 
 class Layer:

@@ -37,9 +37,7 @@ def inverse_deviation(variance: Each, epsilon: Scalar) -> Each:
 
 
 @expression
-def stored_statistics(
-    mean_sum: Each, variance_sum: Each, count: Channel, epsilon: Scalar
-) -> tuple[Each, Each]:
+def stored_statistics(mean_sum: Each, variance_sum: Each, count: Channel, epsilon: Scalar) -> tuple[Each, Each]:
     factor = 0.0 if count == 0 else 1 / count
     return mean_sum * factor, 1 / sqrt(variance_sum * factor + epsilon)
 
@@ -50,9 +48,7 @@ def normalise(x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Ch
 
 
 @expression
-def normalise_keeping(
-    x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel
-) -> tuple[Each, Each]:
+def normalise_keeping(x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel) -> tuple[Each, Each]:
     return x, (x - mean) * inverse * scale + bias
 
 
@@ -79,9 +75,10 @@ def stored_input_gradient(dy: Each, inverse: Channel, scale: Channel) -> Each:
 class BatchNormLayer(Layer):
     """y = (x - mean) / sqrt(variance + eps) for each channel (Caffe's `batch_norm_layer.cpp`).
 
-    Training takes the statistics of the device's batch and adds them to running sums: with f = moving_average_fraction and
-    m elements a channel, blob 0 = f * blob 0 + mean, blob 1 = f * blob 1 + m / (m - 1) * variance, blob 2 = f * blob 2 + 1.
-    With `use_global_stats`, by default in testing, mean and variance are blobs 0 and 1 over blob 2. Shapes: (C,), (C,), (1,).
+    Training takes the statistics of the device's batch and adds them to running sums: with f = moving_average_fraction
+    and m elements a channel, blob 0 = f * blob 0 + mean, blob 1 = f * blob 1 + m / (m - 1) * variance,
+    blob 2 = f * blob 2 + 1. With `use_global_stats`, by default in testing, mean and variance are blobs 0 and 1 over
+    blob 2. Shapes: (C,), (C,), (1,).
 
     NVIDIA Caffe's `scale_bias` adds y * scale + bias with learned blobs 3 and 4 of shape (C,), starting at 1 and 0.
     """
@@ -177,7 +174,10 @@ class BatchNormLayer(Layer):
         backend.apply(running_count, (count, param.moving_average_fraction), (count,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """dx = scale / deviation * (dy - mean(dy) - normal * mean(dy * normal)), or dy * scale / deviation with stored ones."""
+        """dx = scale / deviation * (dy - mean(dy) - normal * mean(dy * normal)).
+
+        With stored statistics, which do not depend on x, dx = scale / deviation * dy.
+        """
         x = bottom[0].data if self._kept is None else self._kept
         dy, dx = top[0].diff, bottom[0].diff
         if not self._use_stored or self._wants(3) or self._wants(4):

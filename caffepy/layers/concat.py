@@ -81,7 +81,9 @@ class SliceLayer(AxisLayer):
         if param.HasField("axis") and param.HasField("slice_dim"):
             raise self.error("give either axis or slice_dim, not both")
         if param.slice_point and len(param.slice_point) != len(top) - 1:
-            raise self.error(f"{len(top)} tops need {len(top) - 1} slice points, but there are {len(param.slice_point)}")
+            raise self.error(
+                f"{len(top)} tops need {len(top) - 1} slice points, but there are {len(param.slice_point)}"
+            )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.slice_param

@@ -109,7 +109,7 @@ class BaseConvolutionLayer(Layer):
     ) -> tuple[int, ...]:
         """A setting for each spatial axis, from `<stem>_h` and `<stem>_w` or from the repeated `field`."""
         param = self.param.convolution_param
-        if not (param.HasField(f"{stem}_h") or param.HasField(f"{stem}_w")):  # type: ignore[arg-type]
+        if not (param.HasField(f"{stem}_h") or param.HasField(f"{stem}_w")):
             return self._spread(values, field, axes, default)
         if axes != 2:
             raise self.error(f"{stem}_h and {stem}_w are for two spatial axes, but here are {axes}; use {field}")

@@ -16,8 +16,8 @@ def drop(x: Each, chance: Each, ratio: Scalar, scale: Scalar) -> Each:
 class DropoutLayer(Layer):
     """In training y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0; in testing y = x.
 
-    Which elements are dropped depends on the seed, the layer's name, the pass and the global number of the sample, not on
-    the device that holds it. The random numbers are kept for the backward pass.
+    Which elements are dropped depends on the seed, the layer's name, the pass and the global number of the sample, not
+    on the device that holds it. The random numbers are kept for the backward pass.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -37,9 +37,10 @@ def unstable_product_gradient(x: Each, y: Each, dy: Each) -> Each:
 
 @register_layer("Eltwise")
 class EltwiseLayer(Layer):
-    """SUM: y = sum of coeff_i * x_i; PROD: y = product of x_i; MAX: y = max x_i, where of two equal first bottoms the second wins.
+    """SUM: y = sum of coeff_i * x_i; PROD: y = product of x_i; MAX: y = max x_i.
 
-    PROD's gradient is dy times the product of the other bottoms, or dy * y / x_i if stable_prod_grad is false.
+    MAX gives the gradient to the bottom that won: of equals the first, but the second of the first two. PROD's gradient
+    is dy times the product of the other bottoms, or dy * y / x_i if stable_prod_grad is false.
     """
 
     bottoms = (2, None)
@@ -51,7 +52,9 @@ class EltwiseLayer(Layer):
         if param.coeff and param.operation != _Parameter.SUM:
             raise self.error("coeff is for operation: SUM only")
         if len(param.coeff) not in (0, len(bottom)):
-            raise self.error(f"coeff is given {len(param.coeff)} times, but must be once for each of {len(bottom)} bottoms")
+            raise self.error(
+                f"coeff is given {len(param.coeff)} times, but must be once for each of {len(bottom)} bottoms"
+            )
         self._coefficients = list(param.coeff) or [1.0] * len(bottom)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

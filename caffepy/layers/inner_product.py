@@ -13,8 +13,9 @@ from caffepy.layers.order import Reordered
 class InnerProductLayer(Layer):
     """y = x weights^T + bias, where the axes from `axis` on are flattened to K and the ones before to M.
 
-    Parameters: weights (num_output, K), or (K, num_output) with `transpose`; bias (num_output,) unless bias_term is false.
-    Shapes: bottom (d0, ..., d_axis-1, ...), top (d0, ..., d_axis-1, num_output) (Caffe's `inner_product_layer.cpp`).
+    Parameters: weights (num_output, K), or (K, num_output) with `transpose`; bias (num_output,) unless bias_term is
+    false. Shapes: bottom (d0, ..., d_axis-1, ...), top (d0, ..., d_axis-1, num_output) (Caffe's
+    `inner_product_layer.cpp`).
     """
 
     _bottom_shape: tuple[int, ...] | None = None

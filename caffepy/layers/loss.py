@@ -45,7 +45,7 @@ class LossLayer(Layer):
         return self.loss_weights[0] if self.loss_weights and self.loss_weights[0] else 1.0
 
     def finish(self, top: Blobs, dx: Array) -> None:
-        """Multiply a bottom's diff by the first top's where that is computed by layers above (and is no loss itself)."""
+        """Multiply a bottom's diff by the first top's, where that is not a loss weight but comes from layers above."""
         if not (self.loss_weights and self.loss_weights[0]):
             self.backend.apply(product_with_channel, (dx, top[0].diff), (dx,), 0)
 
@@ -84,9 +84,9 @@ class LossLayer(Layer):
 class SoftmaxWithLossLayer(LossLayer):
     """loss = sum of -log softmax(x)[label] / divisor (Caffe's `softmax_loss_layer.cpp`).
 
-    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, one label for each place. The divisor is the number of
-    labels not ignored (VALID, the default), of all (FULL), of samples (BATCH_SIZE), or 1 (NONE). A second top gets the
-    probabilities. dx = (softmax(x) - onehot(label)) * loss weight / divisor.
+    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, one label for each place. The divisor is the number
+    of labels not ignored (VALID, the default), of all (FULL), of samples (BATCH_SIZE), or 1 (NONE). A second top gets
+    the probabilities. dx = (softmax(x) - onehot(label)) * loss weight / divisor.
     """
 
     tops = (1, 2)
@@ -173,10 +173,11 @@ class ElementLossLayer(LossLayer):
 
 @register_layer("SigmoidCrossEntropyLoss")
 class SigmoidCrossEntropyLossLayer(ElementLossLayer):
-    """loss = sum of -(t log p + (1 - t) log(1 - p)) / divisor, p = 1 / (1 + e^-x) (`sigmoid_cross_entropy_loss_layer.cpp`).
+    """loss = sum of -(t log p + (1 - t) log(1 - p)) / divisor, p = 1 / (1 + e^-x).
 
-    Targets t are from [0, 1]; those whose whole part is `ignore_label` are left out. The divisor is the number of samples
-    unless `normalization` or `normalize` says otherwise. dx = (p - t) * loss weight / divisor.
+    Targets t are from [0, 1]; those whose whole part is `ignore_label` are left out. The divisor is the number of
+    samples unless `normalization` or `normalize` says otherwise. dx = (p - t) * loss weight / divisor (Caffe's
+    `sigmoid_cross_entropy_loss_layer.cpp`).
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -221,7 +222,10 @@ def difference(a: Each, b: Each, factor: Scalar) -> Each:
 
 @register_layer("EuclideanLoss")
 class EuclideanLossLayer(ElementLossLayer):
-    """loss = sum of (a - b)^2 / (2 N) (Caffe's `euclidean_loss_layer.cpp`); da = (a - b) * loss weight / N, db = -da."""
+    """loss = sum of (a - b)^2 / (2 N) (Caffe's `euclidean_loss_layer.cpp`).
+
+    da = (a - b) * loss weight / N, db = -da.
+    """
 
     no_gradient_bottoms = frozenset()
 

@@ -28,8 +28,8 @@ class LRNLayer(Layer):
     """Divides each value by a power of the squares around it.
 
     ACROSS_CHANNELS: y = x * (k + alpha / n * sum of x^2 over n channels around)^-beta.
-    WITHIN_CHANNEL: y = x * (1 + alpha * average of x^2 over n x n places around)^-beta; as in Caffe, `k` has no say, and
-    the average is that of a padded pooling layer.
+    WITHIN_CHANNEL: y = x * (1 + alpha * average of x^2 over n x n places around)^-beta; as in Caffe, `k` has no say,
+    and the average is that of a padded pooling layer.
     """
 
     _shape: tuple[int, ...] | None = None
@@ -59,9 +59,7 @@ class LRNLayer(Layer):
         param = self.param.lrn_param
         x, y = bottom[0].data, top[0].data
         if self._across:
-            self.backend.lrn_across_forward(
-                x, y, self._scale, param.local_size, param.alpha, param.beta, param.k
-            )
+            self.backend.lrn_across_forward(x, y, self._scale, param.local_size, param.alpha, param.beta, param.k)
             return
         self.backend.apply(product, (x, x), (self._squares,))
         self.backend.pool_average_forward(self._squares, self._scale, self._geometry)

@@ -13,9 +13,9 @@ _Parameter = caffe_pb2.PoolingParameter
 class PoolingLayer(Layer):
     """The maximum or average of each window of (N, C, H, W).
 
-    Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR`; with padding a last window
-    that would begin past size + pad is left out. The average divides by the window's area, padding included up to
-    size + pad. MAX gives the place h * W + w of the maximum in a second top.
+    Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR`; with padding a last
+    window that would begin past size + pad is left out. The average divides by the window's area, padding included up
+    to size + pad. MAX gives the place h * W + w of the maximum in a second top.
     """
 
     tops = (1, 2)
@@ -42,15 +42,15 @@ class PoolingLayer(Layer):
         elif one == both:
             raise self.error("give the window as kernel_size, or as kernel_h and kernel_w")
         for name in ("stride", "pad"):
-            some = param.HasField(f"{name}_h") or param.HasField(f"{name}_w")  # type: ignore[arg-type]
-            if some and param.HasField(name):  # type: ignore[arg-type]
+            some = param.HasField(f"{name}_h") or param.HasField(f"{name}_w")
+            if some and param.HasField(name):
                 raise self.error(f"give either {name} or {name}_h and {name}_w, not both")
-            if some and not (param.HasField(f"{name}_h") and param.HasField(f"{name}_w")):  # type: ignore[arg-type]
+            if some and not (param.HasField(f"{name}_h") and param.HasField(f"{name}_w")):
                 raise self.error(f"{name}_h and {name}_w are needed together")
 
     def _pair(self, name: str, both: int) -> tuple[int, int]:
         param = self.param.pooling_param
-        if param.HasField(f"{name}_h"):  # type: ignore[arg-type]
+        if param.HasField(f"{name}_h"):
             both_axes = (getattr(param, f"{name}_h"), getattr(param, f"{name}_w"))
         else:
             both_axes = (both, both)

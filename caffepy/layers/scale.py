@@ -54,9 +54,7 @@ class BroadcastLayer(Layer):
         self._whole = operand.shape == shape
         """Whether the operand has all of the bottom's axes."""
 
-    def combine(
-        self, by_channel: Expression, by_element: Expression, inputs: Sequence[Array], output: Array
-    ) -> None:
+    def combine(self, by_channel: Expression, by_element: Expression, inputs: Sequence[Array], output: Array) -> None:
         """output = formula(inputs), where all inputs but the first have the operand's axes."""
         self.backend.apply(by_element if self._whole else by_channel, inputs, (output,), self._axis)
 
@@ -70,9 +68,7 @@ class BroadcastLayer(Layer):
         else:
             self.backend.apply(product_plus if len(terms) == 2 else total, (*terms, output), (output,))
 
-    def put_operand_gradient(
-        self, terms: tuple[Array, ...], propagate_down: list[bool], bottom: Blobs
-    ) -> None:
+    def put_operand_gradient(self, terms: tuple[Array, ...], propagate_down: list[bool], bottom: Blobs) -> None:
         """The operand's gradient, where it is wanted."""
         if len(bottom) > 1:
             if propagate_down[1]:

@@ -79,7 +79,9 @@ class ReshapeLayer(ReshapingLayer):
         begin = param.axis if param.axis >= 0 else len(shape) + param.axis + 1
         end = len(shape) if param.num_axes == -1 else begin + param.num_axes
         if not 0 <= begin <= end <= len(shape) or param.num_axes < -1:
-            raise self.shape_error(f"axis {param.axis} and num_axes {param.num_axes} go past the bottom's axes", bottom[0])
+            raise self.shape_error(
+                f"axis {param.axis} and num_axes {param.num_axes} go past the bottom's axes", bottom[0]
+            )
         dims = list(param.shape.dim)
         for i, dim in enumerate(dims):
             if dim == 0:
