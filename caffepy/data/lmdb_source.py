@@ -30,7 +30,7 @@ _HEADER = 16
 _META = struct.Struct("<II QQ 48s 48s QQ")
 """magic, version, address, map size, the free list's and the main database's records, last page, transaction."""
 _DATABASE = struct.Struct("<I 44x")
-_META_PAGE = 2
+_META_PAGE = 8
 """Flag of a meta page."""
 _STEP_LIMIT = 64
 """Records that are stepped over rather than searched for."""
