@@ -1,4 +1,4 @@
-"""The log as people's parsers know it: glog's line format on stderr, and a progress bar on a terminal.
+"""The log as people's parsers know it: glog's line format on stderr.
 
     I1121 11:29:00.123456 12345 solver.py:123] Iteration 100, loss = 0.25
 
@@ -13,9 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from caffepy.parallel.world import find_launcher
 
@@ -48,20 +47,24 @@ class GlogFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+def write_line(line: str) -> None:
+    """Write a line to stderr, at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 class StderrHandler(logging.Handler):
     """Writes to whatever stderr is at the time, above the progress bar while there is one."""
 
-    bar: ProgressBar | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.write_line: Callable[[str], None] = write_line
+        """What writes a line; a progress bar puts its own way here."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record; a stderr that went away is no reason to stop training."""
         try:
-            line = self.format(record)
-            if self.bar is not None:
-                self.bar.write_above(line)
-            else:
-                sys.stderr.write(f"{line}\n")
-                sys.stderr.flush()
+            self.write_line(self.format(record))
         except (OSError, ValueError):
             return
 
@@ -86,32 +89,3 @@ def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-
-
-class ProgressBar:
-    """A bar of iterations on the terminal; logged lines scroll by above it.
-
-    Args:
-        handler: the log's handler, told to write around the bar.
-        total: the last iteration.
-    """
-
-    def __init__(self, handler: StderrHandler, total: int) -> None:
-        from tqdm import tqdm
-
-        self._handler = handler
-        self._bar: Any = tqdm(total=total, unit="it", file=sys.stderr, dynamic_ncols=True, smoothing=0.1)
-        handler.bar = self
-
-    def show(self, iteration: int) -> None:
-        """Move the bar to `iteration`; called as often as one likes, drawn ten times a second."""
-        self._bar.update(iteration - self._bar.n)
-
-    def write_above(self, line: str) -> None:
-        """Write a line of the log without tearing the bar."""
-        self._bar.write(line, file=sys.stderr)
-
-    def close(self) -> None:
-        """Leave the bar as it stands and let the log go straight to stderr again."""
-        self._handler.bar = None
-        self._bar.close()

@@ -11,7 +11,7 @@ from caffepy.cli.options import Parser, add_device_options, add_state_options, f
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from caffepy.config.paths import PathResolver
+    from caffepy.parallel.options import TrainOptions
     from caffepy.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
@@ -67,24 +67,43 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: whatever is wrong with the files, the data or the devices.
     """
     _check_options(args)
+    from caffepy.cli.progress import progress_bar
+    from caffepy.parallel.p2p_manager import P2PManager
+
+    made: list[TrainOptions] = []
+
+    def options() -> TrainOptions:
+        made.append(_options(args))
+        return made[0]
+
+    manager = P2PManager(options)
+    with progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
+        manager.run()
+    _say_how_to_resume(args, made[0].solver, manager.iteration)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.cli.devices import train_devices
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
     from caffepy.parallel.options import TrainOptions
-    from caffepy.parallel.p2p_manager import P2PManager
-    from caffepy.proto.caffe_pb2 import SolverParameter as Solver
+    from caffepy.proto import caffe_pb2
 
     param = read_solver(args.solver)
+    if args.level is not None:
+        param.train_state.level = args.level
+    param.train_state.stage.extend(args.stage)
+    if args.weights or args.snapshot:
+        del param.weights[:]
+    gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     resolve = PathResolver(args.solver)
-    _apply_state(param, args)
-    devices = train_devices(args, param.solver_mode == Solver.GPU, param.device_id, str(args.solver))
-    snapshot = _snapshot(args, param, resolve)
-    options = TrainOptions(
+    return TrainOptions(
         solver=param,
         resolve=resolve,
-        devices=devices,
+        devices=train_devices(args, gpu_mode, param.device_id, str(args.solver)),
         cpu_solvers=args.cpu_solvers,
-        snapshot=snapshot,
+        snapshot=_snapshot(args.snapshot, resolve.output(param.snapshot_prefix)),
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
@@ -95,8 +114,6 @@ def run(args: argparse.Namespace) -> int:
         sigterm_effect=args.sigterm_effect,
         threads=args.threads,
     )
-    P2PManager(options).run()
-    return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -110,19 +127,28 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver a GPU")
 
 
-def _apply_state(param: SolverParameter, args: argparse.Namespace) -> None:
-    if args.level is not None:
-        param.train_state.level = args.level
-    param.train_state.stage.extend(args.stage)
-
-
-def _snapshot(args: argparse.Namespace, param: SolverParameter, resolve: PathResolver) -> Path | None:
-    if args.snapshot != "auto":
-        return Path(args.snapshot) if args.snapshot else None
+def _snapshot(wanted: str | None, prefix: Path) -> Path | None:
+    if wanted != "auto":
+        return Path(wanted) if wanted else None
     from caffepy.snapshot import newest_snapshot
 
-    prefix = resolve.output(param.snapshot_prefix)
     newest = newest_snapshot(prefix)
     if newest is None:
         logger.info("no whole snapshot with the prefix %s: training starts from the beginning", prefix)
     return newest
+
+
+def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
+    from caffepy.parallel.world import find_launcher
+    from caffepy.proto import caffe_pb2
+    from caffepy.snapshot import snapshot_names
+
+    hdf5 = param.snapshot_format == caffe_pb2.SolverParameter.HDF5
+    state = snapshot_names(param.snapshot_prefix, iteration, hdf5)[1]
+    if not Path(state).exists():
+        return
+    launcher = find_launcher()
+    ranks = f"mpirun -np {launcher.size} " if launcher and launcher.size else ""
+    device = f" --gpus {args.gpus if args.gpus == 'all' else ','.join(map(str, args.gpus))}" if args.gpus else ""
+    device += " --cpu" if args.cpu else ""
+    logger.info("To go on from here: %scaffepy train --solver %s%s --snapshot %s", ranks, args.solver, device, state)

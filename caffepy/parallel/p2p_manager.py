@@ -83,6 +83,11 @@ class P2PManager:
             if self._watchdog is not None:
                 self._watchdog.stop()
 
+    @property
+    def iteration(self) -> int:
+        """The iteration that this process's first solver has come to; for progress bars, in any thread."""
+        return self._syncs[0].progress.iteration() if self._syncs else 0
+
     # -- the run ------------------------------------------------------------------------------------
 
     def _run(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import logging
 import re
+import threading
 
 import pytest
 
-from caffepy.cli.log import GlogFormatter, ProgressBar, log_to_stderr, rank_prefix
+from caffepy.cli.log import GlogFormatter, log_to_stderr, rank_prefix
+from caffepy.cli.progress import ProgressBar, progress_bar
 
 GLOG = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6})\s+(\d+) (\S+):(\d+)\] (.*)")
 logger = logging.getLogger("caffepy.tests")
@@ -103,8 +105,11 @@ def test_a_closed_stderr_does_not_stop_the_program(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_progress_bar_lets_the_log_through(capsys: pytest.CaptureFixture[str]):
-    with log_to_stderr() as handler:
-        bar = ProgressBar(handler, 10)
+    with log_to_stderr():
+        bar = ProgressBar(lambda: 7, lambda: 10)
+        bar.start()
+        bar.show(0)
+        assert "/10" not in capsys.readouterr().err
         bar.show(4)
         logger.info("above the bar")
         bar.close()
@@ -112,4 +117,10 @@ def test_the_progress_bar_lets_the_log_through(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().err
     assert "above the bar\n" in text
     assert text.rstrip().endswith("after the bar")
-    assert "/10" in text
+    assert "7/10" in text
+
+
+def test_there_is_no_bar_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+    with progress_bar(lambda: 1, lambda: 2):
+        assert "progress" not in {thread.name for thread in threading.enumerate()}
+    assert capsys.readouterr().err == ""
