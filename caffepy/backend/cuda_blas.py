@@ -1,7 +1,7 @@
 """Matrix products by cuBLAS, called directly.
 
-Owns a handle per backend. CuPy's own wrapper refuses cuBLAS while a stream is captured and resets the handle's workspace
-at each call, so these few functions are bound here; their stream, workspace and math mode are set once.
+Owns a handle per backend. CuPy's own wrapper refuses cuBLAS while a stream is captured and resets the handle's
+workspace at each call, so these few functions are bound here; their stream, workspace and math mode are set once.
 """
 
 from __future__ import annotations

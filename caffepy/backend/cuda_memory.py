@@ -58,7 +58,7 @@ def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
         array = _in_logical_order(array)
     if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
         return view(array.reshape(-1), shape)
-    result = allocate(shape)
+    result = allocate(shape, array.dtype.name)
     cupy.copyto(result, array.reshape(shape))
     return result
 
