@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from caffepy.parallel.failure import Failure
+from caffepy.parallel.lifeline import Hub, Lifeline, Spoke
+from caffepy.parallel.watchdog import DeviceState, Progress, Watchdog, find_stall
+from caffepy.parallel.world import World
+
+
+def state(rank: int, collectives: int, waiting: str = "", seconds: float = 0.0, iteration: int = 5) -> DeviceState:
+    return DeviceState(rank, f"host{rank}", 100 + rank, "0", iteration, collectives, waiting, seconds)
+
+
+class FakeWorld(World):
+    """A rank among several, without MPI."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self.hosts = [f"host{i}" for i in range(size)]
+
+
+def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+    """Whether a condition comes true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_nobody_stalls_while_waits_are_short() -> None:
+    assert find_stall([state(0, 3, "a barrier", 9.0), state(1, 2, "", 9.0)], 10.0) is None
+
+
+def test_a_long_computation_alone_is_no_stall() -> None:
+    assert find_stall([state(0, 3, "", 1000.0)], 10.0) is None
+
+
+def test_the_device_that_has_not_come_is_named() -> None:
+    states = [state(0, 8, "the gradients' all-reduce", 12.0), state(1, 7, "", 13.0, 4), state(2, 8, "x", 11.0)]
+    message = find_stall(states, 10.0)
+    assert message is not None
+    assert message.startswith(
+        "rank 0 on host0, process 100, device 0 has waited 12 s in the gradients' all-reduce of iteration 5"
+    )
+    assert (
+        "for rank 1 on host1, process 101, device 0, which is in iteration 4 and computes or reads data since 13 s"
+        in message
+    )
+    assert "--timeout" in message
+
+
+def test_the_furthest_behind_is_named_among_several() -> None:
+    message = find_stall([state(0, 9, "x", 20.0), state(1, 8, "y", 20.0), state(2, 5)], 10.0)
+    assert message is not None and "for rank 2" in message and "and for 1 more devices" in message
+
+
+def test_all_waiting_in_the_same_operation_is_the_networks_fault() -> None:
+    message = find_stall([state(0, 9, "x", 20.0), state(1, 9, "x", 20.0)], 10.0)
+    assert message is not None and "MPI, NCCL or the network is stuck" in message
+
+
+def test_progress_counts_collectives_and_stays_marked_after_an_error() -> None:
+    progress = Progress("0", lambda: 3)
+    with progress.waiting("a"):
+        inside = progress.state(World())
+    assert (inside.collectives, inside.waiting, inside.iteration) == (1, "a", 3)
+    assert progress.state(World()).waiting == ""
+    with pytest.raises(ValueError), progress.waiting("b"):
+        raise ValueError
+    assert (progress.state(World()).collectives, progress.state(World()).waiting) == (2, "b")
+
+
+class Group:
+    """Ranks of one process, joined by a real lifeline."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        hub = Hub(several_hosts=False)
+        lines: list[Lifeline] = [hub, *(Spoke(hub.address, rank, same_host=True) for rank in range(1, size))]
+        self.lines = lines
+        self.progresses = [Progress("CPU", lambda: 7) for _ in range(size)]
+        self.failures: list[list[Failure]] = [[] for _ in range(size)]
+        self.dogs = [
+            Watchdog(FakeWorld(i, size), lines[i], [self.progresses[i]], timeout, self.failures[i].append)
+            for i in range(size)
+        ]
+        for dog in self.dogs:
+            dog.start()
+        # Rank 0 has to know all ranks before it can miss one.
+        assert eventually(lambda: set(self.dogs[0]._others) == set(range(1, size)))
+
+    def kill(self, rank: int) -> None:
+        """Close a rank's connections as its kernel would, without a good-bye."""
+        line = self.lines[rank]
+        for connection in [line._line] if isinstance(line, Spoke) else [*line._lines, line._server]:
+            getattr(connection, "socket", connection).shutdown(2)
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., Group]]:
+    made: list[Group] = []
+
+    def make(size: int, timeout: float = 60.0) -> Group:
+        made.append(Group(size, timeout))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for dog in one.dogs:
+            dog.stop()
+
+
+def test_a_lost_rank_is_noticed_named_and_told_to_all(group: Callable[..., Group]) -> None:
+    three = group(3)
+    three.kill(1)
+    assert eventually(lambda: three.failures[0] and three.failures[2])
+    (seen,), (told,) = three.failures[0], three.failures[2]
+    assert seen.message.startswith("rank 1 on host1 (process ") and "at iteration 7 ended unexpectedly" in seen.message
+    assert told.reported and told.message == seen.message
+
+
+def test_the_loss_of_rank_0_is_told_by_rank_1(group: Callable[..., Group]) -> None:
+    two = group(2)
+    two.kill(0)
+    assert eventually(lambda: two.failures[1])
+    assert "rank 0 on host0 ended unexpectedly" in two.failures[1][0].message
+    assert not two.failures[1][0].reported
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_failure_reaches_all_others(group: Callable[..., Group], culprit: int) -> None:
+    three = group(3)
+    three.dogs[culprit].tell_failure(Failure("rank x: it broke", 2))
+    others = [failures for rank, failures in enumerate(three.failures) if rank != culprit]
+    assert eventually(lambda: all(others))
+    assert all(failure.message == "rank x: it broke" and failure.status == 2 for (failure,) in others)
+
+
+def test_an_orderly_end_is_no_failure(group: Callable[..., Group]) -> None:
+    two = group(2)
+    two.dogs[1].stop()
+    two.dogs[0].stop()
+    assert two.failures == [[], []]
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_rank_that_keeps_others_waiting_is_named(group: Callable[..., Group], sleeper: int) -> None:
+    two = group(2, timeout=1.0)
+    done = threading.Event()
+
+    def wait() -> None:
+        with two.progresses[1 - sleeper].waiting("the gradients' all-reduce"):
+            done.wait(20)
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert eventually(lambda: two.failures[0])
+    done.set()
+    assert f"for rank {sleeper} on host{sleeper}, process" in two.failures[0][0].message
+
+
+def test_strangers_are_shown_the_door(group: Callable[..., Group]) -> None:
+    two = group(2)
+    hub = two.lines[0]
+    assert isinstance(hub, Hub)
+    hosts, port, _ = hub.address
+    stranger = Spoke((hosts, port, "wrong"), 1, same_host=True)
+    assert [event.kind for event in stranger.poll(5.0)] == ["lost"]
+    assert two.failures == [[], []]
