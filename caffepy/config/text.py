@@ -87,7 +87,7 @@ def _explain(found: str, root: str) -> str:
         return _unknown_field(_descriptor(unknown_field[1]), unknown_field[2], root)
     unknown_value = _UNKNOWN_VALUE.search(found)
     if unknown_value:
-        return _unknown_value(unknown_value[1], unknown_value[2].strip('"'))
+        return _unknown_value(unknown_value[1], unknown_value[2])
     repeated = _REPEATED.search(found)
     if repeated:
         return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
@@ -141,9 +141,12 @@ def _has_field(field: FieldDescriptor, name: str) -> bool:
     return field.message_type is not None and name in field.message_type.fields_by_name
 
 
-def _unknown_value(enum_name: str, value: str) -> str:
-    enum = _enum(enum_name)
-    return f"unknown value '{value}' of {enum_name}; {suggest(value, [entry.name for entry in enum.values])}"
+def _unknown_value(enum_name: str, written: str) -> str:
+    known = [entry.name for entry in _enum(enum_name).values]
+    value = written.strip("\"'")
+    if value in known:
+        return f"{enum_name} is an enumeration; write {value} without quotes"
+    return f"unknown value '{value}' of {enum_name}; {suggest(value, known)}"
 
 
 def _enum(name: str) -> EnumDescriptor:

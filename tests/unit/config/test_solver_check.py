@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from caffepy.config.solver_check import LR_POLICIES, check_solver
+from caffepy.config.text import parse_text
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import SolverParameter
+
+TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 lr_policy: "fixed" '
+FIELDS = "gamma: 0.5 power: 0.75 stepsize: 3 stepvalue: 2 stepvalue: 4 "
+
+
+def check(text: str) -> None:
+    check_solver(parse_text(text, SolverParameter(), "s"), "s")
+
+
+@pytest.mark.parametrize("policy", LR_POLICIES)
+def test_every_policy_passes_with_its_fields(policy: str) -> None:
+    check(f'net: "n" max_iter: 10 base_lr: 0.1 lr_policy: "{policy}" {FIELDS}')
+
+
+@pytest.mark.parametrize(("policy", "field"), [(policy, field) for policy, fs in LR_POLICIES.items() for field in fs])
+def test_every_policy_needs_its_fields(policy: str, field: str) -> None:
+    fields = " ".join(part for part in FIELDS.replace(": ", ":").split() if not part.startswith(field + ":"))
+    with pytest.raises(ConfigError, match=f'^s: {field} is missing, and lr_policy "{policy}" needs it; add {field}$'):
+        check(f'net: "n" max_iter: 10 base_lr: 0.1 lr_policy: "{policy}" {fields}')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TRAIN,
+        TRAIN + "test_iter: 3 test_interval: 5",
+        TRAIN + "test_iter: 3 test_iter: 4 test_interval: 5 test_state { } test_state { stage: 'x' }",
+        TRAIN + 'test_net: "t" test_iter: 3 test_iter: 4 test_interval: 5',
+        TRAIN.replace("net", "train_net"),
+        TRAIN.replace("net", "train_net") + 'test_net: "t" test_iter: 3 test_interval: 5',
+        TRAIN + 'snapshot: 5 snapshot_prefix: "p"',
+        TRAIN + "rampup_interval: 3 rampup_lr: 0.01 min_lr: 0.001",
+        TRAIN + 'type: "RMSProp" rms_decay: 0.9',
+        TRAIN.replace("10", "0"),
+        'net_param { } max_iter: 10 base_lr: 0 lr_policy: "fixed"',
+    ],
+)
+def test_good_solvers_pass(text: str) -> None:
+    check(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r'^s: no net to train; add net: "FILE" \(or one of net_param, train_net, train_net_param\)$'),
+        (TRAIN + 'train_net: "x"', "^s: net and train_net both name a net to train; keep one$"),
+        (TRAIN.replace("max_iter: 10", ""), "^s: max_iter is missing; add max_iter$"),
+        (TRAIN.replace("base_lr: 0.1", ""), "^s: base_lr is missing; add base_lr$"),
+        ('net: "n" max_iter: 1 base_lr: 1', "^s: lr_policy is missing; add lr_policy$"),
+        (TRAIN.replace("fixed", "stepp"), "^s: unknown lr_policy 'stepp'; did you mean 'step'"),
+        (TRAIN + "iter_size: 0", "^s: iter_size is 0; it must be at least 1$"),
+        (TRAIN + "average_loss: 0", "average_loss is 0; it must be at least 1"),
+        (TRAIN + "stepsize: 0", "stepsize is 0; it must be at least 1"),
+        (TRAIN + "gamma: -0.5", "gamma is -0.5; it must be at least 0"),
+        (TRAIN + "gamma: nan", "gamma is nan; it must be at least 0"),
+        (TRAIN + "display: -1", "display is -1; it must be at least 0"),
+        (TRAIN.replace("10", "-1"), "max_iter is -1; it must be at least 0"),
+        (TRAIN + "stepvalue: 5 stepvalue: 3", r"stepvalue \[5, 3\] does not increase; sort the values"),
+        (TRAIN.replace("fixed", "poly") + "power: 1 min_lr: 0.5", "base_lr 0.1 is below min_lr 0.5; lower min_lr"),
+        (TRAIN + 'momentum_policy: "x"', "unknown momentum_policy 'x'; known: fixed, opt, poly"),
+        (TRAIN + 'weight_decay_policy: "polly"', "unknown weight_decay_policy 'polly'; did you mean 'poly'"),
+        (TRAIN + 'weight_decay_policy: "poly"', 'max_weight_decay is missing, and weight_decay_policy "poly" needs it'),
+        (TRAIN + 'regularization_type: "L3"', "unknown regularization_type 'L3'"),
+        (TRAIN + 'larc: true larc_policy: "clap"', "unknown larc_policy 'clap'; did you mean 'clip'"),
+        (TRAIN + 'type: "AdaGrad" momentum: 0.9', "AdaGrad has no momentum, and momentum is 0.9; remove it"),
+        (TRAIN + 'type: "RMSProp" rms_decay: 1', "rms_decay is 1; it must be at least 0 and below 1"),
+        (TRAIN + "test_interval: 5", "^s: test_iter is missing; add test_iter: N"),
+        (TRAIN + 'test_net: "t"', "test_iter is missing"),
+        (
+            TRAIN + 'test_net: "t" test_net: "u" test_iter: 1',
+            "1 test_iter for 2 test nets; give one test_iter per test net",
+        ),
+        (TRAIN.replace("net", "train_net") + "test_iter: 1", "1 test_iter for 0 test nets"),
+        (TRAIN + "test_iter: 0 test_interval: 1", "test_iter is 0; it must be at least 1"),
+        (TRAIN + "test_iter: 1", "test_iter is given but test_interval is not; add test_interval"),
+        (TRAIN + "test_iter: 1 test_interval: 1 test_state { } test_state { }", "2 test_state for 1 test nets"),
+        (TRAIN + "snapshot: 5", "snapshot is 5 but snapshot_prefix is empty; set snapshot_prefix"),
+    ],
+)
+def test_bad_solvers_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(text)
+
+
+def test_a_rampup_rate_without_an_interval_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    check(TRAIN + "rampup_lr: 0.1")
+    assert "rampup_lr has no effect without rampup_interval" in caplog.text

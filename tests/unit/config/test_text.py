@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy.config.text import decode_text, parse_text
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter
+
+
+def _net(text: str) -> NetParameter:
+    return parse_text(text, NetParameter(), "net.prototxt")
+
+
+def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
+    net = _net(
+        '# a net\nname: "n" layer { name: "a" type: "Slice" slice_param { slice_point: [1, 2] } loss_weight: .5f }'
+    )
+    assert (net.name, list(net.layer[0].slice_param.slice_point), list(net.layer[0].loss_weight)) == (
+        "n",
+        [1, 2],
+        [0.5],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'layer {\n  nmae: "x"\n}',
+            r"^net\.prototxt:2:3: unknown field 'nmae' of LayerParameter; did you mean 'name'\?$",
+        ),
+        (
+            "layer { pooling_param { pool: MAXX } }",
+            r"net\.prototxt:1:31: unknown value 'MAXX' of PoolingParameter\.PoolM",
+        ),
+        ("layer { pooling_param { pool: MAXX } }", r"did you mean 'MAX'\?"),
+        (
+            "layer { pooling_param { pool: 7 } }",
+            r"unknown value '7' of PoolingParameter.PoolMethod; known: AVE, MAX, STOC",
+        ),
+        ('layer { include { phase: "TRAIN" } }', r"1:26: Phase is an enumeration; write TRAIN without quotes"),
+        (
+            "layer { num_output: 3 }",
+            r"unknown field 'num_output' of LayerParameter; it belongs inside .*convolution_param",
+        ),
+        ("layer { param { momentum: 1 } }", r"of ParamSpec; known: decay_mult, lr_mult, name, share_mode"),
+        ("layer { zzqq: 1 }", r"proto/caffe.proto lists the fields of LayerParameter"),
+        ("layer { name: x }", r"1:15: expected string but found: 'x'$"),
+        ('layer { name: "a"', r"1:15: the text ends .* close the block that is still open"),
+        ('layer { name: "a" } }', r"1:21: this '}' closes nothing"),
+        ("layer { convolution_param { num_output: -1 } }", r"1:41: value out of range: -1$"),
+        ("layer { convolution_param { num_output: few } }", r"1:41: couldn't parse integer: few$"),
+        ('name: "a"\nname: "b"', r":2:\d+: field 'name' of NetParameter is given twice; keep one"),
+        ("[some.extension] { x: 1 }", r"extension names in \[brackets\]"),
+        ("layer { clip_param { min: 1 } }", r"required field 'layer\[0\]\.clip_param\.max' is not set"),
+        ("base_lr: 0.1", r"1:1: 'base_lr' is a field of a solver, and a net was expected"),
+    ],
+)
+def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _net(text)
+
+
+def test_a_net_given_as_a_solver_is_recognized() -> None:
+    with pytest.raises(ConfigError, match=r"s:1:1: 'layer' is a field of a net, and a solver was expected"):
+        parse_text('layer { name: "a" }', SolverParameter(), "s")
+
+
+def test_a_misspelled_field_of_a_net_inside_a_solver_is_not_taken_for_another_kind_of_file() -> None:
+    with pytest.raises(ConfigError, match="unknown field 'lyer' of NetParameter; did you mean 'layer'"):
+        parse_text("net_param { lyer { } }", SolverParameter(), "s")
+
+
+def test_unknown_fields_of_nested_message_types_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown field 'src2' of ClassMapping; .*'src'"):
+        _net("layer { detectnet_groundtruth_param { object_class { src2: 1 } } }")
+
+
+def test_comments_may_be_in_any_encoding() -> None:
+    assert decode_text(b'name: "a" # caf\xe9\ntop: "\xc3\xa9"', "f") == 'name: "a" \ntop: "é"'
+
+
+def test_a_byte_order_mark_is_dropped() -> None:
+    assert decode_text(b'\xef\xbb\xbfname: "a"', "f") == 'name: "a"'
+
+
+def test_values_must_be_utf_8() -> None:
+    with pytest.raises(ConfigError, match=r"^f:2:8: byte 0xe9 is not UTF-8; save the file as UTF-8$"):
+        decode_text(b'# fine\nname: "\xe9"', "f")
+
+
+def test_a_binary_file_is_not_a_prototxt() -> None:
+    with pytest.raises(ConfigError, match="f: this is a binary file, not a prototxt"):
+        decode_text(b"\n\x03abc\0", "f")
+
+
+names = st.text(max_size=8)
+layers = st.builds(
+    LayerParameter,
+    name=names,
+    type=names,
+    bottom=st.lists(names, max_size=3),
+    top=st.lists(names, max_size=3),
+    loss_weight=st.lists(st.floats(width=32, allow_nan=False), max_size=2),
+)
+
+
+@given(st.builds(NetParameter, name=names, layer=st.lists(layers, max_size=4)))
+def test_what_protobuf_prints_is_read_back(net: NetParameter) -> None:
+    assert _net(text_format.MessageToString(net)) == net
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_either_read_or_refused_with_a_config_error(text: str) -> None:
+    try:
+        _net(text)
+    except ConfigError as error:
+        assert str(error).startswith("net.prototxt:")
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_either_text_or_refused_with_a_config_error(data: bytes) -> None:
+    try:
+        assert isinstance(decode_text(data, "f"), str)
+    except ConfigError as error:
+        assert str(error).startswith("f:")
