@@ -87,10 +87,12 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.cli.devices import train_devices
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
+    from caffepy.config.solver_check import check_solver
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
 
     param = read_solver(args.solver)
+    check_solver(param, str(args.solver))
     if args.level is not None:
         param.train_state.level = args.level
     param.train_state.stage.extend(args.stage)

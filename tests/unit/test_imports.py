@@ -28,6 +28,7 @@ LEVELS = {
     "data": 4,
     "layers": 5,
     "net": 6,
+    "snapshot_hdf5": 6,
     "snapshot": 7,
     "solvers": 8,
     "parallel": 9,

@@ -1,0 +1,160 @@
+"""The program as a process of its own: signals, full disks, closed pipes, and what its log looks like to others."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import caffepy
+
+NET = """
+name: "tiny"
+layer {
+  name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param {
+    shape { dim: 4 dim: 300 } shape { dim: 4 } data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
+  }
+}
+layer {
+  name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 500 weight_filler { type: "xavier" } }
+}
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+SOLVER = """
+net: "net.prototxt" base_lr: 0.01 lr_policy: "fixed" max_iter: 100000000 display: 100 snapshot_prefix: "tiny"
+random_seed: 1 solver_mode: CPU
+"""
+COMMAND = [sys.executable, "-m", "caffepy", "train", "--solver=solver.prototxt", "--threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(caffepy.__file__).parents[1]))
+    Path("net.prototxt").write_text(NET)
+    Path("solver.prototxt").write_text(SOLVER)
+
+
+def run(*arguments: str, max_iter: int = 20, **settings: object) -> subprocess.CompletedProcess[str]:
+    Path("solver.prototxt").write_text(SOLVER.replace("100000000", str(max_iter)))
+    return subprocess.run([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, **settings)
+
+
+@contextmanager
+def training(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A training process that has begun its iterations and would go on for days."""
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if re.search(r"Iteration [1-9]\d*.* loss = ", line):
+                break
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def last_snapshot() -> int:
+    """The iteration of the newest snapshot, -1 where there is none."""
+    return max((int(re.findall(r"\d+", path.name)[0]) for path in Path().glob("tiny_iter_*.solverstate")), default=-1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_stops_with_a_snapshot(number: signal.Signals):
+    with training() as process:
+        process.send_signal(number)
+        _, rest = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert last_snapshot() > 0
+    assert "Traceback" not in rest
+    assert f"caffepy train --solver solver.prototxt --snapshot tiny_iter_{last_snapshot()}.solverstate" in rest
+
+
+def test_sighup_takes_a_snapshot_and_goes_on():
+    with training() as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "Snapshotting solver state" in line:
+                break
+        for line in process.stderr:
+            if re.search(r"Iteration \d+.* loss = ", line):
+                break
+        assert process.poll() is None
+        assert last_snapshot() > 0
+
+
+def test_an_effect_of_none_ignores_the_signal():
+    with training("--sigint_effect=none") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        for _, line in zip(range(3), process.stderr, strict=False):
+            assert "Optimization Done" not in line
+        assert process.poll() is None
+
+
+def test_the_log_is_what_caffes_parser_reads():
+    result = run(max_iter=200)
+    assert result.returncode == 0
+    lines = result.stderr.splitlines()
+    assert all(re.match(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ", line) for line in lines), result.stderr
+    assert sum("Solving tiny" in line for line in lines) == 1
+    losses = [re.search(r"Iteration (\d+)\b.*, loss = ([\d.eE+-]+)", line) for line in lines]
+    assert [int(match[1]) for match in losses if match] == [0, 100, 200]
+    rates = [re.search(r"Iteration (\d+), lr = ([-+]?[0-9]*\.?[0-9]+([eE]?[-+]?[0-9]+)?)", line) for line in lines]
+    assert [match[2] for match in rates if match] == ["0.01", "0.01"]
+    assert any(re.search(r"Train net output #0: loss = [\d.eE+-]+ \(\* 1 = [\d.eE+-]+ loss\)", line) for line in lines)
+
+
+def test_a_full_disk_leaves_the_older_snapshot_whole():
+    assert run(max_iter=5).returncode == 0
+    before = {path.name: path.read_bytes() for path in Path().glob("tiny_iter_5.*")}
+    assert len(before) == 2
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    result = run("--snapshot=auto", max_iter=10, preexec_fn=limit)
+    assert result.returncode == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("caffepy: error: ")
+    assert "tiny_iter_10" in error
+    assert "Traceback" not in result.stderr
+    assert {path.name: path.read_bytes() for path in Path().glob("tiny_iter_*")} == before
+    assert run("--snapshot=auto", max_iter=10).returncode == 0
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        result = subprocess.run(
+            [sys.executable, "-m", "caffepy", "device_query"],
+            stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert result.stderr == ""
+    assert result.returncode == 141
+
+
+def test_no_arguments_print_the_help():
+    result = subprocess.run([sys.executable, "-m", "caffepy"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: caffepy")
+
+
+def test_a_mistake_is_one_line_and_nothing_else():
+    result = run("--snapshot=absent.solverstate")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("caffepy: error: absent.solverstate")
+    assert "Traceback" not in result.stderr
