@@ -12,9 +12,11 @@ import numpy as np
 from caffepy.backend import cpu_lrn, cpu_pooling, cpu_random, cpu_softmax
 from caffepy.backend.base import Array, Backend, Convolution, Geometry, RandomStream
 from caffepy.backend.cpu_blas import BLAS
-from caffepy.backend.cpu_convolution import GeneralConvolution
+from caffepy.backend.cpu_convolution import TileConvolution
+from caffepy.backend.cpu_convolution_general import GeneralConvolution
 from caffepy.backend.cpu_expression import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
+from caffepy.backend.cpu_workspace import Workspace
 from caffepy.backend.expression import Expression, Kind
 from caffepy.errors import DeviceError
 
@@ -55,6 +57,7 @@ class CpuBackend(Backend):
         if threads is not None and threads < 1:
             raise DeviceError(f"{threads} CPU threads are too few: give at least 1")
         self.threads = threads or cpu_count()
+        self._workspace = Workspace()
 
     # -- the device ---------------------------------------------------------------------------------
 
@@ -67,7 +70,8 @@ class CpuBackend(Backend):
         """Nothing to wait for: every primitive has finished when it returns."""
 
     def close(self) -> None:
-        """Nothing to give back but memory, which goes with the object."""
+        """Give back the workspace; the threads are the process's."""
+        self._workspace.clear()
 
     def device_description(self) -> str:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -231,6 +235,8 @@ class CpuBackend(Backend):
     def plan_convolution(
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
     ) -> Convolution:
+        if len(x_shape) == 4:
+            return TileConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
         return GeneralConvolution(x_shape, weights_shape, geometry)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:

@@ -45,6 +45,8 @@ Doubles = Any
 """Annotation: the first element of a float64 array."""
 Ints = Any
 """Annotation: the first element of an int32 array."""
+Words = Any
+"""Annotation: the first element of an int64 array."""
 
 _UNPACK = {
     "Int": "_a[{}]",
@@ -52,6 +54,7 @@ _UNPACK = {
     "Floats": "floats(_a[{}])",
     "Doubles": "doubles(_a[{}])",
     "Ints": "ints(_a[{}])",
+    "Words": "words(_a[{}])",
 }
 _OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
 
@@ -71,6 +74,7 @@ def _pointer_from_integer(element: types.Type) -> Any:
 floats = _pointer_from_integer(types.float32)
 doubles = _pointer_from_integer(types.float64)
 ints = _pointer_from_integer(types.int32)
+words = _pointer_from_integer(types.int64)
 
 
 @intrinsic
@@ -267,6 +271,7 @@ _NAMESPACE = {
     "ints": ints,
     "math": math,
     "np": np,
+    "words": words,
 }
 
 

@@ -1,0 +1,73 @@
+"""Columns of a matrix product divided into panels as wide as a tile, and the packing of weights into them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu_runtime import Floats, Int, Words, kernel
+from caffepy.backend.cpu_tile import WIDTH
+
+
+@cache
+def panel_vectors(columns: int) -> tuple[int, ...]:
+    """How many vectors each panel has: twos, with a three where their number is odd, and a one if there is only one."""
+    vectors = -(-columns // WIDTH)
+    if vectors % 2 == 0:
+        return (2,) * (vectors // 2)
+    return (1,) if vectors == 1 else (2,) * ((vectors - 3) // 2) + (3,)
+
+
+class Panels:
+    """The panels of `depth` rows by `columns` columns.
+
+    Attributes:
+        table: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
+        size: elements of the packed buffer.
+    """
+
+    def __init__(self, depth: int, columns: int) -> None:
+        rows, column, start = [], 0, 0
+        for vectors in panel_vectors(columns):
+            last = min(WIDTH, columns - column - (vectors - 1) * WIDTH)
+            rows.append((vectors, column, start, last))
+            column += vectors * WIDTH
+            start += vectors * WIDTH * depth
+        self.table = np.array(rows, np.int64).reshape(-1, 4)
+        self.count = len(rows)
+        self.size = start
+        self.depth = depth
+        self.columns = columns
+
+
+@kernel
+def pack(
+    begin: Int, end: Int, source: Floats, rows: Words, depth: Int, step: Int, group_step: Int,
+    packed: Floats, size: Int, table: Words, panels: Int, columns: Int, width: Int,
+) -> None:  # fmt: skip
+    """Element (k, j) lies at rows[k] + j * step. Items are (group, panel); beyond the columns come zeros."""
+    for item in range(begin, end):
+        group = item // panels
+        panel = 4 * (item % panels)
+        wide = table[panel] * width
+        first = table[panel + 1]
+        target = group * size + table[panel + 2]
+        inside = min(wide, columns - first)
+        for k in range(depth):
+            origin = group * group_step + rows[k] + first * step
+            for j in range(inside):
+                packed[target + k * wide + j] = source[origin + j * step]
+            for j in range(inside, wide):
+                packed[target + k * wide + j] = 0
+
+
+def pack_weights(
+    threads: int, panels: Panels, source: Any, rows: Any, step: int, groups: int, group_step: int, packed: Any
+) -> None:
+    """Bring the weights of all groups into panel order."""
+    pack.run(
+        threads, groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, rows, panels.depth, step,
+        group_step, packed, panels.size, panels.table, panels.count, panels.columns, WIDTH,
+    )  # fmt: skip
