@@ -11,19 +11,55 @@ from numpy.typing import NDArray
 from caffepy.errors import DataError
 from caffepy.proto import caffe_pb2
 
+LARGE = 1 << 14
+"""Records of more bytes than this are taken apart without copying their data."""
+_DATA_TAG = 0x22
 
-def parse_datum(record: bytes | memoryview) -> caffe_pb2.Datum:
-    """A record's bytes as Datum.
+
+def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
+    """A record's bytes as Datum, and its `data`, which the Datum itself may then lack.
+
+    The data of a large record are a view of it: copying megabytes costs more than all else here.
 
     Raises:
         DataError: they are not one. The message does not name the record: whoever read it adds that.
     """
     try:
-        return caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
+        if len(record) > LARGE and (place := _find_data(record)) is not None:
+            start, stop, following = place
+            datum = caffe_pb2.Datum.FromString(bytes(record[:start]) + bytes(record[following:]))
+            if not datum.data:
+                return datum, memoryview(record)[stop:following]
+        datum = caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
     except (DecodeError, ValueError) as error:
         raise DataError(
             f"is not a Datum ({error}); build the set again with a converter of Caffe or caffepy"
         ) from error
+    return datum, datum.data
+
+
+def _find_data(record: bytes | memoryview) -> tuple[int, int, int] | None:
+    """Where the field `data` begins, where its bytes do, and where they end; None if only numbers are found before."""
+    at = 0
+    while at < len(record):
+        tag = record[at]
+        if tag == _DATA_TAG:
+            length, start = _varint(record, at + 1)
+            return (at, start, start + length) if start + length <= len(record) else None
+        if tag & 7 or tag & 0x80:
+            return None
+        _, at = _varint(record, at + 1)
+    return None
+
+
+def _varint(record: bytes | memoryview, at: int) -> tuple[int, int]:
+    """A number in protobuf's wire format, and what follows it."""
+    value = 0
+    for shift, byte in enumerate(record[at : at + 10]):
+        value |= (byte & 127) << (7 * shift)
+        if byte < 128:
+            return value, at + shift + 1
+    raise ValueError("a number does not end")
 
 
 def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, int, int]:
@@ -46,7 +82,7 @@ def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, in
     return shape
 
 
-def decode_image(data: bytes, force_color: bool = False, force_gray: bool = False) -> NDArray[np.uint8]:
+def decode_image(data: bytes | memoryview, force_color: bool = False, force_gray: bool = False) -> NDArray[np.uint8]:
     """A JPEG, PNG or other image file as (C, H, W), channels blue, green, red; a view of (H, W, C) memory.
 
     Args:

@@ -11,19 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.blob import check_shape
-from caffepy.data.datum import datum_shape, decode_image, parse_datum, resize_image
+from caffepy.data.datum import LARGE, datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.image_list import ImageListSource
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.source import RecordSource
 from caffepy.data.transform import Choices, Transformer
+from caffepy.data.uniform import split_uniform
 from caffepy.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
-Image = bytes | NDArray[np.uint8] | NDArray[np.float32]
-"""Bytes are uint8 in C order; arrays are (C, H, W) of any strides."""
+Image = bytes | memoryview | NDArray[np.uint8] | NDArray[np.float32]
+"""Bytes and views of them are uint8 in C order; arrays are (C, H, W) of any strides."""
 
 _GROUP_BYTES = 1 << 18
 """Images of one shape share a call of the transformer until they have this many bytes."""
@@ -126,12 +127,12 @@ class _Group:
         self.out: NDArray[np.float32] = np.empty(0, np.float32)
         self._transformer = transformer
         self._choices = choices
-        self._images: list[bytes] = []
+        self._images: list[bytes | memoryview] = []
         self._shape: Shape = (0, 0, 0)
         self._first = 0
 
     def add(self, place: int, image: Image, shape: Shape) -> None:
-        if not isinstance(image, bytes):
+        if isinstance(image, np.ndarray):
             self.flush()
             self._transformer.apply(image[None], self._choices[place : place + 1], self.out[place : place + 1])
             return
@@ -157,17 +158,50 @@ class DatumLoader(ImageLoader):
     """Records are Datums: bytes, floats, or an encoded image."""
 
     _warned = False
+    _uniform = True
+    """Whether all batches so far could be taken apart at once."""
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        self._uniform = self._uniform and self._load_uniform(first, count, batch)
+        if not self._uniform:
+            super().load(first, count, batch)
+
+    def _load_uniform(self, first: int, count: int, batch: Batch) -> bool:
+        """Load small records of one layout together; False where they are not such, or anything is wrong with them."""
+        try:
+            parts = split_uniform(self._records(first, count))
+            if parts is None:
+                return False
+            pixels, labels = parts
+            result = self._transformer.output_shape(_shape_of(pixels[0]))
+        except DataError:
+            return False  # who takes them one by one can name the record
+        check_shape((count, *result), self._where)
+        choices = self._transformer.choose(self._seed, self._stream, first, count)
+        self._transformer.apply(pixels, choices, batch.array(0, (count, *result)))
+        if len(batch.arrays) > 1:
+            batch.array(1, (count,))[...] = labels
+        return True
+
+    def _records(self, first: int, count: int) -> list[bytes | memoryview]:
+        """The records of some samples, as far as they are small."""
+        records: list[bytes | memoryview] = []
+        for number in self._order.records(first, count).tolist():
+            self._record = number
+            records.append(self._source.read(number))
+            if len(records[-1]) > LARGE:
+                break
+        return records
 
     def parse(self, number: int) -> tuple[Image, Shape, float]:
-        datum = parse_datum(self._source.read(number))
-        data = datum.data
+        datum, data = parse_datum(self._source.read(number))
         if datum.encoded:
             image = decode_image(data, self._transformer.force_color, self._transformer.force_gray)
             return image, _shape_of(image), datum.label
         if (self._transformer.force_color or self._transformer.force_gray) and not self._warned:
             self._warned = True
             logger.warning("%s: force_color and force_gray only change encoded images", self._where)
-        if data:
+        if len(data):
             return data, datum_shape(datum, len(data), "bytes"), datum.label
         shape = datum_shape(datum, len(datum.float_data), "floats")
         return np.array(datum.float_data, np.float32).reshape(shape), shape, datum.label
@@ -197,7 +231,7 @@ class ImageFileLoader(ImageLoader):
         self._size = size
 
     def parse(self, number: int) -> tuple[Image, Shape, float]:
-        image = decode_image(bytes(self._source.read(number)), self._color, not self._color)
+        image = decode_image(self._source.read(number), self._color, not self._color)
         if self._size is not None:
             image = resize_image(image, *self._size)
         return image, _shape_of(image), self._labels[number]
