@@ -1,0 +1,209 @@
+"""The net: running, losses, reshaping, copying and saving parameters, debug lines."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from training import CPU, build_net, weights_of
+
+from caffepy.errors import ConfigError, RunError, SnapshotError
+from caffepy.layers.base import Layer
+from caffepy.proto import caffe_pb2
+
+DATA = """
+layer { name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 dim: 2 } data_filler { type: "gaussian" } } }
+"""
+IP = """
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
+"""
+LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "ip" bottom: "label" top: "loss" loss_weight: 0.5 }'
+
+
+def test_the_loss_is_weighted() -> None:
+    net = build_net(DATA + IP + LOSS)
+    net.forward()
+    assert net.loss() == pytest.approx(0.5 * float(net.blobs["loss"].host_data()))
+    assert net.loss_weight(net.blobs["loss"]) == 0.5
+    assert net.loss_weight(net.blobs["ip"]) == 0
+
+
+def test_a_loss_weight_on_any_layer_counts_its_sum_and_is_its_gradient() -> None:
+    weighted = IP.replace('top: "ip"', 'top: "ip" loss_weight: 3')
+    net = build_net(DATA + weighted + LOSS)
+    net.forward()
+    net.backward()
+    difference = net.blobs["ip"].host_data() - net.blobs["label"].host_data()
+    wanted = 3 * net.blobs["ip"].host_data().sum() + 0.5 * (difference**2).sum() / 8
+    assert net.loss() == pytest.approx(wanted, rel=1e-5)
+    gradient = 3 + 0.5 * difference / 4
+    bias = net.layers[net.layer_names.index("ip")].blobs[1]
+    np.testing.assert_allclose(bias.host_diff(), gradient.sum(axis=0), rtol=1e-5)
+
+
+def test_passes_are_counted_after_each_forward() -> None:
+    net = build_net(DATA + IP + LOSS)
+    assert net.context.passes.number == 0
+    net.forward()
+    net.forward()
+    assert net.context.passes.number == 2
+
+
+def test_layers_are_reshaped_only_when_a_bottom_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 4 dim: 3 } } }'
+    net = build_net(text + IP)
+    calls: list[str] = []
+    for layer in net.layers:
+        original = layer.reshape
+        monkeypatch.setattr(layer, "reshape", lambda b, t, o=original, n=layer.name: (calls.append(n), o(b, t)))
+    net.forward()
+    assert calls == []
+    net.blobs["data"].reshape((7, 3))
+    net.forward()
+    assert calls == ["ip"]
+    assert net.blobs["ip"].shape == (7, 2)
+    net.reshape()
+    assert calls == ["ip", "in", "ip"]
+
+
+def test_inputs_and_batch_size() -> None:
+    net = build_net('layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 4 dim: 3 } } }' + IP)
+    assert net.inputs == ["data"]
+    assert net.batch_size() == 4
+    assert list(net.blobs) == ["data", "ip"]
+
+
+def test_an_unforeseen_error_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build_net(DATA + IP + LOSS)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(net.layers[1], "forward", fail)
+    with pytest.raises(RunError, match=r"layer 'ip' \(InnerProduct\): ZeroDivisionError: oops"):
+        net.forward()
+
+
+def test_layers_are_checked_after_each_forward_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build_net(DATA + IP + LOSS)
+    checked: list[Layer] = []
+    for layer in net.layers:
+        monkeypatch.setattr(layer, "check", lambda la=layer: checked.append(la))
+    net.forward()
+    assert checked == net.layers
+
+
+def test_saving_and_loading_keeps_every_bit() -> None:
+    net = build_net('name: "tiny"' + DATA + IP + LOSS)
+    net.forward()
+    net.backward()
+    saved = caffe_pb2.NetParameter.FromString(net.to_proto(write_diff=True).SerializeToString())
+    assert saved.name == "tiny"
+    assert [layer.name for layer in saved.layer] == ["data", "ip", "loss"]
+    assert all(layer.phase == caffe_pb2.TRAIN for layer in saved.layer)
+    assert list(saved.layer[1].blobs[0].shape.dim) == [2, 3]
+    np.testing.assert_array_equal(
+        np.array(saved.layer[1].blobs[0].diff, np.float32).reshape(2, 3), net.layers[1].blobs[0].host_diff()
+    )
+    other = build_net(DATA + IP + LOSS, seed=5)
+    assert other.copy_trained_layers_from(saved, "file") == ["ip"]
+    for name, values in weights_of(other).items():
+        np.testing.assert_array_equal(values, weights_of(net)[name])
+
+
+def test_layers_of_other_names_are_passed_over() -> None:
+    net = build_net(DATA + IP + LOSS)
+    weights = caffe_pb2.NetParameter()
+    weights.layer.add(name="other").blobs.add(data=[1.0])
+    before = weights_of(net)
+    assert net.copy_trained_layers_from(weights, "file") == []
+    np.testing.assert_array_equal(weights_of(net)["ip_0"], before["ip_0"])
+
+
+def test_old_four_number_shapes_fit() -> None:
+    net = build_net(DATA + IP + LOSS)
+    weights = caffe_pb2.NetParameter()
+    layer = weights.layer.add(name="ip")
+    layer.blobs.add(num=1, channels=1, height=2, width=3, data=range(6))
+    layer.blobs.add(num=1, channels=1, height=1, width=2, data=[7, 8])
+    net.copy_trained_layers_from(weights, "file")
+    np.testing.assert_array_equal(weights_of(net)["ip_0"], [[0, 1, 2], [3, 4, 5]])
+
+
+@pytest.mark.parametrize("fields", [{"double_data": [1, 2]}, {"raw_data": np.array([1, 2], "<f2").tobytes()}])
+def test_doubles_and_nvidias_raw_data(fields: dict[str, object]) -> None:
+    net = build_net(DATA + IP + LOSS)
+    weights = caffe_pb2.NetParameter()
+    layer = weights.layer.add(name="ip")
+    layer.blobs.add(shape=caffe_pb2.BlobShape(dim=[2, 3]), data=range(6))
+    blob = layer.blobs.add(shape=caffe_pb2.BlobShape(dim=[2]), **fields)
+    if "raw_data" in fields:
+        blob.raw_data_type = caffe_pb2.FLOAT16
+    net.copy_trained_layers_from(weights, "file")
+    np.testing.assert_array_equal(weights_of(net)["ip_1"], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(2, 4), (2,)], "w.caffemodel: layer 'ip', parameter 0: shape is 2 4 .8. there and 2 3 .6. in the net"),
+        ([(2, 3)], "layer 'ip' has 1 parameters there and 2 in the net"),
+        ([(2, 3), (2,), (1,)], "layer 'ip' has 3 parameters there and 2 in the net"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(shapes: list[tuple[int, ...]], message: str) -> None:
+    net = build_net(DATA + IP + LOSS)
+    weights = caffe_pb2.NetParameter()
+    layer = weights.layer.add(name="ip")
+    for shape in shapes:
+        layer.blobs.add(shape=caffe_pb2.BlobShape(dim=shape), data=np.zeros(shape).ravel())
+    with pytest.raises(SnapshotError, match=message):
+        net.copy_trained_layers_from(weights, "w.caffemodel")
+
+
+def test_a_test_net_uses_the_train_nets_parameters() -> None:
+    train = build_net(DATA + IP + LOSS)
+    test = build_net(DATA + IP + LOSS, caffe_pb2.TEST, seed=9)
+    test.share_trained_layers_with(train)
+    CPU.fill(train.parameters.data, 2.0)
+    np.testing.assert_array_equal(weights_of(test)["ip_0"], np.full((2, 3), 2.0))
+    assert test.parameters is train.parameters
+
+
+def test_sharing_with_a_net_of_other_shapes_is_refused() -> None:
+    train = build_net(DATA + IP + LOSS)
+    test = build_net(DATA + IP.replace("num_output: 2", "num_output: 5"), caffe_pb2.TEST)
+    with pytest.raises(ConfigError, match=r"layer 'ip'.*5 3 \(15\), 5 \(5\) here and 2 3 \(6\), 2 \(2\) there"):
+        test.share_trained_layers_with(train)
+
+
+def test_debug_lines_are_caffes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy")
+    net = build_net("debug_info: true" + DATA + IP + LOSS)
+    caplog.clear()
+    net.forward()
+    net.backward()
+    lines = [record.getMessage() for record in caplog.records]
+    mean = np.abs(net.blobs["ip"].host_data()).mean()
+    assert f"    [Forward] Layer ip, top blob ip data: {mean:.6g}" in lines
+    assert any(line.startswith("    [Forward] Layer ip, param blob 0 data: ") for line in lines)
+    assert any(line.startswith("    [Backward] Layer loss, bottom blob ip diff: ") for line in lines)
+    assert any(line.startswith("    [Backward] Layer ip, param blob 1 diff: ") for line in lines)
+    weights = np.concatenate([w.ravel() for w in weights_of(net).values()])
+    assert lines[-1].startswith(
+        f"    [Backward] All net params (data, diff): L1 norm = ({np.abs(weights).sum(dtype=np.float64):.6g}, "
+    )
+
+
+def test_the_first_layer_that_is_not_finite() -> None:
+    net = build_net(DATA + IP + LOSS)
+    net.forward()
+    assert net.first_non_finite() is None
+    CPU.fill(net.layers[1].blobs[1].data, float("nan"))
+    net.forward()
+    found = net.first_non_finite()
+    assert found is not None
+    assert found.layer.name == "ip"

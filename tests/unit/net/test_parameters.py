@@ -1,0 +1,152 @@
+"""Flat buffers and shared parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from training import CPU, build_net, weights_of
+
+from caffepy.errors import ConfigError
+from caffepy.net import ParameterBuffer
+from caffepy.net.parameters import ALIGNMENT
+
+DATA = """
+layer { name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 dim: 3 } data_filler { type: "gaussian" std: 1 } } }
+"""
+LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "b" bottom: "label" top: "loss" }'
+
+
+def inner(name: str, bottom: str, params: str = "", outputs: int = 3) -> str:
+    return (
+        f'layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" {params} inner_product_param '
+        f'{{ num_output: {outputs} weight_filler {{ type: "xavier" }} bias_filler {{ type: "constant" value: 1 }} }} }}\n'
+    )
+
+
+def test_the_last_layer_comes_first_and_starts_are_aligned() -> None:
+    net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    before = weights_of(net)
+    buffer = net.parameters
+    places = {(p.layer, p.index): (p.start, p.stop) for p in buffer.parameters}
+    assert places == {("b", 0): (0, 9), ("b", 1): (64, 67), ("a", 0): (128, 137), ("a", 1): (192, 195)}
+    assert all(p.start % ALIGNMENT == 0 for p in buffer.parameters)
+    assert [p.name for p in buffer.parameters] == ["a[0]", "a[1]", "b[0]", "b[1]"]
+    assert buffer.diff.shape == (buffer.size + ParameterBuffer.FLAGS,)
+    for name, values in weights_of(net).items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+def test_blobs_are_views_of_the_buffers() -> None:
+    net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    net.forward()
+    net.backward()
+    buffer = net.parameters
+    for parameter in buffer.parameters:
+        np.testing.assert_array_equal(CPU.to_host(buffer.view(buffer.diff, parameter)), parameter.blob.host_diff())
+        assert np.abs(parameter.blob.host_diff()).sum() > 0
+    CPU.fill(buffer.data, 7.0)
+    assert (net.layers[1].blobs[0].host_data() == 7).all()
+    assert not CPU.to_host(buffer.flags).any()
+
+
+def test_gradients_accumulate_until_they_are_cleared() -> None:
+    net = build_net(DATA.replace("gaussian", "constant") + inner("a", "data") + inner("b", "a") + LOSS)
+    for _ in range(2):
+        net.forward()
+        net.backward()
+    twice = CPU.to_host(net.parameters.diff)
+    net.clear_param_diffs()
+    net.forward()
+    net.backward()
+    np.testing.assert_allclose(CPU.to_host(net.parameters.diff) * 2, twice, rtol=1e-6)
+
+
+def test_the_callback_comes_when_a_layers_gradients_are_final() -> None:
+    net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    seen: list[int] = []
+    net.after_backward.append(seen.append)
+    net.forward()
+    net.backward()
+    assert seen == [3, 2, 1, 0]
+
+
+SHARED = 'param { name: "w" } param { name: "c" }'
+
+
+def test_shared_parameters_are_one_and_add_up_their_gradients() -> None:
+    text = DATA + inner("a", "data", SHARED) + inner("b", "a", SHARED) + LOSS
+    net = build_net(text)
+    a, b = net.layers[1], net.layers[2]
+    assert a.blobs[0] is b.blobs[0]
+    assert [p.name for p in net.parameters.parameters] == ["w", "c"]
+    separate = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    for layer in separate.layers[1:3]:
+        for mine, theirs in zip(layer.blobs, a.blobs, strict=True):
+            CPU.copy(theirs.data, mine.data)
+    for n in (net, separate):
+        n.forward()
+        n.backward()
+    for i in range(2):
+        total = separate.layers[1].blobs[i].host_diff() + separate.layers[2].blobs[i].host_diff()
+        np.testing.assert_allclose(a.blobs[i].host_diff(), total, rtol=1e-5, atol=1e-6)
+
+
+def test_permissive_sharing_across_shapes() -> None:
+    permissive = 'param { name: "w" share_mode: PERMISSIVE }'
+    text = DATA + inner("a", "data", permissive, 2) + inner("wide", "a", permissive, 3)
+    net = build_net(text + 'layer { name: "sum" type: "Split" bottom: "wide" top: "sum" loss_weight: 1 }')
+    net.forward()
+    net.backward()
+    a, wide = net.layers[1], net.layers[2]
+    assert (a.blobs[0].shape, wide.blobs[0].shape) == ((2, 3), (3, 2))
+    np.testing.assert_array_equal(a.blobs[0].host_data().ravel(), wide.blobs[0].host_data().ravel())
+    np.testing.assert_array_equal(a.blobs[0].host_diff().ravel(), wide.blobs[0].host_diff().ravel())
+    x, w = net.blobs["data"].host_data(), a.blobs[0].host_data()
+    hidden = x @ w.T + 1
+    through = np.ones((4, 3)) @ wide.blobs[0].host_data()
+    wanted = (through.T @ x).ravel() + (np.ones((3, 4)) @ hidden).ravel()
+    np.testing.assert_allclose(a.blobs[0].host_diff().ravel(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "outputs", "message"),
+    [
+        ('param { name: "w" }', 'param { name: "w" }', 2, "cannot share param 'w' owned by layer 'a'; shape mismatch"),
+        ('param { name: "w" }', 'param { name: "w" share_mode: PERMISSIVE }', 2, "owned by layer 'a'; count mismatch"),
+        (
+            'param { name: "w" lr_mult: 1 }',
+            'param { name: "w" lr_mult: 2 }',
+            3,
+            "has lr_mult 2 here and 1 in layer 'a'",
+        ),
+        (
+            'param { name: "w" decay_mult: 1 }',
+            'param { name: "w" decay_mult: 0 }',
+            3,
+            "has decay_mult 0 here and 1 in layer 'a'",
+        ),
+    ],
+)
+def test_sharing_what_does_not_fit_is_refused(first: str, second: str, outputs: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"layer 'b'.*{message}"):
+        build_net(DATA + inner("a", "data", first) + inner("b", "a", second, outputs))
+
+
+def test_a_multiplier_written_once_holds_for_all_sharers() -> None:
+    net = build_net(
+        DATA + inner("a", "data", 'param { name: "w" }') + inner("b", "a", 'param { name: "w" lr_mult: 3 }') + LOSS
+    )
+    assert net.parameters.parameters[0].lr_mult == 3
+
+
+def test_sharing_convolution_weights_across_shapes_is_refused() -> None:
+    conv = """layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 1 dim: 2 dim: 4 dim: 4 } } }
+    layer { name: "a" type: "Convolution" bottom: "x" top: "a" param { name: "w" }
+      convolution_param { num_output: 2 kernel_size: 3 bias_term: false } }
+    layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" share_mode: PERMISSIVE }
+      inner_product_param { num_output: 4 axis: 2 bias_term: false } }"""
+    with pytest.raises(ConfigError, match="count mismatch"):
+        build_net(conv)
+    with pytest.raises(ConfigError, match="memory order is the logical order"):
+        build_net(conv.replace("num_output: 4 axis: 2", "num_output: 9 axis: 2"))
