@@ -145,7 +145,7 @@ class Solver(ABC):
 
     def log(self, message: str, *arguments: object) -> None:
         """Log a line if this device is the root, else at debug level."""
-        log.log(logging.INFO if self.callback.is_root else logging.DEBUG, message, *arguments)
+        log.log(logging.INFO if self.callback.is_root else logging.DEBUG, message, *arguments, stacklevel=2)
 
     # -- the loop ------------------------------------------------------------------------------------
 
