@@ -1,4 +1,4 @@
-"""A small LeNet with dropout over an LMDB, and a way to train it with threads and with mpirun that cannot hang the tests."""
+"""A small LeNet with dropout over an LMDB, and a way to train it, also with mpirun, that cannot hang the tests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ PROGRAM = Path(__file__).with_name("program.py")
 
 NET = """
 name: "small"
-layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TRAIN } transform_param { scale: 0.00390625 }
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TRAIN }
+        transform_param { scale: 0.00390625 }
         data_param { source: "train_lmdb" batch_size: %(batch)d backend: LMDB } }
-layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TEST } transform_param { scale: 0.00390625 }
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TEST }
+        transform_param { scale: 0.00390625 }
         data_param { source: "train_lmdb" batch_size: 32 backend: LMDB } }
 layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" param { lr_mult: 1 } param { lr_mult: 2 }
         convolution_param { num_output: 8 kernel_size: 5 weight_filler { type: "xavier" } } }

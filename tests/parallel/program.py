@@ -1,7 +1,9 @@
-"""caffepy's command line with one more layer type, Fault, which fails on request; started by the tests, also by mpirun.
+"""caffepy's command line with one more layer type, Fault, which fails on request; the tests start it, also with mpirun.
 
-FAULT="kind rank iteration" in the environment makes that rank (or `thread 1` of a process: "kind 0.1 iteration") fail in its
-forward pass of that iteration: raise, kill, sleep.
+FAULT="kind device iteration" in the environment makes that device (counted through all ranks) fail in its forward pass of
+that iteration: raise, kill, sleep, or the name of a signal that its process sends itself. DELAY is the seconds that each
+forward pass takes longer, SOLVERS_OF_RANK_1 another number of solver threads there, FORBID a package that must not be
+imported.
 """
 
 from __future__ import annotations
@@ -44,5 +46,15 @@ class FaultLayer(Layer):
         """In place: the gradient is there already."""
 
 
+def arguments() -> list[str]:
+    """The command line, changed where a test wants one rank to differ."""
+    given = sys.argv[1:]
+    if "SOLVERS_OF_RANK_1" in os.environ and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+        given += ["--cpu-solvers", os.environ["SOLVERS_OF_RANK_1"]]
+    return given
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if forbidden := os.environ.get("FORBID"):
+        sys.modules[forbidden] = None  # type: ignore[assignment]
+    sys.exit(main(arguments()))

@@ -1,0 +1,162 @@
+"""Whatever fails, every process ends soon, and one message names the culprit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LONG = 100000
+"""Iterations that no test waits for."""
+
+
+def errors(log: str) -> list[str]:
+    """What was reported as an error, by the log or by the command line."""
+    lines = (line for line in log.splitlines() if re.match(r"E\d{4} |caffepy: error: ", line))
+    return [line.split("] ", 1)[-1].removeprefix("caffepy: error: ") for line in lines]
+
+
+def wait_for(path: Path, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} does not appear"
+        time.sleep(0.05)
+
+
+def ranks_of(pid: int) -> dict[int, psutil.Process]:
+    """The processes that mpirun started, by their rank."""
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        rank = child.environ().get("OMPI_COMM_WORLD_RANK", child.environ().get("PMI_RANK"))
+        if rank is not None:
+            found[int(rank)] = child
+    return found
+
+
+def test_an_exception_in_one_rank_ends_all(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT="raise 1 5", timeout=20)
+    assert outcome.status == 1
+    (message,) = errors(outcome.log)
+    assert re.fullmatch(r"rank 1 on \S+, device CPU, iteration 5: layer 'fault' \(Fault\): ValueError: injected", message)
+    assert "Traceback" not in outcome.log
+
+
+def test_an_exception_in_one_thread_ends_the_process(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train("--cpu-solvers", "3", iterations=LONG, FAULT="raise 2 5", timeout=20)
+    assert outcome.status == 1
+    assert errors(outcome.log) == ["device CPU 2, iteration 5: layer 'fault' (Fault): ValueError: injected"]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named(laboratory, victim: int) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(ranks=3, batch=32, iterations=LONG, FAULT=f"kill {victim} 40", DELAY="0.02", timeout=20)
+    assert outcome.status not in (0, None)
+    reports = [message for message in errors(outcome.log) if "ended unexpectedly" in message]
+    assert len(reports) == len(errors(outcome.log)) == 1, outcome.log
+    assert re.match(rf"rank {victim} on \S+( \(process \d+\) at iteration \d+)? ended unexpectedly", reports[0])
+
+
+def test_a_rank_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train("--timeout", "2", ranks=2, batch=32, iterations=LONG, FAULT="sleep 1 5", timeout=25)
+    assert outcome.status == 1
+    (message,) = errors(outcome.log)
+    assert re.search(r"has waited \d s in the gradients' all-reduce of iteration 5 for rank 1 on \S+, process \d+", message)
+
+
+def test_a_thread_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train("--cpu-solvers", "2", "--timeout", "2", iterations=LONG, FAULT="sleep 1 5", timeout=25)
+    assert outcome.status == 1
+    (message,) = errors(outcome.log)
+    assert re.search(r"device CPU 0 has waited .* iteration 5 for rank 0 on \S+, process \d+, device CPU 1", message)
+
+
+def test_a_stopped_process_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
+    """SIGSTOP also stops the rank's own watchdog, and here rank 0, which watches over all."""
+    started = laboratory.start("--timeout", "2", ranks=2, batch=32, iterations=LONG, snapshot=10)
+    wait_for(laboratory.folder / f"{started[1]}_iter_10.solverstate")
+    stopped = ranks_of(started[0].pid)[0]
+    stopped.suspend()
+    outcome = laboratory.finish(started, timeout=25)
+    assert outcome.status != 0
+    (message,) = errors(outcome.log)
+    assert re.search(r"rank 1 on .* has waited .* for rank 0 on", message)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_sigint_to_one_rank_stops_all_with_a_snapshot(laboratory, culprit: int) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT=f"SIGINT {culprit} 12", DELAY="0.01", timeout=20)
+    assert outcome.status == 0, outcome.log
+    assert "Optimization stopped early." in outcome.log
+    assert not errors(outcome.log)
+    (state,) = laboratory.folder.glob(f"{outcome.prefix}_iter_*.solverstate")
+    assert outcome.weights(int(state.stem.split("_iter_")[1]))
+
+
+def test_sigterm_to_one_rank_writes_a_snapshot_and_ends_well(laboratory) -> None:  # type: ignore[no-untyped-def]
+    started = laboratory.start(ranks=2, batch=32, iterations=LONG, snapshot=10, DELAY="0.01")
+    wait_for(laboratory.folder / f"{started[1]}_iter_10.solverstate")
+    ranks_of(started[0].pid)[1].send_signal(signal.SIGTERM)
+    outcome = laboratory.finish(started, timeout=15)
+    assert outcome.status == 0, outcome.log
+    assert not errors(outcome.log)
+    assert "To go on from here" in outcome.log
+
+
+def test_sighup_writes_a_snapshot_and_training_goes_on(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train("--cpu-solvers", "2", iterations=30, FAULT="SIGHUP 0 12", DELAY="0.01", timeout=20)
+    assert outcome.status == 0, outcome.log
+    states = {path.name for path in laboratory.folder.glob(f"{outcome.prefix}_iter_*.solverstate")}
+    assert len(states) == 2 and f"{outcome.prefix}_iter_30.solverstate" in states
+
+
+def test_a_second_sigint_ends_at_once(laboratory) -> None:  # type: ignore[no-untyped-def]
+    started = laboratory.start(iterations=LONG, snapshot=10, FAULT="sleep 0 15")
+    wait_for(laboratory.folder / f"{started[1]}_iter_10.solverstate")
+    time.sleep(0.5)
+    for _ in range(2):
+        os.kill(started[0].pid, signal.SIGINT)
+        time.sleep(0.3)
+    outcome = laboratory.finish(started, timeout=5)
+    assert outcome.status == 130
+    assert errors(outcome.log) == ["interrupted again: ending at once"]
+
+
+def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train("--snapshot", "nowhere.solverstate", ranks=2, batch=32, timeout=20)
+    assert outcome.status == 2
+    (message,) = errors(outcome.log)
+    assert "nowhere.solverstate" in message and "ended unexpectedly" not in outcome.log
+
+
+def test_ranks_with_different_devices_are_refused(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train("--cpu-solvers", "2", ranks=2, batch=32, timeout=20, SOLVERS_OF_RANK_1="1")
+    assert outcome.status == 2
+    (message,) = errors(outcome.log)
+    assert re.search(
+        r"ranks have different devices: rank 0 on \S+ has 2 CPU solvers, rank 1 on \S+ has 1 CPU solver; give", message
+    )
+
+
+def test_an_mpirun_of_another_mpi_is_noticed(laboratory) -> None:  # type: ignore[no-untyped-def]
+    """A launcher whose variables the MPI library does not know: it starts alone."""
+    pytest.importorskip("mpi4py")
+    outcome = laboratory.train(iterations=2, timeout=20, PMI_RANK="0", PMI_SIZE="2")
+    assert outcome.status == 2
+    (message,) = errors(outcome.log)
+    assert "mpiexec started 2 processes, but " in message and "different MPIs" in message
+
+
+def test_one_process_needs_no_mpi(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(iterations=2, FORBID="mpi4py")
+    assert outcome.status == 0, outcome.log
+
+
+def test_several_ranks_without_mpi4py_are_told_what_to_install(laboratory) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(iterations=2, FORBID="mpi4py", PMI_RANK="0", PMI_SIZE="2")
+    assert outcome.status == 2
+    assert "mpi4py is not installed and is needed to train on several ranks: pip install 'caffepy[mpi]'" in outcome.log
