@@ -45,7 +45,8 @@ def fill(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: Rand
         raise ConfigError(f"{where} does not know sparse; only gaussian does")
     if math.prod(shape) == 0:
         return np.zeros(shape, np.float32)
-    generator = np.random.Generator(np.random.Philox(key=[stream.seed & _WORD, stream.stream & _WORD]))
+    key = np.array([stream.seed & _WORD, stream.stream & _WORD], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
     return function(filler, shape, generator, where)
 
 

@@ -1,8 +1,8 @@
 """Tests of layers: their authors give inputs and settings, the rest happens here.
 
-`check_layer` runs a layer on every backend present and checks the forward pass against a formula in float64 where one is
-given, the gradients against central differences, that diffs are overwritten or accumulated as the contract says, that a
-second run gives the same bits, and that working in place changes nothing.
+`check_layer` runs a layer on every backend present and checks the forward pass against a formula in float64 where one
+is given, the gradients against central differences, that diffs are overwritten or accumulated as the contract says,
+that a second run gives the same bits, and that working in place changes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _gpu_present() -> bool:
 BACKENDS = ["cpu", "cuda:0"] if _gpu_present() else ["cpu"]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def backend_named(name: str) -> Backend:
     """The backend of that name, made once."""
     return create_backend() if name == "cpu" else create_backend(int(name.split(":")[1]))
@@ -64,7 +64,7 @@ def assert_near(found: Floats, wanted: Floats, tolerance: float, what: str) -> N
 
 
 def spread(shape: tuple[int, ...], seed: int = 0, step: float = 0.05) -> Floats:
-    """Numbers around 0 in random order, all at least `step` apart and none within step / 2 of 0: safe for kinks and maxima."""
+    """Numbers around 0 in random order, `step` apart and none within step / 2 of 0: safe for kinks and maxima."""
     count = int(np.prod(shape))
     places = np.random.default_rng(seed).permutation(count) - count // 2 + 0.5
     return (places * step).reshape(shape).astype(np.float32)
@@ -131,7 +131,7 @@ class Runner:
         count = self.tops if self.tops is not None else max(cls.tops[0], 0 if cls.tops[1] == 0 else 1)
         if self.tops is None and cls.equal_bottoms_and_tops:
             count = len(self.inputs)
-        self.bottom = [Blob(backend, np.shape(x), name) for x, name in zip(self.inputs, names)]
+        self.bottom = [Blob(backend, np.shape(x), name) for x, name in zip(self.inputs, names, strict=True)]
         self.top = [Blob(backend, (), f"top{i}") for i in range(count)]
         if self.in_place:
             self.top[0] = self.bottom[0]
@@ -141,7 +141,7 @@ class Runner:
         self.layer.loss_weights = [weight] + [0.0] * (count - 1) if count else []
         with backend.activate():
             self.layer.setup(self.bottom, self.top)
-            for blob, value in zip(self.layer.blobs, self.params):
+            for blob, value in zip(self.layer.blobs, self.params, strict=bool(self.params)):
                 backend.from_host(value, blob.data)
             self.layer.reshape(self.bottom, self.top)
 
@@ -149,7 +149,7 @@ class Runner:
         """The tops' values for these inputs, by default the runner's."""
         backend = self.layer.backend
         with backend.activate():
-            for blob, value in zip(self.bottom, inputs or self.inputs):
+            for blob, value in zip(self.bottom, inputs or self.inputs, strict=True):
                 backend.from_host(value, blob.data)
             self.layer.forward(self.bottom, self.top)
             return [blob.host_data() for blob in self.top]
@@ -161,10 +161,10 @@ class Runner:
         with backend.activate():
             for blob in self.bottom:
                 backend.fill(blob.diff, float("nan"))
-            for blob, value in zip(self.top, top_diffs):
+            for blob, value in zip(self.top, top_diffs, strict=True):
                 backend.from_host(value, blob.diff)
             self.layer.backward(self.top, wanted, self.bottom)
-            return [blob.host_diff() if want else None for blob, want in zip(self.bottom, wanted)]
+            return [blob.host_diff() if want else None for blob, want in zip(self.bottom, wanted, strict=True)]
 
     def can_propagate(self) -> list[bool]:
         """Which bottoms may have a gradient."""
@@ -235,7 +235,7 @@ def check_layer(
         if in_place:
             _check_in_place(Runner(text, inputs, backend, in_place=True, **settings), result, top_diffs, backend)
     for other in results[1:]:
-        for found, wanted in zip(other.tops, results[0].tops):
+        for found, wanted in zip(other.tops, results[0].tops, strict=True):
             assert_near(found, wanted, 2e-5, "tops on two backends")
 
 
@@ -244,7 +244,7 @@ def _top_diffs(runner: Runner) -> list[Floats]:
     weights = runner.layer.loss_weights
     return [
         np.full(blob.shape, weight, np.float32) if weight else gaussian(blob.shape, 100 + i)
-        for i, (blob, weight) in enumerate(zip(runner.top, weights))
+        for i, (blob, weight) in enumerate(zip(runner.top, weights, strict=True))
     ]
 
 
@@ -256,17 +256,19 @@ def _check_forward(
     result: Result, reference: Reference, inputs: Sequence[Floats], params: Sequence[Floats], backend: str
 ) -> None:
     wanted = _as_tuple(reference(*[np.asarray(a, np.float64) for a in (*inputs, *params)]))
-    for i, (found, value) in enumerate(zip(result.tops, wanted)):
+    for i, (found, value) in enumerate(zip(result.tops, wanted, strict=True)):
         assert_near(found, value, forward_tolerance(backend), f"{backend}: top {i}")
 
 
 def _check_repeats(runner: Runner, result: Result, again: Runner, top_diffs: list[Floats]) -> None:
     """The same bits from a new layer, and from this one once more (where no state has moved on)."""
     fresh = again.run(top_diffs)
-    pairs = list(zip(result.tops, fresh.tops)) + list(zip(result.bottom_diffs, fresh.bottom_diffs))
-    for first, second in pairs + list(zip(result.param_diffs, fresh.param_diffs)):
+    pairs = list(zip(result.tops, fresh.tops, strict=True)) + list(
+        zip(result.bottom_diffs, fresh.bottom_diffs, strict=False)
+    )
+    for first, second in pairs + list(zip(result.param_diffs, fresh.param_diffs, strict=True)):
         assert (first is None and second is None) or np.array_equal(first, second, equal_nan=True)
-    for first, second in zip(result.tops, runner.forward()):
+    for first, second in zip(result.tops, runner.forward(), strict=True):
         assert np.array_equal(first, second, equal_nan=True)
 
 
@@ -275,7 +277,7 @@ def _check_accumulation(runner: Runner, top_diffs: list[Floats], learned: list[i
     once = runner.run(top_diffs)
     runner.forward()
     twice = runner.backward(top_diffs)
-    for first, second in zip(once.bottom_diffs, twice):
+    for first, second in zip(once.bottom_diffs, twice, strict=True):
         assert first is None or np.array_equal(first, second)
     for i in learned:
         assert_near(runner.layer.blobs[i].host_diff(), 2 * once.param_diffs[i], 1e-6, f"parameter {i} after two passes")
@@ -283,7 +285,7 @@ def _check_accumulation(runner: Runner, top_diffs: list[Floats], learned: list[i
     runner.clear_param_diffs()
     before = [blob.host_diff() for blob in runner.layer.blobs]
     runner.backward(top_diffs)
-    for blob, diff in zip(runner.layer.blobs, before):
+    for blob, diff in zip(runner.layer.blobs, before, strict=True):
         assert np.array_equal(blob.host_diff(), diff), "a gradient that nobody wants was computed"
 
 
@@ -302,7 +304,12 @@ def _check_in_place(runner: Runner, wanted: Result, top_diffs: list[Floats], bac
 
 
 def _check_gradients(
-    runner: Runner, result: Result, reference: Reference | None, top_diffs: list[Floats], learned: list[int], step: float
+    runner: Runner,
+    result: Result,
+    reference: Reference | None,
+    top_diffs: list[Floats],
+    learned: list[int],
+    step: float,
 ) -> None:
     """Derivatives along random directions, from the reference in float64 if there is one, else from the layer."""
     count = len(runner.inputs)
@@ -327,7 +334,7 @@ def _check_gradients(
             computed = float((gradient.astype(np.float64) * direction).sum())
             scale = max(float(np.abs(gradient * direction).sum()), 1e-3)
             assert abs(measured - computed) <= tolerance * scale, (
-                f"{runner.backend}: gradient {index}: {computed:.6g} along a direction in which differences give {measured:.6g}"
+                f"{runner.backend}: gradient {index}: {computed:.6g} in a direction with a difference of {measured:.6g}"
             )
 
 
@@ -338,7 +345,7 @@ def _objective(runner: Runner, reference: Reference | None, top_diffs: list[Floa
         tops = _as_tuple(reference(*values))
     else:
         backend = runner.layer.backend
-        for blob, value in zip(runner.layer.blobs, values[count:]):
+        for blob, value in zip(runner.layer.blobs, values[count:], strict=True):
             backend.from_host(value.astype(np.float32), blob.data)
         tops = tuple(runner.forward([value.astype(np.float32) for value in values[:count]]))
-    return float(sum((np.asarray(t, np.float64) * d).sum() for t, d in zip(tops, top_diffs)))
+    return float(sum((np.asarray(t, np.float64) * d).sum() for t, d in zip(tops, top_diffs, strict=True)))

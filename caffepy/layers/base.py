@@ -76,7 +76,7 @@ class LayerContext:
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
-    """Names the record at a place (second) of the device's batch of a pass (first), for messages; set by the first data layer."""
+    """Names the record at a place (second) of the device's batch of a pass (first), set by the first data layer."""
 
 
 class Layer:

@@ -46,7 +46,8 @@ class Labels:
     def pull(self) -> Array:
         """The labels of this pass, shape (places,), in the logical order of the scores without their axis."""
         if self._passes == 0:
-            self._first = self._layer.first_sample()
+            self._first_pass = self._layer.context.passes.number
+            self._first_sample = self._layer.first_sample()
         self._passes += 1
         return self._row.pull(self._blob.data)
 
@@ -65,13 +66,19 @@ class Labels:
         if place < 0:
             return
         self._backend.fill(self.bad, -1)
-        record = place * self._blob.shape[0] // self.places if self._blob.shape else 0
+        row = place * self._blob.shape[0] // self.places if self._blob.shape else 0
         if passes == 1:
             value = self._blob.host_data().reshape(-1)[place]
-            found = f"the label of record {self._first + record} is {value:g}"
+            found = f"the label of {self._record(row)} is {value:g},"
         else:
-            found = f"a label among the records from {self._first} on, number {record} of its batch, is"
+            found = f"a label of the samples from {self._first_sample} on, number {row} of its batch, is"
         raise DataError(
             f"layer '{self._layer.name}' ({self._layer.type}): {found} outside the {self.classes} classes, 0 to "
-            f"{self.classes - 1}; correct the data, or make the layer below '{self._layer.param.bottom[0]}' wider"
+            f"{self.classes - 1}; correct the data, or give the blob '{self._layer.param.bottom[0]}' more classes"
         )
+
+    def _record(self, row: int) -> str:
+        """What the first pass since the last check had in this row of its batch."""
+        number = f"sample {self._first_sample + row}"
+        describe = self._layer.context.describe_sample
+        return f"{describe(self._first_pass, row)} ({number})" if describe else number

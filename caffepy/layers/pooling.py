@@ -77,15 +77,25 @@ class PoolingLayer(Layer):
             self._output_size(bottom[0].shape[2 + i], geometry.kernel[i], geometry.stride[i], geometry.pad[i])
             for i in range(2)
         )
-        if min(sizes) < 1:
-            raise self.shape_error(
-                f"kernel {geometry.kernel} does not fit into the image; use a smaller one", bottom[0]
-            )
+        self._check_windows(bottom, sizes)
         shape = (*bottom[0].shape[:2], *sizes)
         for blob in top:
             blob.reshape(shape)
         if self._is_max and (self._mask is None or self._mask.shape != shape):
             self._mask = self.backend.zeros(shape, "int32")
+
+    def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
+        """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""
+        g = self._geometry
+        if min(sizes) < 1:
+            raise self.shape_error(f"kernel {g.kernel} does not fit into the image; use a smaller one", bottom[0])
+        starts = [(n - 1) * stride - pad for n, stride, pad in zip(sizes, g.stride, g.pad, strict=True)]
+        if any(start >= size for start, size in zip(starts, bottom[0].shape[2:], strict=True)):
+            raise self.shape_error(
+                f"the last window of kernel {g.kernel} and stride {g.stride} would begin outside the image; use "
+                "round_mode: FLOOR or a stride no larger than the kernel",
+                bottom[0],
+            )
 
     def _output_size(self, size: int, kernel: int, stride: int, pad: int) -> int:
         span = size + 2 * pad - kernel

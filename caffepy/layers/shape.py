@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.order import Reordered
@@ -83,10 +84,12 @@ class ReshapeLayer(ReshapingLayer):
                 f"axis {param.axis} and num_axes {param.num_axes} go past the bottom's axes", bottom[0]
             )
         dims = list(param.shape.dim)
-        for i, dim in enumerate(dims):
+        for i, dim in enumerate(param.shape.dim):
             if dim == 0:
                 if begin + i >= len(shape):
-                    raise self.shape_error(f"shape {_text(dims)} keeps axis {begin + i}, which is not there", bottom[0])
+                    raise self.shape_error(
+                        f"shape {_text(param.shape.dim)} keeps axis {begin + i}, which is not there", bottom[0]
+                    )
                 dims[i] = shape[begin + i]
         return self._complete((*shape[:begin], *dims, *shape[end:]), bottom)
 
@@ -101,5 +104,5 @@ class ReshapeLayer(ReshapingLayer):
         return shape
 
 
-def _text(dims: list[int] | tuple[int, ...]) -> str:
+def _text(dims: Iterable[int]) -> str:
     return " ".join(map(str, dims))

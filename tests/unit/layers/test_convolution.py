@@ -1,0 +1,172 @@
+"""Convolution and Deconvolution against plain loops in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_harness import Runner, check_layer, gaussian
+
+from caffepy.errors import ConfigError, ShapeError
+
+
+def correlate(x, weights, bias, stride, pad, dilation, group):
+    """Convolution as its definition reads, any number of spatial axes."""
+    axes = x.ndim - 2
+    x = np.pad(x, [(0, 0), (0, 0)] + [(pad, pad)] * axes)
+    kernel = weights.shape[2:]
+    sizes = [(x.shape[2 + i] - dilation * (kernel[i] - 1) - 1) // stride + 1 for i in range(axes)]
+    outputs, inputs = weights.shape[0] // group, x.shape[1] // group
+    y = np.zeros((x.shape[0], weights.shape[0], *sizes))
+    for g in range(group):
+        out, into = slice(g * outputs, (g + 1) * outputs), slice(g * inputs, (g + 1) * inputs)
+        for place in itertools.product(*map(range, kernel)):
+            window = tuple(
+                slice(k * dilation, k * dilation + n * stride, stride) for k, n in zip(place, sizes, strict=True)
+            )
+            w = weights[(out, slice(None), *place)]
+            y[:, out] += np.einsum("nc...,oc->no...", x[(slice(None), into, *window)], w)
+    return y if bias is None else y + bias.reshape((-1,) + (1,) * axes)
+
+
+def transpose_of_correlate(x, weights, bias, stride, pad, dilation, group):
+    """Deconvolution: each input element adds a scaled kernel to the output."""
+    axes = x.ndim - 2
+    kernel = weights.shape[2:]
+    sizes = [stride * (n - 1) + dilation * (k - 1) + 1 for n, k in zip(x.shape[2:], kernel, strict=True)]
+    outputs, inputs = weights.shape[1], x.shape[1] // group
+    y = np.zeros((x.shape[0], outputs * group, *sizes))
+    for g in range(group):
+        out, into = slice(g * outputs, (g + 1) * outputs), slice(g * inputs, (g + 1) * inputs)
+        for place in itertools.product(*map(range, kernel)):
+            window = tuple(
+                slice(k * dilation, k * dilation + n * stride, stride) for k, n in zip(place, x.shape[2:], strict=True)
+            )
+            w = weights[(into, slice(None), *place)]
+            y[(slice(None), out, *window)] += np.einsum("nc...,co->no...", x[:, into], w)
+    y = y[(slice(None), slice(None), *[slice(pad, n - pad) for n in sizes])]
+    return y if bias is None else y + bias.reshape((-1,) + (1,) * axes)
+
+
+def check(formula, type_name, shape, outputs, kernel, stride=1, pad=0, dilation=1, group=1, bias=True):
+    text = (
+        f"type: '{type_name}' convolution_param {{ num_output: {outputs} kernel_size: {kernel} stride: {stride} "
+        f"pad: {pad} dilation: {dilation} group: {group} bias_term: {str(bias).lower()} }}"
+    )
+    ends = (outputs, shape[1] // group) if type_name == "Convolution" else (shape[1], outputs // group)
+    params = [gaussian(ends + (kernel,) * (len(shape) - 2), 1)] + ([gaussian((outputs,), 2)] if bias else [])
+
+    def reference(x, weights, bias=None):
+        return formula(x, weights, bias, stride, pad, dilation, group)
+
+    check_layer(text, [gaussian(shape)], reference, params=params)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_convolution(data):
+    draw = data.draw
+    axes, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    kernel, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    extent = dilation * (kernel - 1) + 1
+    shape = (
+        draw(st.integers(1, 3)),
+        group * draw(st.integers(1, 3)),
+        *[extent + draw(st.integers(0, 4)) for _ in range(axes)],
+    )
+    stride, pad = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    check(
+        correlate,
+        "Convolution",
+        shape,
+        group * draw(st.integers(1, 3)),
+        kernel,
+        stride,
+        pad,
+        dilation,
+        group,
+        draw(st.booleans()),
+    )
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_deconvolution(data):
+    draw = data.draw
+    axes, group, kernel = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    shape = (draw(st.integers(1, 2)), group * draw(st.integers(1, 3)), *[draw(st.integers(2, 4)) for _ in range(axes)])
+    stride, pad = draw(st.integers(1, 3)), draw(st.integers(0, (kernel - 1) // 2))
+    check(transpose_of_correlate, "Deconvolution", shape, group * 2, kernel, stride, pad, 1, group, draw(st.booleans()))
+
+
+def test_several_bottoms_share_the_weights():
+    text = "type: 'Convolution' convolution_param { num_output: 2 kernel_size: 2 }"
+    params = [gaussian((2, 3, 2, 2), 3), gaussian((2,), 4)]
+
+    def reference(x, z, weights, bias):
+        return correlate(x, weights, bias, 1, 0, 1, 1), correlate(z, weights, bias, 1, 0, 1, 1)
+
+    check_layer(text, [gaussian((2, 3, 4, 4)), gaussian((2, 3, 4, 4), 5)], reference, params=params)
+
+
+def test_ignored_settings_are_accepted():
+    runner = Runner(
+        "type: 'Convolution' convolution_param { num_output: 2 kernel_h: 3 kernel_w: 1 stride_h: 2 stride_w: 1 "
+        "pad_h: 1 pad_w: 0 engine: CUDNN force_nd_im2col: true }",
+        [gaussian((1, 3, 6, 6))],
+    )
+    assert runner.top[0].shape == (1, 2, 3, 6)
+
+
+def test_reshaping_makes_a_new_plan():
+    runner = Runner("type: 'Convolution' convolution_param { num_output: 2 kernel_size: 3 }", [gaussian((2, 3, 6, 6))])
+    x = gaussian((1, 3, 5, 7))
+    runner.bottom[0].reshape(x.shape)
+    runner.layer.reshape(runner.bottom, runner.top)
+    weights, bias = (blob.host_data().astype(np.float64) for blob in runner.layer.blobs)
+    assert np.allclose(runner.forward([x])[0], correlate(x, weights, bias, 1, 0, 1, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings_text", "message"),
+    [
+        ("num_output: 2", "kernel_size is given 0 times"),
+        ("kernel_size: 3", "needs num_output"),
+        ("num_output: 2 kernel_size: 3 kernel_size: 3 kernel_size: 3", "kernel_size is given 3 times"),
+        ("num_output: 2 kernel_size: 3 kernel_h: 3 kernel_w: 3", "either kernel_size or kernel_h"),
+        ("num_output: 2 kernel_size: 0", "kernel is .0, 0.; no entry may be 0"),
+        ("num_output: 2 kernel_size: 3 stride: 0", "stride is .0, 0."),
+        ("num_output: 2 kernel_size: 3 axis: 2", "axis is 2, but channels must be axis 1"),
+    ],
+)
+def test_settings_that_do_not_fit(settings_text, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(f"type: 'Convolution' convolution_param {{ {settings_text} }}", [gaussian((1, 3, 6, 6))])
+
+
+@pytest.mark.parametrize(
+    ("settings_text", "message"),
+    [
+        ("num_output: 2 kernel_size: 7", r"kernel \(7, 7\).*smaller kernel or more padding.*'a' is 1 3 6 6 \(108\)"),
+        ("num_output: 3 kernel_size: 3 group: 2", "group 2 must divide both the 3 input channels and num_output 3"),
+    ],
+)
+def test_shapes_that_do_not_fit(settings_text, message):
+    with pytest.raises(ShapeError, match=message):
+        Runner(f"type: 'Convolution' convolution_param {{ {settings_text} }}", [gaussian((1, 3, 6, 6))])
+
+
+def test_bottoms_of_two_shapes():
+    text = "type: 'Convolution' convolution_param { num_output: 2 kernel_size: 2 }"
+    with pytest.raises(ShapeError, match=r"one shape \('a' is 2 3 4 4 \(96\); 'b' is 2 3 4 5 \(120\)\)"):
+        Runner(text, [gaussian((2, 3, 4, 4)), gaussian((2, 3, 4, 5))])
+
+
+def test_channels_that_the_weights_do_not_have():
+    runner = Runner("type: 'Convolution' convolution_param { num_output: 2 kernel_size: 2 }", [gaussian((1, 3, 4, 4))])
+    runner.bottom[0].reshape((1, 5, 4, 4))
+    with pytest.raises(ShapeError, match=r"need 3 channels.*'a' is 1 5 4 4 \(80\); 'L\[0\]' is 2 3 2 2"):
+        runner.layer.reshape(runner.bottom, runner.top)

@@ -1,0 +1,225 @@
+"""Softmax, losses and accuracy; labels that name no class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_harness import BACKENDS, Runner, assert_near, check_layer, gaussian
+
+from caffepy.errors import ConfigError, DataError, ShapeError
+
+
+def softmax(x, axis=1):
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def labels_for(shape, axis, classes=None):
+    places = shape[:axis] + shape[axis + 1 :]
+    return np.random.default_rng(3).integers(0, classes or shape[axis], places).astype(np.float32)
+
+
+@st.composite
+def class_scores(draw):
+    shape = draw(st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple))
+    return shape, draw(st.integers(1, len(shape) - 1))
+
+
+@settings(deadline=None, max_examples=20)
+@given(class_scores())
+def test_softmax(case):
+    shape, axis = case
+    text = f"type: 'Softmax' softmax_param {{ axis: {axis} }}"
+    check_layer(text, [gaussian(shape) * 3], lambda x: softmax(x, axis), in_place=True)
+
+
+def softmax_loss(x, labels, axis, ignored, normalization):
+    p = np.take_along_axis(
+        softmax(x, axis), np.expand_dims(labels.astype(int).reshape(labels.shape) % x.shape[axis], axis), axis
+    )
+    counted = (labels != ignored).reshape(labels.shape)
+    losses = -np.log(np.squeeze(p, axis)) * counted
+    divisors = {
+        "FULL": labels.size, "VALID": counted.sum(), "BATCH_SIZE": np.prod(x.shape[:axis]), "NONE": 1,
+    }  # fmt: skip
+    return losses.sum() / max(divisors[normalization], 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    case=class_scores(),
+    ignored=st.sampled_from([None, 0, 255]),
+    normalization=st.sampled_from(["FULL", "VALID", "BATCH_SIZE", "NONE"]),
+    weight=st.sampled_from([1.0, -0.5, 2.0]),
+)
+def test_softmax_loss(case, ignored, normalization, weight):
+    shape, axis = case
+    labels = labels_for(shape, axis)
+    if ignored == 255:
+        labels.reshape(-1)[::3] = 255
+    ignore = "" if ignored is None else f"ignore_label: {ignored}"
+    loss = f"loss_param {{ {ignore} normalization: {normalization} }}"
+    text = f"type: 'SoftmaxWithLoss' softmax_param {{ axis: {axis} }} {loss}"
+
+    def reference(x, labels):
+        return softmax_loss(x, labels, axis, ignored, normalization)
+
+    check_layer(text, [gaussian(shape), labels], reference, loss_weight=weight)
+
+
+@pytest.mark.parametrize(("old", "new"), [("true", "VALID"), ("false", "BATCH_SIZE")])
+def test_old_normalize_flag(old, new):
+    inputs = [gaussian((4, 3, 2, 2)), labels_for((4, 3, 2, 2), 1)]
+    texts = [f"type: 'SoftmaxWithLoss' loss_param {{ {s} }}" for s in (f"normalize: {old}", f"normalization: {new}")]
+    first, second = (Runner(text, inputs).forward()[0] for text in texts)
+    assert first == second
+
+
+def test_second_top_has_the_probabilities():
+    x = gaussian((4, 3, 2, 2))
+    _, probabilities = Runner("type: 'SoftmaxWithLoss'", [x, labels_for(x.shape, 1)], tops=2).forward()
+    assert_near(probabilities, softmax(x.astype(np.float64)), 1e-5, "probabilities")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["SoftmaxWithLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss"])
+def test_a_loss_that_other_layers_read_takes_its_gradient_from_them(kind, backend):
+    x = gaussian((4, 3))
+    other = labels_for(x.shape, 1) if kind == "SoftmaxWithLoss" else np.abs(gaussian((4, 3), 1)) % 1
+    by_weight = Runner(f"type: '{kind}'", [x, other], backend, loss_weight=0.25).run([np.float32(0.25)])
+    by_diff = Runner(f"type: '{kind}'", [x, other], backend, loss_weight=0.0).run([np.float32(0.25)])
+    for first, second in zip(by_weight.bottom_diffs, by_diff.bottom_diffs, strict=True):
+        if first is not None:
+            assert_near(second, first, 1e-6, kind)
+
+
+def test_label_smoothing_is_refused():
+    with pytest.raises(ConfigError, match="label_smoothing is not there yet"):
+        Runner(
+            "type: 'SoftmaxWithLoss' loss_param { label_smoothing: 0.1 }", [gaussian((2, 3)), np.zeros(2, np.float32)]
+        )
+
+
+def cross_entropy(x, t):
+    return np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x)))
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    normalization=st.sampled_from(["", "FULL", "VALID", "BATCH_SIZE", "NONE"]), ignored=st.booleans(),
+)  # fmt: skip
+def test_sigmoid_cross_entropy(shape, normalization, ignored):
+    x, t = gaussian(shape) * 3, np.random.default_rng(2).uniform(0.01, 0.99, shape).astype(np.float32)
+    if ignored:
+        t.reshape(-1)[::2] = -1
+    mode = f"normalization: {normalization}" if normalization else ""
+    text = f"type: 'SigmoidCrossEntropyLoss' loss_param {{ {mode} {'ignore_label: -1' if ignored else ''} }}"
+
+    def reference(x, t):
+        counted = t != -1 if ignored else np.ones(shape)
+        divisors = {"FULL": x.size, "VALID": counted.sum(), "NONE": 1}
+        return (cross_entropy(x, t) * counted).sum() / max(divisors.get(normalization, shape[0]), 1)
+
+    check_layer(text, [x, t], reference)
+
+
+def test_sigmoid_cross_entropy_of_large_scores_is_finite():
+    x, t = np.array([[-1e4, 1e4]], np.float32), np.array([[1, 0]], np.float32)
+    result = Runner("type: 'SigmoidCrossEntropyLoss'", [x, t]).run([np.float32(1)])
+    assert result.tops[0] == 2e4
+    assert result.bottom_diffs[0].tolist() == [[-1, 1]]
+
+
+@pytest.mark.parametrize("shapes", [((4, 3), (4, 3)), ((5, 1), (5,)), ((2, 3, 2, 2), (2, 12)), ((2, 12), (2, 3, 2, 2))])
+def test_euclidean(shapes):
+    def reference(a, b):
+        return ((a - b.reshape(a.shape)) ** 2).sum() / (2 * a.shape[0])
+
+    check_layer("type: 'EuclideanLoss'", [gaussian(shapes[0]), gaussian(shapes[1], 1)], reference, loss_weight=0.7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "message"),
+    [
+        ("EuclideanLoss", ((4, 3), (3, 4)), r"same first axis, N \('a' is 4 3 \(12\); 'b' is 3 4 \(12\)\)"),
+        ("EuclideanLoss", ((4, 3), (4, 2)), r"same count \('a' is 4 3"),
+        ("SigmoidCrossEntropyLoss", ((4, 3), ()), "need a first axis"),
+        ("SoftmaxWithLoss", ((4, 3), (4, 3)), r"one label for each place: 4 for classes along axis 1, not 12"),
+        ("Accuracy", ((4, 3, 2), (4,)), r"layer 'L' \(Accuracy\): needs one label for each place: 8"),
+        ("Accuracy accuracy_param { top_k: 4 }", ((4, 3), (4,)), "top_k is 4, but there are 3 classes"),
+    ],
+)
+def test_shapes_that_do_not_fit(kind, shapes, message):
+    name, _, rest = kind.partition(" ")
+    with pytest.raises(ShapeError, match=message):
+        Runner(f"type: '{name}' {rest}", [np.zeros(shape, np.float32) for shape in shapes])
+
+
+@settings(deadline=None, max_examples=25)
+@given(case=class_scores(), top_k=st.integers(1, 3), ignored=st.sampled_from([None, 0, 255]), ties=st.booleans())
+def test_accuracy(case, top_k, ignored, ties):
+    shape, axis = case
+    top_k = min(top_k, shape[axis])
+    x, labels = gaussian(shape), labels_for(shape, axis)
+    if ties:
+        x = np.round(x)
+    if ignored == 255:
+        labels.reshape(-1)[::2] = 255
+    counted = labels != (-1 if ignored is None else ignored)
+    own = np.take_along_axis(x, np.expand_dims(labels.astype(int) % shape[axis], axis), axis)
+    right = ((x >= own).sum(axis) - 1 < top_k) & counted
+    per_class = [
+        right[(labels == c) & counted].mean() if ((labels == c) & counted).any() else 0 for c in range(shape[axis])
+    ]
+    ignore = "" if ignored is None else f"ignore_label: {ignored}"
+    text = f"type: 'Accuracy' accuracy_param {{ axis: {axis} top_k: {top_k} {ignore} }}"
+    wanted = right.sum() / max(counted.sum(), 1)
+    check_layer(text, [x, labels], lambda *_: (wanted, np.array(per_class)), tops=2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["SoftmaxWithLoss", "Accuracy"])
+@pytest.mark.parametrize("bad", [5, -1, 1e6])
+def test_a_label_outside_the_classes(kind, bad, backend):
+    labels = labels_for((4, 5, 2, 2), 1)
+    labels[2, 1, 0] = bad
+    runner = Runner(f"type: '{kind}'", [gaussian((4, 5, 2, 2)), labels], backend, first_sample=100)
+    runner.forward()
+    wanted = rf"layer 'L' \({kind}\): the label of sample 102 is .*, outside the 5 classes, 0 to 4; correct the data"
+    with pytest.raises(DataError, match=wanted):
+        runner.layer.check()
+    runner.layer.check()  # reported once
+    runner.forward([runner.inputs[0], labels_for((4, 5, 2, 2), 1)])
+    runner.layer.check()
+
+
+def test_a_bad_label_found_late_names_the_range():
+    labels = labels_for((4, 5), 1)
+    labels[3] = 9
+    runner = Runner("type: 'SoftmaxWithLoss'", [gaussian((4, 5)), labels], first_sample=8)
+    for _ in range(3):
+        runner.forward()
+    with pytest.raises(DataError, match="of the samples from 8 on, number 3 of its batch, is outside the 5 classes"):
+        runner.layer.check()
+
+
+def test_ignored_labels_are_not_bad():
+    labels = np.array([0, 255, 1], np.float32)
+    for text in ("type: 'Accuracy' accuracy_param", "type: 'SoftmaxWithLoss' loss_param"):
+        runner = Runner(text + " { ignore_label: 255 }", [gaussian((3, 2)), labels])
+        runner.forward()
+        runner.layer.check()
+
+
+def test_a_bad_label_is_named_as_the_data_layer_names_it():
+    labels = np.array([0, 1, 7], np.float32)
+    runner = Runner("type: 'Accuracy'", [gaussian((3, 2)), labels], pass_number=4, first_sample=12)
+    runner.layer.context.describe_sample = lambda number, place: f"record {place} of pass {number}"
+    runner.forward()
+    with pytest.raises(
+        DataError, match=r"record 2 of pass 4 \(sample 14\) is 7, outside the 2 classes"
+    ):
+        runner.layer.check()

@@ -1,0 +1,131 @@
+"""Pooling and LRN against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_harness import BACKENDS, Runner, check_layer, gaussian, spread
+
+from caffepy.errors import ConfigError, ShapeError
+
+
+def output_size(size, kernel, stride, pad, rounding=math.ceil):
+    pooled = rounding((size + 2 * pad - kernel) / stride) + 1
+    return pooled - 1 if pad and (pooled - 1) * stride >= size + pad else pooled
+
+
+def pool(x, kernel, stride, pad, average, rounding=math.ceil):
+    """Pooling as its definition reads."""
+    height, width = x.shape[2:]
+    y = np.zeros((*x.shape[:2], *[output_size(n, kernel, stride, pad, rounding) for n in (height, width)]))
+    for i in range(y.shape[2]):
+        for j in range(y.shape[3]):
+            top, left = i * stride - pad, j * stride - pad
+            area = (min(top + kernel, height + pad) - top) * (min(left + kernel, width + pad) - left)
+            window = x[:, :, max(top, 0) : top + kernel, max(left, 0) : left + kernel]
+            y[:, :, i, j] = window.sum((2, 3)) / area if average else window.max((2, 3))
+    return y
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_pooling(data):
+    draw = data.draw
+    kernel = draw(st.integers(1, 4))
+    stride = draw(st.integers(1, min(3, kernel)))
+    pad = draw(st.integers(0, kernel - 1))
+    average, floor = draw(st.booleans()), draw(st.booleans())
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), *[kernel + draw(st.integers(0, 5)) for _ in range(2)])
+    text = (
+        f"type: 'Pooling' pooling_param {{ pool: {'AVE' if average else 'MAX'} kernel_size: {kernel} stride: {stride} "
+        f"pad: {pad} round_mode: {'FLOOR' if floor else 'CEIL'} }}"
+    )
+    rounding = math.floor if floor else math.ceil
+    check_layer(text, [spread(shape)], lambda x: pool(x, kernel, stride, pad, average, rounding))
+
+
+def test_global_pooling_follows_the_image():
+    runner = Runner("type: 'Pooling' pooling_param { pool: AVE global_pooling: true }", [gaussian((2, 3, 4, 5))])
+    x = gaussian((2, 3, 6, 3))
+    runner.bottom[0].reshape(x.shape)
+    runner.layer.reshape(runner.bottom, runner.top)
+    assert np.allclose(runner.forward([x])[0][:, :, 0, 0], x.mean((2, 3)), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mask_points_at_the_first_maximum(backend):
+    x = np.zeros((1, 1, 4, 4), np.float32)
+    x[0, 0, 1, 2] = x[0, 0, 3, 3] = 5
+    text = "type: 'Pooling' pooling_param { kernel_size: 2 stride: 2 }"
+    y, mask = Runner(text, [x], backend, tops=2).forward()
+    assert y.ravel().tolist() == [0, 5, 0, 5]
+    assert mask.ravel().tolist() == [0, 6, 8, 15]
+
+
+@pytest.mark.parametrize(
+    ("settings_text", "message"),
+    [
+        ("pool: STOCHASTIC kernel_size: 2", "STOCHASTIC is not there yet"),
+        ("pool: MAX", "give the window as kernel_size, or as kernel_h and kernel_w"),
+        ("kernel_size: 2 kernel_h: 2 kernel_w: 2", "give the window as kernel_size, or"),
+        ("kernel_size: 2 pad: 2", r"pad \(2, 2\) must be smaller than the kernel \(2, 2\)"),
+        ("kernel_size: 2 stride: 0", r"stride is \(0, 0\)"),
+        ("global_pooling: true kernel_size: 2", "leave the kernel's size out"),
+        ("global_pooling: true stride: 2", "pad 0 and stride 1 only"),
+        ("kernel_size: 2 stride: 2 stride_h: 2 stride_w: 1", "either stride or stride_h"),
+        ("kernel_size: 2 pad_h: 1", "pad_h and pad_w are needed together"),
+    ],
+)
+def test_settings_that_do_not_fit(settings_text, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(f"type: 'Pooling' pooling_param {{ {settings_text} }}", [gaussian((1, 2, 5, 5))])
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings_text", "message"),
+    [
+        ((2, 3, 4), "kernel_size: 2", r"four axes.*'a' is 2 3 4 \(24\)"),
+        ((1, 2, 3, 3), "kernel_size: 9", r"kernel \(9, 9\) does not fit.*1 2 3 3"),
+        ((1, 2, 8, 8), "kernel_size: 1 stride: 2", "begin outside the image; use round_mode: FLOOR"),
+    ],
+)
+def test_shapes_that_do_not_fit(shape, settings_text, message):
+    with pytest.raises(ShapeError, match=message):
+        Runner(f"type: 'Pooling' pooling_param {{ {settings_text} }}", [gaussian(shape)])
+
+
+def lrn_across(x, size, alpha, beta, k):
+    squares = np.pad(x**2, [(0, 0), (size // 2, size // 2), (0, 0), (0, 0)])
+    sums = sum(squares[:, i : i + x.shape[1]] for i in range(size))
+    return x * (k + alpha / size * sums) ** -beta
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    size=st.sampled_from([1, 3, 5]), channels=st.integers(1, 8), side=st.integers(1, 4), k=st.sampled_from([1.0, 2.0])
+)
+def test_lrn_across_channels(size, channels, side, k):
+    text = f"type: 'LRN' lrn_param {{ local_size: {size} alpha: 0.5 beta: 0.75 k: {k} }}"
+    check_layer(text, [gaussian((2, channels, side, side))], lambda x: lrn_across(x, size, 0.5, 0.75, k))
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_lrn_within_channel(size):
+    def reference(x):
+        return x * (1 + 0.5 * pool(x**2, size, 1, size // 2, average=True)) ** -0.75
+
+    text = f"type: 'LRN' lrn_param {{ local_size: {size} alpha: 0.5 norm_region: WITHIN_CHANNEL }}"
+    check_layer(text, [gaussian((2, 2, 6, 5))], reference)
+
+
+def test_lrn_refusals():
+    with pytest.raises(ConfigError, match="local_size is 4, but must be odd"):
+        Runner("type: 'LRN' lrn_param { local_size: 4 }", [gaussian((1, 2, 3, 3))])
+    with pytest.raises(ShapeError, match=r"four axes, \(N, C, H, W\).*'a' is 2 3 \(6\)"):
+        Runner("type: 'LRN'", [gaussian((2, 3))])
+    with pytest.raises(ConfigError, match="cannot work in place"):
+        Runner("type: 'LRN'", [gaussian((1, 2, 3, 3))], in_place=True)
