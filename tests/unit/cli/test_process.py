@@ -21,7 +21,8 @@ name: "tiny"
 layer {
   name: "data" type: "DummyData" top: "data" top: "label"
   dummy_data_param {
-    shape { dim: 4 dim: 300 } shape { dim: 4 } data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
+    shape { dim: 4 dim: 300 } shape { dim: 4 }
+    data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
   }
 }
 layer {
