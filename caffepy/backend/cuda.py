@@ -99,7 +99,7 @@ class CudaBackend(Backend):
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = cuda_memory.allocate(shape, dtype)
-        cuda_memory.flat(array).data.memset_async(0, array.nbytes, self.stream)
+        array.data.memset_async(0, array.nbytes, self.stream)
         return array
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
@@ -243,11 +243,13 @@ class CudaBackend(Backend):
         counter = (*map(np.uint32, keys), np.uint64(first_sample))
         if out.ndim == 4 and out.shape[1] > 1 and elements > out.shape[1]:
             places = out.shape[2] * out.shape[3]
-            kernel = library_kernel("philox", "uniform_channels_last")
-            launch(kernel, out.size, (self.flat(out), places, out.shape[1], *counter, out.size))
+            quads = places % 4 == 0
+            kernel = library_kernel("philox", "uniform_quads" if quads else "uniform_channels_last")
+            count = out.size // 4 if quads else out.size
+            launch(kernel, count, (cuda_memory.raw(out), places, out.shape[1], *counter, count))
             return
         count = out.shape[0] * -(-elements // 4)
-        launch(library_kernel("philox", "uniform"), count, (self.flat(out), elements, *counter, count))
+        launch(library_kernel("philox", "uniform"), count, (cuda_memory.raw(out), elements, *counter, count))
 
     # -- health -------------------------------------------------------------------------------------
 

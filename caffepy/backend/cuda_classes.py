@@ -14,7 +14,7 @@ from caffepy.backend.base import Array
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import THREADS, launch, launch_blocks, library_kernel
 from caffepy.backend.cuda_layout import find_period, memory_axes
-from caffepy.backend.cuda_memory import Scratch, flat, reshaped
+from caffepy.backend.cuda_memory import Scratch, raw, reshaped
 
 LOSS_BLOCKS = 64
 """Most blocks of the loss's first stage; fixed, so that the order of the sum depends on no device."""
@@ -55,7 +55,7 @@ def softmax_forward(x: Array, y: Array, axis: int) -> None:
     """See `Backend.softmax_forward`."""
     found = _classes(tuple(x.shape), axis)
     if found is not None:
-        found.launch("softmax", (flat(x), flat(y)))
+        found.launch("softmax", (raw(x), raw(y)))
         return
     copy, geometry = _in_c_order(x, axis)
     geometry.launch("softmax", (copy, copy))
@@ -66,7 +66,7 @@ def softmax_backward(y: Array, dy: Array, dx: Array, axis: int) -> None:
     """See `Backend.softmax_backward`."""
     found = _classes(tuple(y.shape), axis)
     if found is not None:
-        found.launch("gradient", (flat(y), flat(dy), flat(dx)))
+        found.launch("gradient", (raw(y), raw(dy), raw(dx)))
         return
     values, geometry = _in_c_order(y, axis)
     gradient, _ = _in_c_order(dy, axis)
@@ -85,7 +85,7 @@ def loss_forward(
     """See `Backend.softmax_loss_forward`."""
     softmax_forward(x, probabilities, axis)
     found = _classes(tuple(x.shape), axis)
-    values, geometry = (flat(probabilities), found) if found else _in_c_order(probabilities, axis)
+    values, geometry = (raw(probabilities), found) if found else _in_c_order(probabilities, axis)
     blocks = max(1, min(LOSS_BLOCKS, -(-geometry.places // THREADS)))
     partial = scratch.get("partial sums", 2 * blocks, "float64")
     numbers = (geometry.classes, geometry.inner, *_ignored(ignore_label), geometry.places)
@@ -100,8 +100,8 @@ def loss_backward(
 ) -> None:  # fmt: skip
     """See `Backend.softmax_loss_backward`."""
     found = _classes(tuple(dx.shape), axis)
-    values, geometry = (flat(probabilities), found) if found else _in_c_order(probabilities, axis)
-    result = flat(dx) if found else values
+    values, geometry = (raw(probabilities), found) if found else _in_c_order(probabilities, axis)
+    result = raw(dx) if found else values
     numbers = (geometry.classes, geometry.inner, *_ignored(ignore_label), float(scale), divide_by_valid, dx.size)
     kernel = library_kernel("classes", "loss_gradient")
     launch(kernel, dx.size, (values, reshaped(labels, (-1,)), result, totals, *numbers))
@@ -112,7 +112,7 @@ def loss_backward(
 def label_ranks(x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
     """See `Backend.label_ranks`."""
     found = _classes(tuple(x.shape), axis)
-    values, geometry = (flat(x), found) if found else _in_c_order(x, axis)
+    values, geometry = (raw(x), found) if found else _in_c_order(x, axis)
     result = reshaped(ranks, (-1,))
     geometry.launch("ranks", (values, reshaped(labels, (-1,)), result, bad_label))
     if result.data.ptr != ranks.data.ptr:

@@ -1,23 +1,25 @@
 """Formulas over arrays and sums of them: chooses the kernel for the arrays' geometry and launches it.
 
 Owns which of three kinds a call is: flat (all arrays alike, four elements a thread where alignment allows), periodic
-(Channel arguments found by one division and one remainder) or general (CuPy's broadcasting).
+(Channel arguments found by one division and one remainder) or general (CuPy's broadcasting). The choice is remembered
+for each combination of formula, shapes and alignment, so that a call costs little more than its launch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from caffepy.backend.base import Array
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import MAX_BLOCKS, THREADS, aligned, compiled, launch_blocks, library_kernel
+from caffepy.backend.cuda_kernels import THREADS, compiled, launch_blocks, library_kernel
 from caffepy.backend.cuda_layout import Period, find_period
-from caffepy.backend.cuda_memory import Scratch, allocate, flat
+from caffepy.backend.cuda_memory import Scratch, allocate, is_dense_layout, raw
 from caffepy.backend.cuda_source import (
     Variant,
     apply_text,
@@ -33,83 +35,159 @@ Argument = Any
 SPLIT_BLOCKS = 1056
 """Blocks that the first stage of a reduction aims at; fixed, so that the order of a sum depends on no device."""
 
+ROWS_EACH = 8
+"""Fewest elements that a thread of a reduction adds up before its sum is worth splitting further."""
+
+
+class Signature(NamedTuple):
+    """What the choice of a kernel needs to know of an array."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    aligned: bool
+    dtype: str
+
+
+def _signature(value: Argument) -> Signature | None:
+    """None for a number."""
+    if not isinstance(value, cupy.ndarray):
+        return None
+    return Signature(value.shape, value.strides, value.data.ptr % 16 == 0, value.dtype.char)
+
+
+class Call(NamedTuple):
+    """A formula with the signatures of its arguments: the key under which plans are remembered."""
+
+    expression: Expression
+    inputs: tuple[Signature | None, ...]
+    outputs: tuple[Signature | None, ...]
+    axis: int
+    device: int
+
+    def of_kind(self, kind: Kind) -> dict[str, Signature]:
+        """The array arguments of one kind, by name."""
+        named = zip(self.expression.parameters, self.expression.kinds, self.inputs, strict=True)
+        return {name: s for name, k, s in named if k is kind and s is not None}
+
+    def periods(self, shape: tuple[int, ...]) -> dict[str, Period | None]:
+        """Where each Channel argument is found from an element's index."""
+        return {name: find_period(shape, s.shape, self.axis) for name, s in self.of_kind(Kind.CHANNEL).items()}
+
+    def check(self) -> None:
+        """Refuse slices and other types: the kernels walk through memory."""
+        for s in (*self.inputs, *self.outputs):
+            assert s is None or (s.dtype == "f" and is_dense_layout(s.shape, s.strides, 4)), (self.expression, s)
+
+    def device_scalars(self) -> frozenset[str]:
+        """Scalars that lie in device memory."""
+        return frozenset(self.of_kind(Kind.SCALAR))
+
+
+def _call(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> Call:
+    device = cupy.cuda.runtime.getDevice()
+    return Call(expression, tuple(map(_signature, inputs)), tuple(map(_signature, outputs)), axis, device)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel ready to be launched for any arrays of one `Call`.
+
+    Args:
+        kernel: the compiled kernel.
+        grid: blocks.
+        block: threads.
+        head: arguments before the formula's.
+        extras: arguments that follow each of the formula's.
+        splits: partial sums of each result; 1 for everything but large reductions.
+        size: results of each output of a reduction.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    head: tuple[Any, ...]
+    extras: tuple[tuple[Any, ...], ...]
+    splits: int = 1
+    size: int = 1
+
+    def arguments(self, inputs: Sequence[Argument], outputs: Sequence[Array]) -> list[Any]:
+        """Kernel arguments up to the outputs."""
+        arguments = [*self.head]
+        for value, extra in zip(inputs, self.extras, strict=True):
+            arguments.append(value if isinstance(value, cupy.ndarray) else np.float32(value))
+            arguments += extra
+        return arguments + [*outputs]
+
 
 def apply(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> None:
     """outputs = expression(*inputs), see `Backend.apply`."""
     if outputs[0].size == 0:
         return
-    periods = _periods(expression, inputs, tuple(outputs[0].shape), axis)
-    if any(period is None for period in periods.values()):
+    plan = _plan_apply(_call(expression, inputs, outputs, axis))
+    if plan is None:
         _apply_general(expression, inputs, outputs, axis)
-        return
-    size = outputs[0].size
-    each = [a for a, kind in zip(inputs, expression.kinds, strict=True) if kind is Kind.EACH]
-    width = 4 if size % 4 == 0 and all(map(aligned, [*each, *outputs])) else 1
-    if width == 4 and not all(_widens(p, inputs, expression, name) for name, p in periods.items() if p):
-        width = 1
+    else:
+        plan.kernel(plan.grid, plan.block, tuple(plan.arguments(inputs, outputs)))
+
+
+@lru_cache(maxsize=4096)
+def _plan_apply(call: Call) -> Launch | None:
+    """The kernel of an elementwise call; None if a Channel argument has no period."""
+    assert call.outputs[0] is not None
+    shape = call.outputs[0].shape
+    periods = call.periods(shape)
+    if any(period is None for period in periods.values()):
+        return None
+    call.check()
+    size = math.prod(shape)
+    width = 4 if size % 4 == 0 and _widens(call, periods) else 1
     splat = frozenset(name for name, p in periods.items() if p and width == 4 and _is_splat(p))
-    index = "unsigned int" if size < 2**31 else "unsigned long long"
-    variant = Variant(width, index, _device_scalars(expression, inputs), splat)
+    index = _index_type(size)
+    variant = Variant(width, index, call.device_scalars(), splat)
     count = size // width
-    arguments = [_count(count, index), *_arguments(expression, inputs, periods, variant), *map(flat, outputs)]
-    blocks = min(-(-count // THREADS), MAX_BLOCKS)
-    compiled(apply_text(expression, variant), "apply_")((blocks,), (THREADS,), tuple(arguments))
+    extras = _extras(call, periods, width, splat)
+    kernel = compiled(apply_text(call.expression, variant), "apply_")
+    return Launch(kernel, (-(-count // THREADS),), (THREADS,), (_count(count, index),), extras)
 
 
-def _periods(
-    expression: Expression, inputs: Sequence[Argument], shape: tuple[int, ...], axis: int
-) -> dict[str, Period | None]:
-    """Where each Channel argument is found from an element's index."""
-    return {
-        name: find_period(shape, tuple(value.shape), axis)
-        for name, kind, value in zip(expression.parameters, expression.kinds, inputs, strict=True)
-        if kind is Kind.CHANNEL
-    }
-
-
-def _is_splat(period: Period) -> bool:
-    return period.size == 1 or period.inner % 4 == 0
-
-
-def _widens(period: Period, inputs: Sequence[Argument], expression: Expression, name: str) -> bool:
-    """Whether four neighbours see one element of the Channel argument, or four that can be loaded at once."""
-    value = inputs[expression.parameters.index(name)]
-    return _is_splat(period) or (period.inner == 1 and period.size % 4 == 0 and aligned(value))
-
-
-def _device_scalars(expression: Expression, inputs: Sequence[Argument]) -> frozenset[str]:
-    return frozenset(
-        name
-        for name, kind, value in zip(expression.parameters, expression.kinds, inputs, strict=True)
-        if kind is Kind.SCALAR and isinstance(value, cupy.ndarray)
-    )
+def _index_type(size: int) -> str:
+    return "unsigned int" if size < 2**31 else "unsigned long long"
 
 
 def _count(value: int, index: str) -> Any:
     return np.uint32(value) if index == "unsigned int" else np.uint64(value)
 
 
-def _arguments(
-    expression: Expression, inputs: Sequence[Argument], periods: dict[str, Period | None], variant: Variant
-) -> list[Any]:
-    """Kernel arguments of the formula's inputs, in the order that `cuda_source` declares."""
-    arguments: list[Any] = []
-    for name, kind, value in zip(expression.parameters, expression.kinds, inputs, strict=True):
-        if kind is Kind.SCALAR and name not in variant.device_scalars:
-            arguments.append(np.float32(value))
-            continue
-        assert value.dtype == np.float32, f"{expression.name}: {name} is {value.dtype}"
-        arguments.append(flat(value))
-        if kind is Kind.CHANNEL:
-            arguments += _divisor_and_modulus(periods[name], variant.width, name in variant.splat)
-    return arguments
+def _is_splat(period: Period) -> bool:
+    """Whether four neighbours see one element of the Channel argument."""
+    return period.size == 1 or period.inner % 4 == 0
 
 
-def _divisor_and_modulus(period: Period | None, width: int, splat: bool) -> list[Any]:
-    assert period is not None
-    if width == 4 and splat:
-        return [np.uint32(max(period.inner // 4, 1)), np.uint32(period.size)]
-    return [np.uint32(period.inner), np.uint32(period.size // width)]
+def _widens(call: Call, periods: dict[str, Period | None]) -> bool:
+    """Whether all arrays can be taken four elements at once."""
+    arrays = [*call.of_kind(Kind.EACH).values(), *call.outputs]
+    channels = call.of_kind(Kind.CHANNEL)
+    return all(s.aligned for s in arrays if s) and all(
+        _is_splat(p) or (p.inner == 1 and p.size % 4 == 0 and channels[name].aligned)
+        for name, p in periods.items()
+        if p
+    )
+
+
+def _extras(
+    call: Call, periods: dict[str, Period | None], width: int, splat: frozenset[str]
+) -> tuple[tuple[Any, ...], ...]:
+    """Divisor and modulus of each Channel argument, nothing for others."""
+    extras: list[tuple[Any, ...]] = []
+    for name in call.expression.parameters:
+        period = periods.get(name)
+        if period is None:
+            extras.append(())
+        elif width == 4 and name in splat:
+            extras.append((np.uint32(max(period.inner // 4, 1)), np.uint32(period.size)))
+        else:
+            extras.append((np.uint32(period.inner), np.uint32(period.size // width)))
+    return tuple(extras)
 
 
 @cache
@@ -146,72 +224,87 @@ def reduce(
     scratch: Scratch,
 ) -> None:
     """outputs (+)= sums of expression(*inputs), see `Backend.reduce`."""
-    shape = next(tuple(v.shape) for v, k in zip(inputs, expression.kinds, strict=True) if k is Kind.EACH)
-    target = find_period(shape, tuple(outputs[0].shape), axis)
-    periods = _periods(expression, inputs, shape, axis)
-    if target is None or any(period is None for period in periods.values()) or math.prod(shape) == 0:
-        _reduce_general(expression, inputs, outputs, axis, accumulate, shape)
+    plan = _plan_reduce(_call(expression, inputs, outputs, axis))
+    if plan is None:
+        _reduce_general(expression, inputs, outputs, axis, accumulate)
         return
+    partial = scratch.get("partial sums", len(outputs) * plan.splits * plan.size, "float64")
+    arguments = (*plan.arguments(inputs, outputs), partial, np.int32(accumulate))
+    plan.kernel(plan.grid, plan.block, arguments, shared_mem=THREADS * 8)
+    if plan.splits > 1:
+        _combine(partial, plan.splits, plan.size, outputs, accumulate)
+
+
+def _each_shape(expression: Expression, inputs: Sequence[Any]) -> tuple[int, ...]:
+    return next(tuple(v.shape) for v, k in zip(inputs, expression.kinds, strict=True) if k is Kind.EACH)
+
+
+@lru_cache(maxsize=4096)
+def _plan_reduce(call: Call) -> Launch | None:
+    """The kernel of a reduction's first stage; None if the outputs or a Channel argument have no period."""
+    assert call.outputs[0] is not None
+    shape = _each_shape(call.expression, call.inputs)
+    target = find_period(shape, call.outputs[0].shape, call.axis)
+    periods = call.periods(shape)
+    if target is None or None in periods.values() or math.prod(shape) == 0:
+        return None
+    call.check()
     if target.size == 1:
         target = Period(1, 1, math.prod(shape))
     fixed = frozenset(name for name, period in periods.items() if period == target)
-    index = "unsigned int" if math.prod(shape) < 2**31 else "unsigned long long"
-    variant = Variant(1, index, _device_scalars(expression, inputs), frozenset(), fixed)
-    arguments = _arguments(expression, inputs, periods, variant) + [flat(out) for out in outputs]
-    stage = _reduce_columns if target.inner == 1 and target.size > 1 else _reduce_segments
-    stage(expression, variant, target, arguments, outputs, accumulate, scratch)
+    by_columns = target.inner == 1 and target.size > 1
+    width = 4 if fixed == set(periods) and _reduces_wide(call, target, by_columns) else 1
+    splat = frozenset() if by_columns else fixed
+    variant = Variant(width, _index_type(math.prod(shape)), call.device_scalars(), splat, fixed)
+    extras = _extras(call, periods, 1, frozenset())
+    return (_plan_columns if by_columns else _plan_segments)(call, variant, target, extras)
 
 
-def _reduce_columns(
-    expression: Expression, variant: Variant, target: Period, arguments: list[Any], outputs: Sequence[Array],
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
-    rows, size = target.outer, target.size
-    width = min(32, 1 << (size - 1).bit_length())
-    height = THREADS // width
-    column_blocks = -(-size // width)
-    splits = max(1, min(SPLIT_BLOCKS // column_blocks, -(-rows // (height * 8))))
+def _reduces_wide(call: Call, target: Period, by_columns: bool) -> bool:
+    """Whether a reduction may load four neighbours at once."""
+    each = all(s.aligned for s in call.of_kind(Kind.EACH).values())
+    if by_columns:
+        return each and target.size % 4 == 0 and all(s.aligned for s in call.of_kind(Kind.CHANNEL).values())
+    return each and target.outer == 1 and target.inner % 4 == 0
+
+
+def _plan_columns(call: Call, variant: Variant, target: Period, extras: tuple[tuple[Any, ...], ...]) -> Launch:
+    rows, columns = target.outer, target.size // variant.width
+    across = min(32, 1 << (columns - 1).bit_length())
+    down = THREADS // across
+    column_blocks = -(-columns // across)
+    splits = max(1, min(SPLIT_BLOCKS // column_blocks, -(-rows // (down * ROWS_EACH))))
     each = -(-rows // splits)
     splits = -(-rows // each)
-    partial = scratch.get("partial sums", len(outputs) * splits * size, "float64")
-    head = [np.uint32(rows), np.uint32(size), np.uint32(each)]
-    kernel = compiled(reduce_columns_text(expression, variant), "reduce_")
-    tail = [partial, np.int32(accumulate)]
-    kernel((column_blocks, splits), (width, height), (*head, *arguments, *tail), shared_mem=THREADS * 8)
-    _combine(partial, splits, size, outputs, accumulate)
+    head = (np.uint32(rows), np.uint32(columns), np.uint32(each))
+    kernel = compiled(reduce_columns_text(call.expression, variant), "reduce_")
+    return Launch(kernel, (column_blocks, splits), (across, down), head, extras, splits, target.size)
 
 
-def _reduce_segments(
-    expression: Expression, variant: Variant, target: Period, arguments: list[Any], outputs: Sequence[Array],
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
-    length = target.outer * target.inner
-    splits = max(1, min(SPLIT_BLOCKS // target.size, -(-length // (THREADS * 8))))
+def _plan_segments(call: Call, variant: Variant, target: Period, extras: tuple[tuple[Any, ...], ...]) -> Launch:
+    inner = target.inner // variant.width
+    length = target.outer * inner
+    splits = max(1, min(SPLIT_BLOCKS // target.size, -(-length // (THREADS * ROWS_EACH))))
     each = -(-length // splits)
     splits = -(-length // each)
-    partial = scratch.get("partial sums", len(outputs) * splits * target.size, "float64")
     index = variant.index
-    head = [_count(target.outer, index), np.uint32(target.size), _count(target.inner, index), _count(each, index)]
-    kernel = compiled(reduce_segments_text(expression, variant), "reduce_")
-    tail = [partial, np.int32(accumulate)]
-    kernel((target.size, splits), (THREADS,), (*head, *arguments, *tail), shared_mem=THREADS * 8)
-    _combine(partial, splits, target.size, outputs, accumulate)
+    head = (_count(target.outer, index), np.uint32(target.size), _count(inner, index), _count(each, index))
+    kernel = compiled(reduce_segments_text(call.expression, variant), "reduce_")
+    return Launch(kernel, (target.size, splits), (THREADS,), head, extras, splits, target.size)
 
 
 def _combine(partial: Array, splits: int, size: int, outputs: Sequence[Array], accumulate: bool) -> None:
-    if splits == 1:
-        return
     kernel = library_kernel("reduce", "combine")
     for k, out in enumerate(outputs):
         part = partial[k * splits * size :]
-        launch_blocks(kernel, (-(-size // 8),), (THREADS,), (part, splits, size, flat(out), accumulate))
+        launch_blocks(kernel, (-(-size // 8),), (THREADS,), (part, splits, size, raw(out), accumulate))
 
 
 def _reduce_general(
-    expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool,
-    shape: tuple[int, ...],
-) -> None:  # fmt: skip
-    """The same in three steps for geometries that no net of this world has: values, sums in float64, conversion."""
+    expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool
+) -> None:
+    """The same in three steps for rare geometries: values, sums in float64, conversion."""
+    shape = _each_shape(expression, inputs)
     values = [allocate(shape) for _ in outputs]
     apply(expression, inputs, values, axis)
     for value, out in zip(values, outputs, strict=True):
@@ -227,8 +320,7 @@ def is_finite(array: Array, scratch: Scratch) -> bool:
     """Whether no element is NaN or infinite; waits for the device."""
     flag = scratch.get("finite flag", 1, "int32")
     flag.fill(0)
-    values = flat(array)
-    blocks = min(-(-max(values.size, 1) // THREADS), MAX_BLOCKS)
+    blocks = min(-(-max(array.size, 1) // THREADS), SPLIT_BLOCKS)
     kernel = library_kernel("reduce", "find_non_finite")
-    kernel((blocks,), (THREADS,), (values, np.uint64(values.size), flag))
+    kernel((blocks,), (THREADS,), (raw(array), np.uint64(array.size), flag))
     return not int(flag.get()[0])

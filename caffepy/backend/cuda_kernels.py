@@ -44,9 +44,14 @@ def compiled(text: str, name: str) -> Any:
         return _function(text, name, cupy.cuda.runtime.getDevice())
 
 
+@cache
+def _library_text(file: str, defines: str) -> str:
+    return defines + kernel_text("common") + kernel_text(file)
+
+
 def library_kernel(file: str, name: str, defines: str = "") -> Any:
     """The kernel `name` of kernels/<file>.cu, with C++ text put before it."""
-    return compiled(defines + kernel_text("common") + kernel_text(file), name)
+    return compiled(_library_text(file, defines), name)
 
 
 def argument(value: Any) -> Any:

@@ -6,6 +6,7 @@ Owns the rule "4-D arrays are channels last, all others in C order" for CuPy, an
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,14 +41,30 @@ def memory_order(array: Array) -> Array:
 
 def is_dense(array: Array) -> bool:
     """Whether the array fills its memory in the backend's order, so that `flat` is a view."""
-    return bool(memory_order(array).flags.c_contiguous)
+    return is_dense_layout(array.shape, array.strides, array.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def is_dense_layout(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
+    """`is_dense` from an array's shape, strides in bytes and element size."""
+    order = [0, 2, 3, 1] if len(shape) == 4 else list(range(len(shape)))
+    step = item
+    for axis in reversed(order):
+        if shape[axis] != 1 and strides[axis] != step and 0 not in shape:
+            return False
+        step *= shape[axis]
+    return True
+
+
+def raw(array: Array) -> Array:
+    """The array as an argument of a kernel that walks through memory; refuses slices."""
+    assert is_dense_layout(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
+    return array
 
 
 def flat(array: Array) -> Array:
     """The elements as 1-D view in memory order."""
-    ordered = memory_order(array)
-    assert ordered.flags.c_contiguous, f"array of shape {array.shape} is a slice of another"
-    return ordered.reshape(-1)
+    return memory_order(raw(array)).reshape(-1)
 
 
 def reshaped(array: Array, shape: tuple[int, ...]) -> Array:

@@ -123,90 +123,146 @@ def _reduce_parameters(expression: Expression, variant: Variant) -> str:
     return ", ".join(_argument_list(expression, variant) + outputs + ["double *partial_", "int accumulate_"])
 
 
+def _lanes(variant: Variant) -> list[str]:
+    """Suffixes of the elements that a thread takes at once."""
+    return [f".{lane}" for lane in LANES] if variant.width == 4 else [""]
+
+
 def _reduce_prologue(expression: Expression, variant: Variant) -> list[str]:
-    fixed = [f"const float {name} = {name}_p_[c_];" for name in sorted(variant.fixed)]
-    sums = [f"double {name}sum_ = 0.0;" for name in _outputs(expression)]
+    fixed = [_load(name, "c_", variant.width == 4 and name not in variant.splat) for name in sorted(variant.fixed)]
+    count = len(_lanes(variant))
+    sums = [f"double {name}sum_[{count}] = {{0.0}};" for name in _outputs(expression)]
     return _scalar_loads(variant) + fixed + sums
 
 
 def _reduce_step(expression: Expression, variant: Variant) -> list[str]:
-    outputs = _outputs(expression)
-    lines = _loads(expression, variant, "i_") + [f"float {', '.join(outputs)};", _call(expression, variant, "")]
-    return lines + [f"{name}sum_ += {name};" for name in outputs]
+    """Add the formula of element i_ to the float sums of a few elements."""
+    outputs, lanes = _outputs(expression), _lanes(variant)
+    kind = "float4" if variant.width == 4 else "float"
+    lines = _loads(expression, variant, "i_") + [f"{kind} {', '.join(outputs)};"]
+    lines += [_call(expression, variant, lane.lstrip(".")) for lane in lanes]
+    return lines + [f"{name}few_[{k}] += {name}{lane};" for name in outputs for k, lane in enumerate(lanes)]
 
 
-def _reduce_epilogue(expression: Expression, condition: str, combine: str) -> list[str]:
-    """Combine the threads' sums in shared memory; the first thread writes the result or, if split, a partial sum."""
-    lines = ["extern __shared__ double shared_[];"]
-    for k, name in enumerate(_outputs(expression)):
-        lines += [
-            "__syncthreads();",
-            f"const double {name}total_ = {combine.format(sum=name + 'sum_')};",
-            f"if ({condition}) {{",
-            f"    if (gridDim.y > 1) partial_[((size_t){k} * gridDim.y + blockIdx.y) * size_ + c_] = {name}total_;",
-            f"    else {name}p_[c_] = (float)((accumulate_ ? (double){name}p_[c_] : 0.0) + {name}total_);",
-            "}",
-        ]
-    return lines
+def _reduce_loop(expression: Expression, variant: Variant, start: str, end: str, step: str, index: list[str]) -> str:
+    """A loop that adds up four elements in float and these sums in double, then what is left over."""
+    outputs, count = _outputs(expression), len(_lanes(variant))
+    clear = [f"float {name}few_[{count}] = {{0.0f}};" for name in outputs]
+    flush = [f"{name}sum_[{k}] += {name}few_[{k}];" for name in outputs for k in range(count)]
+    body = _lines(index + _reduce_step(expression, variant), 12)
+    return f"""{variant.index} j_ = {start};
+    for (; j_ < {end} && {end} - j_ > 3 * {step}; j_ += 4 * {step}) {{
+        {_lines(clear, 8)}
+        #pragma unroll
+        for (int u_ = 0; u_ < 4; ++u_) {{
+            const {variant.index} at_ = j_ + u_ * {step};
+            {body}
+        }}
+        {_lines(flush, 8)}
+    }}
+    for (; j_ < {end}; j_ += {step}) {{
+        {_lines(clear, 8)}
+        {{
+            const {variant.index} at_ = j_;
+            {body}
+        }}
+        {_lines(flush, 8)}
+    }}"""
+
+
+def _reduce_write(name: str, k: int, place: str, size: str) -> list[str]:
+    """Write a total, or a partial one if the sum is split."""
+    return [
+        f"if (gridDim.y > 1) partial_[((size_t){k} * gridDim.y + blockIdx.y) * {size} + {place}] = total_;",
+        f"else {name}p_[{place}] = (float)((accumulate_ ? (double){name}p_[{place}] : 0.0) + total_);",
+    ]
+
+
+_BLOCK_SUM = """
+// The sum over threads that share threadIdx.x; the first of them gets it.
+__device__ double column_sum_(double *shared_, double sum_) {
+    const int t_ = threadIdx.y * blockDim.x + threadIdx.x;
+    __syncthreads();
+    shared_[t_] = sum_;
+    __syncthreads();
+    for (int half_ = blockDim.y / 2; half_ > 0; half_ /= 2) {
+        if (threadIdx.y < half_) shared_[t_] += shared_[t_ + half_ * blockDim.x];
+        __syncthreads();
+    }
+    return shared_[threadIdx.x];
+}
+// The sum over a block of one row of threads.
+__device__ double row_sum_(double *shared_, double sum_) {
+    __syncthreads();
+    shared_[threadIdx.x] = sum_;
+    __syncthreads();
+    for (int half_ = blockDim.x / 2; half_ > 0; half_ /= 2) {
+        if (threadIdx.x < half_) shared_[threadIdx.x] += shared_[threadIdx.x + half_];
+        __syncthreads();
+    }
+    return shared_[0];
+}
+"""
 
 
 @cache
 def reduce_columns_text(expression: Expression, variant: Variant) -> str:
-    """A kernel `reduce_` that sums each column of a (rows, size) matrix; blockIdx.y takes a range of rows."""
-    combine = "column_sum_(shared_, {sum})"
-    return f"""{formula_text(expression)}
-__device__ double column_sum_(double *shared_, double sum_) {{
-    const int t_ = threadIdx.y * blockDim.x + threadIdx.x;
-    shared_[t_] = sum_;
-    __syncthreads();
-    for (int half_ = blockDim.y / 2; half_ > 0; half_ /= 2) {{
-        if (threadIdx.y < half_) shared_[t_] += shared_[t_ + half_ * blockDim.x];
-        __syncthreads();
-    }}
-    return shared_[threadIdx.x];
-}}
+    """A kernel `reduce_` that sums each column of a matrix of size_ columns (or groups of `width` columns).
+
+    blockIdx.y takes a range of rows.
+    """
+    width = variant.width
+    write = []
+    for k, name in enumerate(_outputs(expression)):
+        for lane in range(width):
+            write += [f"total_ = column_sum_(shared_, {name}sum_[{lane}]);", "if (inside_ && threadIdx.y == 0) {"]
+            write += _reduce_write(name, k, f"(c_ * {width} + {lane})", f"(size_ * {width})") + ["}"]
+    loop = _reduce_loop(
+        expression, variant, "blockIdx.y * rows_each_ + threadIdx.y", "end_", "blockDim.y",
+        [f"const {variant.index} i_ = at_ * size_ + c_;"],
+    )  # fmt: skip
+    return f"""{formula_text(expression)}{_BLOCK_SUM}
 extern "C" __global__ void reduce_(unsigned int rows_, unsigned int size_, unsigned int rows_each_,
         {_reduce_parameters(expression, variant)}) {{
+    extern __shared__ double shared_[];
     const unsigned int c_ = min(blockIdx.x * blockDim.x + threadIdx.x, size_ - 1);
     const bool inside_ = blockIdx.x * blockDim.x + threadIdx.x < size_;
     const unsigned int end_ = min(rows_, (blockIdx.y + 1) * rows_each_);
     {_lines(_reduce_prologue(expression, variant), 4)}
-    #pragma unroll 4
-    for (unsigned int row_ = blockIdx.y * rows_each_ + threadIdx.y; row_ < end_; row_ += blockDim.y) {{
-        const unsigned int i_ = row_ * size_ + c_;
-        {_lines(_reduce_step(expression, variant), 8)}
-    }}
-    {_lines(_reduce_epilogue(expression, "inside_ && threadIdx.y == 0", combine), 4)}
+    {loop}
+    double total_;
+    {_lines(write, 4)}
 }}
 """
 
 
 @cache
 def reduce_segments_text(expression: Expression, variant: Variant) -> str:
-    """A kernel `reduce_` that sums an (outer, size, inner) array for each of size; blockIdx.y takes a range."""
-    combine = "block_sum_(shared_, {sum})"
-    return f"""{formula_text(expression)}
-__device__ double block_sum_(double *shared_, double sum_) {{
-    shared_[threadIdx.x] = sum_;
-    __syncthreads();
-    for (int half_ = blockDim.x / 2; half_ > 0; half_ /= 2) {{
-        if (threadIdx.x < half_) shared_[threadIdx.x] += shared_[threadIdx.x + half_];
-        __syncthreads();
-    }}
-    return shared_[0];
-}}
+    """A kernel `reduce_` that sums an (outer, size, inner) array for each of size; blockIdx.y takes a range.
+
+    With width 4, inner_ counts groups of four and outer_ is 1.
+    """
+    lanes = range(variant.width)
+    write = []
+    for k, name in enumerate(_outputs(expression)):
+        parts = " + ".join(f"{name}sum_[{lane}]" for lane in lanes)
+        write += [f"total_ = row_sum_(shared_, {parts});", "if (threadIdx.x == 0) {"]
+        write += _reduce_write(name, k, "c_", "size_") + ["}"]
+    loop = _reduce_loop(
+        expression, variant, "from_ + threadIdx.x", "end_", "blockDim.x",
+        [f"const {variant.index} o_ = outer_ == 1 ? 0 : at_ / inner_;",
+         f"const {variant.index} i_ = (o_ * size_ + c_) * inner_ + (at_ - o_ * inner_);"],
+    )  # fmt: skip
+    return f"""{formula_text(expression)}{_BLOCK_SUM}
 extern "C" __global__ void reduce_({variant.index} outer_, unsigned int size_, {variant.index} inner_,
         {variant.index} each_, {_reduce_parameters(expression, variant)}) {{
+    extern __shared__ double shared_[];
     const unsigned int c_ = blockIdx.x;
     const {variant.index} n_ = outer_ * inner_, from_ = blockIdx.y * each_;
     const {variant.index} end_ = n_ - from_ < each_ ? n_ : from_ + each_;
     {_lines(_reduce_prologue(expression, variant), 4)}
-    #pragma unroll 4
-    for ({variant.index} j_ = from_ + threadIdx.x; j_ < end_; j_ += blockDim.x) {{
-        const {variant.index} o_ = outer_ == 1 ? 0 : j_ / inner_;
-        const {variant.index} i_ = (o_ * size_ + c_) * inner_ + (j_ - o_ * inner_);
-        {_lines(_reduce_step(expression, variant), 8)}
-    }}
-    {_lines(_reduce_epilogue(expression, "threadIdx.x == 0", combine), 4)}
+    {loop}
+    double total_;
+    {_lines(write, 4)}
 }}
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 from caffepy.backend.base import Array, Geometry
 from caffepy.backend.cuda_kernels import aligned, launch, library_kernel
-from caffepy.backend.cuda_memory import flat
+from caffepy.backend.cuda_memory import raw
 
 
 def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, over: Array, geometry: Geometry) -> None:
@@ -17,7 +17,7 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, ove
     sizes = (*image.shape[2:], *pooled.shape[2:])
     windows: tuple[Any, ...] = (channels, *sizes, *geometry.kernel, *geometry.stride, *geometry.pad)
     count = over.size // width
-    launch(library_kernel("pooling", f"{name}_{width}"), count, (*map(flat, arrays), *windows, count))
+    launch(library_kernel("pooling", f"{name}_{width}"), count, (*map(raw, arrays), *windows, count))
 
 
 def max_forward(x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
@@ -42,13 +42,13 @@ def average_backward(dy: Array, dx: Array, geometry: Geometry) -> None:
 
 def lrn_forward(x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float) -> None:
     """See `Backend.lrn_across_forward`."""
-    arrays = tuple(map(flat, (x, y, scale)))
+    arrays = tuple(map(raw, (x, y, scale)))
     numbers = (x.shape[1], size, float(alpha), float(beta), float(k), x.size)
     launch(library_kernel("lrn", "lrn_scale"), x.size, (*arrays, *numbers))
 
 
 def lrn_backward(x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float) -> None:
     """See `Backend.lrn_across_backward`."""
-    arrays = tuple(map(flat, (x, y, scale, dy, dx)))
+    arrays = tuple(map(raw, (x, y, scale, dy, dx)))
     numbers = (x.shape[1], size, float(alpha), float(beta), x.size)
     launch(library_kernel("lrn", "lrn_gradient"), x.size, (*arrays, *numbers))
