@@ -17,7 +17,7 @@ import numpy as np
 
 from caffepy.backend.base import Array
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import THREADS, compiled, launch_blocks, library_kernel
+from caffepy.backend.cuda_kernels import THREADS, compiled, library_kernel
 from caffepy.backend.cuda_layout import Period, find_period
 from caffepy.backend.cuda_memory import Scratch, allocate, is_dense_layout, raw
 from caffepy.backend.cuda_source import (
@@ -34,6 +34,9 @@ Argument = Any
 
 SPLIT_BLOCKS = 1056
 """Blocks that the first stage of a reduction aims at; fixed, so that the order of a sum depends on no device."""
+
+MOST_OUTPUTS = 4
+"""Outputs that the second stage of a reduction takes."""
 
 ROWS_EACH = 8
 """Fewest elements that a thread of a reduction adds up before its sum is worth splitting further."""
@@ -229,10 +232,10 @@ def reduce(
         _reduce_general(expression, inputs, outputs, axis, accumulate)
         return
     partial = scratch.get("partial sums", len(outputs) * plan.splits * plan.size, "float64")
-    arguments = (*plan.arguments(inputs, outputs), partial, np.int32(accumulate))
-    plan.kernel(plan.grid, plan.block, arguments, shared_mem=THREADS * 8)
+    add = np.int32(accumulate)
+    plan.kernel(plan.grid, plan.block, (*plan.arguments(inputs, outputs), partial, add), shared_mem=THREADS * 8)
     if plan.splits > 1:
-        _combine(partial, plan.splits, plan.size, outputs, accumulate)
+        _combine(partial, plan, outputs, add)
 
 
 def _each_shape(expression: Expression, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -243,6 +246,7 @@ def _each_shape(expression: Expression, inputs: Sequence[Any]) -> tuple[int, ...
 def _plan_reduce(call: Call) -> Launch | None:
     """The kernel of a reduction's first stage; None if the outputs or a Channel argument have no period."""
     assert call.outputs[0] is not None
+    assert len(call.outputs) <= MOST_OUTPUTS, f"{call.expression}: more than {MOST_OUTPUTS} sums at once"
     shape = _each_shape(call.expression, call.inputs)
     target = find_period(shape, call.outputs[0].shape, call.axis)
     periods = call.periods(shape)
@@ -293,11 +297,13 @@ def _plan_segments(call: Call, variant: Variant, target: Period, extras: tuple[t
     return Launch(kernel, (target.size, splits), (THREADS,), head, extras, splits, target.size)
 
 
-def _combine(partial: Array, splits: int, size: int, outputs: Sequence[Array], accumulate: bool) -> None:
-    kernel = library_kernel("reduce", "combine")
-    for k, out in enumerate(outputs):
-        part = partial[k * splits * size :]
-        launch_blocks(kernel, (-(-size // 8),), (THREADS,), (part, splits, size, raw(out), accumulate))
+def _combine(partial: Array, plan: Launch, outputs: Sequence[Array], accumulate: Any) -> None:
+    """Second stage: add up the partial sums of up to four outputs."""
+    last = outputs[-1]
+    pointers = [*outputs, last, last, last][:MOST_OUTPUTS]
+    grid = (-(-plan.size // (THREADS // 32)), len(outputs))
+    arguments = (partial, np.int32(plan.splits), np.int32(plan.size), accumulate, *pointers)
+    library_kernel("reduce", "combine")(grid, (THREADS,), arguments)
 
 
 def _reduce_general(

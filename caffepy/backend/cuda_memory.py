@@ -110,6 +110,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}
+        self._views: dict[tuple[str, int, str], Array] = {}
 
     def get(self, purpose: str, count: int, dtype: str = "float32") -> Array:
         """A 1-D array of `count` undefined elements, valid until the next call with this purpose.
@@ -117,14 +118,21 @@ class Scratch:
         Raises:
             DeviceError: out of memory.
         """
+        found = self._views.get((purpose, count, dtype))
+        return self._make(purpose, count, dtype) if found is None else found
+
+    def _make(self, purpose: str, count: int, dtype: str) -> Array:
         size = max(count * np.dtype(dtype).itemsize, 1)
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.size < size:
             self._buffers.pop(purpose, None)
+            self._views = {key: view for key, view in self._views.items() if key[0] != purpose}
             with device_memory(f"{purpose} ({size} bytes)"):
                 buffer = self._buffers[purpose] = cupy.empty(size, "uint8")
-        return buffer[:size].view(dtype)[:count]
+        view = self._views[purpose, count, dtype] = buffer[:size].view(dtype)[:count]
+        return view
 
     def clear(self) -> None:
         """Give all buffers back."""
+        self._views.clear()
         self._buffers.clear()

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from caffepy.backend.base import Array, Geometry
-from caffepy.backend.cuda_kernels import aligned, launch, library_kernel
+from caffepy.backend.cuda_kernels import aligned, argument, launch, library_kernel
 from caffepy.backend.cuda_memory import raw
+
+
+@lru_cache(maxsize=1024)
+def _windows(image: tuple[int, ...], pooled: tuple[int, ...], geometry: Geometry) -> tuple[Any, ...]:
+    """The kernels' arguments that describe the windows."""
+    assert len(image) == 4 and len(geometry.kernel) == 2, "pooling has two spatial axes"
+    sizes = (*image[2:], *pooled[2:])
+    return tuple(map(argument, (image[1], *sizes, *geometry.kernel, *geometry.stride, *geometry.pad)))
 
 
 def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, over: Array, geometry: Geometry) -> None:
     """Launch a pooling kernel with a thread for each element of `over`, or for four neighbouring channels of it."""
-    assert image.ndim == 4 and len(geometry.kernel) == 2, "pooling has two spatial axes"
-    channels = image.shape[1]
-    width = 4 if channels % 4 == 0 and all(map(aligned, arrays)) else 1
-    sizes = (*image.shape[2:], *pooled.shape[2:])
-    windows: tuple[Any, ...] = (channels, *sizes, *geometry.kernel, *geometry.stride, *geometry.pad)
+    windows = _windows(image.shape, pooled.shape, geometry)
+    width = 4 if image.shape[1] % 4 == 0 and all(map(aligned, arrays)) else 1
     count = over.size // width
     launch(library_kernel("pooling", f"{name}_{width}"), count, (*map(raw, arrays), *windows, count))
 

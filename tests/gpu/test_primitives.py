@@ -143,6 +143,40 @@ class _OneWay:
         return CudaConvolution(problem, [self._way(problem, resources)], b._scratch)
 
 
+NETS = [
+    (64, 1, 28, 20, window(5, 1, 0, 1)), (64, 20, 12, 50, window(5, 1, 0, 1)),  # LeNet
+    (100, 3, 32, 32, window(5, 1, 2, 1)), (100, 32, 16, 32, window(5, 1, 2, 1)),  # cifar10_quick
+    (8, 3, 227, 96, window(11, 4, 0, 1)), (8, 96, 27, 256, window(5, 1, 2, 1, group=2)),  # CaffeNet
+    (8, 256, 13, 384, window(3, 1, 1, 1)), (8, 384, 13, 256, window(3, 1, 1, 1, group=2)),
+    (8, 3, 224, 64, window(7, 2, 3, 1)), (8, 64, 56, 64, window(3, 1, 1, 1)),  # ResNet-50
+    (8, 256, 56, 512, window(1, 2, 0, 1)), (8, 128, 56, 128, window(3, 2, 1, 1)), (8, 256, 14, 256, window(3, 1, 1, 1)),
+    (8, 512, 7, 2048, window(1, 1, 0, 1)), (8, 16, 28, 32, window(5, 1, 2, 1)),
+    (8, 128, 28, 128, window(3, 1, 1, 1, group=128)), (8, 64, 28, 64, window(3, 1, 2, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "c", "size", "outputs", "geometry"), NETS)
+def test_cudnn_is_as_exact_as_plain_products(
+    backend: Any, n: int, c: int, size: int, outputs: int, geometry: Geometry
+) -> None:
+    """At the sizes of real nets, where cuDNN chooses other engines than for small ones."""
+    from caffepy.backend.cuda_im2col import Im2colConvolution
+
+    x_shape, weights_shape = (n, c, size, size), (outputs, c // geometry.group, *geometry.kernel)
+    results = []
+    for maker in (backend, _OneWay(backend, Im2colConvolution)):
+        plan = maker.plan_convolution(x_shape, weights_shape, geometry)
+        x, weights = (checks.place(backend, checks.normal(i, s)) for i, s in enumerate((x_shape, weights_shape)))
+        y, dy = checks.dirty(backend, plan.problem.y), checks.place(backend, checks.normal(3, plan.problem.y))
+        dx, dweights = checks.dirty(backend, x_shape), checks.dirty(backend, weights_shape)
+        plan.forward(x, weights, None, y)
+        plan.backward_data(dy, weights, dx)
+        plan.backward_weights(x, dy, dweights, accumulate=False)
+        results.append([backend.to_host(a) for a in (y, dx, dweights)])
+    for ours, theirs in zip(*results, strict=True):
+        checks.close(ours, theirs, TOLERANCE)
+
+
 def test_im2col_takes_large_batches_in_parts(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     from caffepy.backend import cuda_im2col
 
