@@ -12,6 +12,7 @@ import logging
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 _POLL = 0.2
 """Seconds between looks at the threads when nothing wakes the manager."""
-_JOIN_SECONDS = 3.0
-"""How long a failed run waits for its threads."""
+_JOIN_SECONDS = 2.0
+"""How long a failed run waits for its threads, all together."""
 _LAST_RESORT_SECONDS = 6.0
 """When a process ends after a failure, whatever its main thread is stuck in."""
 _INTERRUPTED = 130
@@ -103,6 +104,7 @@ class P2PManager:
                 signal.SIGTERM: options.sigterm_effect,
             },
             self._interrupted_again,
+            lambda: self._failure is not None,
         )
         self._make_syncs(options, cores, signals)
         self._watchdog = Watchdog(
@@ -310,8 +312,9 @@ class P2PManager:
         alone = world.size == 1 or world.ended_together
         if not alone and not failure.reported:
             self._report_failure(failure)
+        deadline = time.monotonic() + _JOIN_SECONDS
         for sync in self._syncs:
-            sync.join(_JOIN_SECONDS)
+            sync.join(max(0.0, deadline - time.monotonic()))
         if not alone:
             world.end(failure.status)
 

@@ -28,11 +28,15 @@ class SignalRequests:
         effects: what each signal does: stop, snapshot or none; SIGTERM's stop writes a snapshot first, since whoever
             sends it (a batch system) wants the machine back and the work kept.
         interrupted_again: called at a second SIGINT.
+        failed: whether training ends anyway; then signals are ignored: mpirun sends SIGTERM when a rank has died.
     """
 
-    def __init__(self, effects: Mapping[int, str], interrupted_again: Callable[[], None]) -> None:
+    def __init__(
+        self, effects: Mapping[int, str], interrupted_again: Callable[[], None], failed: Callable[[], bool]
+    ) -> None:
         self._effects = effects
         self._interrupted_again = interrupted_again
+        self._failed = failed
         self._interrupts = 0
         self._requests: deque[Action] = deque()
         self._before: dict[int, Any] = {}
@@ -59,6 +63,8 @@ class SignalRequests:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._interrupted_again()
+        if self._failed():
+            return
         effect = self._effects[number]
         requests = _REQUESTS[effect]
         if number == signal.SIGTERM and effect == "stop":

@@ -174,7 +174,9 @@ class Watchdog:
         if rank == 0:
             self._stopping.wait(0.0 if self._world.rank == 1 else 1.0)
         known = self._others.get(rank, [])
-        at = f" (process {known[0].pid}) at iteration {max(s.iteration for s in known)}" if known else ""
+        process = f" (process {known[0].pid})" if known else ""
+        own = [progress.state(self._world) for progress in self._progresses]
+        at = f"{process} at iteration {max(state.iteration for state in (*known, *own))}"
         failure = Failure(
             f"{self._world.name(rank)}{at} ended unexpectedly: it was killed, crashed or lost its network; "
             f"training is stopped"

@@ -54,14 +54,14 @@ class Outcome:
     Args:
         status: the exit status.
         log: what it wrote to stdout and stderr.
-        seconds: how long it took.
+        ended: when.
         folder: where it ran.
         prefix: of its snapshots.
     """
 
     status: int
     log: str
-    seconds: float
+    ended: float
     folder: Path
     prefix: str
 
@@ -74,6 +74,11 @@ class Outcome:
             for layer in net.layer
             for i, blob in enumerate(layer.blobs)
         }
+
+    def seconds_after_fault(self) -> float:
+        """From the injected fault to the end of all processes."""
+        (line,) = (line for line in self.log.splitlines() if line.startswith("fault at "))
+        return self.ended - float(line.removeprefix("fault at "))
 
     def scores(self) -> list[str]:
         """The test scores that were logged."""
@@ -112,6 +117,7 @@ class Laboratory:
             command,
             cwd=self.folder,
             env=program_environment(environment),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -122,14 +128,13 @@ class Laboratory:
     def finish(self, started: tuple[subprocess.Popen[str], str], timeout: float = 60.0) -> Outcome:
         """Wait for a run's end; one that hangs is killed and fails the test."""
         process, prefix = started
-        begun = time.monotonic()
         try:
             log, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             log, _ = process.communicate()
             pytest.fail(f"still running after {timeout} s:\n{log}")
-        return Outcome(process.returncode, log, time.monotonic() - begun, self.folder, prefix)
+        return Outcome(process.returncode, log, time.time(), self.folder, prefix)
 
     def train(self, *options: str, timeout: float = 60.0, **settings: object) -> Outcome:
         """Start a run and wait for its end; arguments as in `start`."""

@@ -16,6 +16,7 @@ import time
 from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.base import Layer, register_layer
+from caffepy.proto.caffe_pb2 import TRAIN
 
 
 @register_layer("Fault")
@@ -31,8 +32,9 @@ class FaultLayer(Layer):
         kind, device, iteration = os.environ.get("FAULT", "none -1 -1").split()
         if self.context.shard.rank != int(device) or self.context.passes.number != int(iteration):
             return
-        if self.context.phase != 0:
+        if self.context.phase != TRAIN:
             return
+        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
         if kind == "raise":
             raise ValueError("injected")
         if kind == "kill":

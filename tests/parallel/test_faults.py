@@ -13,6 +13,8 @@ import pytest
 
 LONG = 100000
 """Iterations that no test waits for."""
+LIMIT = 10.0
+"""Seconds from a fault to the end of every process: what is promised."""
 
 
 def errors(log: str) -> list[str]:
@@ -41,6 +43,7 @@ def ranks_of(pid: int) -> dict[int, psutil.Process]:
 def test_an_exception_in_one_rank_ends_all(laboratory) -> None:  # type: ignore[no-untyped-def]
     outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT="raise 1 5", timeout=20)
     assert outcome.status == 1
+    assert outcome.seconds_after_fault() < LIMIT
     (message,) = errors(outcome.log)
     assert re.fullmatch(r"rank 1 on \S+, device CPU, iteration 5: layer 'fault' \(Fault\): ValueError: injected", message)
     assert "Traceback" not in outcome.log
@@ -49,21 +52,24 @@ def test_an_exception_in_one_rank_ends_all(laboratory) -> None:  # type: ignore[
 def test_an_exception_in_one_thread_ends_the_process(laboratory) -> None:  # type: ignore[no-untyped-def]
     outcome = laboratory.train("--cpu-solvers", "3", iterations=LONG, FAULT="raise 2 5", timeout=20)
     assert outcome.status == 1
+    assert outcome.seconds_after_fault() < LIMIT
     assert errors(outcome.log) == ["device CPU 2, iteration 5: layer 'fault' (Fault): ValueError: injected"]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_is_named(laboratory, victim: int) -> None:  # type: ignore[no-untyped-def]
-    outcome = laboratory.train(ranks=3, batch=32, iterations=LONG, FAULT=f"kill {victim} 40", DELAY="0.02", timeout=20)
+@pytest.mark.parametrize(("victim", "ranks"), [(0, 2), (1, 2), (1, 3)])
+def test_a_killed_rank_is_named(laboratory, victim: int, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(ranks=ranks, batch=32, iterations=LONG, FAULT=f"kill {victim} 8", timeout=20)
     assert outcome.status not in (0, None)
+    assert outcome.seconds_after_fault() < LIMIT
     reports = [message for message in errors(outcome.log) if "ended unexpectedly" in message]
     assert len(reports) == len(errors(outcome.log)) == 1, outcome.log
-    assert re.match(rf"rank {victim} on \S+( \(process \d+\) at iteration \d+)? ended unexpectedly", reports[0])
+    assert re.match(rf"rank {victim} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", reports[0])
 
 
 def test_a_rank_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
     outcome = laboratory.train("--timeout", "2", ranks=2, batch=32, iterations=LONG, FAULT="sleep 1 5", timeout=25)
     assert outcome.status == 1
+    assert outcome.seconds_after_fault() < 2 + LIMIT
     (message,) = errors(outcome.log)
     assert re.search(r"has waited \d s in the gradients' all-reduce of iteration 5 for rank 1 on \S+, process \d+", message)
 
@@ -71,6 +77,7 @@ def test_a_rank_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-unt
 def test_a_thread_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
     outcome = laboratory.train("--cpu-solvers", "2", "--timeout", "2", iterations=LONG, FAULT="sleep 1 5", timeout=25)
     assert outcome.status == 1
+    assert outcome.seconds_after_fault() < 2 + LIMIT
     (message,) = errors(outcome.log)
     assert re.search(r"device CPU 0 has waited .* iteration 5 for rank 0 on \S+, process \d+, device CPU 1", message)
 
@@ -91,6 +98,7 @@ def test_a_stopped_process_is_named(laboratory) -> None:  # type: ignore[no-unty
 def test_sigint_to_one_rank_stops_all_with_a_snapshot(laboratory, culprit: int) -> None:  # type: ignore[no-untyped-def]
     outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT=f"SIGINT {culprit} 12", DELAY="0.01", timeout=20)
     assert outcome.status == 0, outcome.log
+    assert outcome.seconds_after_fault() < LIMIT
     assert "Optimization stopped early." in outcome.log
     assert not errors(outcome.log)
     (state,) = laboratory.folder.glob(f"{outcome.prefix}_iter_*.solverstate")

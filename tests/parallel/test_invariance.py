@@ -50,6 +50,14 @@ def test_threads_and_ranks_train_as_one_device_does(laboratory, alone, ranks: in
     assert logged(outcome, "Batch: ")[-1] == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
 
 
+def test_an_mpi_that_the_main_thread_alone_may_call(laboratory, alone) -> None:  # type: ignore[no-untyped-def]
+    outcome = laboratory.train(
+        "--cpu-solvers", "2", ranks=2, batch=32, iterations=20, snapshot=20, MPI4PY_RC_THREAD_LEVEL="funneled"
+    )
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, 20)
+
+
 def test_a_run_is_resumed_by_another_number_of_devices(laboratory, alone) -> None:  # type: ignore[no-untyped-def]
     for options, ranks in ((("--cpu-solvers", "2"), 0), ((), 2)):
         outcome = laboratory.train(

@@ -130,7 +130,7 @@ def test_the_loss_of_rank_0_is_told_by_rank_1(group: Callable[..., Group]) -> No
     two = group(2)
     two.kill(0)
     assert eventually(lambda: two.failures[1])
-    assert "rank 0 on host0 ended unexpectedly" in two.failures[1][0].message
+    assert "rank 0 on host0 at iteration 7 ended unexpectedly" in two.failures[1][0].message
     assert not two.failures[1][0].reported
 
 
