@@ -1,7 +1,6 @@
 """LMDB record sources: one shared environment a path and process, one cursor a reader.
 
-Owns the translation of LMDB's errors. LMDB maps its file into memory, and a page that the file lacks would end the
-process with SIGBUS; so the file's length is compared with what its meta pages promise before anything is mapped.
+Owns the translation of LMDB's errors into sentences.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import contextlib
 import itertools
 import logging
 import os
-import struct
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from caffepy.data.lmdb_file import check_file
 from caffepy.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,59 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = 0xBEEFC0DE
-_HEADER = 16
-"""Bytes before the meta data in a page: page number, padding, flags, bounds."""
-_META = struct.Struct("<II QQ 48s 48s QQ")
-"""magic, version, address, map size, the free list's and the main database's records, last page, transaction."""
-_DATABASE = struct.Struct("<I 44x")
-_META_PAGE = 8
-"""Flag of a meta page."""
 _STEP_LIMIT = 64
 """Records that are stepped over rather than searched for."""
 _MARK_EVERY = 1024
 """Distance of the marks by which records without numbered keys are found."""
-
-
-def check_file(path: Path) -> None:
-    """Refuse a data.mdb that is not LMDB's or is shorter than its meta pages say.
-
-    Raises:
-        DataError: saying what is wrong.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        first = _read_meta(file.read(_HEADER + _META.size))
-        if first is None:
-            raise DataError(
-                f"'{path}' is not an LMDB data file (no LMDB mark in its first page); was it copied completely?"
-            )
-        file.seek(first.page_size)
-        second = _read_meta(file.read(_HEADER + _META.size))
-    newest = second if second is not None and second.transaction > first.transaction else first
-    needed = (newest.last_page + 1) * first.page_size
-    if size < needed:
-        raise DataError(
-            f"'{path}' is truncated: it has {size} bytes and its own header asks for {needed}; copy or build it again"
-        )
-
-
-@dataclass(frozen=True)
-class _Meta:
-    page_size: int
-    last_page: int
-    transaction: int
-
-
-def _read_meta(page: bytes) -> _Meta | None:
-    if len(page) < _HEADER + _META.size:
-        return None
-    flags = struct.unpack_from("<H", page, 10)[0]
-    magic, _, _, _, free, _, last_page, transaction = _META.unpack_from(page, _HEADER)
-    page_size = _DATABASE.unpack(free)[0]
-    if magic != _MAGIC or not flags & _META_PAGE or not 256 <= page_size <= 65536:
-        return None
-    return _Meta(page_size, last_page, transaction)
 
 
 class _Environments:
@@ -140,6 +89,9 @@ class LmdbSource:
             if self._length == 0:
                 raise DataError(f"{self.description} holds no records")
             self._open_cursor()
+        except lmdb.Error as error:
+            self.close()
+            raise DataError(f"{self.description} is damaged: {error}; build it again") from error
         except BaseException:
             self.close()
             raise
@@ -148,7 +100,7 @@ class LmdbSource:
         self._transaction = self._environment.begin(buffers=True)
         self._cursor = self._transaction.cursor()
         if not (self._cursor.last() and self._cursor.first()):
-            raise DataError(f"{self.description} is damaged: no first or last record is there; build it again")
+            raise DataError(f"{self.description} is damaged: there is no first or last record; build it again")
         self._at = 0
         self._numbered = self._looks_numbered()
 

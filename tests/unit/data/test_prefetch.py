@@ -1,0 +1,138 @@
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from caffepy.data.prefetch import Batch, Prefetcher
+from caffepy.errors import AbortedError, DataError, RunError
+
+
+class Numbers:
+    """A loader of sample numbers; `gate` can hold it up, `fail_at` makes it fail."""
+
+    def __init__(self, fail_at=None, error=None, gate=None):
+        self.reading = "record 0 of nothing"
+        self.loaded = 0
+        self.fail_at, self.error, self.gate = fail_at, error, gate
+
+    def load(self, first, count, batch):
+        self.reading = f"record {first} of the numbers"
+        if self.gate is not None:
+            self.gate.wait(20)
+        if first == self.fail_at:
+            raise self.error
+        batch.array(0, (count,))[...] = np.arange(first, first + count)
+        self.loaded += 1
+
+
+def prefetcher(loader, **settings):
+    return Prefetcher(loader, lambda number: 10 * number, 4, 1, where="layer 'd'", **settings)
+
+
+def test_batches_come_in_order_from_the_pass_asked_for():
+    subject = prefetcher(Numbers(), first_pass=3)
+    for number in range(3, 30):
+        batch = subject.get(number)
+        assert batch.arrays[0].tolist() == [10 * number + i for i in range(4)]
+        subject.release(batch)
+    assert subject.close()
+
+
+def test_no_thread_starts_before_the_first_batch_and_none_is_left():
+    before = threading.active_count()
+    subject = prefetcher(Numbers())
+    assert threading.active_count() == before
+    subject.get(0)
+    assert threading.active_count() == before + 1
+    assert subject.close()
+    assert subject.close()
+    assert threading.active_count() == before
+
+
+def test_it_reads_ahead_as_far_as_the_depth():
+    loader = Numbers()
+    subject = prefetcher(loader, depth=3)
+    subject.get(0)
+    deadline = time.monotonic() + 10
+    while loader.loaded < 4 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    assert loader.loaded == 4
+    subject.close()
+
+
+def test_released_arrays_are_used_again():
+    subject = prefetcher(Numbers(), depth=1)
+    seen = set()
+    for number in range(20):
+        batch = subject.get(number)
+        seen.add(id(batch))
+        subject.release(batch)
+    assert len(seen) <= 4
+    subject.close()
+
+
+def test_a_user_error_arrives_as_it_is_after_the_batches_before_it():
+    error = DataError("record 20 is bad")
+    subject = prefetcher(Numbers(20, error))
+    subject.get(0)
+    subject.get(1)
+    with pytest.raises(DataError, match="^record 20 is bad$"):
+        subject.get(2)
+    with pytest.raises(DataError, match="^record 20 is bad$"):
+        subject.get(2)
+    subject.close()
+
+
+def test_any_other_error_names_what_was_read():
+    subject = prefetcher(Numbers(0, ZeroDivisionError("why")))
+    with pytest.raises(RunError, match=r"^layer 'd': reading record 0 of the numbers failed: ZeroDivisionError: why$"):
+        subject.get(0)
+    subject.close()
+
+
+def test_a_stall_is_reported_and_then_ends_the_wait(caplog):
+    gate = threading.Event()
+    subject = prefetcher(Numbers(gate=gate), first_pass=2, warn_after=0.05, timeout=0.3)
+    with caplog.at_level(logging.WARNING), pytest.raises(
+        RunError, match=r"layer 'd': no data for \d+ s while reading record 20 of the numbers; is the disk"
+    ):  # fmt: skip
+        subject.get(2)
+    assert "layer 'd': waiting for data for 0 s, reading record 20 of the numbers" in caplog.text
+    assert not subject.close(timeout=0.05)
+    assert "the reading thread does not end; busy with record 20 of the numbers" in caplog.text
+    gate.set()
+    assert subject.close()
+
+
+def test_closing_releases_who_waits():
+    gate = threading.Event()
+    subject = prefetcher(Numbers(gate=gate))
+    raised = []
+
+    def wait():
+        try:
+            subject.get(0)
+        except AbortedError as error:
+            raised.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    subject.close(timeout=0.01)
+    waiter.join(10)
+    assert raised == ["layer 'd': closed while waiting for data"]
+    gate.set()
+    assert subject.close()
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4, 5), (2, 3, 4, 5, 6)])
+def test_arrays_keep_their_memory_until_the_shape_changes(shape):
+    batch = Batch(1)
+    array = batch.array(0, shape)
+    assert array.shape == shape
+    assert (array.transpose(0, 2, 3, 1) if len(shape) == 4 else array).flags.c_contiguous
+    assert batch.array(0, shape) is array
+    assert batch.array(0, (3, *shape[1:])).shape == (3, *shape[1:])
