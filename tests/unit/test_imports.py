@@ -28,13 +28,13 @@ LEVELS = {
     "data": 4,
     "layers": 5,
     "net": 6,
-    "snapshot_hdf5": 6,
-    "snapshot": 7,
-    "solvers": 8,
-    "parallel": 9,
-    "cli": 10,
-    "__main__": 11,
-    "__init__": 11,
+    "snapshot_hdf5": 7,
+    "snapshot": 8,
+    "solvers": 9,
+    "parallel": 10,
+    "cli": 11,
+    "__main__": 12,
+    "__init__": 12,
 }
 """Imports go from higher levels to lower ones, or stay within a part."""
 
