@@ -61,9 +61,10 @@ $(BIN)/pip:
 	  echo "$(PYTHON) has no venv or ensurepip; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# A plain installation follows the sources; an editable one only the packaging files.
+# A plain installation follows the sources; an editable one only the packaging files. Compiling every module of every
+# package at once would take longer than the training; Python compiles those that are used.
 $(VENV)/demo.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA) $(SOURCES)
-	if [ ! -e $(VENV)/test.stamp ]; then $(BIN)/pip install --quiet '.[mpi]'; fi
+	if [ ! -e $(VENV)/test.stamp ]; then $(BIN)/pip install --quiet --no-compile '.[mpi]'; fi
 	touch $@
 
 $(VENV)/test.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA)

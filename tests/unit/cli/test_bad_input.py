@@ -177,7 +177,7 @@ def test_a_label_outside_the_classes(run: Run):
     status, error = train(run)
     assert status == 2
     assert "layer 'loss'" in error
-    assert "label of record 0 is 7" in error
+    assert "label of sample 0 is 7" in error
     assert "5 classes, 0 to 4" in error
 
 
@@ -254,6 +254,27 @@ def test_an_lmdb_that_is_not_there(run: Run):
     assert status == 2
     assert "LMDB 'digits_lmdb' does not exist" in error
     assert "caffepy data" in error
+
+
+def test_a_label_outside_the_classes_in_an_lmdb_names_the_record(run: Run):
+    import lmdb
+
+    from caffepy.proto.caffe_pb2 import Datum
+
+    with lmdb.open("digits_lmdb", map_size=1 << 20) as environment, environment.begin(write=True) as transaction:
+        for number in range(6):
+            datum = Datum(channels=1, height=1, width=3, data=b"abc", label=9 if number == 4 else number % 3)
+            transaction.put(f"{number:08d}".encode(), datum.SerializeToString())
+    text = NET.format(label=0, outputs=5, name="ip")
+    Path("net.prototxt").write_text(
+        DATA_LAYER.replace('top: "x" top: "y"', 'top: "data" top: "label"') + text[text.index("layer {\n  name: \"ip\"") :]
+    )
+    Path("solver.prototxt").write_text(SOLVER.replace("max_iter: 2", "max_iter: 20"))
+    status, error = train(run)
+    assert status == 2
+    assert "layer 'loss'" in error
+    assert "is 9" in error
+    assert "00000004" in error
 
 
 def test_a_truncated_lmdb(run: Run):
