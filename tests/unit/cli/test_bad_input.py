@@ -266,9 +266,8 @@ def test_a_label_outside_the_classes_in_an_lmdb_names_the_record(run: Run):
             datum = Datum(channels=1, height=1, width=3, data=b"abc", label=9 if number == 4 else number % 3)
             transaction.put(f"{number:08d}".encode(), datum.SerializeToString())
     text = NET.format(label=0, outputs=5, name="ip")
-    Path("net.prototxt").write_text(
-        DATA_LAYER.replace('top: "x" top: "y"', 'top: "data" top: "label"') + text[text.index("layer {\n  name: \"ip\"") :]
-    )
+    data = DATA_LAYER.replace('top: "x" top: "y"', 'top: "data" top: "label"')
+    Path("net.prototxt").write_text(data + text[text.index('layer {\n  name: "ip"') :])
     Path("solver.prototxt").write_text(SOLVER.replace("max_iter: 2", "max_iter: 20"))
     status, error = train(run)
     assert status == 2
