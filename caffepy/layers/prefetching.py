@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
+from caffepy.errors import AbortedError, RunError
 from caffepy.layers.base import Blobs, Layer
 from caffepy.proto import caffe_pb2
 
@@ -58,6 +59,7 @@ class PrefetchingLayer(Layer):
         return self.depth
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self._closed = False
         self._prefetcher: Prefetcher | None = None
         self._loader: DescribingLoader | None = None
         self._schedule: TrainSchedule | TestSchedule | None = None
@@ -106,6 +108,8 @@ class PrefetchingLayer(Layer):
             self.backend.from_host(array, blob.data)
 
     def _started(self) -> Prefetcher:
+        if self._closed:
+            raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
         if self._prefetcher is None:
             self._loader = self.make_loader()
             self._prefetcher = Prefetcher(
@@ -139,7 +143,8 @@ class PrefetchingLayer(Layer):
     def seek(self, position: int) -> None:
         """Let the next pass begin at global sample `position` on all devices; what was read ahead is dropped."""
         if self._prefetcher is not None:
-            self._prefetcher.close()
+            if not self._prefetcher.close():  # two threads at one cursor would read anything
+                raise RunError(f"layer '{self.name}' ({self.type}): still reading; is the disk or network drive there?")
             self._prefetcher = None
         self._start = position
         self._schedule = None
@@ -150,6 +155,7 @@ class PrefetchingLayer(Layer):
         return loader.describe(self.schedule.first_sample(number) + place)
 
     def close(self) -> None:
+        self._closed = True
         prefetcher, self._prefetcher = getattr(self, "_prefetcher", None), None
         ended = prefetcher is None or prefetcher.close()
         source = getattr(self, "_source", None)
