@@ -1,4 +1,4 @@
-"""Convolutions on the GPU: cuDNN in the blobs' own layout, cuDNN over NCHW copies, or im2col and cuBLAS.
+"""Convolutions on the GPU: cuDNN in the blobs' own layout, cuDNN over NCHW copies, or unrolling and cuBLAS.
 
 Owns the choice among the three. Each way can compute any of the three directions of a convolution or says that it
 cannot; for each direction the first that can is kept.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from caffepy.backend.expression import Channel, Each, expression
 from caffepy.errors import RunError
 
 logger = logging.getLogger(__name__)
+
+MOST_GROUPS = 4
+"""Groups up to which one matrix product per group is worth its launches."""
 
 
 class Direction(Enum):
@@ -99,11 +103,11 @@ class CudaConvolution:
 
     Args:
         problem: the shapes.
-        ways: ways of computing it, best first.
+        ways: for each direction, ways of computing it, best first.
         scratch: where the temporary of an accumulated gradient comes from.
     """
 
-    def __init__(self, problem: Problem, ways: list[Way], scratch: Scratch) -> None:
+    def __init__(self, problem: Problem, ways: Mapping[Direction, Sequence[Way]], scratch: Scratch) -> None:
         self.problem = problem
         self._ways = ways
         self._scratch = scratch
@@ -112,7 +116,7 @@ class CudaConvolution:
     def way(self, direction: Direction) -> Way:
         """The way that computes a direction."""
         if direction not in self._chosen:
-            for way in self._ways:
+            for way in self._ways[direction]:
                 if way.prepare(direction):
                     self._chosen[direction] = way
                     logger.debug("convolution %s of %s: %s", direction.value, self.problem, way.name)
@@ -149,17 +153,39 @@ class CudaConvolution:
         apply(add_to, (dweights, gradient), (dweights,), axis=1)
 
 
+def is_pointwise(geometry: Geometry) -> bool:
+    """Whether each window is one place and the windows are all places, so that nothing need be unrolled."""
+    g = geometry
+    return all(k == 1 and s == 1 and p == 0 for k, s, p in zip(g.kernel, g.stride, g.pad, strict=True))
+
+
+def prefers_products(problem: Problem, direction: Direction) -> bool:
+    """Whether in full float32 unrolling and cuBLAS beat cuDNN.
+
+    Measured on an H200 with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50: without tensor cores cuDNN's
+    gradients take 0.8 to 13 times as long, mostly twice, and are less exact; its forward pass is ahead but for 1x1
+    windows.
+    """
+    if len(problem.x) != 4 or problem.geometry.group > MOST_GROUPS:
+        return False
+    return direction is not Direction.FORWARD or is_pointwise(problem.geometry)
+
+
 def plan_convolution(problem: Problem, resources: Resources) -> CudaConvolution:
     """A convolution with all ways that its number of axes allows."""
     from caffepy.backend.cuda_cudnn import CopiedCudnn, DirectCudnn
     from caffepy.backend.cuda_im2col import Im2colConvolution
 
-    ways: list[Way] = []
+    library: list[Way] = []
     if len(problem.x) in (3, 4, 5):
-        ways.append(DirectCudnn(problem, resources))
+        library.append(DirectCudnn(problem, resources))
     if len(problem.x) == 4:
-        ways.append(CopiedCudnn(problem, resources))
-    ways.append(Im2colConvolution(problem, resources))
+        library.append(CopiedCudnn(problem, resources))
+    products = Im2colConvolution(problem, resources)
+    ways = {}
+    for direction in Direction:
+        first = not resources.tf32 and prefers_products(problem, direction)
+        ways[direction] = [products, *library] if first else [*library, products]
     return CudaConvolution(problem, ways, resources.scratch)
 
 

@@ -25,8 +25,9 @@ _INEXACT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION",
 _INEXACT_FOR_TF32 = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD_TILE_6x6",
                      "WINOGRAD_TILE_13x13")  # fmt: skip
 
-_UNDECLARED = {Direction.WEIGHTS: ["eng17_"]}
-"""Engines that carry none of these notes and yet miss float32 results by 1e-3 to 1e-2 (measured with cuDNN 9.19)."""
+_UNDECLARED = {Direction.WEIGHTS: ["eng17_", "eng67_"]}
+"""Engines that carry none of these notes and yet miss float32 results, the first by up to 9e-3 of the largest value,
+the other by up to 3e-5 (measured with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50)."""
 
 
 def strides_of(shape: tuple[int, ...], channels_last: bool) -> list[int]:

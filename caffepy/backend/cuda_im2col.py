@@ -1,7 +1,7 @@
 """Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, plain float32.
 
-Owns the fallback for what cuDNN does not take. It works on channels-last copies, where one image's windows times the
-weights is one matrix product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
+Owns the way that takes everything. In memory it is channels last, where the windows of many images times the weights
+are one matrix product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from caffepy.backend.base import Array
-from caffepy.backend.cuda_convolution import Direction, Problem, Resources
+from caffepy.backend.cuda_convolution import Direction, Problem, Resources, is_pointwise
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import launch, library_kernel
 
@@ -43,7 +43,9 @@ class Im2colConvolution:
         self._places = math.prod(problem.y[2:])
         self._columns = math.prod(geometry.kernel) * self._channels
         self._defines = _defines(problem)
-        self._batch = max(1, min(problem.x[0], COLUMNS_LIMIT // max(self._places * self._columns, 1)))
+        self._pointwise = is_pointwise(geometry)
+        limit = COLUMNS_LIMIT // max(self._places * self._columns, 1)
+        self._batch = problem.x[0] if self._pointwise else max(1, min(problem.x[0], limit))
 
     def prepare(self, direction: Direction) -> bool:
         """Always possible."""
@@ -64,9 +66,17 @@ class Im2colConvolution:
         if result.data.ptr != out.data.ptr:
             cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
 
-    def _unrolled(self, images: int) -> Array:
+    def _scratch_windows(self, images: int) -> Array:
         count = images * self._places * self._columns
         return self._scratch.get("unrolled windows", count).reshape(images * self._places, self._columns)
+
+    def _windows(self, x: Array, group: int) -> Array:
+        """The windows of some images, a row each; the images themselves where a window is one place."""
+        if self._pointwise:
+            return _columns_of(x, group, self._channels)
+        columns = self._scratch_windows(x.shape[0])
+        self._kernel("im2col", x, columns, group, columns.size)
+        return columns
 
     def _kernel(self, name: str, source: Array, target: Array, group: int, count: int) -> None:
         kernel = library_kernel("im2col", name, self._defines)
@@ -76,25 +86,27 @@ class Im2colConvolution:
         flat = weights.reshape(weights.shape[0], self._columns)
         return flat[group * self._outputs : (group + 1) * self._outputs]
 
-    def _outputs_of(self, y: Array, group: int) -> Array:
-        flat = y.reshape(-1, y.shape[-1])
-        return flat[:, group * self._outputs : (group + 1) * self._outputs]
-
     def _forward(self, x: Array, weights: Array, y: Array, group: int) -> None:
-        columns = self._unrolled(x.shape[0])
-        self._kernel("im2col", x, columns, group, columns.size)
-        self._blas.gemm(columns, self._weights(weights, group), self._outputs_of(y, group), False, True, False)
+        out = _columns_of(y, group, self._outputs)
+        self._blas.gemm(self._windows(x, group), self._weights(weights, group), out, False, True, False)
 
     def _backward_data(self, dy: Array, weights: Array, dx: Array, group: int) -> None:
-        columns = self._unrolled(dx.shape[0])
-        self._blas.gemm(self._outputs_of(dy, group), self._weights(weights, group), columns, False, False, False)
+        gradient, own = _columns_of(dy, group, self._outputs), self._weights(weights, group)
+        if self._pointwise:
+            self._blas.gemm(gradient, own, _columns_of(dx, group, self._channels), False, False, False)
+            return
+        columns = self._scratch_windows(dx.shape[0])
+        self._blas.gemm(gradient, own, columns, False, False, False)
         self._kernel("col2im", columns, dx, group, dx.size // self._group)
 
     def _backward_weights(self, x: Array, dy: Array, dweights: Array, group: int, accumulate: bool) -> None:
-        columns = self._unrolled(x.shape[0])
-        self._kernel("im2col", x, columns, group, columns.size)
-        target = self._weights(dweights, group)
-        self._blas.gemm(self._outputs_of(dy, group), columns, target, True, False, accumulate)
+        gradient, target = _columns_of(dy, group, self._outputs), self._weights(dweights, group)
+        self._blas.gemm(gradient, self._windows(x, group), target, True, False, accumulate)
+
+
+def _columns_of(array: Array, group: int, width: int) -> Array:
+    """A group's channels of a channels-last array, as a matrix with a row for each place."""
+    return array.reshape(-1, array.shape[-1])[:, group * width : (group + 1) * width]
 
 
 def _defines(problem: Problem) -> str:

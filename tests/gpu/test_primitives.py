@@ -122,25 +122,26 @@ def test_convolution_shapes(backend: Backend, x_shape: tuple[int, ...], outputs:
 def test_convolution_by_im2col(backend: Backend, case: tuple[tuple[int, ...], int, Geometry]) -> None:
     from caffepy.backend.cuda_im2col import Im2colConvolution
 
-    checks.check_convolution(_OneWay(backend, Im2colConvolution), *case, tolerance=TOLERANCE)
+    checks.check_convolution(_Ways(backend, Im2colConvolution), *case, tolerance=TOLERANCE)
 
 
-class _OneWay:
-    """A backend whose convolutions go one way only."""
+class _Ways:
+    """A backend whose convolutions go the given ways only."""
 
-    def __init__(self, backend: Any, way: Any) -> None:
-        self._backend, self._way = backend, way
+    def __init__(self, backend: Any, *ways: Any) -> None:
+        self._backend, self._ways = backend, ways
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def plan_convolution(self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> Any:
-        from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources
+        from caffepy.backend.cuda_convolution import CudaConvolution, Direction, Problem, Resources
 
         b = self._backend
         problem = Problem(x_shape, weights_shape, geometry)
         resources = Resources(b._cudnn, b._handle, b._blas, b._scratch, False)
-        return CudaConvolution(problem, [self._way(problem, resources)], b._scratch)
+        ways = [way(problem, resources) for way in self._ways]
+        return CudaConvolution(problem, dict.fromkeys(Direction, ways), b._scratch)
 
 
 NETS = [
@@ -155,33 +156,48 @@ NETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("way_name", ["DirectCudnn", "CopiedCudnn"])
 @pytest.mark.parametrize(("n", "c", "size", "outputs", "geometry"), NETS)
 def test_cudnn_is_as_exact_as_plain_products(
-    backend: Any, n: int, c: int, size: int, outputs: int, geometry: Geometry
+    backend: Any, n: int, c: int, size: int, outputs: int, geometry: Geometry, way_name: str
 ) -> None:
     """At the sizes of real nets, where cuDNN chooses other engines than for small ones."""
+    from caffepy.backend import cuda_cudnn
+    from caffepy.backend.cuda_convolution import Direction, Problem, Resources
     from caffepy.backend.cuda_im2col import Im2colConvolution
 
-    x_shape, weights_shape = (n, c, size, size), (outputs, c // geometry.group, *geometry.kernel)
-    results = []
-    for maker in (backend, _OneWay(backend, Im2colConvolution)):
-        plan = maker.plan_convolution(x_shape, weights_shape, geometry)
-        x, weights = (checks.place(backend, checks.normal(i, s)) for i, s in enumerate((x_shape, weights_shape)))
-        y, dy = checks.dirty(backend, plan.problem.y), checks.place(backend, checks.normal(3, plan.problem.y))
-        dx, dweights = checks.dirty(backend, x_shape), checks.dirty(backend, weights_shape)
-        plan.forward(x, weights, None, y)
-        plan.backward_data(dy, weights, dx)
-        plan.backward_weights(x, dy, dweights, accumulate=False)
-        results.append([backend.to_host(a) for a in (y, dx, dweights)])
-    for ours, theirs in zip(*results, strict=True):
-        checks.close(ours, theirs, TOLERANCE)
+    problem = Problem((n, c, size, size), (outputs, c // geometry.group, *geometry.kernel), geometry)
+    resources = Resources(backend._cudnn, backend._handle, backend._blas, backend._scratch, False)
+    cudnn, plain = getattr(cuda_cudnn, way_name)(problem, resources), Im2colConvolution(problem, resources)
+    for direction in Direction:
+        if not cudnn.prepare(direction):
+            continue
+        first, second = (
+            checks.place(backend, checks.normal(i, s)) for i, s in enumerate(problem.arrays(direction)[:2])
+        )
+        results = [checks.dirty(backend, problem.arrays(direction)[2]) for _ in range(2)]
+        cudnn.run(direction, first, second, results[0])
+        plain.run(direction, first, second, results[1])
+        checks.close(*map(backend.to_host, results), TOLERANCE)
+
+
+@often
+@given(case=checks.convolutions())
+@pytest.mark.parametrize("way_name", ["DirectCudnn", "CopiedCudnn"])
+def test_convolution_by_cudnn(backend: Any, way_name: str, case: Any) -> None:
+    """Whatever cuDNN says it can compute is right."""
+    from caffepy.backend import cuda_cudnn
+    from caffepy.backend.cuda_im2col import Im2colConvolution
+
+    way = getattr(cuda_cudnn, way_name)
+    checks.check_convolution(_Ways(backend, way, Im2colConvolution), *case, tolerance=TOLERANCE)
 
 
 def test_im2col_takes_large_batches_in_parts(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     from caffepy.backend import cuda_im2col
 
     monkeypatch.setattr(cuda_im2col, "COLUMNS_LIMIT", 500)
-    one_way: Any = _OneWay(backend, cuda_im2col.Im2colConvolution)
+    one_way: Any = _Ways(backend, cuda_im2col.Im2colConvolution)
     checks.check_convolution(one_way, (7, 4, 5, 5), 6, window(3, 1, 1, 1, group=2), tolerance=TOLERANCE)
 
 
