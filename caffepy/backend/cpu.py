@@ -16,7 +16,7 @@ from caffepy.backend.cpu_convolution import TileConvolution
 from caffepy.backend.cpu_convolution_general import GeneralConvolution
 from caffepy.backend.cpu_expression import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
-from caffepy.backend.cpu_workspace import Workspace
+from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
 from caffepy.errors import DeviceError
 
@@ -81,8 +81,8 @@ class CpuBackend(Backend):
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         try:
             if len(shape) == 4:
-                return np.zeros(tuple(shape[i] for i in _LAST), dtype).transpose(_FIRST)
-            return np.zeros(shape, dtype)
+                return aligned_zeros(tuple(shape[i] for i in _LAST), dtype).transpose(_FIRST)
+            return aligned_zeros(shape, dtype)
         except MemoryError:
             size = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
             raise DeviceError(

@@ -8,35 +8,41 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu_runtime import Floats, Int, Words, kernel
-from caffepy.backend.cpu_tile import WIDTH
+from caffepy.backend.cpu_tile import ROWS, WIDTH
+
+
+COST = {1: 4.5, 2: 6.0, 3: 6.0}
+"""Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, by multiplications in the others."""
 
 
 @cache
-def panel_vectors(columns: int) -> tuple[int, ...]:
-    """How many vectors each panel has: twos, with a three where their number is odd, and a one if there is only one."""
+def panel_vectors(columns: int, rows: int) -> tuple[int, ...]:
+    """How many vectors each panel has, so that the fewest cycles are spent on `rows` by `columns`, waste included."""
     vectors = -(-columns // WIDTH)
-    if vectors % 2 == 0:
-        return (2,) * (vectors // 2)
-    return (1,) if vectors == 1 else (2,) * ((vectors - 3) // 2) + (3,)
+    choices = []
+    for threes in range(vectors // 3 + 1):
+        rest = vectors - 3 * threes
+        choices.append((3,) * threes + (2,) * (rest // 2) + (1,) * (rest % 2))
+    return min(choices, key=lambda panels: sum(COST[v] * -(-rows // ROWS[v]) for v in panels))
 
 
 class Panels:
-    """The panels of `depth` rows by `columns` columns.
+    """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by one of `rows` rows.
 
     Attributes:
         table: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
         size: elements of the packed buffer.
     """
 
-    def __init__(self, depth: int, columns: int) -> None:
-        rows, column, start = [], 0, 0
-        for vectors in panel_vectors(columns):
+    def __init__(self, depth: int, columns: int, rows: int) -> None:
+        entries, column, start = [], 0, 0
+        for vectors in panel_vectors(columns, rows):
             last = min(WIDTH, columns - column - (vectors - 1) * WIDTH)
-            rows.append((vectors, column, start, last))
+            entries.append((vectors, column, start, last))
             column += vectors * WIDTH
             start += vectors * WIDTH * depth
-        self.table = np.array(rows, np.int64).reshape(-1, 4)
-        self.count = len(rows)
+        self.table = np.array(entries, np.int64).reshape(-1, 4)
+        self.count = len(entries)
         self.size = start
         self.depth = depth
         self.columns = columns

@@ -107,9 +107,9 @@ class _Writer:
                     sums.append(self.builder.load(place, align=4))
         return sums
 
-    def _step(self, a_places: list[Any], a_at: Any, b_place: Any, b_at: Any, sums: list[Any]) -> list[Any]:
+    def _step(self, a_places: list[Any], a_at: Any, b_at: Any, sums: list[Any]) -> list[Any]:
         columns = [
-            self.builder.load(self._vector_at(b_place, self.builder.add(b_at, self._word(v * WIDTH))), align=4)
+            self.builder.load(self._vector_at(self.b, self.builder.add(b_at, self._word(v * WIDTH))), align=4)
             for v in range(self.vectors)
         ]
         result = []
@@ -141,19 +141,17 @@ class _Writer:
         builder.position_at_end(done)
         return carried[: len(sums)]
 
-    def _inner(self, index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
-        a_shift = self._table(self.a_outer, index)
-        b_place = self.builder.gep(self.b, [self._table(self.b_outer, index)])
-        a_places = [
-            self.builder.gep(self.a, [self.builder.add(a_shift, self._table(self.a_rows, self._word(row)))])
-            for row in range(self.rows)
-        ]
+    def _inner(self, places: list[Any]) -> Callable[..., Any]:
+        def body(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
+            at = [self._table(self.a_outer, index), self._table(self.b_outer, index)]
 
-        def body(_: Any, at: list[Any], inside: list[Any]) -> list[Any]:
-            result = self._step(a_places, at[0], b_place, at[1], inside)
-            return [*result, self.builder.add(at[0], self.a_inner), self.builder.add(at[1], self.b_inner)]
+            def step(_: Any, at: list[Any], inside: list[Any]) -> list[Any]:
+                result = self._step(places, at[0], at[1], inside)
+                return [*result, self.builder.add(at[0], self.a_inner), self.builder.add(at[1], self.b_inner)]
 
-        return self._loop(self.inner, sums, [self._word(0), self._word(0)], body)
+            return self._loop(self.inner, sums, at, step)
+
+        return body
 
     def _store(self, row: int, sums: list[Any], mask: Any) -> None:
         offset = self._table(self.c_rows, self._word(row))
@@ -172,7 +170,8 @@ class _Writer:
     def write(self) -> None:
         """The whole tile."""
         mask = self._lanes()
-        sums = self._loop(self.outer, self._starts(mask), [], self._inner)
+        places = [self.builder.gep(self.a, [self._table(self.a_rows, self._word(row))]) for row in range(self.rows)]
+        sums = self._loop(self.outer, self._starts(mask), [], self._inner(places))
         for row in range(self.rows):
             with self.builder.if_then(self.builder.icmp_signed("<", self._word(row), self.count)):
                 self._store(row, sums, mask)
@@ -218,3 +217,21 @@ ahead = _shift(types.float32)
 """The float32 `offset` elements further."""
 table_at = _shift(types.int64)
 """The int64 `offset` elements further."""
+
+
+@intrinsic
+def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) -> Any:
+    """Copy 1, 2 or 3 vectors."""
+    pointer = types.CPointer(types.float32)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        for vector in range(3):
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(_WORD, vector), arguments[2])):
+                offset = ir.Constant(_WORD, vector * WIDTH)
+                source, target = (
+                    builder.bitcast(builder.gep(arguments[i], [offset]), _VECTOR.as_pointer()) for i in (0, 1)
+                )
+                builder.store(builder.load(source, align=4), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, pointer, types.int64), generate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,14 @@ def aligned(size: int) -> Any:
     raw = np.empty(4 * size + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[start : start + 4 * size].view(np.float32)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: str) -> Any:
+    """A zeroed C-contiguous array that begins at a cache line: loads of whole vectors do not straddle two."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 class Workspace:
