@@ -2,7 +2,7 @@
 
 `check_layer` runs a layer on every backend present and checks the forward pass against a formula in float64 where one
 is given, the gradients against central differences, that diffs are overwritten or accumulated as the contract says,
-that a second run gives the same bits, and that working in place changes nothing.
+that a second run gives the same bits, and that neither working in place nor later layers that do so change anything.
 """
 
 from __future__ import annotations
@@ -232,6 +232,7 @@ def check_layer(
             which = range(len(runner.layer.blobs)) if learned is None else learned
             _check_gradients(runner, result, reference, top_diffs, list(which), step)
             _check_accumulation(Runner(text, inputs, backend, **settings), top_diffs, list(which))
+            _check_overwritten(Runner(text, inputs, backend, **settings), result, top_diffs)
         if in_place:
             _check_in_place(Runner(text, inputs, backend, in_place=True, **settings), result, top_diffs, backend)
     for other in results[1:]:
@@ -287,6 +288,22 @@ def _check_accumulation(runner: Runner, top_diffs: list[Floats], learned: list[i
     runner.backward(top_diffs)
     for blob, diff in zip(runner.layer.blobs, before, strict=True):
         assert np.array_equal(blob.host_diff(), diff), "a gradient that nobody wants was computed"
+
+
+def _check_overwritten(runner: Runner, wanted: Result, top_diffs: list[Floats]) -> None:
+    """What later layers write over the tops must show neither in the gradients nor in the bottoms."""
+    runner.layer.tops_overwritten = True
+    runner.layer.reshape(runner.bottom, runner.top)
+    tops = runner.forward()
+    for blob, found, value in zip(runner.top, tops, wanted.tops, strict=True):
+        assert np.array_equal(found, value, equal_nan=True)
+        runner.layer.backend.fill(blob.data, float("nan"))
+    for blob, value in zip(runner.bottom, runner.inputs, strict=True):
+        assert np.array_equal(blob.host_data(), value), "the bottom shares memory that a later layer writes"
+    for found, value in zip(runner.backward(top_diffs), wanted.bottom_diffs, strict=True):
+        assert value is None or np.array_equal(found, value), "the gradient depends on what a later layer wrote"
+    for blob, value in zip(runner.layer.blobs, wanted.param_diffs, strict=True):
+        assert np.array_equal(blob.host_diff(), value)
 
 
 def _check_in_place(runner: Runner, wanted: Result, top_diffs: list[Floats], backend: str) -> None:

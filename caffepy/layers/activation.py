@@ -26,8 +26,8 @@ class ActivationLayer(Layer):
         """Compute y from x; they may be one array."""
         raise NotImplementedError
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
-        """Compute dx from dy, which may be one array; `source` is the bottom's data if `reads_bottom`, else y."""
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        """Compute dx from dy, maybe in place; `source` is the bottom's data if `reads_bottom`, else the top's."""
         raise NotImplementedError
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -42,15 +42,17 @@ class ActivationLayer(Layer):
         if self._kept is not None:
             self.backend.copy(bottom[0].data, self._kept)
         self.activate(bottom[0].data, top[0].data)
+        if not self.reads_bottom():
+            self.save_top(top)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
-            self.differentiate(self.source(top, bottom), top[0].data, top[0].diff, bottom[0].diff)
+            self.differentiate(self.source(top, bottom), top[0].diff, bottom[0].diff)
 
     def source(self, top: Blobs, bottom: Blobs) -> Array:
         """What the gradient is computed from: the bottom's data, or the top's if they are enough."""
         if not self.reads_bottom():
-            return top[0].data
+            return self.saved_top(top)
         return bottom[0].data if self._kept is None else self._kept
 
 
@@ -81,7 +83,7 @@ class ReLULayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(relu, (x, self._slope), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(relu_gradient, (source, dy, self._slope), (dx,))
 
 
@@ -132,7 +134,7 @@ class PReLULayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(prelu, (x, self.blobs[0].data), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(prelu_gradient, (source, dy, self.blobs[0].data), (dx,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -150,8 +152,13 @@ def elu(x: Each, alpha: Scalar, scale: Scalar) -> Each:
 
 
 @expression
-def elu_gradient(source: Each, y: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
-    return dy * (scale if source > 0 else y + scale * alpha)
+def elu_gradient(y: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return dy * (scale if y > 0 else y + scale * alpha)
+
+
+@expression
+def elu_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return dy * (scale if x > 0 else scale * alpha * exp(x))
 
 
 @register_layer("ELU")
@@ -171,8 +178,9 @@ class ELULayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(elu, (x, self._alpha, self._scale), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
-        self.backend.apply(elu_gradient, (source, y, dy, self._alpha, self._scale), (dx,))
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        formula = elu_gradient_from_bottom if self.reads_bottom() else elu_gradient
+        self.backend.apply(formula, (source, dy, self._alpha, self._scale), (dx,))
 
 
 @expression
@@ -192,8 +200,8 @@ class SigmoidLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(sigmoid, (x,), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
-        self.backend.apply(sigmoid_gradient, (y, dy), (dx,))
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        self.backend.apply(sigmoid_gradient, (source, dy), (dx,))
 
 
 @expression
@@ -213,5 +221,5 @@ class TanHLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(hyperbolic_tangent, (x,), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
-        self.backend.apply(tanh_gradient, (y, dy), (dx,))
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        self.backend.apply(tanh_gradient, (source, dy), (dx,))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
-from caffepy.backend.base import Backend, RandomStream
+from caffepy.backend.base import Array, Backend, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, ShapeError
@@ -115,6 +115,9 @@ class Layer:
         """The layer's parameters, made in `setup`."""
         self.propagate_to_params: list[bool] = []
         """Whether each parameter needs its gradient (lr_mult != 0), set by the net."""
+        self.tops_overwritten = False
+        """Whether a later layer works in place on a top, so that its data are gone when backward runs; set by the net."""
+        self._top_copy: Array | None = None
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
 
@@ -185,6 +188,18 @@ class Layer:
         for blob in top:
             if any(blob is other for other in bottom):
                 raise self.error(f"cannot work in place; give the top another name than the bottom's '{blob.name}'")
+
+    def save_top(self, top: Blobs) -> None:
+        """To be called at the end of `forward` by layers whose backward pass reads the first top's data."""
+        if not self.tops_overwritten:
+            return
+        if self._top_copy is None or self._top_copy.shape != top[0].shape:
+            self._top_copy = self.backend.zeros(top[0].shape)
+        self.backend.copy(top[0].data, self._top_copy)
+
+    def saved_top(self, top: Blobs) -> Array:
+        """The first top's data as `forward` left them."""
+        return self._top_copy if self.tops_overwritten else top[0].data
 
     def first_sample(self) -> int:
         """Global number of the first sample in this pass, for random numbers that belong to samples."""

@@ -53,7 +53,7 @@ class ConcatLayer(AxisLayer):
         top[0].reshape((*shape[:axis], self._bounds[-1][1], *shape[axis + 1 :]))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if len(bottom) == 1:
+        if len(bottom) == 1 and not self.tops_overwritten:
             top[0].bind(data=bottom[0].data)
             return
         for number, blob in enumerate(bottom):
@@ -107,7 +107,7 @@ class SliceLayer(AxisLayer):
         return sizes
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if len(top) == 1:
+        if len(top) == 1 and not self.tops_overwritten:
             top[0].bind(data=bottom[0].data)
             return
         for number, blob in enumerate(top):

@@ -74,6 +74,8 @@ class EltwiseLayer(Layer):
             self._sum(xs, y)
         elif operation == _Parameter.PROD:
             self._product(xs, y)
+            if not self.param.eltwise_param.stable_prod_grad:
+                self.save_top(top)
         else:
             self._maximum(xs, y)
 
@@ -107,7 +109,7 @@ class EltwiseLayer(Layer):
             others = [blob.data for i, blob in enumerate(bottom) if i != number]
             self._product([dy, *others], dx)
         elif param.operation == _Parameter.PROD:
-            self.backend.apply(unstable_product_gradient, (bottom[number].data, top[0].data, dy), (dx,))
+            self.backend.apply(unstable_product_gradient, (bottom[number].data, self.saved_top(top), dy), (dx,))
         elif self._coefficients[number] == 1:
             self.backend.copy(dy, dx)
         else:

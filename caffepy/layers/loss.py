@@ -106,6 +106,7 @@ class SoftmaxWithLossLayer(LossLayer):
         self._divisor = self.divisor(_Parameter.VALID, self._labels.places, self._labels.outer)
         if len(top) > 1:
             top[1].reshape(bottom[0].shape)
+        if len(top) > 1 and not self.tops_overwritten:
             self._probabilities = top[1].data
         elif self._probabilities is None or self._probabilities.shape != bottom[0].shape:
             self._probabilities = self.backend.zeros(bottom[0].shape)
@@ -115,6 +116,8 @@ class SoftmaxWithLossLayer(LossLayer):
             bottom[0].data, self._labels.pull(), self._probabilities, self._totals, self._labels.bad,
             self._axis, self.ignored,
         )  # fmt: skip
+        if len(top) > 1 and self.tops_overwritten:
+            self.backend.copy(self._probabilities, top[1].data)
         self.put_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

@@ -60,6 +60,7 @@ class LRNLayer(Layer):
         x, y = bottom[0].data, top[0].data
         if self._across:
             self.backend.lrn_across_forward(x, y, self._scale, param.local_size, param.alpha, param.beta, param.k)
+            self.save_top(top)
             return
         self.backend.apply(product, (x, x), (self._squares,))
         self.backend.pool_average_forward(self._squares, self._scale, self._geometry)
@@ -72,7 +73,7 @@ class LRNLayer(Layer):
         x, dy, dx = bottom[0].data, top[0].diff, bottom[0].diff
         if self._across:
             self.backend.lrn_across_backward(
-                x, top[0].data, self._scale, dy, dx, param.local_size, param.alpha, param.beta
+                x, self.saved_top(top), self._scale, dy, dx, param.local_size, param.alpha, param.beta
             )
             return
         self.backend.apply(average_gradient, (x, dy, self._scale, param.alpha, param.beta), (dx,))

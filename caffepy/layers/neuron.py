@@ -56,7 +56,7 @@ class PowerLayer(ActivationLayer):
         else:
             self.backend.apply(power, (x, self._power, self._scale, self._shift), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         factor = self._power * self._scale
         if factor == 0:
             self.backend.fill(dx, 0)
@@ -110,8 +110,8 @@ class ExpLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(exponential, (x, self._inner, self._outer), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
-        self.backend.apply(exponential_gradient, (y, dy, self._inner), (dx,))
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        self.backend.apply(exponential_gradient, (source, dy, self._inner), (dx,))
 
 
 @expression
@@ -138,7 +138,7 @@ class LogLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(logarithm, (x, *self._settings), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(logarithm_gradient, (source, dy, *self._settings), (dx,))
 
 
@@ -162,7 +162,7 @@ class AbsValLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(absolute, (x,), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(absolute_gradient, (source, dy), (dx,))
 
 
@@ -186,7 +186,7 @@ class BNLLLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(softplus, (x,), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(softplus_gradient, (source, dy), (dx,))
 
 
@@ -216,7 +216,7 @@ class ClipLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(clip, (x, *self._bounds), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(clip_gradient, (source, dy, *self._bounds), (dx,))
 
 
@@ -241,7 +241,7 @@ class SwishLayer(ActivationLayer):
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(swish, (x, self.param.swish_param.beta), (y,))
 
-    def differentiate(self, source: Array, y: Array, dy: Array, dx: Array) -> None:
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
         self.backend.apply(swish_gradient, (source, dy, self.param.swish_param.beta), (dx,))
 
 

@@ -33,7 +33,7 @@ class ReshapingLayer(Layer):
             self._up = Reordered(self.backend, *shapes[::-1])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if self._down.is_view:
+        if self._down.is_view and not self.tops_overwritten:
             top[0].bind(data=self._down.target(bottom[0].data))
         else:
             self._down.transfer(bottom[0].data, top[0].data)

@@ -15,7 +15,8 @@ class SoftmaxLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.backend.softmax_forward(bottom[0].data, top[0].data, self._axis)
+        self.save_top(top)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
-            self.backend.softmax_backward(top[0].data, top[0].diff, bottom[0].diff, self._axis)
+            self.backend.softmax_backward(self.saved_top(top), top[0].diff, bottom[0].diff, self._axis)

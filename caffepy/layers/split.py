@@ -24,7 +24,10 @@ class SplitLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for blob in top:
-            blob.bind(data=bottom[0].data)
+            if self.tops_overwritten:
+                self.backend.copy(bottom[0].data, blob.data)
+            else:
+                blob.bind(data=bottom[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:

@@ -18,7 +18,15 @@ from caffepy.net import debug
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
 from caffepy.net.splits import insert_splits
 from caffepy.net.weights import load_blob, proto_shape, same_shape, to_blob_proto
-from caffepy.net.wiring import GradientPlan, Node, Wiring, check_gradients, force_backward, prune_backward
+from caffepy.net.wiring import (
+    GradientPlan,
+    Node,
+    Wiring,
+    check_gradients,
+    force_backward,
+    overwritten_tops,
+    prune_backward,
+)
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -67,9 +75,10 @@ class Net:
 
     def _build_layers(self, wiring: Wiring) -> None:
         plan = GradientPlan()
-        for layer_param in self.param.layer:
+        for layer_param, overwritten in zip(self.param.layer, overwritten_tops(self.param.layer), strict=True):
             where = f"layer '{layer_param.name}'"
             layer = layer_class(layer_param.type, where)(layer_param, self.context)
+            layer.tops_overwritten = overwritten
             node = wiring.connect(layer)
             self.nodes.append(node)
             with _named(layer):

@@ -6,6 +6,7 @@ the two passes after them).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from caffepy.backend.base import Backend
@@ -87,6 +88,17 @@ class Wiring:
             self.blobs[name] = Blob(self.backend, name=name)
         self._unused.add(name)
         return self.blobs[name]
+
+
+def overwritten_tops(layers: Sequence[caffe_pb2.LayerParameter]) -> list[bool]:
+    """For each layer whether a later one works in place on one of its tops."""
+    names: set[str] = set()
+    found = []
+    for layer in reversed(layers):
+        found.append(any(top in names for top in layer.top))
+        for top in layer.top:
+            (names.add if top in layer.bottom else names.discard)(top)
+    return found[::-1]
 
 
 def _check_number(layer: Layer, what: str, found: int, limits: tuple[int, int | None]) -> None:

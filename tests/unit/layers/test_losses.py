@@ -219,7 +219,5 @@ def test_a_bad_label_is_named_as_the_data_layer_names_it():
     runner = Runner("type: 'Accuracy'", [gaussian((3, 2)), labels], pass_number=4, first_sample=12)
     runner.layer.context.describe_sample = lambda number, place: f"record {place} of pass {number}"
     runner.forward()
-    with pytest.raises(
-        DataError, match=r"record 2 of pass 4 \(sample 14\) is 7, outside the 2 classes"
-    ):
+    with pytest.raises(DataError, match=r"record 2 of pass 4 \(sample 14\) is 7, outside the 2 classes"):
         runner.layer.check()

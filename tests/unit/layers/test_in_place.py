@@ -1,0 +1,66 @@
+"""Chains of layers in place: the gradients are those of the same chain with a blob for each layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from layer_harness import BACKENDS, assert_near, backend_named, gaussian
+
+from caffepy.layers import LayerContext
+from caffepy.net.net import Net
+from caffepy.net.wiring import overwritten_tops
+from caffepy.proto import caffe_pb2
+
+INPUT = "force_backward: true layer { name: 'x' type: 'Input' top: 'x' input_param { shape { dim: 4 dim: 6 } } } "
+CHAINS = [
+    ["Sigmoid", "Dropout"],
+    ["TanH", "Scale", "ReLU"],
+    ["BatchNorm", "Scale", "ReLU"],
+    ["ELU", "Power", "PReLU", "Exp"],
+    ["Softmax", "Bias", "AbsVal"],
+    ["Reshape", "ReLU", "Dropout"],
+    ["Flatten", "ReLU"],
+]
+SETTINGS = {"Power": "power_param { power: 2 shift: 0.5 }", "Reshape": "reshape_param { shape { dim: 0 dim: -1 } }"}
+
+
+def chain(types: list[str], in_place: bool) -> str:
+    """A product of x and what the chain makes of it, so that x has two readers."""
+    text, bottom = INPUT, "x"
+    for i, kind in enumerate(types):
+        top = bottom if in_place and i else f"t{i}"
+        text += f"layer {{ name: 'l{i}' type: '{kind}' bottom: '{bottom}' top: '{top}' {SETTINGS.get(kind, '')} }} "
+        bottom = top
+    return text + (
+        f"layer {{ name: 'y' type: 'Eltwise' bottom: '{bottom}' bottom: 'x' top: 'y' "
+        "eltwise_param { operation: PROD } }"
+    )
+
+
+def gradient(text: str, backend_name: str) -> np.ndarray:
+    backend = backend_named(backend_name)
+    with backend.activate():
+        net = Net(text_format.Parse(text, caffe_pb2.NetParameter()), LayerContext(backend, seed=3))
+        backend.from_host(gaussian((4, 6)), net.blobs["x"].data)
+        net.forward()
+        backend.from_host(gaussian((4, 6), 1), net.blobs["y"].diff)
+        net.backward()
+        return net.blobs["x"].host_diff()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("types", CHAINS, ids="-".join)
+def test_in_place_gives_the_same_gradient(types: list[str], backend: str) -> None:
+    wanted = gradient(chain(types, in_place=False), backend)
+    assert np.abs(wanted).max() > 0.1
+    assert_near(gradient(chain(types, in_place=True), backend), wanted, 1e-6, "gradient")
+
+
+def test_overwritten_tops() -> None:
+    text = """
+        layer { name: "a" top: "a" } layer { name: "b" bottom: "a" top: "b" } layer { name: "c" bottom: "b" top: "b" }
+        layer { name: "d" bottom: "b" top: "b" } layer { name: "e" bottom: "b" top: "e" top: "a" }
+    """
+    layers = text_format.Parse(text, caffe_pb2.NetParameter()).layer
+    assert overwritten_tops(layers) == [False, True, True, False, False]
