@@ -116,7 +116,7 @@ class Layer:
         self.propagate_to_params: list[bool] = []
         """Whether each parameter needs its gradient (lr_mult != 0), set by the net."""
         self.tops_overwritten = False
-        """Whether a later layer works in place on a top, so that its data are gone when backward runs; set by the net."""
+        """Whether a later layer works in place on a top, whose data backward cannot find then; set by the net."""
         self._top_copy: Array | None = None
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
