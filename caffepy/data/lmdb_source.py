@@ -79,6 +79,7 @@ class LmdbSource:
         self._path = path
         self._marks: list[bytes] = []
         self._closed = False
+        self._failure = lmdb.Error
         _check_folder(path)
         try:
             self._environment = _environments.acquire(path)
@@ -116,12 +117,10 @@ class LmdbSource:
         return self._length
 
     def read(self, number: int) -> memoryview:
-        import lmdb
-
         try:
             self._seek(number)
             return self._cursor.value()
-        except lmdb.Error as error:
+        except self._failure as error:
             raise DataError(f"{self.description} is damaged near record {number}: {error}; build it again") from error
 
     def record_name(self, number: int) -> str:
