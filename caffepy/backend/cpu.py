@@ -15,6 +15,7 @@ from caffepy.backend.cpu_blas import BLAS
 from caffepy.backend.cpu_convolution import TileConvolution
 from caffepy.backend.cpu_convolution_general import GeneralConvolution
 from caffepy.backend.cpu_expression import apply_channels, apply_flat, reduce_channels, reduce_flat
+from caffepy.backend.cpu_gemm import Gemm
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
@@ -58,6 +59,7 @@ class CpuBackend(Backend):
             raise DeviceError(f"{threads} CPU threads are too few: give at least 1")
         self.threads = threads or cpu_count()
         self._workspace = Workspace()
+        self._gemm = Gemm(self.threads, self._workspace)
 
     # -- the device ---------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class CpuBackend(Backend):
         transpose_b: bool = False,
         accumulate: bool = False,
     ) -> None:
-        BLAS.gemm(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)
+        self._gemm(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)
 
     # -- windows ------------------------------------------------------------------------------------
 

@@ -63,8 +63,12 @@ def pack(
         inside = min(wide, columns - first)
         for k in range(depth):
             origin = group * group_step + rows[k] + first * step
-            for j in range(inside):
-                packed[target + k * wide + j] = source[origin + j * step]
+            if step == 1:  # a copy that can be vectorised
+                for j in range(inside):
+                    packed[target + k * wide + j] = source[origin + j]
+            else:
+                for j in range(inside):
+                    packed[target + k * wide + j] = source[origin + j * step]
             for j in range(inside, wide):
                 packed[target + k * wide + j] = 0
 

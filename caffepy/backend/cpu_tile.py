@@ -18,6 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from caffepy.backend.cpu_runtime import device_function
+
 WIDTH = 8 if llvmlite.binding.get_host_cpu_features().get("avx", False) else 4
 """Numbers in a vector."""
 ROWS = {1: 8, 2: 6, 3: 4}
@@ -235,3 +237,17 @@ def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) ->
         return context.get_dummy_value()
 
     return types.void(pointer, pointer, types.int64), generate
+
+
+@device_function
+def tile(
+    vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
+    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
+) -> None:  # fmt: skip
+    """A tile of 1, 2 or 3 vectors."""
+    if vectors == 2:
+        tile2(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+    elif vectors == 3:
+        tile3(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+    else:
+        tile1(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
