@@ -172,10 +172,9 @@ def test_cudnn_is_as_exact_as_plain_products(
     for direction in Direction:
         if not cudnn.prepare(direction):
             continue
-        first, second = (
-            checks.place(backend, checks.normal(i, s)) for i, s in enumerate(problem.arrays(direction)[:2])
-        )
-        results = [checks.dirty(backend, problem.arrays(direction)[2]) for _ in range(2)]
+        *inputs, out = problem.arrays(direction)
+        first, second = (checks.place(backend, checks.normal(i, shape)) for i, shape in enumerate(inputs))
+        results = [checks.dirty(backend, out) for _ in range(2)]
         cudnn.run(direction, first, second, results[0])
         plain.run(direction, first, second, results[1])
         checks.close(*map(backend.to_host, results), TOLERANCE)

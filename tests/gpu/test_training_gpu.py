@@ -1,0 +1,79 @@
+"""Training on a GPU against BVLC Caffe 1.0's numbers, and against itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import training
+from training import open_solver, relative_error, weights_of
+
+from caffepy.backend import Backend
+from caffepy.data.mnist import SUBSET, build_lmdbs, folder_reader
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(path.name.removesuffix("_solver.prototxt") for path in (GOLDEN / "solvers").glob("*_solver.prototxt"))
+
+
+@pytest.fixture(autouse=True)
+def train_here(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the helpers of the CPU's tests train on the GPU."""
+    monkeypatch.setattr(training, "CPU", backend)
+
+
+@pytest.fixture
+def lenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """LeNet's solver in a folder of its own, with LMDBs of the digits that ship with caffepy."""
+    for name in ("solver.prototxt", "train_test.prototxt", "init.caffemodel"):
+        shutil.copy(GOLDEN / "lenet" / name, tmp_path / name)
+    build_lmdbs(tmp_path, folder_reader(SUBSET))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "solver.prototxt"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_iteration_is_caffes(case: str) -> None:
+    folder = GOLDEN / "solvers"
+    golden = np.load(folder / f"{case}.npz")
+    with open_solver(folder / f"{case}_solver.prototxt") as solver:
+        solver.load_weights([folder / "init.caffemodel"])
+        while solver.iteration < 12:
+            solver.step(1)
+            for name, values in weights_of(solver.net).items():
+                wanted = golden[f"it{solver.iteration:02d}_{name}"]
+                assert relative_error(values, wanted) < 2e-5, f"{name} after iteration {solver.iteration}"
+
+
+def test_lenets_losses_are_caffes(lenet: Path) -> None:
+    golden = np.load(GOLDEN / "lenet" / "trajectory.npz")["losses"]
+    losses = []
+    with open_solver(lenet, test_initialization=False) as solver:
+        solver.load_weights([lenet.with_name("init.caffemodel")])
+        for _ in range(130):
+            solver.step(1)
+            losses.append(solver.losses.mean())
+        assert solver.test_all()[0]["accuracy"] > 0.85
+    np.testing.assert_allclose(losses, golden[:130], rtol=0, atol=1e-3)
+
+
+def _train(path: Path, stops: list[int]) -> dict[str, np.ndarray]:
+    """The weights after training up to each stop in turn, with a snapshot and a new solver between."""
+    state = None
+    for stop in stops:
+        with open_solver(path, test_initialization=False) as solver:
+            if state is None:
+                solver.load_weights([path.with_name("init.caffemodel")])
+            else:
+                solver.restore(state)
+            solver.step(stop - solver.iteration)
+            state = solver.snapshot()
+            weights = weights_of(solver.net)
+    return weights
+
+
+def test_a_resumed_run_gives_the_same_bits(lenet: Path) -> None:
+    whole, resumed = _train(lenet, [40]), _train(lenet, [20, 40])
+    for name, values in whole.items():
+        assert np.array_equal(values, resumed[name]), name
