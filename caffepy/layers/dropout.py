@@ -26,8 +26,6 @@ class DropoutLayer(Layer):
             raise self.error(f"dropout_ratio is {param.dropout_ratio:g}, but must be at least 0 and below 1")
         self._ratio = param.dropout_ratio
         self._scale = 1 / (1 - param.dropout_ratio)
-        stream = self.random_stream()
-        self._stream = RandomStream(param.random_seed, stream.stream) if param.random_seed >= 0 else stream
         self._training = self.context.phase == caffe_pb2.TRAIN
         self._chances: Array | None = None
 
@@ -39,8 +37,13 @@ class DropoutLayer(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._training:
             number = self.context.passes.number
-            self.backend.random_uniform(self._chances, self._stream, number, self.first_sample())
+            self.backend.random_uniform(self._chances, self._stream(), number, self.first_sample())
         self._drop(bottom[0].data, top[0].data)
+
+    def _stream(self) -> RandomStream:
+        """The layer's random numbers; asked for in each pass, as a snapshot may bring another seed."""
+        stream, seed = self.random_stream(), self.param.dropout_param.random_seed
+        return RandomStream(seed, stream.stream) if seed >= 0 else stream
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         """dx = dy / (1 - dropout_ratio) where the element was kept, else 0."""
