@@ -138,12 +138,13 @@ class CpuBackend(Backend):
     # -- elementwise and reductions -----------------------------------------------------------------
 
     def _extents(self, shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, int] | None:
-        """(outer, channels, inner) in memory order of the axes [axis, axis + axes); None if they are not adjacent there."""
-        if len(shape) != 4 or axes == 0 or (axis == 0 and axes in (1, 4)):
+        """(outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if they are not adjacent there."""
+        last = len(shape) == 4
+        if axes == 0 or (axis == 0 and axes in (1, 4) if last else axes != 4):
             return (
                 math.prod(shape[:axis]), math.prod(shape[axis : axis + axes]), math.prod(shape[axis + axes :])
             )  # fmt: skip
-        if axis == 1 and axes == 1:
+        if last and axis == 1 and axes == 1:
             return shape[0] * shape[2] * shape[3], shape[1], 1
         return None
 
@@ -151,13 +152,13 @@ class CpuBackend(Backend):
         """A `Channel` argument as an array of the full shape."""
         full = self.zeros(shape)
         full[...] = channel.reshape(channel.shape + (1,) * (len(shape) - axis - channel.ndim))
-        return self.flat(full)
+        return full
 
     def apply(
-        self, expression: Expression, inputs: Sequence[Array | float], outputs: Sequence[Array], axis: int = 1
+        self, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Array], axis: int = 1
     ) -> None:
         shape = outputs[0].shape
-        arguments = list(inputs)
+        arguments: list[Any] = list(inputs)
         extents: tuple[int, int, int] | None = None
         channels = [i for i, kind in enumerate(expression.kinds) if kind is Kind.CHANNEL]
         if channels:
@@ -165,25 +166,25 @@ class CpuBackend(Backend):
             extents = self._extents(shape, axis, channel.ndim)
             for i in channels:
                 assert arguments[i].shape == shape[axis : axis + arguments[i].ndim], (arguments[i].shape, shape, axis)
-                arguments[i] = (
-                    self._spread(arguments[i], shape, axis) if extents is None else self.flat(arguments[i])
-                )
-        for i, kind in enumerate(expression.kinds):
+                if extents is None:
+                    arguments[i] = self._spread(arguments[i], shape, axis)
+        for argument, kind in zip(arguments, expression.kinds, strict=True):
             if kind is Kind.EACH:
-                assert arguments[i].shape == shape, (expression.name, arguments[i].shape, shape)
-                arguments[i] = self.flat(arguments[i])
-        flat_outputs = [self.flat(output) for output in outputs]
+                assert argument.shape == shape, (expression.name, argument.shape, shape)
+            if kind is not Kind.SCALAR:
+                self._check_dense(argument)
+        self._check_dense(*outputs)
         if channels and extents is None:
             expression = _all_each(expression)
         if extents is None:
-            apply_flat(self.threads, expression, arguments, flat_outputs)
+            apply_flat(self.threads, expression, arguments, outputs)
         else:
-            apply_channels(self.threads, expression, arguments, flat_outputs, extents)
+            apply_channels(self.threads, expression, arguments, outputs, extents)
 
     def reduce(
         self,
         expression: Expression,
-        inputs: Sequence[Array | float],
+        inputs: Sequence[Any],
         outputs: Sequence[Array],
         axis: int = 1,
         accumulate: bool = False,
@@ -197,11 +198,11 @@ class CpuBackend(Backend):
         if extents is None:
             sums = self._reduce_general(expression, inputs, shape, axis, kept)
         else:
-            flat = [a if k is Kind.SCALAR else self.flat(a) for a, k in zip(inputs, expression.kinds, strict=True)]
+            self._check_dense(*(a for a, k in zip(inputs, expression.kinds, strict=True) if k is not Kind.SCALAR))
             if axes == 0:
-                sums = reduce_flat(self.threads, expression, flat, math.prod(shape))
+                sums = reduce_flat(self.threads, expression, inputs, math.prod(shape))
             else:
-                sums = reduce_channels(self.threads, expression, flat, extents)
+                sums = reduce_channels(self.threads, expression, inputs, extents)
             if kept == ():
                 sums = [s.sum() for s in sums]
         for total, output in zip(sums, outputs, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 
 from caffepy.backend.base import Geometry, spatial_output
 from caffepy.backend.cpu_panels import Panels, pack_weights
-from caffepy.backend.cpu_runtime import Floats, Int, Words, kernel
+from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
 from caffepy.backend.cpu_tile import ROWS, WIDTH, ahead, copy_vectors, table_at, tile1, tile2, tile3
 from caffepy.backend.cpu_workspace import Workspace
 
@@ -163,7 +163,7 @@ def correlate_weights(
                         )  # fmt: skip
 
 
-_ZEROS = np.zeros(4 * WIDTH, np.float32)
+_ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,12 @@ class _Padding:
         )  # fmt: skip
 
 
-def _extended(table: Any) -> Any:
+def _extended(table: Any) -> Pinned:
     """A table as int64 with the last entry repeated as often as a tile may read beyond."""
     flat = np.asarray(table, np.int64).reshape(-1)
     if not flat.size:
-        return np.zeros(SPARE, np.int64)
-    return np.concatenate([flat, np.repeat(flat[-1:], SPARE)])
+        return Pinned(np.zeros(SPARE, np.int64))
+    return Pinned(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _tile_cuts(cuts: Any, rows: int) -> Any:
         part = cuts[first : first + rows]
         low, high = part.min(axis=0), part.max(axis=0)
         tiles.append((low[0], max(low[0], high[1]), low[2], max(low[2], high[3])))
-    return np.array(tiles, np.int64)
+    return _extended(tiles)
 
 
 class _Correlation:
@@ -280,12 +280,12 @@ class _Correlation:
         self._pixels_at, self._y_at = _extended(padding.at(h, w)), _extended(y_at)
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
         self._taps_at = _extended(padding.shift(taps.rows, taps.columns))
-        self._weight_rows = np.asarray(weight_rows, np.int64).reshape(-1)
+        self._weight_rows = _extended(weight_rows)
         self._weight_step = weight_step
         self._y_image, self._columns, self._groups = y_image, columns, groups
-        self.panels = Panels(len(self._weight_rows), columns, self._pixels)
+        self.panels = Panels(np.size(weight_rows), columns, self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
-        self._packed_taps = (np.arange(self._taps) * self._inner * widths).astype(np.int64).reshape(-1)
+        self._packed_taps = _extended(np.arange(self._taps) * self._inner * widths)
         self._cutting = padding.needed and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
@@ -339,7 +339,7 @@ class TileConvolution:
             self._height, self._width, self._channels, geometry.pad[0], geometry.pad[1],
             self._height + 2 * geometry.pad[0], self._width + 2 * geometry.pad[1],
         )  # fmt: skip
-        self._zeros = np.zeros(max(self._outputs, self._channels), np.float32)
+        self._zeros = Pinned(np.zeros(max(self._outputs, self._channels), np.float32))
         self._taps = self._make_taps()
         self._forward: _Correlation | None = None
         self._backward: list[_Correlation] | None = None
@@ -504,12 +504,12 @@ class _WeightGradient:
         self._taps_at = p.shift(plan._taps.rows, plan._taps.columns)
         self._rows: list[int] = []
         units = self._turned_units() if self._turned else self._plain_units()
-        self._units = np.array(units, np.int64)
-        self._rows_table = np.array(self._rows, np.int64)
+        self._units, self._count = _extended(units), len(units)
+        self._rows_table = _extended(self._rows)
         self._c_rows = _extended(np.arange(SPARE) * (plan._outputs if self._turned else plan._depth))
         self._block = self._lines_at_a_time()
         widths = np.arange(1, 4)[:, None] * WIDTH * plan._out_width
-        self._panel_lines = (np.arange(plan._out_height) * widths).astype(np.int64).reshape(-1)
+        self._panel_lines = _extended(np.arange(plan._out_height) * widths)
 
     def _lines_at_a_time(self) -> int:
         """Output lines whose part of x and dy stays in the second cache while all tiles pass over them."""
@@ -525,7 +525,7 @@ class _WeightGradient:
         return place
 
     def _panels(self, columns: int, rows: int) -> list[tuple[int, int, int]]:
-        return [(int(v), int(c), int(last)) for v, c, _, last in Panels(0, columns, rows).table]
+        return [(int(v), int(c), int(last)) for v, c, _, last in Panels(0, columns, rows).entries]
 
     def _plain_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in dy, in x, in dw, row table, rows, lanes of the last vector) of each tile."""
@@ -571,10 +571,10 @@ class _WeightGradient:
         of_x = (x, plan._padding.elements, self._x_lines, plan._geometry.stride[1] * plan._channels)
         of_dy = (dy, plan._out_height * plan._out_width * plan._outputs, self._dy_lines, plan._outputs)
         a, b = (of_x, of_dy) if self._turned else (of_dy, of_x)
-        items = min(plan._threads, len(self._units))
+        items = min(plan._threads, self._count)
         size = min(self._block, plan._out_height) * plan._out_width * 3 * WIDTH
         correlate_weights.run(
             plan._threads, items, 1, *a, *b, dy.shape[0], plan._out_height, plan._out_width, self._block, target,
-            self._c_rows, int(accumulate), _ZEROS, self._rows_table, self._units, len(self._units), items,
+            self._c_rows, int(accumulate), _ZEROS, self._rows_table, self._units, self._count, items,
             plan._workspace.take("panels", items * size), size, self._panel_lines, WIDTH,
         )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -120,13 +121,13 @@ def _apply_planes(expression: Expression) -> Entry:
     return _entry(expression, "planes", text, count, 2)
 
 
-def apply_flat(threads: int, expression: Expression, inputs: list[Any], outputs: list[Any]) -> None:
-    """outputs = expression(inputs) over equally long 1-D arrays and numbers."""
+def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """outputs = expression(inputs) over arrays of one size and order in memory, and numbers."""
     _apply_flat(expression).run(threads, outputs[0].size, GRAIN, *inputs, *outputs)
 
 
 def apply_channels(
-    threads: int, expression: Expression, inputs: list[Any], outputs: list[Any], extents: tuple[int, int, int]
+    threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any], extents: tuple[int, int, int]
 ) -> None:
     """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
     outer, channels, inner = extents
@@ -205,8 +206,8 @@ def _blocks(items: int, size: int) -> tuple[int, int]:
     return block, -(-items // block)
 
 
-def reduce_flat(threads: int, expression: Expression, inputs: list[Any], size: int) -> list[Any]:
-    """Sums of expression(inputs) over 1-D arrays of `size` elements: one float64 for each output."""
+def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], size: int) -> list[Any]:
+    """Sums of expression(inputs) over arrays of `size` elements: one float64 for each output."""
     block, blocks = _blocks(size, 1)
     block = -(-block // LANES) * LANES
     partial = [np.zeros((blocks, LANES)) for _ in range(expression.output_count)]
@@ -215,7 +216,7 @@ def reduce_flat(threads: int, expression: Expression, inputs: list[Any], size: i
 
 
 def reduce_channels(
-    threads: int, expression: Expression, inputs: list[Any], extents: tuple[int, int, int]
+    threads: int, expression: Expression, inputs: Sequence[Any], extents: tuple[int, int, int]
 ) -> list[Any]:
     """Sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64 (channels,)."""
     outer, channels, inner = extents

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu_panels import COST, Panels, pack_weights
-from caffepy.backend.cpu_runtime import Floats, Int, Words, kernel
+from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
 from caffepy.backend.cpu_tile import ROWS, WIDTH, ahead, copy_vectors, table_at, tile
 from caffepy.backend.cpu_workspace import Workspace
 
@@ -24,8 +24,8 @@ SMALL = 128 * 1024
 """Elements of a packed factor that stays in the second cache."""
 BLOCK = 240
 """Columns that are packed at a time from a large factor: panels of two and of three vectors fill them."""
-_ZEROS = np.zeros(4 * WIDTH, np.float32)
-_NO_OFFSET = np.zeros(1, np.int64)
+_ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
+_NO_OFFSET = Pinned(np.zeros(1, np.int64))
 
 
 @kernel
@@ -118,9 +118,9 @@ def transpose(
 
 
 @lru_cache(maxsize=1024)
-def _offsets(count: int, step: int) -> Any:
+def _offsets(count: int, step: int) -> Pinned:
     """Offsets of rows `step` elements apart; a tile reads beyond the last, which is repeated."""
-    return np.minimum(np.arange(count + 8), count - 1) * step
+    return Pinned(np.minimum(np.arange(count + 8), count - 1) * step)
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu_runtime import Floats, Int, Words, kernel
+from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
 from caffepy.backend.cpu_tile import ROWS, WIDTH
 
 
@@ -30,7 +30,7 @@ class Panels:
     """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by one of `rows` rows.
 
     Attributes:
-        table: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
+        entries: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
         size: elements of the packed buffer.
     """
 
@@ -41,7 +41,8 @@ class Panels:
             entries.append((vectors, column, start, last))
             column += vectors * WIDTH
             start += vectors * WIDTH * depth
-        self.table = np.array(entries, np.int64).reshape(-1, 4)
+        self.entries = np.array(entries, np.int64).reshape(-1, 4)
+        self.table = Pinned(self.entries)
         self.count = len(entries)
         self.size = start
         self.depth = depth
