@@ -7,6 +7,7 @@ a serialised SolverState.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,12 @@ _CAFFES_FIELDS = ("iter", "learned_net", "current_step", "history")
 
 @contextmanager
 def _create(path: Path) -> Iterator[Any]:
-    """An HDF5 file open for writing; failures come as OSError whichever way the library reports them."""
-    try:
-        with h5py.File(path, "w") as file:
-            yield file
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
+    """An HDF5 file to fill, made in memory and then written: the library itself does not get over a full disk."""
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w") as file:
+        yield file
+    with open(path, "wb") as target:
+        target.write(buffer.getbuffer())
 
 
 @contextmanager

@@ -59,14 +59,16 @@ class NetFactory:
         Raises:
             ConfigError: none is named, or more than one.
         """
-        sources = self._sources(("train_net_param", "train_net", "net_param", "net"))
-        if len(sources) != 1:
+        fields = ("train_net_param", "train_net", "net_param", "net")
+        given = [field for field in fields if self.param.HasField(field)]
+        if len(given) != 1:
             raise ConfigError(
-                f"solver: needs exactly one of net, net_param, train_net, train_net_param; {len(sources)} are given"
+                f"solver: needs exactly one of {', '.join(fields)}; {' and '.join(given) or 'none'} is given"
             )
-        log.log(self._level, "Creating training net from %s", sources[0].field)
-        state = net_state(caffe_pb2.TRAIN, sources[0].param.state, self.param.train_state)
-        return self._build(sources[0], state, 1)
+        source = self._sources(fields)[0]
+        log.log(self._level, "Creating training net from %s", source.field)
+        state = net_state(caffe_pb2.TRAIN, source.param.state, self.param.train_state)
+        return self._build(source, state, 1)
 
     def test_nets(self, train_net: Net) -> list[Net]:
         """The nets to test with, in Caffe's order; their layers use the train net's parameters.

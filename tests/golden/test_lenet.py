@@ -1,7 +1,8 @@
 """LeNet on MNIST against BVLC Caffe 1.0, from the same initial weights.
 
-The digits that ship with caffepy are the first 8,500 of the training set, which is what Caffe saw in its first 132 iterations.
-With CAFFEPY_MNIST set to a folder with the whole set (idx files), all 200 iterations and the accuracy after them are compared.
+The digits that ship with caffepy are the first 8,500 of the training set, which is what Caffe saw in its first 132
+iterations. With CAFFEPY_MNIST set to a folder with the whole set (idx files), all 200 iterations and the accuracy after
+them are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Update rules and learning-rate policies against BVLC Caffe 1.0: 12 iterations of a small net, and a resume from its snapshot."""
+"""Update rules and policies against BVLC Caffe 1.0: 12 iterations of a small net, and a resume from its snapshot."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "b" bottom: "label" t
 def inner(name: str, bottom: str, params: str = "", outputs: int = 3) -> str:
     return (
         f'layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" {params} inner_product_param '
-        f'{{ num_output: {outputs} weight_filler {{ type: "xavier" }} bias_filler {{ type: "constant" value: 1 }} }} }}\n'
+        f'{{ num_output: {outputs} weight_filler {{ type: "xavier" }} '
+        'bias_filler { type: "constant" value: 1 } } }\n'
     )
 
 
