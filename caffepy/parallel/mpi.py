@@ -158,10 +158,11 @@ def check_launcher(launcher: Launcher, size: int, library: str) -> None:
         return
     if launcher.rank != 0:
         raise SystemExit(UserError.exit_status)
+    name = " ".join(library.split("\n")[0].split(",")[0].split())
     own = Path(sys.executable).parent / "mpirun"
     remedy = str(own) if own.exists() else "the mpirun that came with that library"
     raise UserError(
-        f"{launcher.name} started {launcher.size} processes, but {library.split(',')[0].strip()}, the MPI library that "
+        f"{launcher.name} started {launcher.size} processes, but {name}, the MPI library that "
         f"mpi4py uses, sees {size}: launcher and library belong to different MPIs. Start with {remedy}"
     )
 

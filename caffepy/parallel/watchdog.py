@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _TICK = 0.5
 """Seconds between looks, and between reports to rank 0."""
+_ASLEEP_SECONDS = 2.0
+"""A watchdog that comes so much too late was suspended with its process."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +81,40 @@ class Progress:
         )
 
 
-def find_stall(states: list[DeviceState], timeout: float) -> str | None:
-    """Whom the others have waited for longer than `timeout` seconds, as a message; None if for nobody."""
+@dataclass(frozen=True)
+class Stall:
+    """A wait that is too long.
+
+    Args:
+        waiter: the device that waits, the furthest ahead if there are several.
+        late: those that it waits for, the furthest behind first; empty where all have begun the operation.
+    """
+
+    waiter: DeviceState
+    late: list[DeviceState]
+
+    def describe(self, timeout: float, unknown: str) -> str:
+        """In a line: who waits where for whom, and what to do; `unknown` is said where nobody is late."""
+        waiter = self.waiter
+        begin = f"{waiter} has waited {waiter.seconds:.0f} s in {waiter.waiting} of iteration {waiter.iteration} for "
+        end = f"; look at that process, or allow more than {timeout:g} s with --timeout"
+        if not self.late:
+            return f"{begin}{unknown}{end}"
+        culprit = self.late[0]
+        doing = f"waits in {culprit.waiting}" if culprit.waiting else "computes or reads data"
+        more = f", and for {len(self.late) - 1} more" if len(self.late) > 1 else ""
+        state = f"which is in iteration {culprit.iteration} and {doing} since {culprit.seconds:.0f} s"
+        return f"{begin}{culprit}, {state}{more}{end}"
+
+
+def find_stall(states: list[DeviceState], timeout: float) -> Stall | None:
+    """The wait of a device for longer than `timeout` seconds, or None."""
     waiting = [state for state in states if state.waiting and state.seconds > timeout]
     if not waiting:
         return None
     waiter = max(waiting, key=lambda state: state.collectives)
     late = [state for state in states if state.collectives < waiter.collectives]
-    begin = f"{waiter} has waited {waiter.seconds:.0f} s in {waiter.waiting} of iteration {waiter.iteration} for "
-    if not late:
-        return f"{begin}an operation that all devices have begun: MPI, NCCL or the network is stuck"
-    culprit = min(late, key=lambda state: state.collectives)
-    doing = f"waits in {culprit.waiting}" if culprit.waiting else "computes or reads data"
-    more = f", and for {len(late) - 1} more devices" if len(late) > 1 else ""
-    return (
-        f"{begin}{culprit}, which is in iteration {culprit.iteration} and {doing} since {culprit.seconds:.0f} s{more}; "
-        f"look at that process, or allow more than {timeout:g} s with --timeout"
-    )
+    return Stall(waiter, sorted(late, key=lambda state: state.collectives))
 
 
 class Watchdog:
@@ -126,6 +145,7 @@ class Watchdog:
         self._ended: set[int] = set()
         self._stopping = threading.Event()
         self._tick = min(_TICK, timeout / 4)
+        self._looked = self._awake = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -144,12 +164,14 @@ class Watchdog:
             self._lifeline.close()
 
     def _run(self) -> None:
-        reported = 0.0
         while not self._stopping.is_set():
             failure = next(filter(None, map(self._failure, self._lifeline.poll(self._tick))), None)
-            if failure is None and time.monotonic() - reported >= self._tick:
-                reported = time.monotonic()
-                failure = self._look()
+            now = time.monotonic()
+            if now - self._looked > self._tick + _ASLEEP_SECONDS:
+                self._awake = now
+            if failure is None and now - self._looked >= self._tick:
+                self._looked = now
+                failure = self._look(now - self._awake)
             if failure is not None and not self._stopping.is_set():
                 self._on_failure(failure)
                 return
@@ -187,16 +209,21 @@ class Watchdog:
             self.tell_failure(failure)
         return failure
 
-    def _look(self) -> Failure | None:
-        """Report this process's devices, and judge those that are known."""
+    def _look(self, awake: float) -> Failure | None:
+        """Report this process's devices, and judge those that are known.
+
+        Args:
+            awake: for how many seconds this process has not been suspended; longer waits say nothing about the others.
+        """
         own = [progress.state(self._world) for progress in self._progresses]
-        if self._world.rank != 0:
+        if self._world.rank == 0:
+            stall = find_stall([*own, *(s for states in self._others.values() for s in states)], self._timeout)
+            unknown = "an operation that all devices have begun: MPI, NCCL or the network is stuck"
+        else:
             self._lifeline.send("states", devices=[asdict(state) for state in own])
             # Rank 0 sees more and speaks first, unless it is itself what hangs.
-            late = self._timeout + 4 * self._tick + 1.0
-            if not any(state.waiting and state.seconds > late for state in own):
-                return None
-            root = DeviceState(0, self._world.hosts[0], 0, "?")
-            return Failure(find_stall([*own, root], self._timeout) or f"{self._world.name(0)} does not answer")
-        message = find_stall([*own, *(s for states in self._others.values() for s in states)], self._timeout)
-        return Failure(message) if message else None
+            stall = find_stall(own, self._timeout + 4 * self._tick + 1.0)
+            unknown = f"{self._world.name(0)}, which does not answer"
+        if stall is None or awake < self._timeout:
+            return None
+        return Failure(stall.describe(self._timeout, unknown))

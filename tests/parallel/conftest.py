@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,8 +78,9 @@ class Outcome:
 
     def seconds_after_fault(self) -> float:
         """From the injected fault to the end of all processes."""
-        (line,) = (line for line in self.log.splitlines() if line.startswith("fault at "))
-        return self.ended - float(line.removeprefix("fault at "))
+        found = re.search(r"fault at (\d+\.\d+)", self.log)
+        assert found, self.log
+        return self.ended - float(found[1])
 
     def scores(self) -> list[str]:
         """The test scores that were logged."""
@@ -103,7 +105,10 @@ class Laboratory:
         prefix: str | None = None,
         **environment: str,
     ) -> tuple[subprocess.Popen[str], str]:
-        """Start a run: with mpirun where `ranks` are given. Returns the process, a group of its own, and the prefix."""
+        """Start a run: with mpirun where `ranks` are given.
+
+        Returns the process, a group of its own, and the prefix of its snapshots.
+        """
         self._runs += 1
         prefix = prefix or f"run{self._runs}"
         net, solver = f"net{self._runs}.prototxt", f"solver{self._runs}.prototxt"
@@ -112,7 +117,7 @@ class Laboratory:
         (self.folder / solver).write_text(SOLVER % values)
         command = [sys.executable, str(PROGRAM), "train", "--solver", solver, "--cpu", *options]
         if ranks:
-            command = [find_mpirun(), "--oversubscribe", "-np", str(ranks), *command]
+            command = [find_mpirun(), "-np", str(ranks), *command]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -124,6 +129,16 @@ class Laboratory:
             start_new_session=True,
         )
         return process, prefix
+
+    def wait_for_snapshot(self, started: tuple[subprocess.Popen[str], str], iteration: int) -> None:
+        """Wait until a run has written the snapshot of an iteration."""
+        process, prefix = started
+        path = self.folder / f"{prefix}_iter_{iteration}.solverstate"
+        end = time.monotonic() + 30.0
+        while not path.exists():
+            if time.monotonic() > end or process.poll() is not None:
+                pytest.fail(f"{path} does not appear:\n{self.finish(started, 0.1).log}")
+            time.sleep(0.05)
 
     def finish(self, started: tuple[subprocess.Popen[str], str], timeout: float = 60.0) -> Outcome:
         """Wait for a run's end; one that hangs is killed and fails the test."""
@@ -142,13 +157,15 @@ class Laboratory:
 
 
 def program_environment(changes: dict[str, str]) -> dict[str, str]:
-    """The environment of a run: caffepy from this checkout, Open MPI willing to run as root."""
+    """The environment of a run: caffepy from this checkout; Open MPI 4 and 5 may run as root and oversubscribed."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         **changes,
     }
 

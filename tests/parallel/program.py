@@ -1,9 +1,9 @@
 """caffepy's command line with one more layer type, Fault, which fails on request; the tests start it, also with mpirun.
 
-FAULT="kind device iteration" in the environment makes that device (counted through all ranks) fail in its forward pass of
-that iteration: raise, kill, sleep, or the name of a signal that its process sends itself. DELAY is the seconds that each
-forward pass takes longer, SOLVERS_OF_RANK_1 another number of solver threads there, FORBID a package that must not be
-imported.
+FAULT="kind device iteration" in the environment makes that device (counted through all ranks) fail in its forward
+pass of that iteration: raise, kill, sleep, or the name of a signal that its process sends itself. DELAY is the seconds
+that each forward pass takes longer, SOLVERS_OF_RANK_1 another number of solver threads there, FORBID a package that
+must not be imported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.base import Layer, register_layer
+from caffepy.parallel.world import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
 
 
@@ -34,7 +35,7 @@ class FaultLayer(Layer):
             return
         if self.context.phase != TRAIN:
             return
-        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
+        os.write(2, f"fault at {time.time()}\n".encode())  # one piece, or another thread's line gets into it
         if kind == "raise":
             raise ValueError("injected")
         if kind == "kill":
@@ -51,7 +52,7 @@ class FaultLayer(Layer):
 def arguments() -> list[str]:
     """The command line, changed where a test wants one rank to differ."""
     given = sys.argv[1:]
-    if "SOLVERS_OF_RANK_1" in os.environ and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+    if "SOLVERS_OF_RANK_1" in os.environ and (launcher := find_launcher()) and launcher.rank == 1:
         given += ["--cpu-solvers", os.environ["SOLVERS_OF_RANK_1"]]
     return given
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,13 +20,6 @@ def errors(log: str) -> list[str]:
     """What was reported as an error, by the log or by the command line."""
     lines = (line for line in log.splitlines() if re.match(r"E\d{4} |caffepy: error: ", line))
     return [line.split("] ", 1)[-1].removeprefix("caffepy: error: ") for line in lines]
-
-
-def wait_for(path: Path, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} does not appear"
-        time.sleep(0.05)
 
 
 def ranks_of(pid: int) -> dict[int, psutil.Process]:
@@ -45,7 +37,9 @@ def test_an_exception_in_one_rank_ends_all(laboratory) -> None:  # type: ignore[
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = errors(outcome.log)
-    assert re.fullmatch(r"rank 1 on \S+, device CPU, iteration 5: layer 'fault' \(Fault\): ValueError: injected", message)
+    assert re.fullmatch(
+        r"rank 1 on \S+, device CPU, iteration 5: layer 'fault' \(Fault\): ValueError: injected", message
+    )
     assert "Traceback" not in outcome.log
 
 
@@ -71,7 +65,9 @@ def test_a_rank_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-unt
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < 2 + LIMIT
     (message,) = errors(outcome.log)
-    assert re.search(r"has waited \d s in the gradients' all-reduce of iteration 5 for rank 1 on \S+, process \d+", message)
+    assert re.search(
+        r"has waited \d s in the gradients' all-reduce of iteration 5 for rank 1 on \S+, process \d+", message
+    )
 
 
 def test_a_thread_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
@@ -85,7 +81,7 @@ def test_a_thread_that_sleeps_is_named(laboratory) -> None:  # type: ignore[no-u
 def test_a_stopped_process_is_named(laboratory) -> None:  # type: ignore[no-untyped-def]
     """SIGSTOP also stops the rank's own watchdog, and here rank 0, which watches over all."""
     started = laboratory.start("--timeout", "2", ranks=2, batch=32, iterations=LONG, snapshot=10)
-    wait_for(laboratory.folder / f"{started[1]}_iter_10.solverstate")
+    laboratory.wait_for_snapshot(started, 10)
     stopped = ranks_of(started[0].pid)[0]
     stopped.suspend()
     outcome = laboratory.finish(started, timeout=25)
@@ -96,7 +92,9 @@ def test_a_stopped_process_is_named(laboratory) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_sigint_to_one_rank_stops_all_with_a_snapshot(laboratory, culprit: int) -> None:  # type: ignore[no-untyped-def]
-    outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT=f"SIGINT {culprit} 12", DELAY="0.01", timeout=20)
+    outcome = laboratory.train(
+        ranks=2, batch=32, iterations=LONG, FAULT=f"SIGINT {culprit} 12", DELAY="0.01", timeout=20
+    )
     assert outcome.status == 0, outcome.log
     assert outcome.seconds_after_fault() < LIMIT
     assert "Optimization stopped early." in outcome.log
@@ -107,7 +105,7 @@ def test_sigint_to_one_rank_stops_all_with_a_snapshot(laboratory, culprit: int) 
 
 def test_sigterm_to_one_rank_writes_a_snapshot_and_ends_well(laboratory) -> None:  # type: ignore[no-untyped-def]
     started = laboratory.start(ranks=2, batch=32, iterations=LONG, snapshot=10, DELAY="0.01")
-    wait_for(laboratory.folder / f"{started[1]}_iter_10.solverstate")
+    laboratory.wait_for_snapshot(started, 10)
     ranks_of(started[0].pid)[1].send_signal(signal.SIGTERM)
     outcome = laboratory.finish(started, timeout=15)
     assert outcome.status == 0, outcome.log
@@ -124,7 +122,7 @@ def test_sighup_writes_a_snapshot_and_training_goes_on(laboratory) -> None:  # t
 
 def test_a_second_sigint_ends_at_once(laboratory) -> None:  # type: ignore[no-untyped-def]
     started = laboratory.start(iterations=LONG, snapshot=10, FAULT="sleep 0 15")
-    wait_for(laboratory.folder / f"{started[1]}_iter_10.solverstate")
+    laboratory.wait_for_snapshot(started, 10)
     time.sleep(0.5)
     for _ in range(2):
         os.kill(started[0].pid, signal.SIGINT)

@@ -47,7 +47,10 @@ def test_threads_and_ranks_train_as_one_device_does(laboratory, alone, ranks: in
     devices = max(ranks, 1) * threads
     assert len(logged(outcome, "Solver performance on device CPU")) == devices
     assert len(logged(outcome, "Overall performance: ")) == 1
-    assert logged(outcome, "Batch: ")[-1] == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
+    assert (
+        logged(outcome, "Batch: ")[-1]
+        == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
+    )
 
 
 def test_an_mpi_that_the_main_thread_alone_may_call(laboratory, alone) -> None:  # type: ignore[no-untyped-def]

@@ -50,6 +50,8 @@ def test_a_launcher_of_another_mpi_is_refused_once() -> None:
     launcher = Launcher("mpiexec", 0, 4)
     with pytest.raises(UserError, match="mpiexec started 4 processes, but Open MPI v5.0, .* sees 1: .* different MPIs"):
         check_launcher(launcher, 1, "Open MPI v5.0, package: x")
+    with pytest.raises(UserError, match="but MPICH Version: 5.0.2, the MPI"):
+        check_launcher(launcher, 1, "MPICH Version:      5.0.2\nMPICH Release date: today")
     with pytest.raises(SystemExit) as leaving:
         check_launcher(Launcher("mpiexec", 3, 4), 1, "Open MPI v5.0")
     assert leaving.value.code == 2
