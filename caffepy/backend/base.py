@@ -276,8 +276,8 @@ class Backend(ABC):
     def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
         """ranks = how many classes score at least as high as the label's own, itself not counted (BVLC's Accuracy).
 
-        labels and ranks: float32, logical order of x without `axis`. bad_label as in `softmax_loss_forward`; a bad label's
-        rank is -1.
+        labels and ranks: float32, logical order of x without `axis`. bad_label as in `softmax_loss_forward`; a bad
+        label's rank is -1.
         """
 
     # -- random numbers -----------------------------------------------------------------------------

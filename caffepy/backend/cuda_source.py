@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from caffepy.backend.expression import Expression, Kind
+from caffepy.backend.expression import Expression, Kind, cuda_name
 
 LANES = "xyzw"
 
@@ -44,7 +44,8 @@ def _named(expression: Expression, kind: Kind) -> list[str]:
 def formula_text(expression: Expression) -> str:
     """The formula as a device function `formula_(arguments..., float &o0_, ...)`."""
     outputs = _outputs(expression)
-    parameters = [f"float {name}" for name in expression.parameters] + [f"float &{name}" for name in outputs]
+    parameters = [f"float {cuda_name(name)}" for name in expression.parameters]
+    parameters += [f"float &{name}" for name in outputs]
     body = "\n    ".join(expression.cuda_lines(outputs))
     return f"__device__ __forceinline__ void formula_({', '.join(parameters)}) {{\n    {body}\n}}\n"
 
@@ -54,7 +55,7 @@ def _argument_list(expression: Expression, variant: Variant) -> list[str]:
     parameters = []
     for name, kind in zip(expression.parameters, expression.kinds, strict=True):
         if kind is Kind.SCALAR and name not in variant.device_scalars:
-            parameters.append(f"float {name}")
+            parameters.append(f"float {cuda_name(name)}")
             continue
         parameters.append(f"const float *{name}_p_")
         if kind is Kind.CHANNEL:
@@ -63,7 +64,7 @@ def _argument_list(expression: Expression, variant: Variant) -> list[str]:
 
 
 def _scalar_loads(variant: Variant) -> list[str]:
-    return [f"const float {name} = *{name}_p_;" for name in sorted(variant.device_scalars)]
+    return [f"const float {cuda_name(name)} = *{name}_p_;" for name in sorted(variant.device_scalars)]
 
 
 def _loads(expression: Expression, variant: Variant, index: str) -> list[str]:
@@ -81,15 +82,15 @@ def _loads(expression: Expression, variant: Variant, index: str) -> list[str]:
 
 def _load(name: str, index: str, vector: bool) -> str:
     if vector:
-        return f"const float4 {name} = reinterpret_cast<const float4 *>({name}_p_)[{index}];"
-    return f"const float {name} = {name}_p_[{index}];"
+        return f"const float4 {cuda_name(name)} = reinterpret_cast<const float4 *>({name}_p_)[{index}];"
+    return f"const float {cuda_name(name)} = {name}_p_[{index}];"
 
 
 def _call(expression: Expression, variant: Variant, lane: str) -> str:
     """A call of the formula on one element; `lane` is a member of float4 or empty."""
     suffix = f".{lane}" if lane else ""
     single = set(_named(expression, Kind.SCALAR)) | variant.splat
-    inputs = [name if name in single else name + suffix for name in expression.parameters]
+    inputs = [cuda_name(name) + ("" if name in single else suffix) for name in expression.parameters]
     return f"formula_({', '.join(inputs + [name + suffix for name in _outputs(expression)])});"
 
 

@@ -72,6 +72,11 @@ _OPERATORS: dict[type[ast.AST], str] = {
 }
 
 
+def cuda_name(name: str) -> str:
+    """A formula's variable in CUDA C, whose own words (`new`, `double`) may not be names there."""
+    return f"v_{name}"
+
+
 class Expression:
     """A formula that backends can run over arrays.
 
@@ -135,11 +140,11 @@ class Expression:
         return lines + [f"{o} = {self._python(v)}" for o, v in zip(outputs, self._returned(), strict=True)]
 
     def cuda_lines(self, outputs: list[str]) -> list[str]:
-        """The formula as CUDA C statements on floats that assign `outputs`."""
+        """The formula as CUDA C statements on floats, called `cuda_name` of their names, that assign `outputs`."""
         declared: set[str] = set()
         lines = []
         for name, value in self._assignments():
-            lines.append(f"{'' if name in declared else 'float '}{name} = {self._cuda(value)};")
+            lines.append(f"{'' if name in declared else 'float '}{cuda_name(name)} = {self._cuda(value)};")
             declared.add(name)
         return lines + [f"{o} = {self._cuda(v)};" for o, v in zip(outputs, self._returned(), strict=True)]
 
@@ -154,10 +159,10 @@ class Expression:
         expression = self
 
         class Rewrite(ast.NodeTransformer):
-            def visit_Constant(self, constant: ast.Constant) -> ast.expr:  # noqa: N802 (ast's name)
+            def visit_Constant(self, constant: ast.Constant) -> ast.expr:
                 return ast.parse(f"float32({float(constant.value)!r})", mode="eval").body
 
-            def visit_Name(self, name: ast.Name) -> ast.expr:  # noqa: N802
+            def visit_Name(self, name: ast.Name) -> ast.expr:
                 number = expression._number(name) if name.id not in FUNCTIONS else None
                 return name if number is None else self.visit_Constant(ast.Constant(number))
 
@@ -169,7 +174,7 @@ class Expression:
                 return f"{float(value)!r}f"
             case ast.Name():
                 number = self._number(node)
-                return node.id if number is None else f"{number!r}f"
+                return cuda_name(node.id) if number is None else f"{number!r}f"
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
                 return f"powf({self._cuda(left)}, {self._cuda(right)})"
             case ast.BinOp(left=left, op=operator, right=right):
