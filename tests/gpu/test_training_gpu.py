@@ -47,7 +47,7 @@ def test_every_iteration_is_caffes(case: str) -> None:
 
 
 def test_lenets_losses_are_caffes(lenet: Path) -> None:
-    """Differences of rounding double about every four iterations, so the later ones can only be near."""
+    """Differences of rounding grow a hundredfold in some sixty iterations, so the later losses can only be near."""
     golden = np.load(GOLDEN / "lenet" / "trajectory.npz")["losses"]
     losses = []
     with open_solver(lenet, test_initialization=False) as solver:
