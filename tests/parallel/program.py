@@ -2,13 +2,13 @@
 
 FAULT="kind device iteration" in the environment makes that device (counted through all ranks) fail in its forward
 pass of that iteration: raise, kill, sleep, or the name of a signal that its process sends itself. DELAY is the seconds
-that each forward pass takes longer, SOLVERS_OF_RANK_1 another number of solver threads there, FORBID a package that
-must not be imported.
+that each forward pass takes longer, FORBID a package that must not be imported.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -50,11 +50,11 @@ class FaultLayer(Layer):
 
 
 def arguments() -> list[str]:
-    """The command line, changed where a test wants one rank to differ."""
-    given = sys.argv[1:]
-    if "SOLVERS_OF_RANK_1" in os.environ and (launcher := find_launcher()) and launcher.rank == 1:
-        given += ["--cpu-solvers", os.environ["SOLVERS_OF_RANK_1"]]
-    return given
+    """The command line; ``{rank}`` and sums and products with it stand for this process's number."""
+    launcher = find_launcher()
+    rank = launcher.rank if launcher else 0
+    values = {"rank": rank, "rank+1": rank + 1, "2*rank": 2 * rank, "2*rank+1": 2 * rank + 1}
+    return [re.sub(r"\{([^}]+)\}", lambda found: str(values[found[1]]), argument) for argument in sys.argv[1:]]
 
 
 if __name__ == "__main__":

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
+from laboratory import Laboratory, Outcome, assert_same_weights
 
 ITERATIONS = 50
 
 
-def assert_same_weights(actual, expected, iteration: int) -> None:  # type: ignore[no-untyped-def]
-    ours, theirs = actual.weights(iteration), expected.weights(iteration)
-    assert ours.keys() == theirs.keys() and len(ours) == 6
-    for name, values in theirs.items():
-        np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-5, err_msg=name)
-
-
-def logged(outcome, words: str) -> list[str]:  # type: ignore[no-untyped-def]
-    return [line.split("] ", 1)[1] for line in outcome.log.splitlines() if words in line]
-
-
 @pytest.fixture(scope="module")
-def alone(laboratory):  # type: ignore[no-untyped-def]
+def alone(laboratory: Laboratory) -> Outcome:
     """One process, one thread, batch 64: what all others are compared with."""
     outcome = laboratory.train(batch=64, iterations=ITERATIONS, snapshot=20)
     assert outcome.status == 0, outcome.log
     return outcome
 
 
-def test_the_small_net_learns(alone) -> None:  # type: ignore[no-untyped-def]
+def test_the_small_net_learns(alone: Outcome) -> None:
     # Otherwise equal weights would say little.
     accuracy = [float(score.split("= ")[1]) for score in alone.scores() if "accuracy" in score]
     assert accuracy[0] < 0.4 < 0.9 < accuracy[-1]
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(0, 2), (2, 1), (2, 2), (0, 4)])
-def test_threads_and_ranks_train_as_one_device_does(laboratory, alone, ranks: int, threads: int) -> None:  # type: ignore[no-untyped-def]
+def test_threads_and_ranks_train_as_one_device_does(
+    laboratory: Laboratory, alone: Outcome, ranks: int, threads: int
+) -> None:
     if ranks:
         pytest.importorskip("mpi4py")
     options = ("--cpu-solvers", str(threads)) if threads > 1 else ()
@@ -45,15 +34,14 @@ def test_threads_and_ranks_train_as_one_device_does(laboratory, alone, ranks: in
     assert_same_weights(outcome, alone, ITERATIONS)
     assert outcome.scores() == alone.scores()
     devices = max(ranks, 1) * threads
-    assert len(logged(outcome, "Solver performance on device CPU")) == devices
-    assert len(logged(outcome, "Overall performance: ")) == 1
+    assert len(outcome.logged("Solver performance on device CPU")) == devices
+    assert len(outcome.logged("Overall performance: ")) == 1
     assert (
-        logged(outcome, "Batch: ")[-1]
-        == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
+        outcome.logged("Batch: ")[-1] == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
     )
 
 
-def test_an_mpi_that_the_main_thread_alone_may_call(laboratory, alone) -> None:  # type: ignore[no-untyped-def]
+def test_an_mpi_that_the_main_thread_alone_may_call(laboratory: Laboratory, alone: Outcome) -> None:
     outcome = laboratory.train(
         "--cpu-solvers", "2", ranks=2, batch=32, iterations=20, snapshot=20, MPI4PY_RC_THREAD_LEVEL="funneled"
     )
@@ -61,7 +49,7 @@ def test_an_mpi_that_the_main_thread_alone_may_call(laboratory, alone) -> None: 
     assert_same_weights(outcome, alone, 20)
 
 
-def test_a_run_is_resumed_by_another_number_of_devices(laboratory, alone) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_is_resumed_by_another_number_of_devices(laboratory: Laboratory, alone: Outcome) -> None:
     for options, ranks in ((("--cpu-solvers", "2"), 0), ((), 2)):
         outcome = laboratory.train(
             *options, "--snapshot", f"{alone.prefix}_iter_20.solverstate",
@@ -71,7 +59,7 @@ def test_a_run_is_resumed_by_another_number_of_devices(laboratory, alone) -> Non
         assert_same_weights(outcome, alone, 40)
 
 
-def test_resuming_with_the_same_devices_gives_the_same_bytes(laboratory) -> None:  # type: ignore[no-untyped-def]
+def test_resuming_with_the_same_devices_gives_the_same_bytes(laboratory: Laboratory) -> None:
     whole = laboratory.train("--cpu-solvers", "2", iterations=40, snapshot=20)
     part = laboratory.train("--cpu-solvers", "2", "--snapshot", f"{whole.prefix}_iter_20.solverstate", iterations=40)
     assert whole.status == part.status == 0, part.log
@@ -79,7 +67,7 @@ def test_resuming_with_the_same_devices_gives_the_same_bytes(laboratory) -> None
         assert part.weights(40)[name].tobytes() == values.tobytes(), name
 
 
-def test_weights_that_the_root_alone_reads_reach_all(laboratory, alone, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_weights_that_the_root_alone_reads_reach_all(laboratory: Laboratory, alone: Outcome) -> None:
     started = [
         laboratory.train(*options, "--weights", f"{alone.prefix}_iter_50.caffemodel", iterations=10)
         for options in ((), ("--cpu-solvers", "2"))
@@ -88,9 +76,9 @@ def test_weights_that_the_root_alone_reads_reach_all(laboratory, alone, tmp_path
     assert float(started[1].scores()[0].split("= ")[1]) > 0.9
 
 
-def test_an_uneven_batch_is_rounded_up_with_a_warning(laboratory) -> None:  # type: ignore[no-untyped-def]
+def test_an_uneven_batch_is_rounded_up_with_a_warning(laboratory: Laboratory) -> None:
     outcome = laboratory.train("--cpu-solvers", "2", batch=31, iterations=2)
     assert outcome.status == 0, outcome.log
-    assert logged(outcome, "not divisible") == [
+    assert outcome.logged("not divisible") == [
         "layer 'data': batch_size 31 is not divisible by 2 devices: each takes 16, 32 together"
     ]

@@ -1,0 +1,115 @@
+"""Training on several GPUs: threads of one process, and ranks of mpirun, against one GPU."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from laboratory import LIMIT, LONG, Laboratory, Outcome, assert_same_weights
+
+from caffepy.backend import create_backend
+
+ITERATIONS = 30
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("parallel_gpu"))
+
+
+@pytest.fixture(scope="module")
+def alone(laboratory: Laboratory) -> Outcome:
+    """One process with GPU 0."""
+    outcome = laboratory.train(devices=("--gpus", "0"), iterations=ITERATIONS)
+    assert outcome.status == 0, outcome.log
+    return outcome
+
+
+def need_gpus(count: int) -> None:
+    from caffepy.backend.cuda_device import device_count
+
+    if device_count() < count:
+        pytest.skip(f"needs {count} GPUs, {device_count()} are here")
+
+
+def test_one_gpu_agrees_with_the_cpu(laboratory: Laboratory, alone: Outcome) -> None:
+    cpu = laboratory.train(iterations=ITERATIONS)
+    assert_same_weights(alone, cpu, ITERATIONS, 1e-2)
+
+
+def test_one_rank_of_mpirun_is_a_single_process(laboratory: Laboratory, alone: Outcome) -> None:
+    outcome = laboratory.train(devices=("--gpus", "0"), ranks=1, iterations=ITERATIONS)
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
+
+
+def test_two_ranks_that_name_the_same_gpu_are_refused(laboratory: Laboratory) -> None:
+    outcome = laboratory.train(devices=("--gpus", "0"), ranks=2, batch=32)
+    assert outcome.status == 2
+    (message,) = outcome.errors()
+    assert re.match(
+        r"rank 0 on \S+ and rank 1 on \S+ both train on the GPU at \S+: give each rank GPUs of its own", message
+    )
+
+
+def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
+    """A world of one GPU through NCCL: sum, mean and broadcast are the identity, in place, on the thread's stream."""
+    from caffepy.parallel.local import LocalCommunicator, LocalGroup
+    from caffepy.parallel.nccl import NcclCommunicator, new_unique_id
+
+    backend = create_backend(0)
+    with backend.activate():
+        host = LocalCommunicator(LocalGroup(1), 0)
+        communicator = NcclCommunicator(1, new_unique_id(), 0, host)
+        values = np.arange(1000, dtype=np.float32)
+        array = backend.zeros((1000,))
+        backend.from_host(values, array)
+        communicator.all_reduce(array)
+        communicator.all_reduce(array, average=False)
+        communicator.broadcast(array)
+        communicator.wait()
+        np.testing.assert_array_equal(backend.to_host(array), values)
+        communicator.close()
+        communicator.close()
+    backend.close()
+
+
+@pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
+def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, ranks: int, gpus: str) -> None:
+    need_gpus(2)
+    outcome = laboratory.train(devices=("--gpus", gpus), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
+    assert len(outcome.logged("Solver performance on device ")) == 2
+
+
+def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome) -> None:
+    need_gpus(4)
+    # 64 a pass: 2 ranks of 32, 2 threads of 16 each.
+    outcome = laboratory.train(devices=("--gpus", "{2*rank},{2*rank+1}"), ranks=2, batch=32, iterations=ITERATIONS)
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
+
+
+@pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
+def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gpus: str) -> None:
+    need_gpus(2)
+    outcome = laboratory.train(devices=("--gpus", gpus), ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
+    assert outcome.status == 1
+    assert outcome.seconds_after_fault() < LIMIT
+    (message,) = outcome.errors()
+    assert re.search(r"device 1, iteration 20: layer 'fault' \(Fault\): ValueError: injected", message)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("kill", "rank 1 on .* ended unexpectedly"), ("sleep", "for rank 1 on")])
+def test_a_rank_that_falls_out_is_named(laboratory: Laboratory, kind: str, words: str) -> None:
+    need_gpus(2)
+    outcome = laboratory.train(
+        "--timeout", "5", devices=("--gpus", "{rank}"), ranks=2, batch=32, iterations=LONG, FAULT=f"{kind} 1 20"
+    )  # fmt: skip
+    assert outcome.status != 0
+    assert outcome.seconds_after_fault() < 5 + LIMIT
+    (message,) = outcome.errors()
+    assert re.search(words, message)

