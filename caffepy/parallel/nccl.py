@@ -17,10 +17,15 @@ try:
 except ImportError as error:
     raise MissingExtraError("CuPy", "cuda13", "to train on GPUs") from error
 
-UniqueId = tuple[int, ...]
+UniqueId = Any
+"""NCCL's 128 bytes, as CuPy hands them out: bytes, before CuPy 14 a tuple."""
 
-_AVERAGE = 4
-"""ncclAvg, which CuPy has no name for; NCCL has had it since 2.10."""
+_AVERAGE = getattr(nccl, "NCCL_AVG", 4)
+"""ncclAvg; CuPy had no name for it before version 14."""
+_ERRORS = (nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError, KeyError, AttributeError)
+"""What CuPy raises: KeyError at statuses that it cannot name, AttributeError once `close` let the communicator go."""
+_LOCK_SECONDS = 1.0
+"""How long an abort waits for an operation that is being put on the stream: that can block if the stream is full."""
 
 
 def check_nccl() -> None:
@@ -36,7 +41,7 @@ def check_nccl() -> None:
 def new_unique_id() -> UniqueId:
     """What connects the communicators of one world; made by global rank 0 and handed to all others."""
     check_nccl()
-    return tuple(nccl.get_unique_id())
+    return nccl.get_unique_id()
 
 
 def gpu_identity(device: int) -> str:
@@ -69,19 +74,19 @@ class NcclCommunicator:
         self.size = size
         self._host = host
         self._aborted = threading.Event()
-        self._closing = threading.Lock()
+        self._using = threading.Lock()
         self._comm: Any = None
-        with self._translated("connecting the GPUs"):
+        with self._translated("NCCL's connection of the GPUs"):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
     def all_reduce(self, array: Array, average: bool = True) -> None:
-        with self._translated("all-reduce"):
+        with self._translated("NCCL's all-reduce"), self._using:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
             operation = _AVERAGE if average else nccl.NCCL_SUM
             self._comm.allReduce(pointer, pointer, array.size, _nccl_type(array), operation, stream)
 
     def broadcast(self, array: Array, root: int = 0) -> None:
-        with self._translated("broadcast"):
+        with self._translated("NCCL's broadcast"), self._using:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
             self._comm.broadcast(pointer, pointer, array.size, _nccl_type(array), root, stream)
 
@@ -95,7 +100,7 @@ class NcclCommunicator:
             AbortedError: `abort` was called.
             PeerError: NCCL lost a peer.
         """
-        with self._translated("operation"):
+        with self._translated("the GPU's work"):
             cupy.cuda.get_current_stream().synchronize()
             if not self._aborted.is_set():
                 self._comm.check_async_error()
@@ -109,14 +114,16 @@ class NcclCommunicator:
     def abort(self) -> None:
         self._aborted.set()
         self._host.abort()
-        with self._closing:
-            if self._comm is not None:
-                self._comm.abort()
+        held = self._using.acquire(timeout=_LOCK_SECONDS)
+        if self._comm is not None:
+            self._comm.abort()
+        if held:
+            self._using.release()
 
     def close(self) -> None:
         """Destroy the communicator; graphs that captured its calls must be gone, or NCCL waits for them forever."""
         self._host.close()
-        with self._closing:
+        with self._using:
             if self._comm is not None and not self._aborted.is_set():
                 self._comm.destroy()
             self._comm = None
@@ -127,10 +134,10 @@ class NcclCommunicator:
             raise AbortedError("another solver thread failed")
         try:
             yield
-        except (nccl.NcclError, KeyError, AttributeError) as error:  # KeyError: CuPy has no name for newer statuses
+        except _ERRORS as error:
             if self._aborted.is_set():
                 raise AbortedError("another solver thread failed") from error
-            raise PeerError(f"NCCL's {what} failed: {error}") from error
+            raise PeerError(f"{what} failed: {error}") from error
         if self._aborted.is_set():
             raise AbortedError("another solver thread failed")
 

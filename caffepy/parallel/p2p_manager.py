@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, CaffepyError, ConfigError, PeerError, RunError
@@ -195,11 +196,11 @@ class P2PManager:
             request = signals if i == 0 else _nothing
             self._syncs.append(P2PSync(place, options, partial(connection, i), request, self._thread_changed))
 
-    def _unique_id(self) -> tuple[int, ...]:
+    def _unique_id(self) -> Any:
         from caffepy.parallel.nccl import check_nccl, new_unique_id
 
         self._world.call_on_all(check_nccl)
-        made = new_unique_id() if self._world.rank == 0 else ()
+        made = new_unique_id() if self._world.rank == 0 else None
         return self._world.broadcast(made)
 
     def _train(self, options: TrainOptions) -> None:
