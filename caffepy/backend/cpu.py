@@ -138,7 +138,7 @@ class CpuBackend(Backend):
     # -- elementwise and reductions -----------------------------------------------------------------
 
     def _extents(self, shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, int] | None:
-        """(outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if they are not adjacent there."""
+        """(outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if not adjacent there."""
         last = len(shape) == 4
         if axes == 0 or (axis == 0 and axes in (1, 4) if last else axes != 4):
             return (

@@ -35,7 +35,7 @@ class GeneralConvolution:
 
     def _inside(self, padded: Any) -> Any:
         spatial = [slice(p, p + d) for d, p in zip(self._x_shape[2:], self._geometry.pad, strict=True)]
-        return padded[tuple([slice(None), *spatial])]
+        return padded[(slice(None),) + tuple(spatial)]
 
     def _windows(self, padded: Any) -> list[Any]:
         """For each place in the kernel, the view (N, out..., C) of the elements that meet it."""
@@ -46,7 +46,7 @@ class GeneralConvolution:
                 slice(k * d, k * d + (o - 1) * s + 1, s)
                 for k, d, o, s in zip(place, g.dilation, self._out, g.stride, strict=True)
             ]
-            views.append(padded[tuple([slice(None), *index])])
+            views.append(padded[(slice(None),) + tuple(index)])
         return views
 
     def _columns(self, x: Any) -> list[Any]:

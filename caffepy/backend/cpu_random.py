@@ -1,4 +1,4 @@
-"""Counter-based random numbers: Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC11)."""
+"""Counter-based random numbers: Philox 4x32-10 (Salmon et al.: Parallel random numbers: as easy as 1, 2, 3, SC11)."""
 
 from __future__ import annotations
 

@@ -160,18 +160,18 @@ class Expression:
 
         class Rewrite(ast.NodeTransformer):
             def visit_Constant(self, constant: ast.Constant) -> ast.expr:
-                return ast.parse(f"float32({float(constant.value)!r})", mode="eval").body
+                return _parse(f"float32({_value(constant)!r})")
 
             def visit_Name(self, name: ast.Name) -> ast.expr:
                 number = expression._number(name) if name.id not in FUNCTIONS else None
                 return name if number is None else self.visit_Constant(ast.Constant(number))
 
-        return ast.unparse(Rewrite().visit(ast.parse(ast.unparse(node), mode="eval")))
+        return ast.unparse(Rewrite().visit(_parse(ast.unparse(node))))
 
     def _cuda(self, node: ast.expr) -> str:
         match node:
-            case ast.Constant(value=value):
-                return f"{float(value)!r}f"
+            case ast.Constant():
+                return f"{_value(node)!r}f"
             case ast.Name():
                 number = self._number(node)
                 return cuda_name(node.id) if number is None else f"{number!r}f"
@@ -190,6 +190,17 @@ class Expression:
             case ast.Call(func=ast.Name(id=name), args=arguments) if name in FUNCTIONS:
                 return f"{FUNCTIONS[name]}({', '.join(map(self._cuda, arguments))})"
         raise AssertionError(f"{self.name}: a formula may not use {ast.unparse(node)}")
+
+
+def _value(constant: ast.Constant) -> float:
+    assert isinstance(constant.value, int | float), f"{constant.value!r} is no number"
+    return float(constant.value)
+
+
+def _parse(text: str) -> ast.expr:
+    parsed = ast.parse(text, mode="eval")
+    assert isinstance(parsed, ast.Expression)
+    return parsed.body
 
 
 def expression(function: Callable[..., Any]) -> Expression:
