@@ -17,7 +17,8 @@ import numpy as np
 from caffepy.backend.base import Geometry, spatial_output
 from caffepy.backend.cpu_panels import Panels, pack_weights
 from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
-from caffepy.backend.cpu_tile import ROWS, WIDTH, ahead, copy_vectors, table_at, tile1, tile2, tile3
+from caffepy.backend.cpu_tile import ROWS, tile1, tile2, tile3
+from caffepy.backend.cpu_vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu_workspace import Workspace
 
 BLOCK = 192

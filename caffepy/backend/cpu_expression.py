@@ -6,6 +6,7 @@ as (outer, channels, inner): for channels last and axis 1 inner is 1 and the loo
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 from collections.abc import Sequence
@@ -14,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu_runtime import Entry
+from caffepy.backend.cpu_runtime import Entry, address_of
+from caffepy.backend.cpu_vector import select
 from caffepy.backend.expression import Expression, Kind
 
 GRAIN = 16384
 """Elements below which a second thread costs more than it saves."""
 LANES = 64
 """Independent partial sums of a reduction, so that it can be vectorised and its order is fixed."""
+UNROLLED = 8
+"""Values that are added in float32 before they are added to a float64 sum."""
 _FUNCTIONS = {
     "exp": math.exp,
     "log": math.log,
@@ -28,12 +32,24 @@ _FUNCTIONS = {
     "sqrt": math.sqrt,
     "tanh": math.tanh,
     "fabs": math.fabs,
+    "select": select,
     "floor": np.floor,  # math's makes an integer of a float
     "isfinite": math.isfinite,
 }
 
 
-def _unpack(expression: Expression, outputs: str, count: int) -> list[str]:
+Same = tuple[int, ...]
+"""For each output the number of the input that it is, or -1."""
+
+
+def _same(inputs: Sequence[Any], outputs: Sequence[Any]) -> Same:
+    """Which outputs are inputs. Told so, the compiler sees that they do not overlap with a shift, and vectorises."""
+    places = [address_of(x) if type(x) is np.ndarray else 0 for x in inputs]
+    return tuple(places.index(at) if (at := address_of(output)) in places else -1 for output in outputs)
+
+
+def _unpack(expression: Expression, outputs: str, count: int, same: Same = ()) -> list[str]:
+    """Lines that name the arguments. An output that is an input goes by the input's name (see `_same`)."""
     lines = []
     for i, (name, kind) in enumerate(zip(expression.parameters, expression.kinds, strict=True)):
         if kind is Kind.SCALAR:
@@ -41,7 +57,10 @@ def _unpack(expression: Expression, outputs: str, count: int) -> list[str]:
         else:
             lines.append(f"_p{i} = floats(_a[{i}])")
     first = len(expression.parameters)
-    return lines + [f"_o{j} = {outputs}(_a[{first + j}])" for j in range(count)]
+    for j in range(count):
+        own = f"{outputs}(_a[{first + j}])"
+        lines.append(f"_o{j} = _p{same[j]}" if same and same[j] >= 0 else f"_o{j} = {own}")
+    return lines
 
 
 def _loads(expression: Expression, kind: Kind, index: str) -> list[str]:
@@ -69,15 +88,27 @@ def _values(count: int) -> list[str]:
 def _formula(expression: Expression, index: str, channel: str) -> list[str]:
     names = _values(expression.output_count)
     loads = _loads(expression, Kind.EACH, index) + (_loads(expression, Kind.CHANNEL, channel) if channel else [])
-    return loads + expression.python_lines(names)
+    return loads + [_without_branches(line) for line in expression.python_lines(names)]
+
+
+class _Select(ast.NodeTransformer):
+    """`a if c else b` as a call, which computes both: a branch around a store keeps the loop from being vectorised."""
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:  # noqa: N802 (ast's name)
+        self.generic_visit(node)
+        return ast.Call(ast.Name("select"), [node.test, node.body, node.orelse], [])
+
+
+def _without_branches(line: str) -> str:
+    return ast.unparse(ast.fix_missing_locations(_Select().visit(ast.parse(line))))
 
 
 @cache
-def _apply_flat(expression: Expression) -> Entry:
+def _apply_flat(expression: Expression, same: Same) -> Entry:
     count = expression.output_count
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
     text = [
-        *_unpack(expression, "floats", count),
+        *_unpack(expression, "floats", count, same),
         "for _i in range(_begin, _end):",
         *_indent(_formula(expression, "_i", "") + stores, 1),
     ]
@@ -85,13 +116,13 @@ def _apply_flat(expression: Expression) -> Entry:
 
 
 @cache
-def _apply_rows(expression: Expression) -> Entry:
+def _apply_rows(expression: Expression, same: Same) -> Entry:
     """Items are the outer positions; the channels are next to each other."""
     count = expression.output_count
     first = len(expression.parameters) + count
     stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
     text = [
-        *_unpack(expression, "floats", count),
+        *_unpack(expression, "floats", count, same),
         f"_channels = _a[{first}]",
         "for _i in range(_begin, _end):",
         "    _row = _i * _channels",
@@ -102,13 +133,13 @@ def _apply_rows(expression: Expression) -> Entry:
 
 
 @cache
-def _apply_planes(expression: Expression) -> Entry:
+def _apply_planes(expression: Expression, same: Same) -> Entry:
     """Items are the (outer, channel) pairs; each channel's elements are next to each other."""
     count = expression.output_count
     first = len(expression.parameters) + count
     stores = [f"_o{j}[_row + _k] = _v{j}" for j in range(count)]
     text = [
-        *_unpack(expression, "floats", count),
+        *_unpack(expression, "floats", count, same),
         f"_channels = _a[{first}]",
         f"_inner = _a[{first + 1}]",
         "for _i in range(_begin, _end):",
@@ -123,7 +154,7 @@ def _apply_planes(expression: Expression) -> Entry:
 
 def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """outputs = expression(inputs) over arrays of one size and order in memory, and numbers."""
-    _apply_flat(expression).run(threads, outputs[0].size, GRAIN, *inputs, *outputs)
+    _apply_flat(expression, _same(inputs, outputs)).run(threads, outputs[0].size, GRAIN, *inputs, *outputs)
 
 
 def apply_channels(
@@ -132,9 +163,43 @@ def apply_channels(
     """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
     outer, channels, inner = extents
     if inner == 1:
-        _apply_rows(expression).run(threads, outer, GRAIN // channels, *inputs, *outputs, channels)
+        _apply_rows(expression, _same(inputs, outputs)).run(threads, outer, GRAIN // channels, *inputs, *outputs, channels)
     else:
-        _apply_planes(expression).run(threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner)
+        _apply_planes(expression, _same(inputs, outputs)).run(threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner)
+
+
+def _unrolled(expression: Expression, index: str, step: str, target: str, channel: str) -> list[str]:
+    """Add UNROLLED values, `step` elements apart, to the sums at `target`: pairwise in float32, then in float64."""
+    count = expression.output_count
+    lines = []
+    for i in range(UNROLLED):
+        lines += _formula(expression, f"{index} + {i} * {step}", channel)
+        lines += [f"_s{j}_{i} = _v{j}" for j in range(count)]
+    for j in range(count):
+        terms = [f"_s{j}_{i}" for i in range(UNROLLED)]
+        while len(terms) > 1:
+            terms = [f"({x} + {y})" for x, y in zip(terms[::2], terms[1::2], strict=True)]
+        lines.append(f"_o{j}[{target}] += {terms[0]}")
+    return lines
+
+
+def _single(expression: Expression, index: str, target: str, channel: str) -> list[str]:
+    adds = [f"_o{j}[{target}] += _v{j}" for j in range(expression.output_count)]
+    return _formula(expression, index, channel) + adds
+
+
+def _lanes(expression: Expression, start: str, stop: str, target: str, base: str) -> list[str]:
+    """Sums over [start, stop) into LANES partial sums."""
+    step = LANES * UNROLLED
+    return [
+        f"_whole = {start} + (({stop}) - ({start})) // {step} * {step}",
+        f"for _row in range({start}, _whole, {step}):",
+        f"    for _k in range({LANES}):",
+        *_indent(_unrolled(expression, f"{base}_row + _k", str(LANES), f"{target} + _k", ""), 2),
+        f"for _row in range(_whole, {stop}, {LANES}):",
+        f"    for _k in range(min({LANES}, {stop} - _row)):",
+        *_indent(_single(expression, f"{base}_row + _k", f"{target} + _k", ""), 2),
+    ]
 
 
 @cache
@@ -142,16 +207,14 @@ def _reduce_flat(expression: Expression) -> Entry:
     """Items are blocks of elements; each block has LANES partial sums for each output."""
     count = expression.output_count
     first = len(expression.parameters) + count
-    adds = [f"_o{j}[_sum + _k] += _v{j}" for j in range(count)]
     text = [
         *_unpack(expression, "doubles", count),
         f"_size = _a[{first}]",
         f"_block = _a[{first + 1}]",
         "for _i in range(_begin, _end):",
-        f"    _sum = _i * {LANES}",
-        f"    for _row in range(_i * _block, min(_size, (_i + 1) * _block), {LANES}):",
-        f"        for _k in range(min({LANES}, _size - _row)):",
-        *_indent(_formula(expression, "_row + _k", "") + adds, 3),
+        "    _start = _i * _block",
+        "    _stop = min(_size, _start + _block)",
+        *_indent(_lanes(expression, "_start", "_stop", f"_i * {LANES}", ""), 1),
     ]
     return _entry(expression, "sum", text, count, 2)
 
@@ -161,7 +224,6 @@ def _reduce_rows(expression: Expression) -> Entry:
     """Items are blocks of outer positions; each block has one partial sum for each channel and output."""
     count = expression.output_count
     first = len(expression.parameters) + count
-    adds = [f"_o{j}[_sum + _c] += _v{j}" for j in range(count)]
     text = [
         *_unpack(expression, "doubles", count),
         f"_channels = _a[{first}]",
@@ -169,10 +231,17 @@ def _reduce_rows(expression: Expression) -> Entry:
         f"_block = _a[{first + 2}]",
         "for _i in range(_begin, _end):",
         "    _sum = _i * _channels",
-        "    for _r in range(_i * _block, min(_outer, (_i + 1) * _block)):",
+        "    _start = _i * _block",
+        "    _stop = min(_outer, _start + _block)",
+        f"    _whole = _start + (_stop - _start) // {UNROLLED} * {UNROLLED}",
+        f"    for _r in range(_start, _whole, {UNROLLED}):",
         "        _row = _r * _channels",
         "        for _c in range(_channels):",
-        *_indent(_formula(expression, "_row + _c", "_c") + adds, 3),
+        *_indent(_unrolled(expression, "_row + _c", "_channels", "_sum + _c", "_c"), 3),
+        "    for _r in range(_whole, _stop):",
+        "        _row = _r * _channels",
+        "        for _c in range(_channels):",
+        *_indent(_single(expression, "_row + _c", "_sum + _c", "_c"), 3),
     ]
     return _entry(expression, "row_sums", text, count, 3)
 
@@ -182,20 +251,16 @@ def _reduce_planes(expression: Expression) -> Entry:
     """Items are channels; each has LANES partial sums for each output."""
     count = expression.output_count
     first = len(expression.parameters) + count
-    adds = [f"_o{j}[_sum + _k] += _v{j}" for j in range(count)]
     text = [
         *_unpack(expression, "doubles", count),
         f"_channels = _a[{first}]",
         f"_outer = _a[{first + 1}]",
         f"_inner = _a[{first + 2}]",
         "for _c in range(_begin, _end):",
-        f"    _sum = _c * {LANES}",
         *_indent(_loads(expression, Kind.CHANNEL, "_c"), 1),
         "    for _r in range(_outer):",
         "        _plane = (_r * _channels + _c) * _inner",
-        f"        for _row in range(0, _inner, {LANES}):",
-        f"            for _k in range(min({LANES}, _inner - _row)):",
-        *_indent(_formula(expression, "_plane + _row + _k", "") + adds, 4),
+        *_indent(_lanes(expression, "0", "_inner", f"_c * {LANES}", "_plane + "), 2),
     ]
     return _entry(expression, "plane_sums", text, count, 3)
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from caffepy.backend.cpu_panels import COST, Panels, pack_weights
 from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
-from caffepy.backend.cpu_tile import ROWS, WIDTH, ahead, copy_vectors, table_at, tile
+from caffepy.backend.cpu_tile import ROWS, tile
+from caffepy.backend.cpu_vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu_workspace import Workspace
 
 GROUP = 24

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
-from caffepy.backend.cpu_tile import ROWS, WIDTH
+from caffepy.backend.cpu_tile import ROWS
+from caffepy.backend.cpu_vector import WIDTH
 
 
 COST = {1: 4.5, 2: 6.0, 3: 6.0}

@@ -4,18 +4,73 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
 from caffepy.backend.base import Geometry
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, kernel
+from caffepy.backend.cpu_vector import VECTOR, WIDTH, Writer, ahead, ahead_int
 
 GRAIN = 8192
 """Elements below which a second thread costs more than it saves."""
+
+
+class _WindowWriter(Writer):
+    """Writes the search for the maxima of a window in WIDTH channels at once."""
+
+    def write(
+        self, x: Any, rows: Any, row: Any, columns: Any, column: Any, place: Any, width: Any, y: Any, mask: Any,
+        wanted: Any,
+    ) -> None:  # fmt: skip
+        lanes = self.lanes(wanted)
+        best, where = self._better(None, self.masked_load(self.vector_at(x, self.word(0)), lanes), place)
+
+        def over_rows(h: Any, _: Any, found: list[Any]) -> list[Any]:
+            def over_columns(w: Any, _: Any, inner: list[Any]) -> list[Any]:
+                offset = self.builder.add(self.builder.mul(h, row), self.builder.mul(w, column))
+                value = self.masked_load(self.vector_at(x, offset), lanes)
+                at = self.builder.add(place, self.builder.add(self.builder.mul(h, width), w))
+                return self._better(inner, value, at)
+
+            return self.loop(columns, found, [], over_columns)
+
+        best, where = self.loop(rows, [best, where], [], over_rows)
+        self.store(best, self.vector_at(y, self.word(0)), wanted, lanes)
+        self.store(self.builder.bitcast(where, VECTOR), self.vector_at(mask, self.word(0)), wanted, lanes)
+
+    def _better(self, found: list[Any] | None, value: Any, at: Any) -> list[Any]:
+        """The larger of what was found and `value` at place `at`, and its place; the first one wins."""
+        where = self.splat(self.builder.trunc(at, ir.IntType(32)))
+        if found is None:
+            return [value, where]
+        larger = self.builder.fcmp_ordered(">", value, found[0])
+        return [self.builder.select(larger, value, found[0]), self.builder.select(larger, where, found[1])]
+
+
+@intrinsic
+def window_maximum(
+    typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, place: Any, width: Any, y: Any,
+    mask: Any, wanted: Any,
+) -> Any:  # fmt: skip
+    """Maxima of a window whose elements are `row` and `column` apart, and their places `place + h * width + w`."""
+    word, numbers = types.int64, types.CPointer(types.float32)
+    signature = types.void(
+        numbers, word, word, word, word, word, word, numbers, types.CPointer(types.int32), word
+    )  # fmt: skip
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        _WindowWriter(builder).write(*arguments)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @kernel
 def max_forward(
     begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
-    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, vector: Int,
 ) -> None:  # fmt: skip
     """Items are the rows (n, oh) of the output."""
     for item in range(begin, end):
@@ -30,19 +85,11 @@ def max_forward(
             out = (item * out_width + ow) * channels
             place = h0 * width + w0
             source = (n * height * width + place) * channels
-            for c in range(channels):
-                y[out + c] = x[source + c]
-                mask[out + c] = place
-            for h in range(h0, h1):
-                for w in range(w0, w1):
-                    place = h * width + w
-                    source = (n * height * width + place) * channels
-                    for c in range(channels):
-                        value = x[source + c]
-                        best = y[out + c]
-                        larger = value > best
-                        y[out + c] = value if larger else best
-                        mask[out + c] = place if larger else mask[out + c]
+            for c in range(0, channels, vector):
+                window_maximum(
+                    ahead(x, source + c), h1 - h0, width * channels, w1 - w0, channels, place, width,
+                    ahead(y, out + c), ahead_int(mask, out + c), channels - c,
+                )  # fmt: skip
 
 
 @kernel
@@ -137,7 +184,7 @@ def _rows(array: Any) -> tuple[int, int]:
 
 def pool_max_forward(threads: int, x: Any, y: Any, mask: Any, geometry: Geometry) -> None:
     """See `Backend.pool_max_forward`."""
-    max_forward.run(threads, *_rows(y), x, y, mask, *_window(x, y, geometry))
+    max_forward.run(threads, *_rows(y), x, y, mask, *_window(x, y, geometry), WIDTH)
 
 
 def pool_max_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:

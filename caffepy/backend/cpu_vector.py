@@ -1,0 +1,152 @@
+"""Vector instructions for kernels, where numba's own vectoriser does not do: a small writer of LLVM's language."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+WIDTH = 8 if llvmlite.binding.get_host_cpu_features().get("avx", False) else 4
+"""Numbers in a vector."""
+WORD = ir.IntType(64)
+VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+INDICES = ir.VectorType(ir.IntType(32), WIDTH)
+NAME = f"v{WIDTH}f32"
+_POINTER_NAME = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else f"p0{NAME}"
+_MASK = ir.VectorType(ir.IntType(1), WIDTH)
+
+
+class Writer:
+    """Writes instructions on vectors."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def vector_at(self, pointer: Any, offset: Any) -> Any:
+        """A pointer to the vector `offset` elements behind `pointer`."""
+        place = self.builder.gep(pointer, [offset])
+        return self.builder.bitcast(place, VECTOR.as_pointer())
+
+    def table(self, pointer: Any, index: Any) -> Any:
+        """The entry `index` of an int64 table."""
+        return self.builder.load(self.builder.gep(pointer, [index]))
+
+    def word(self, value: int) -> Any:
+        """A constant."""
+        return ir.Constant(WORD, value)
+
+    def splat(self, scalar: Any) -> Any:
+        """A vector of one number (float32 or int32) in all lanes."""
+        zeros = ir.Constant(INDICES, [0] * WIDTH)
+        undefined = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
+        return self.builder.shuffle_vector(first, undefined, zeros)
+
+    def lanes(self, wanted: Any) -> Any:
+        """A mask of the first `wanted` lanes."""
+        counts = self.splat(self.builder.trunc(wanted, ir.IntType(32)))
+        return self.builder.icmp_signed("<", ir.Constant(INDICES, list(range(WIDTH))), counts)
+
+    def call(self, name: str, kind: Any, arguments: list[Any]) -> Any:
+        """Call one of LLVM's intrinsic functions."""
+        module = self.builder.module
+        function = module.globals.get(name) or ir.Function(module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def masked_load(self, place: Any, mask: Any) -> Any:
+        """The wanted lanes of a vector in memory, zero in the others."""
+        pointer = VECTOR.as_pointer()
+        kind = ir.FunctionType(VECTOR, [pointer, ir.IntType(32), _MASK, VECTOR])
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        arguments = [place, ir.Constant(ir.IntType(32), 4), mask, zero]
+        return self.call(f"llvm.masked.load.{NAME}.{_POINTER_NAME}", kind, arguments)
+
+    def masked_store(self, value: Any, place: Any, mask: Any) -> None:
+        """Write the wanted lanes."""
+        pointer = VECTOR.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [VECTOR, pointer, ir.IntType(32), _MASK])
+        arguments = [value, place, ir.Constant(ir.IntType(32), 4), mask]
+        self.call(f"llvm.masked.store.{NAME}.{_POINTER_NAME}", kind, arguments)
+
+    def store(self, value: Any, place: Any, wanted: Any, mask: Any) -> None:
+        """Write the first `wanted` lanes, which `mask` marks: whole vectors plainly, as masked stores are slow."""
+        whole = self.builder.icmp_signed(">=", wanted, self.word(WIDTH))
+        with self.builder.if_else(whole) as (plain, part):
+            with plain:
+                self.builder.store(value, place, align=4)
+            with part:
+                self.masked_store(value, place, mask)
+
+    def loop(self, count: Any, sums: list[Any], extra: list[Any], body: Callable[..., Any]) -> list[Any]:
+        """for index in range(count): sums, extra = body(index, extra, sums), with everything in registers."""
+        builder = self.builder
+        before = builder.block
+        head, inside, done = (builder.append_basic_block(name) for name in ("tile.head", "tile.body", "tile.done"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        index = builder.phi(WORD)
+        index.add_incoming(self.word(0), before)
+        carried = [builder.phi(value.type) for value in sums + extra]
+        for phi, value in zip(carried, sums + extra, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", index, count), inside, done)
+        builder.position_at_end(inside)
+        result = body(index, carried[len(sums) :], carried[: len(sums)])
+        index.add_incoming(builder.add(index, self.word(1)), builder.block)
+        for phi, value in zip(carried, result, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.branch(head)
+        builder.position_at_end(done)
+        return carried[: len(sums)]
+
+
+def _shift(element: types.Type) -> Any:
+    pointer = types.CPointer(element)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.gep(arguments[0], [arguments[1]])
+
+    def typed(typing_context: Any, place: Any, offset: Any) -> Any:
+        return pointer(pointer, types.int64), generate
+
+    return intrinsic(typed)
+
+
+ahead = _shift(types.float32)
+"""The float32 `offset` elements further."""
+ahead_int = _shift(types.int32)
+"""The int32 `offset` elements further."""
+table_at = _shift(types.int64)
+"""The int64 `offset` elements further."""
+
+
+@intrinsic
+def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) -> Any:
+    """Copy 1, 2 or 3 vectors."""
+    pointer = types.CPointer(types.float32)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        for vector in range(3):
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(WORD, vector), arguments[2])):
+                offset = ir.Constant(WORD, vector * WIDTH)
+                source, target = (
+                    builder.bitcast(builder.gep(arguments[i], [offset]), VECTOR.as_pointer()) for i in (0, 1)
+                )
+                builder.store(builder.load(source, align=4), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, pointer, types.int64), generate
+
+
+@intrinsic
+def select(typing_context: Any, condition: Any, yes: Any, no: Any) -> Any:
+    """One of two float32, both of which are computed, without a branch."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(arguments[0], arguments[1], arguments[2])
+
+    return types.float32(types.boolean, types.float32, types.float32), generate
