@@ -301,7 +301,8 @@ def check_softmax_loss(
     backend.softmax_loss_backward(probabilities, on_labels, dx, totals, axis, ignore_label, 0.5, divide_by_valid)
     scale = 0.5 / max(counted, 1) if divide_by_valid else 0.5
     expected = oracle.softmax_loss_gradient(oracle.softmax(x.astype(float), axis), labels, axis, ignore_label, scale)
-    close(backend.to_host(dx), expected)
+    # A probability near 1 less 1 leaves the rounding of 1, so the scale and not the largest gradient is the measure.
+    np.testing.assert_allclose(backend.to_host(dx), expected, rtol=0, atol=TOLERANCE * scale)
 
 
 def check_bad_labels(backend: Backend, shape: tuple[int, ...], axis: int) -> None:
