@@ -85,9 +85,12 @@ def _values(count: int) -> list[str]:
     return [f"_v{j}" for j in range(count)]
 
 
-def _formula(expression: Expression, index: str, channel: str) -> list[str]:
+def _formula(expression: Expression, index: str, channel: str, same: Same = ()) -> list[str]:
     names = _values(expression.output_count)
     loads = _loads(expression, Kind.EACH, index) + (_loads(expression, Kind.CHANNEL, channel) if channel else [])
+    # In place, `a if c else x` would become a masked store of `a`, which is slow; a factor that the compiler does not know
+    # to be one prevents that.
+    loads += [f"{expression.parameters[i]} *= _one" for i in sorted(set(same)) if i >= 0]
     return loads + [_without_branches(line) for line in expression.python_lines(names)]
 
 
@@ -109,10 +112,11 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
     text = [
         *_unpack(expression, "floats", count, same),
+        f"_one = float32(_a[{len(expression.parameters) + count}])",
         "for _i in range(_begin, _end):",
-        *_indent(_formula(expression, "_i", "") + stores, 1),
+        *_indent(_formula(expression, "_i", "", same) + stores, 1),
     ]
-    return _entry(expression, "flat", text, count, 0)
+    return _entry(expression, "flat", text, count, 1)
 
 
 @cache
@@ -124,12 +128,13 @@ def _apply_rows(expression: Expression, same: Same) -> Entry:
     text = [
         *_unpack(expression, "floats", count, same),
         f"_channels = _a[{first}]",
+        f"_one = float32(_a[{first + 1}])",
         "for _i in range(_begin, _end):",
         "    _row = _i * _channels",
         "    for _c in range(_channels):",
-        *_indent(_formula(expression, "_row + _c", "_c") + stores, 2),
+        *_indent(_formula(expression, "_row + _c", "_c", same) + stores, 2),
     ]
-    return _entry(expression, "rows", text, count, 1)
+    return _entry(expression, "rows", text, count, 2)
 
 
 @cache
@@ -142,19 +147,20 @@ def _apply_planes(expression: Expression, same: Same) -> Entry:
         *_unpack(expression, "floats", count, same),
         f"_channels = _a[{first}]",
         f"_inner = _a[{first + 1}]",
+        f"_one = float32(_a[{first + 2}])",
         "for _i in range(_begin, _end):",
         "    _c = _i % _channels",
         "    _row = _i * _inner",
         *_indent(_loads(expression, Kind.CHANNEL, "_c"), 1),
         "    for _k in range(_inner):",
-        *_indent(_formula(expression, "_row + _k", "") + stores, 2),
+        *_indent(_formula(expression, "_row + _k", "", same) + stores, 2),
     ]
-    return _entry(expression, "planes", text, count, 2)
+    return _entry(expression, "planes", text, count, 3)
 
 
 def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """outputs = expression(inputs) over arrays of one size and order in memory, and numbers."""
-    _apply_flat(expression, _same(inputs, outputs)).run(threads, outputs[0].size, GRAIN, *inputs, *outputs)
+    _apply_flat(expression, _same(inputs, outputs)).run(threads, outputs[0].size, GRAIN, *inputs, *outputs, 1)
 
 
 def apply_channels(
@@ -163,9 +169,11 @@ def apply_channels(
     """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
     outer, channels, inner = extents
     if inner == 1:
-        _apply_rows(expression, _same(inputs, outputs)).run(threads, outer, GRAIN // channels, *inputs, *outputs, channels)
+        _apply_rows(expression, _same(inputs, outputs)).run(threads, outer, GRAIN // channels, *inputs, *outputs, channels, 1)
     else:
-        _apply_planes(expression, _same(inputs, outputs)).run(threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner)
+        _apply_planes(expression, _same(inputs, outputs)).run(
+            threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner, 1
+        )
 
 
 def _unrolled(expression: Expression, index: str, step: str, target: str, channel: str) -> list[str]:

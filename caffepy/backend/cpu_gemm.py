@@ -70,8 +70,12 @@ def product_by_columns(
     begin: Int, end: Int, a: Floats, a_rows: Words, a_step: Int, rows: Int, b: Floats, b_step: Int, columns: Int,
     packed: Floats, vectors: Int, width: Int, depth: Int, part: Int, no_offset: Words,
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, high: Int, block: Int, blocks: Int, items: Int,
+    direct: Int,
 ) -> None:  # fmt: skip
-    """c (+)= a * b, b contiguous along its columns. Items are parts of the blocks of columns."""
+    """c (+)= a * b, b contiguous along its columns. Items are parts of the blocks of columns.
+
+    With `direct`, whole panels are read where they lie instead of being packed.
+    """
     wide = vectors * width
     for item in range(begin, end):
         buffer = ahead(packed, item * part * block)
@@ -81,8 +85,9 @@ def product_by_columns(
             for k in range(0, depth, part):
                 height = min(part, depth - k)
                 keep = 1 if accumulate == 1 or k > 0 else 0
+                start = stop // wide * wide if direct == 1 else first
                 for i in range(height):
-                    for j in range(first, stop, wide):
+                    for j in range(start, stop, wide):
                         source = (k + i) * b_step + j
                         target = (j - first) * height + i * wide
                         if j + wide <= stop:
@@ -93,12 +98,15 @@ def product_by_columns(
                 for j in range(first, stop, wide):
                     inside = min(wide, stop - j)
                     used = (inside + width - 1) // width
+                    panel, step = ahead(buffer, (j - first) * height), wide
+                    if direct == 1 and inside == wide:
+                        panel, step = ahead(b, k * b_step + j), b_step
                     for r in range(0, rows, high):
                         target_at = ahead(c, c_rows[r] + j)
                         begins = target_at if keep == 1 else zeros
                         tile(
                             used, ahead(a, k * a_step), table_at(a_rows, r), no_offset, a_step,
-                            ahead(buffer, (j - first) * height), no_offset, wide, 1, height,
+                            panel, no_offset, step, 1, height,
                             begins, keep, target_at, c_rows, min(high, rows - r), inside - (used - 1) * width,
                         )  # fmt: skip
 
@@ -194,11 +202,14 @@ class Gemm:
         (rows, depth), columns = a.shape, b.shape[1]
         (a_row, a_step), (b_row, _) = _strides(a), _strides(b)
         vectors = min((2, 3), key=lambda v: COST[v] * -(-rows // ROWS[v]) / v)
-        blocks = -(-columns // BLOCK)
+        # Few rows read a panel once or twice: then it is read where it lies, in long pieces of few rows of b.
+        direct = rows <= 2 * ROWS[vectors]
+        block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
+        blocks = -(-columns // block)
         items = min(self._threads, blocks)
-        part = min(depth, 256)
         product_by_columns.run(
             self._threads, items, 1, a, _offsets(rows, a_row), a_step, rows, b, b_row, columns,
-            self._workspace.take("panels", items * part * BLOCK), vectors, WIDTH, depth, part, _NO_OFFSET, c,
-            _offsets(rows, _strides(c)[0]), int(accumulate), _ZEROS, ROWS[vectors], BLOCK, blocks, items,
+            self._workspace.take("panels", items * part * block), vectors, WIDTH, depth, part, _NO_OFFSET, c,
+            _offsets(rows, _strides(c)[0]), int(accumulate), _ZEROS, ROWS[vectors], block, blocks, items,
+            int(direct),
         )  # fmt: skip
