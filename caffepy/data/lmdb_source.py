@@ -197,7 +197,7 @@ def _check_folder(path: Path) -> None:
     if not path.exists():
         raise DataError(
             f"LMDB '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "
-            "`caffepy convert_imageset` build LMDBs"
+            "Caffe's convert_imageset make LMDBs"
         )
     if path.is_dir() and not (path / "data.mdb").exists():
         if (path / "CURRENT").exists():
