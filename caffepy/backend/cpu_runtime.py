@@ -125,6 +125,8 @@ class _Threads:
         self._loop: Any = None
 
     def _choose_layer(self) -> str:
+        if numba.config.THREADING_LAYER != "default":  # the user's choice, NUMBA_THREADING_LAYER
+            return str(numba.config.THREADING_LAYER)
         for layer, module in (("omp", "omppool"), ("tbb", "tbbpool")):
             try:
                 __import__(f"numba.np.ufunc.{module}")
