@@ -2,11 +2,11 @@
 
     python benchmarks/cpu_train.py [--threads 2] [--rounds 3] [lenet cifar10_quick caffenet]
 
-A whole iteration each: forward, loss, backward, SGD with momentum and weight decay, on synthetic data held in memory. caffepy
-runs the nets in models/, its data layers exchanged for Input layers; PyTorch (2.x, oneDNN) runs the same nets in both of its
-layouts, of which the faster counts. Every side has a process of its own, in turn, several rounds; the figure is the median
-over all groups of iterations, the memory the process's largest resident set. CPU time is given too, as it suffers less from
-whatever else the machine does; both sides' idle threads spin for a while and count.
+A whole iteration each: forward, loss, backward, SGD with momentum and weight decay, on synthetic data held in memory.
+caffepy runs the nets in models/, its data layers exchanged for Input layers; PyTorch (2.x, oneDNN) runs the same nets
+in both of its layouts, of which the faster counts. Every side has a process of its own, in turn, several rounds; the
+figure is the median over all groups of iterations, the memory the process's largest resident set. CPU time is given
+too, as it suffers less from whatever else the machine does; both sides' idle threads spin for a while and count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Convolution over two spatial axes on the CPU, channels last, straight from the (padded) image.
 
-With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of output
-pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no columns are
-written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the image is the same
-sum over the padded gradient of the output, once for each phase of the stride.
+With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
+output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
+columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
+image is the same sum over the padded gradient of the output, once for each phase of the stride.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def correlate_weights(
                         for h in range(height):
                             source = n * b_image + packed + b_lines[first + h]
                             target = h * line * wide
-                            for w in range(line):
+                            for _ in range(line):
                                 if inside == wide:
                                     copy_vectors(ahead(b, source), ahead(panel, target), vectors)
                                 else:
@@ -418,7 +418,8 @@ class TileConvolution:
 class _Axis:
     """Which pixels of the image along one axis belong to one phase of the stride, and which taps reach them.
 
-    A pixel h of the image with h + pad = stride i + phase gets from tap k the output pixel i + (phase - k dilation) / stride.
+    A pixel h of the image with h + pad = stride i + phase gets from tap k the output pixel
+    i + (phase - k dilation) / stride.
     """
 
     pixels: Any
@@ -530,7 +531,8 @@ class _WeightGradient:
 
     def _plain_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in dy, in x, in dw, row table, rows, lanes of the last vector) of each tile."""
-        plan, units = self._plan, []
+        plan = self._plan
+        units: list[tuple[int, ...]] = []
         tables = {count: self._row_table(range(count)) for count in range(1, 9)}
         for group in range(plan._geometry.group):
             for tap, at in enumerate(self._taps_at):
@@ -545,7 +547,8 @@ class _WeightGradient:
 
     def _turned_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in x, in dy, in dw transposed, row table, rows, lanes of the last vector) of each tile."""
-        plan, units = self._plan, []
+        plan = self._plan
+        units: list[tuple[int, ...]] = []
         elements = (self._taps_at[:, None] + np.arange(self._inner)).reshape(-1)
         for vectors, column, last in self._panels(plan._outputs, plan._depth):
             for row in range(0, plan._depth, ROWS[vectors]):

@@ -1,7 +1,8 @@
 """Loops around expressions for the CPU: generates, compiles and runs them.
 
 Arrays arrive flat in memory order. Where an argument has one value for each channel, the elements are seen
-as (outer, channels, inner): for channels last and axis 1 inner is 1 and the loop over the channels is the vectorised one.
+as (outer, channels, inner): for channels last and axis 1 inner is 1 and the loop over the channels is the
+vectorised one.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def _values(count: int) -> list[str]:
 def _formula(expression: Expression, index: str, channel: str, same: Same = ()) -> list[str]:
     names = _values(expression.output_count)
     loads = _loads(expression, Kind.EACH, index) + (_loads(expression, Kind.CHANNEL, channel) if channel else [])
-    # In place, `a if c else x` would become a masked store of `a`, which is slow; a factor that the compiler does not know
-    # to be one prevents that.
+    # In place, `a if c else x` would become a masked store of `a`, which is slow; a factor that the compiler does not
+    # know to be one prevents that.
     loads += [f"{expression.parameters[i]} *= _one" for i in sorted(set(same)) if i >= 0]
     return loads + [_without_branches(line) for line in expression.python_lines(names)]
 
@@ -97,7 +98,7 @@ def _formula(expression: Expression, index: str, channel: str, same: Same = ()) 
 class _Select(ast.NodeTransformer):
     """`a if c else b` as a call, which computes both: a branch around a store keeps the loop from being vectorised."""
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:  # noqa: N802 (ast's name)
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         self.generic_visit(node)
         return ast.Call(ast.Name("select"), [node.test, node.body, node.orelse], [])
 
@@ -169,7 +170,8 @@ def apply_channels(
     """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
     outer, channels, inner = extents
     if inner == 1:
-        _apply_rows(expression, _same(inputs, outputs)).run(threads, outer, GRAIN // channels, *inputs, *outputs, channels, 1)
+        rows = _apply_rows(expression, _same(inputs, outputs))
+        rows.run(threads, outer, GRAIN // channels, *inputs, *outputs, channels, 1)
     else:
         _apply_planes(expression, _same(inputs, outputs)).run(
             threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner, 1

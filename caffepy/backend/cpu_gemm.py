@@ -1,7 +1,7 @@
-"""Matrix products on the CPU, in register tiles; the same threads as all other kernels, no second pool that fights them.
+"""Matrix products on the CPU, in register tiles, on the threads of all other kernels: no second pool fights them.
 
-The smaller factor is packed into panels as wide as a tile, the larger one is read where it lies. Inner products of a small
-batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
+The smaller factor is packed into panels as wide as a tile, the larger one is read where it lies. Inner products of a
+small batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def product_by_rows(
     packed: Floats, table: Words, panels: Int, width: Int, depth: Int, part: Int, no_offset: Words,
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Int, group: Int, groups: Int, items: Int,
 ) -> None:  # fmt: skip
-    """c (+)= a * packed. Items are parts of the groups of rows; `strip` holds a group that is not contiguous in depth."""
+    """c (+)= a * packed. Items are parts of the groups of rows; `strip` holds a group not contiguous in depth."""
     for item in range(begin, end):
         for g in range(item * groups // items, (item + 1) * groups // items):
             first = g * group

@@ -11,9 +11,8 @@ from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
 from caffepy.backend.cpu_tile import ROWS
 from caffepy.backend.cpu_vector import WIDTH
 
-
 COST = {1: 4.5, 2: 6.0, 3: 6.0}
-"""Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, by multiplications in the others."""
+"""Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
 
 
 @cache

@@ -101,7 +101,9 @@ def test_gemm(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, slic
 
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(300, 500, 64), (10, 1003, 700), (129, 257, 1025), (700, 33, 10), (5, 2003, 300)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(300, 500, 64), (10, 1003, 700), (129, 257, 1025), (700, 33, 10), (5, 2003, 300)]
+)
 def test_gemm_large(transpose_a: bool, transpose_b: bool, m: int, n: int, k: int) -> None:
     checks.check_gemm(BACKEND, m, n, k, transpose_a, transpose_b, sliced=True)
 
