@@ -236,9 +236,7 @@ def check_pool_max(
     close(backend.to_host(dx), oracle.pool_max_gradient(dy, places, x_shape))
 
 
-def check_pool_average(
-    backend: Backend, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry
-) -> None:
+def check_pool_average(backend: Backend, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry) -> None:
     """Average pooling and its gradient."""
     y_shape = (*x_shape[:2], *y_size)
     x, dy = normal(1, x_shape), normal(2, y_shape)
@@ -249,9 +247,7 @@ def check_pool_average(
     close(backend.to_host(dx), oracle.pool_average_gradient(dy, x_shape, geometry))
 
 
-def check_lrn(
-    backend: Backend, shape: tuple[int, ...], size: int, alpha: float, beta: float, k: float
-) -> None:
+def check_lrn(backend: Backend, shape: tuple[int, ...], size: int, alpha: float, beta: float, k: float) -> None:
     """Normalisation across channels and its gradient."""
     x, dy = normal(1, shape), normal(2, shape)
     on_x, y, scale = place(backend, x), dirty(backend, shape), dirty(backend, shape)
@@ -385,7 +381,7 @@ def convolutions(draw: Any) -> tuple[tuple[int, ...], int, Geometry]:
 @st.composite
 def poolings(draw: Any) -> tuple[tuple[int, ...], tuple[int, int], Geometry]:
     """(x's shape, y's spatial shape, geometry) of a pooling as Caffe's layer would ask for, rounded up or down."""
-    kernel, stride, pad, size, out = [], [], [], [], []
+    axes: list[tuple[int, ...]] = []
     for _ in range(2):
         k = draw(st.integers(1, 4))
         s, p = draw(st.integers(1, 4)), draw(st.integers(0, k - 1))
@@ -394,10 +390,10 @@ def poolings(draw: Any) -> tuple[tuple[int, ...], tuple[int, int], Geometry]:
         count = (-(-spare // s) if draw(st.booleans()) else spare // s) + 1
         while count > 1 and (count - 1) * s >= n + p:  # Caffe: the last window starts inside the image
             count -= 1
-        for values, value in zip((kernel, stride, pad, size, out), (k, s, p, n, count), strict=True):
-            values.append(value)
-    geometry = Geometry(tuple(kernel), tuple(stride), tuple(pad), (1, 1))
-    return (draw(st.sampled_from([1, 2])), draw(CHANNELS), *size), (out[0], out[1]), geometry
+        axes.append((k, s, p, n, count))
+    kernel, stride, pad, size, out = zip(*axes, strict=True)
+    geometry = Geometry(kernel, stride, pad, (1, 1))
+    return (draw(st.sampled_from([1, 2])), draw(CHANNELS), *size), out, geometry
 
 
 @st.composite

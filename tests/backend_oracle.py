@@ -53,9 +53,7 @@ class _Product:
         return float(x[self.image] @ weights[self.filter])
 
 
-def convolution_gradients(
-    x: Array, weights: Array, dy: Array, geometry: Geometry
-) -> tuple[Array, Array]:
+def convolution_gradients(x: Array, weights: Array, dy: Array, geometry: Geometry) -> tuple[Array, Array]:
     """(dx, dweights) given dy."""
     dx, dweights = np.zeros(x.shape), np.zeros(weights.shape)
     for n, o, place, product in _products(x, weights, geometry, dy.shape[2:]):
@@ -185,7 +183,7 @@ def label_ranks(x: Array, labels: Array, axis: int) -> Array:
     return np.array(ranks, np.float32).reshape(labels.shape)
 
 
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     """Philox 4x32-10 in Python's integers."""
     c, k, word = list(counter), list(key), 0xFFFFFFFF
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""The CPU backend: NumPy's BLAS for large matrix products, numba's machine code for everything else."""
+"""The CPU backend: NumPy for memory, machine code made by numba for everything that computes."""
 
 from __future__ import annotations
 
@@ -154,9 +154,7 @@ class CpuBackend(Backend):
         full[...] = channel.reshape(channel.shape + (1,) * (len(shape) - axis - channel.ndim))
         return full
 
-    def apply(
-        self, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Array], axis: int = 1
-    ) -> None:
+    def apply(self, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Array], axis: int = 1) -> None:
         shape = outputs[0].shape
         arguments: list[Any] = list(inputs)
         extents: tuple[int, int, int] | None = None

@@ -1,4 +1,8 @@
-"""Matrix products and the number of threads of the BLAS that NumPy brings."""
+"""The number of threads of the BLAS that NumPy brings.
+
+caffepy's own products do not use it, but general convolutions and users' Python layers do, and its threads must not
+crowd those of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import threadpoolctl
-
-ROWS = 2**20
-"""Elements of the largest temporary when a product is added to what is there."""
 
 
 class Blas:
@@ -41,17 +41,6 @@ class Blas:
                 self._users -= 1
                 if self._users == 0:
                     self._before.restore_original_limits()
-
-    def gemm(self, a: Any, b: Any, out: Any, accumulate: bool) -> None:
-        """out (+)= a @ b."""
-        if out.strides[1] != out.itemsize and out.strides[0] == out.itemsize:
-            a, b, out = b.T, a.T, out.T
-        if not accumulate:
-            np.matmul(a, b, out=out)
-            return
-        step = max(1, ROWS // max(1, out.shape[1]))
-        for row in range(0, out.shape[0], step):
-            out[row : row + step] += a[row : row + step] @ b
 
 
 BLAS = Blas()

@@ -24,9 +24,7 @@ class GeneralConvolution:
         self._weights_shape = weights_shape
         self._geometry = geometry
         g = geometry
-        self._out = tuple(
-            map(spatial_output, x_shape[2:], g.kernel, g.stride, g.pad, g.dilation)
-        )
+        self._out = tuple(map(spatial_output, x_shape[2:], g.kernel, g.stride, g.pad, g.dilation))
         self._axes = len(g.kernel)
 
     def _padded(self) -> Any:
@@ -56,9 +54,7 @@ class GeneralConvolution:
         columns = np.stack(self._windows(padded), axis=-2)
         size = self._weights_shape[1]
         rows = math.prod(columns.shape[:-2])
-        return [
-            columns[..., i * size : (i + 1) * size].reshape(rows, -1) for i in range(self._geometry.group)
-        ]
+        return [columns[..., i * size : (i + 1) * size].reshape(rows, -1) for i in range(self._geometry.group)]
 
     def _matrices(self, weights: Any) -> list[Any]:
         """For each group, (num_output / group, kernel..., C / group) as a matrix."""
@@ -82,9 +78,7 @@ class GeneralConvolution:
         """dx = the transposed convolution of dy with weights."""
         kernel, size = math.prod(self._geometry.kernel), self._weights_shape[1]
         shape = (self._x_shape[0], *self._out, kernel, size)
-        parts = [
-            (d @ w).reshape(shape) for d, w in zip(self._groups_of(dy), self._matrices(weights), strict=True)
-        ]
+        parts = [(d @ w).reshape(shape) for d, w in zip(self._groups_of(dy), self._matrices(weights), strict=True)]
         columns = np.concatenate(parts, axis=-1)
         padded = self._padded()
         for place, view in enumerate(self._windows(padded)):

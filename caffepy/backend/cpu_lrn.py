@@ -68,9 +68,7 @@ def _sides(size: int) -> tuple[int, int]:
     return before, size - 1 - before
 
 
-def lrn_forward(
-    threads: int, x: Any, y: Any, scale: Any, size: int, alpha: float, beta: float, k: float
-) -> None:
+def lrn_forward(threads: int, x: Any, y: Any, scale: Any, size: int, alpha: float, beta: float, k: float) -> None:
     """See `Backend.lrn_across_forward`."""
     channels = x.shape[1]
     pixels = x.size // max(1, channels)

@@ -66,6 +66,4 @@ def random_uniform(threads: int, out: Any, stream: RandomStream, pass_number: in
     channels, pixels = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (1, count)
     quads = -(-count // 4)
     key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
-    uniform.run(
-        threads, samples * quads, 1024, out, count, pixels, channels, quads, first_sample, pass_number, *key
-    )
+    uniform.run(threads, samples * quads, 1024, out, count, pixels, channels, quads, first_sample, pass_number, *key)

@@ -78,7 +78,7 @@ def test_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 def test_works_where_nothing_can_be_cached(tmp_path: Path) -> None:
     code = "from caffepy.backend.cpu_runtime import kernel\n" + (
-        "exec('def double(begin: \"Int\", end: \"Int\", x: \"Floats\") -> None:\\n"
+        'exec(\'def double(begin: "Int", end: "Int", x: "Floats") -> None:\\n'
         "    for i in range(begin, end):\\n        x[i] *= 2\\n')\n"
     )
     code += (
