@@ -41,7 +41,7 @@ class FaultLayer(Layer):
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "sleep":
-            time.sleep(60)
+            time.sleep(120)
         if kind in ("SIGINT", "SIGTERM", "SIGHUP"):
             os.kill(os.getpid(), getattr(signal, kind))
 

@@ -23,7 +23,7 @@ def ranks_of(pid: int) -> dict[int, psutil.Process]:
 
 
 def test_an_exception_in_one_rank_ends_all(laboratory: Laboratory) -> None:
-    outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT="raise 1 5", timeout=20)
+    outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT="raise 1 5")
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = outcome.errors()
@@ -34,7 +34,7 @@ def test_an_exception_in_one_rank_ends_all(laboratory: Laboratory) -> None:
 
 
 def test_an_exception_in_one_thread_ends_the_process(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "3", iterations=LONG, FAULT="raise 2 5", timeout=20)
+    outcome = laboratory.train("--cpu-solvers", "3", iterations=LONG, FAULT="raise 2 5")
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < LIMIT
     assert outcome.errors() == ["device CPU 2, iteration 5: layer 'fault' (Fault): ValueError: injected"]
@@ -42,7 +42,7 @@ def test_an_exception_in_one_thread_ends_the_process(laboratory: Laboratory) -> 
 
 @pytest.mark.parametrize(("victim", "ranks"), [(0, 2), (1, 2), (1, 3)])
 def test_a_killed_rank_is_named(laboratory: Laboratory, victim: int, ranks: int) -> None:
-    outcome = laboratory.train(ranks=ranks, batch=32, iterations=LONG, FAULT=f"kill {victim} 8", timeout=20)
+    outcome = laboratory.train(ranks=ranks, batch=32, iterations=LONG, FAULT=f"kill {victim} 8")
     assert outcome.status not in (0, None)
     assert outcome.seconds_after_fault() < LIMIT
     reports = [message for message in outcome.errors() if "ended unexpectedly" in message]
@@ -51,7 +51,7 @@ def test_a_killed_rank_is_named(laboratory: Laboratory, victim: int, ranks: int)
 
 
 def test_a_rank_that_sleeps_is_named(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--timeout", "2", ranks=2, batch=32, iterations=LONG, FAULT="sleep 1 5", timeout=25)
+    outcome = laboratory.train("--timeout", "2", ranks=2, batch=32, iterations=LONG, FAULT="sleep 1 5")
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < 2 + LIMIT
     (message,) = outcome.errors()
@@ -61,7 +61,7 @@ def test_a_rank_that_sleeps_is_named(laboratory: Laboratory) -> None:
 
 
 def test_a_thread_that_sleeps_is_named(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "2", "--timeout", "2", iterations=LONG, FAULT="sleep 1 5", timeout=25)
+    outcome = laboratory.train("--cpu-solvers", "2", "--timeout", "2", iterations=LONG, FAULT="sleep 1 5")
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < 2 + LIMIT
     (message,) = outcome.errors()
@@ -74,7 +74,7 @@ def test_a_stopped_process_is_named(laboratory: Laboratory) -> None:
     laboratory.wait_for_snapshot(started, 10)
     stopped = ranks_of(started[0].pid)[0]
     stopped.suspend()
-    outcome = laboratory.finish(started, timeout=25)
+    outcome = laboratory.finish(started)
     assert outcome.status != 0
     (message,) = outcome.errors()
     assert re.search(r"rank 1 on .* has waited .* for rank 0 on", message)
@@ -82,9 +82,7 @@ def test_a_stopped_process_is_named(laboratory: Laboratory) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_sigint_to_one_rank_stops_all_with_a_snapshot(laboratory: Laboratory, culprit: int) -> None:
-    outcome = laboratory.train(
-        ranks=2, batch=32, iterations=LONG, FAULT=f"SIGINT {culprit} 12", DELAY="0.01", timeout=20
-    )
+    outcome = laboratory.train(ranks=2, batch=32, iterations=LONG, FAULT=f"SIGINT {culprit} 12", DELAY="0.01")
     assert outcome.status == 0, outcome.log
     assert outcome.seconds_after_fault() < LIMIT
     assert "Optimization stopped early." in outcome.log
@@ -97,14 +95,14 @@ def test_sigterm_to_one_rank_writes_a_snapshot_and_ends_well(laboratory: Laborat
     started = laboratory.start(ranks=2, batch=32, iterations=LONG, snapshot=10, DELAY="0.01")
     laboratory.wait_for_snapshot(started, 10)
     ranks_of(started[0].pid)[1].send_signal(signal.SIGTERM)
-    outcome = laboratory.finish(started, timeout=15)
+    outcome = laboratory.finish(started)
     assert outcome.status == 0, outcome.log
     assert not outcome.errors()
     assert "To go on from here" in outcome.log
 
 
 def test_sighup_writes_a_snapshot_and_training_goes_on(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "2", iterations=30, FAULT="SIGHUP 0 12", DELAY="0.01", timeout=20)
+    outcome = laboratory.train("--cpu-solvers", "2", iterations=30, FAULT="SIGHUP 0 12", DELAY="0.01")
     assert outcome.status == 0, outcome.log
     states = {path.name for path in laboratory.folder.glob(f"{outcome.prefix}_iter_*.solverstate")}
     assert len(states) == 2 and f"{outcome.prefix}_iter_30.solverstate" in states
@@ -117,20 +115,20 @@ def test_a_second_sigint_ends_at_once(laboratory: Laboratory) -> None:
     for _ in range(2):
         os.kill(started[0].pid, signal.SIGINT)
         time.sleep(0.3)
-    outcome = laboratory.finish(started, timeout=5)
+    outcome = laboratory.finish(started)
     assert outcome.status == 130
     assert outcome.errors() == ["interrupted again: ending at once"]
 
 
 def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--snapshot", "nowhere.solverstate", ranks=2, batch=32, timeout=20)
+    outcome = laboratory.train("--snapshot", "nowhere.solverstate", ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert "nowhere.solverstate" in message and "ended unexpectedly" not in outcome.log
 
 
 def test_ranks_with_different_devices_are_refused(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "{rank+1}", ranks=2, batch=32, timeout=20)
+    outcome = laboratory.train("--cpu-solvers", "{rank+1}", ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert re.search(
@@ -141,7 +139,7 @@ def test_ranks_with_different_devices_are_refused(laboratory: Laboratory) -> Non
 def test_an_mpirun_of_another_mpi_is_noticed(laboratory: Laboratory) -> None:
     """A launcher whose variables the MPI library does not know: it starts alone."""
     pytest.importorskip("mpi4py")
-    outcome = laboratory.train(iterations=2, timeout=20, PMI_RANK="0", PMI_SIZE="2")
+    outcome = laboratory.train(iterations=2, PMI_RANK="0", PMI_SIZE="2")
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert "mpiexec started 2 processes, but " in message and "different MPIs" in message
