@@ -19,8 +19,8 @@ from caffepy.backend.cpu_workspace import Workspace
 
 GROUP = 24
 """Rows that pass over the panels together: a multiple of the rows of every tile."""
-DEPTH = 1024
-"""Depth of the part of the factors that is worked on at a time."""
+DEPTH = 256
+"""Depth of the part of the factors worked on at a time; a sum of such parts loses fewer bits than one long sum."""
 SMALL = 128 * 1024
 """Elements of a packed factor that stays in the second cache."""
 BLOCK = 240
