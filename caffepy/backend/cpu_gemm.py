@@ -205,6 +205,8 @@ class Gemm:
         # Few rows read a panel once or twice: then it is read where it lies, in long pieces of few rows of b.
         direct = rows <= 2 * ROWS[vectors]
         block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
+        rounds = -(-columns // (block * self._threads))
+        block = -(-columns // (rounds * self._threads * 48)) * 48  # as many for each thread, in whole panels
         blocks = -(-columns // block)
         items = min(self._threads, blocks)
         product_by_columns.run(
