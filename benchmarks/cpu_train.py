@@ -23,7 +23,7 @@ What made the difference, in CPU time of one thread:
 - Inner products of a small batch read each weight once, where it lies: fc6 forward 36 ms by OpenBLAS, 14 now; its
   image gradient 52 ms with the weights packed first, 22 without.
 - An expression whose output is its input has to be compiled as such: otherwise the compiler's overlap check sends it
-  to the scalar loop (SGD over LeNet's weights 3.1 to 0.45 ms), and `a if c else x` in place becomes a slow masked store.
+  to the scalar loop (SGD over LeNet's weights 3.1 to 0.45 ms), and `a if c else x` in place to slow masked stores.
 - Handing NumPy arrays to kernels by `__array_interface__` took 2 to 4 us an array; reading the address takes 0.2.
 - libgomp's idle threads spin for milliseconds by default: on a busy machine LeNet took 100 to 180 ms an iteration,
   with a shorter spin 12.
