@@ -1,0 +1,123 @@
+"""Data-parallel training: images/s on one device, on several in one process, and on as many ranks of mpirun.
+
+    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,caffenet] [--iterations 60]
+    python benchmarks/scaling.py --cpu 2
+
+Each line is one run of `caffepy train` as a user would type it, on synthetic images, with as many for each device
+whatever their number (weak scaling); the figure is that of the performance report, which leaves out the first two
+iterations. Efficiency is against as many times one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from caffepy.config.load import read_net
+from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, NetParameter, SolverParameter
+
+ROOT = Path(__file__).resolve().parent.parent
+NETS = {
+    "lenet": ("lenet/train_test.prototxt", (64, 1, 28, 28)),
+    "cifar10_quick": ("cifar10/quick_train_test.prototxt", (100, 3, 32, 32)),
+    "caffenet": ("caffenet/train_val.prototxt", (128, 3, 227, 227)),
+}
+"""For each net its prototxt below models/ and one device's batch of images."""
+LIMIT = 240
+"""Seconds that one run may take."""
+
+
+def synthetic_net(prototxt: Path, shape: tuple[int, ...]) -> NetParameter:
+    """The training net of a prototxt with made-up images in place of its data layers."""
+    net = read_net(prototxt)
+    layers = [layer for layer in net.layer if layer.type != "Data"]
+    del net.layer[:]
+    source = net.layer.add(name="data", type="DummyData", top=["data", "label"])
+    source.include.add(phase=TRAIN)
+    source.dummy_data_param.shape.add(dim=shape)
+    source.dummy_data_param.shape.add(dim=shape[:1])
+    source.dummy_data_param.data_filler.append(FillerParameter(type="constant", value=0.5))
+    source.dummy_data_param.data_filler.append(FillerParameter(type="constant", value=1))
+    net.layer.extend(layers)
+    return net
+
+
+def write_solver(folder: Path, name: str, iterations: int) -> Path:
+    """A solver of a synthetic net; returns its path."""
+    prototxt, shape = NETS[name]
+    param = SolverParameter(
+        net_param=synthetic_net(ROOT / "models" / prototxt, shape), base_lr=0.001, lr_policy="fixed", momentum=0.9,
+        weight_decay=0.0005, max_iter=iterations, random_seed=1, snapshot_after_train=False, type="SGD",
+    )  # fmt: skip
+    path = folder / f"{name}_solver.prototxt"
+    path.write_text(text_format.MessageToString(param))
+    return path
+
+
+def mpirun() -> list[str]:
+    """The launcher beside this Python, or the one on the path."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise SystemExit("no mpirun found: pip install 'caffepy[mpi]'")
+    return [found, "--oversubscribe"]
+
+
+def images_per_second(command: list[str], folder: Path) -> float:
+    """Run one training; its overall images/s."""
+    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    figures = re.findall(r"performance.*?([\d.]+) img/sec", result.stderr)
+    if result.returncode or not figures:
+        raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr[-3000:]}")
+    return float(figures[-1])
+
+
+def measure(name: str, devices: list[str] | int, iterations: int, folder: Path) -> None:
+    """Print one net's lines."""
+    program = [sys.executable, "-m", "caffepy", "train", "--solver", str(write_solver(folder, name, iterations))]
+    if isinstance(devices, int):
+        count = devices
+        threads = max((os.cpu_count() or count) // count, 1)
+        one = [*program, "--cpu", "--threads", str(threads)]
+        several = [*program, "--cpu", "--cpu-solvers", str(count), "--threads", str(threads)]
+        ranks = [*mpirun(), "-np", str(count), *one]
+    else:
+        count = len(devices)
+        one = [*program, "--gpus", devices[0]]
+        several = [*program, "--gpus", ",".join(devices)]
+        ranks = mpirun()
+        for device in devices:
+            ranks += ["-np", "1", *program, "--gpus", device, ":"]
+        ranks.pop()
+    alone = images_per_second(one, folder)
+    print(f"{name:14} 1 device                {alone:12.1f} images/s")
+    for label, command in ((f"{count} devices, 1 process", several), (f"{count} ranks of 1 device", ranks)):
+        rate = images_per_second(command, folder)
+        print(f"{name:14} {label:22}  {rate:12.1f} images/s   efficiency {rate / alone / count:.3f}", flush=True)
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--gpus", help="GPU numbers, separated by commas")
+    parser.add_argument("--cpu", type=int, help="number of CPU solvers")
+    parser.add_argument("--nets", default="lenet,cifar10_quick,caffenet")
+    parser.add_argument("--iterations", type=int, default=60)
+    arguments = parser.parse_args()
+    devices = arguments.gpus.split(",") if arguments.gpus else arguments.cpu or 2
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.nets.split(","):
+            measure(name, devices, arguments.iterations, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
