@@ -154,7 +154,11 @@ def find_learned_net(state: SolverState, path: Path) -> Path:
 
 
 def newest_snapshot(prefix: Path | str) -> Path | None:
-    """The .solverstate of the highest iteration that is whole, its weights too; None if there is none."""
+    """The .solverstate written last that is whole, its weights too; None if there is none.
+
+    The last written, not the highest iteration: an older training with the same prefix may have gone further. Files of the
+    same second (a copied folder) count by iteration.
+    """
     for path in _snapshots(str(prefix)):
         try:
             read_weights(find_learned_net(read_state(path), path))
@@ -166,11 +170,11 @@ def newest_snapshot(prefix: Path | str) -> Path | None:
 
 
 def _snapshots(prefix: str) -> list[Path]:
-    """All .solverstates with a prefix, the highest iteration first."""
+    """All .solverstates with a prefix, the newest first."""
     found = []
     pattern = re.compile(re.escape(os.path.basename(prefix)) + r"_iter_(\d+)\.solverstate(\.h5)?")
     for name in glob.glob(glob.escape(prefix) + "_iter_*.solverstate*"):
         match = pattern.fullmatch(os.path.basename(name))
         if match:
-            found.append((int(match[1]), name))
-    return [Path(name) for _, name in sorted(found, reverse=True)]
+            found.append((int(os.path.getmtime(name)), int(match[1]), name))
+    return [Path(name) for _, _, name in sorted(found, reverse=True)]

@@ -257,6 +257,9 @@ def test_the_newest_whole_snapshot(caplog: pytest.LogCaptureFixture) -> None:
     assert snapshot.newest_snapshot("x") is None
     train(12, "snapshot: 4")
     assert snapshot.newest_snapshot("x") == Path("x_iter_12.solverstate")
+    os.utime("x_iter_4.solverstate", (2**32, 2**32))
+    assert snapshot.newest_snapshot("x") == Path("x_iter_4.solverstate"), "written last by another training"
+    os.utime("x_iter_4.solverstate", (0, 0))
     Path("x_iter_12.solverstate").write_bytes(Path("x_iter_12.solverstate").read_bytes()[:-50])
     assert snapshot.newest_snapshot(Path("x")) == Path("x_iter_8.solverstate")
     assert "passing over a snapshot that is not whole: x_iter_12.solverstate" in caplog.text
