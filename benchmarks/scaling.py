@@ -1,6 +1,6 @@
 """Data-parallel training: images/s on one device, on several in one process, and on as many ranks of mpirun.
 
-    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,caffenet] [--iterations 60]
+    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,resnet50] [--iterations 60]
     python benchmarks/scaling.py --cpu 2
 
 Each line is one run of `caffepy train` as a user would type it, on synthetic images, with as many for each device
@@ -29,6 +29,8 @@ NETS = {
     "lenet": ("lenet/train_test.prototxt", (64, 1, 28, 28)),
     "cifar10_quick": ("cifar10/quick_train_test.prototxt", (100, 3, 32, 32)),
     "caffenet": ("caffenet/train_val.prototxt", (128, 3, 227, 227)),
+    "googlenet": ("googlenet/train_val.prototxt", (64, 3, 224, 224)),
+    "resnet50": ("resnet50/train_val.prototxt", (64, 3, 224, 224)),
 }
 """For each net its prototxt below models/ and one device's batch of images."""
 LIMIT = 240
@@ -110,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gpus", help="GPU numbers, separated by commas")
     parser.add_argument("--cpu", type=int, help="number of CPU solvers")
-    parser.add_argument("--nets", default="lenet,cifar10_quick,caffenet")
+    parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--iterations", type=int, default=60)
     arguments = parser.parse_args()
     devices = arguments.gpus.split(",") if arguments.gpus else arguments.cpu or 2
