@@ -156,8 +156,8 @@ def find_learned_net(state: SolverState, path: Path) -> Path:
 def newest_snapshot(prefix: Path | str) -> Path | None:
     """The .solverstate written last that is whole, its weights too; None if there is none.
 
-    The last written, not the highest iteration: an older training with the same prefix may have gone further. Files of the
-    same second (a copied folder) count by iteration.
+    The last written, not the highest iteration: an older training with the same prefix may have gone further.
+    Files of the same second (a copied folder) count by iteration.
     """
     for path in _snapshots(str(prefix)):
         try:
