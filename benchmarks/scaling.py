@@ -1,6 +1,6 @@
 """Data-parallel training: images/s on one device, on several in one process, and on as many ranks of mpirun.
 
-    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,resnet50] [--iterations 60]
+    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,resnet50] [--iterations 60] [--math tf32]
     python benchmarks/scaling.py --cpu 2
 
 Each line is one run of `caffepy train` as a user would type it, on synthetic images, with as many for each device
@@ -83,9 +83,10 @@ def images_per_second(command: list[str], folder: Path) -> float:
     return float(figures[-1])
 
 
-def measure(name: str, devices: list[str] | int, iterations: int, folder: Path) -> None:
+def measure(name: str, devices: list[str] | int, iterations: int, math: str, folder: Path) -> None:
     """Print one net's lines."""
-    program = [sys.executable, "-m", "caffepy", "train", "--solver", str(write_solver(folder, name, iterations))]
+    program = [sys.executable, "-m", "caffepy", "train", "--math", math]
+    program += ["--solver", str(write_solver(folder, name, iterations))]
     if isinstance(devices, int):
         count = devices
         threads = max((os.cpu_count() or count) // count, 1)
@@ -114,11 +115,12 @@ def main() -> None:
     parser.add_argument("--cpu", type=int, help="number of CPU solvers")
     parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--math", choices=("fp32", "tf32"), default="fp32")
     arguments = parser.parse_args()
     devices = arguments.gpus.split(",") if arguments.gpus else arguments.cpu or 2
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.nets.split(","):
-            measure(name, devices, arguments.iterations, Path(folder))
+            measure(name, devices, arguments.iterations, arguments.math, Path(folder))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from caffepy.backend.base import Array, Backend, Convolution, Geometry, RandomStream
+from caffepy.backend.base import MATH_MODES, Array, Backend, Convolution, Geometry, RandomStream
 from caffepy.backend.expression import Channel, Each, Expression, Scalar, expression
 
 __all__ = [
+    "MATH_MODES",
     "Array",
     "Backend",
     "Channel",
@@ -20,12 +21,13 @@ __all__ = [
 ]
 
 
-def create_backend(device: int | None = None, threads: int | None = None) -> Backend:
+def create_backend(device: int | None = None, threads: int | None = None, math: str = "fp32") -> Backend:
     """A backend of one device for one solver thread.
 
     Args:
         device: number of a CUDA device, or None for the CPU.
         threads: CPU threads that the backend may use; None takes all that the process may use.
+        math: one of MATH_MODES; the CPU computes in full float32 whatever it says.
 
     Raises:
         DeviceError: the device is not there.
@@ -37,4 +39,4 @@ def create_backend(device: int | None = None, threads: int | None = None) -> Bac
         return CpuBackend(threads)
     from caffepy.backend.cuda import CudaBackend
 
-    return CudaBackend(device)
+    return CudaBackend(device, math)

@@ -26,6 +26,9 @@ from caffepy.backend.expression import Expression
 Array = Any
 """A numpy.ndarray or cupy.ndarray."""
 
+MATH_MODES = ("fp32", "tf32")
+"""How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
+
 
 @dataclass(frozen=True)
 class Geometry:

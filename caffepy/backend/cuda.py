@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cuda_classes, cuda_elementwise, cuda_memory, cuda_windows
-from caffepy.backend.base import Array, Backend, Convolution, Geometry, RandomStream
+from caffepy.backend.base import MATH_MODES, Array, Backend, Convolution, Geometry, RandomStream
 from caffepy.backend.cuda_blas import Blas
 from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources, add_to, plan_convolution
 from caffepy.backend.cuda_device import (
@@ -32,7 +32,6 @@ from caffepy.errors import ConfigError
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 
-MATH_MODES = ("fp32", "tf32")
 
 
 class CudaBackend(Backend):

@@ -33,7 +33,7 @@ def open_net(args: argparse.Namespace, phase: int, iterations: int) -> Iterator[
 
     param = read_net(args.model)
     state = net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
-    backend = create_backend(single_device(args), args.threads)
+    backend = create_backend(single_device(args), args.threads, args.math)
     try:
         with backend.activate():
             context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from caffepy.backend.base import MATH_MODES
 from caffepy.errors import ConfigError
 from caffepy.registry import suggest
 
@@ -113,7 +114,7 @@ def gpu_list(text: str) -> list[int] | str:
 
 
 def add_device_options(parser: argparse._ActionsContainer, default: str) -> None:
-    """--gpu, --cpu and --threads; `default` says what holds when neither device is given."""
+    """--gpu, --cpu, --threads and --math; `default` says what holds when neither device is given."""
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu",
@@ -126,6 +127,12 @@ def add_device_options(parser: argparse._ActionsContainer, default: str) -> None
     device.add_argument("--cpu", action="store_true", help="use the CPU")
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="CPU threads a solver may use (default: all it can get)"
+    )
+    parser.add_argument(
+        "--math",
+        choices=MATH_MODES,
+        default="fp32",
+        help="how GPUs multiply: full float32 (default), or tf32: faster, on tensor cores, factors rounded to 10 bits",
     )
 
 

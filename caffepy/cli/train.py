@@ -115,6 +115,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         sighup_effect=args.sighup_effect,
         sigterm_effect=args.sigterm_effect,
         threads=args.threads,
+        math=args.math,
     )
 
 

@@ -36,6 +36,7 @@ class TrainOptions:
         sighup_effect: what SIGHUP does.
         sigterm_effect: what SIGTERM does; here stop means: write a snapshot, then stop.
         threads: CPU threads of each solver; None divides the cores among all solvers of the host.
+        math: how GPUs multiply, one of backend.MATH_MODES.
     """
 
     solver: SolverParameter
@@ -52,6 +53,7 @@ class TrainOptions:
     sighup_effect: str = "snapshot"
     sigterm_effect: str = "stop"
     threads: int | None = None
+    math: str = "fp32"
 
     @property
     def local_devices(self) -> list[int | None]:

@@ -158,7 +158,7 @@ class P2PSync:
 
     def _run(self) -> None:
         try:
-            self._backend = create_backend(self.place.device, self.place.threads)
+            self._backend = create_backend(self.place.device, self.place.threads, self._options.math)
             with self._backend.activate():
                 self._train(self._backend)
         except BaseException as error:

@@ -39,6 +39,14 @@ def test_one_gpu_agrees_with_the_cpu(laboratory: Laboratory, alone: Outcome) -> 
     assert_same_weights(alone, cpu, ITERATIONS, 1e-2)
 
 
+def test_tf32_trains_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
+    rounded = laboratory.train("--math", "tf32", devices=("--gpus", "0"), iterations=ITERATIONS)
+    assert rounded.status == 0, rounded.log
+    assert_same_weights(rounded, alone, ITERATIONS, 1e-2)
+    ours, exact = rounded.weights(ITERATIONS), alone.weights(ITERATIONS)
+    assert any((ours[name] != exact[name]).any() for name in exact), "--math tf32 changed nothing"
+
+
 def test_one_rank_of_mpirun_is_a_single_process(laboratory: Laboratory, alone: Outcome) -> None:
     outcome = laboratory.train(devices=("--gpus", "0"), ranks=1, iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log

@@ -48,6 +48,13 @@ def test_nothing_is_changed_after_two_dashes():
     assert normalise(["-a_b", "--", "-a_b"]) == ["--a-b", "--", "-a_b"]
 
 
+def test_math_is_exact_by_default():
+    assert parse("train").math == parse("time").math == "fp32"
+    assert parse("train", "-math=tf32").math == "tf32"
+    with pytest.raises(ConfigError, match="invalid choice: 'fp8'"):
+        parse("train", "--math", "fp8")
+
+
 @pytest.mark.parametrize("option", ["--gpu", "--gpus", "-gpu", "-gpus"])
 def test_gpu_lists(option: str):
     assert parse("train", option, "0,1").gpus == [0, 1]
