@@ -24,7 +24,9 @@ DEPTH = 256
 SMALL = 128 * 1024
 """Elements of a packed factor that stays in the second cache."""
 BLOCK = 240
-"""Columns that are packed at a time from a large factor: panels of two and of three vectors fill them."""
+"""Columns, about, that are packed at a time from a large factor."""
+WHOLE = 6 * WIDTH
+"""Columns that panels of two and of three vectors both fill."""
 _ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
 _NO_OFFSET = Pinned(np.zeros(1, np.int64))
 
@@ -206,7 +208,7 @@ class Gemm:
         direct = rows <= 2 * ROWS[vectors]
         block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
         rounds = -(-columns // (block * self._threads))
-        block = -(-columns // (rounds * self._threads * 48)) * 48  # as many for each thread, in whole panels
+        block = -(-columns // (rounds * self._threads * WHOLE)) * WHOLE  # as many for each thread
         blocks = -(-columns // block)
         items = min(self._threads, blocks)
         product_by_columns.run(

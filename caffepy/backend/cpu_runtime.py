@@ -231,6 +231,13 @@ def _file_stamp(file: str) -> int:
         return 0
 
 
+@cache
+def _kernels_stamp() -> int:
+    """Changes with every file of this backend: a kernel may have another's tile compiled into it."""
+    files = sorted(Path(__file__).parent.glob("cpu_*.py"))
+    return zlib.crc32(" ".join(f"{_file_stamp(str(file)):08x}" for file in files).encode())
+
+
 class Entry:
     """A C function void(argument block, begin, end), compiled on first use and cached on disk.
 
@@ -246,7 +253,7 @@ class Entry:
         self._file = file
         self._namespace = namespace
         body = "\n".join(f"    {line}" for line in text)
-        stamp = zlib.crc32(f"{_file_stamp(__file__)} {_file_stamp(file)} {sorted(_OPTIONS.items())} {body}".encode())
+        stamp = zlib.crc32(f"{_kernels_stamp()} {_file_stamp(file)} {sorted(_OPTIONS.items())} {body}".encode())
         # numba's cache key covers the byte code but not the constants in it, so the name must tell texts apart.
         self.name = f"{name}_{stamp:08x}"
         self._source = f"def {self.name}(_a, _begin, _end):\n{body}\n"

@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-WIDTH = 8 if llvmlite.binding.get_host_cpu_features().get("avx", False) else 4
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+WIDTH = 16 if _FEATURES.get("avx512f", False) else 8 if _FEATURES.get("avx", False) else 4
 """Numbers in a vector."""
 WORD = ir.IntType(64)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)

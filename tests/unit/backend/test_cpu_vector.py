@@ -1,0 +1,44 @@
+"""Kernels hold for every vector width, also those of other processors: the compiler splits what this one lacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import llvmlite.binding as binding
+import numba
+
+real = binding.get_host_cpu_features
+binding.get_host_cpu_features = lambda: {features!r}
+from caffepy.backend import cpu_vector
+binding.get_host_cpu_features = real
+assert cpu_vector.WIDTH == {width}
+
+import backend_checks as checks
+from caffepy.backend import Geometry, create_backend
+
+backend = create_backend(None, 2)
+checks.check_gemm(backend, 10, 1003, 700, False, False, False)
+checks.check_gemm(backend, 70, 33, 40, True, False, True)
+geometry = Geometry((3, 3), (2, 1), (1, 0), (1, 1))
+checks.check_convolution(backend, (2, 3, 9, 8), 21, geometry)
+print("held")
+"""
+
+
+@pytest.mark.parametrize("features, width", [({}, 4), ({"avx": True}, 8), ({"avx": True, "avx512f": True}, 16)])
+def test_any_vector_width(features: dict[str, bool], width: int, tmp_path: Path) -> None:
+    tests = Path(__file__).parents[2]
+    # A cache of its own: numba's key knows the processor, not what we pretend that it can do.
+    environment = os.environ | {
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-c", PROGRAM.format(features=features, width=width)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert result.stdout == "held\n", result.stderr[-3000:]
