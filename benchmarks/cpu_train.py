@@ -8,12 +8,17 @@ in both of its layouts, of which the faster counts. Every side has a process of 
 figure is the median over all groups of iterations, the memory the process's largest resident set. CPU time is given
 too, as it suffers less from whatever else the machine does; both sides' idle threads spin for a while and count.
 
-Two cores of an AMD EPYC (Zen 3) that others used as well, PyTorch 2.13, two threads:
+Two cores of an AMD EPYC (Zen 3), a virtual machine, PyTorch 2.13, two threads:
 
     net              caffepy   PyTorch   ratio   memory, MiB
-    lenet              11.6      16.3     0.71    172 / 333
-    cifar10_quick      95.6     101.4     0.94    222 / 365     (least of all groups: 74.2 / 96.5 = 0.77)
-    caffenet          444       814       0.55    976 / 1272
+    lenet              15.1      17.9     0.85    172 / 333
+    cifar10_quick      70.9      88.0     0.81    207 / 368
+    caffenet          396       816       0.49    953 / 1278
+
+Two cores of a Xeon with AVX-512, PyTorch 2.11:
+
+    lenet               6.1       8.3     0.73    257 / 656
+    cifar10_quick      28.7      31.3     0.92    243 / 687     (with vectors of eight: 45.9 / 30.4 = 1.51)
 
 What made the difference, in CPU time of one thread:
 
