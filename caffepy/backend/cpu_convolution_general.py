@@ -25,7 +25,6 @@ class GeneralConvolution:
         self._geometry = geometry
         g = geometry
         self._out = tuple(map(spatial_output, x_shape[2:], g.kernel, g.stride, g.pad, g.dilation))
-        self._axes = len(g.kernel)
 
     def _padded(self) -> Any:
         spatial = [d + 2 * p for d, p in zip(self._x_shape[2:], self._geometry.pad, strict=True)]

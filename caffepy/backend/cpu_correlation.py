@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu_panels import Panels, pack_weights
 from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
-from caffepy.backend.cpu_tile import ROWS, tile1, tile2, tile3
+from caffepy.backend.cpu_tile import ROWS, tile
 from caffepy.backend.cpu_vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu_workspace import Workspace
 
@@ -72,24 +72,11 @@ def correlate(
                 if cutting == 1:
                     cut = 4 * (q // rows)
                     tap0, tap1, inner0, inner1 = cuts[cut], cuts[cut + 1], cuts[cut + 2], cuts[cut + 3]
-                if vectors == 2:
-                    tile2(
-                        ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
-                        ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
-                        begins, 0, target, table_at(y_at, q), stop - q, last,
-                    )  # fmt: skip
-                elif vectors == 3:
-                    tile3(
-                        ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
-                        ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
-                        begins, 0, target, table_at(y_at, q), stop - q, last,
-                    )  # fmt: skip
-                else:
-                    tile1(
-                        ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
-                        ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
-                        begins, 0, target, table_at(y_at, q), stop - q, last,
-                    )  # fmt: skip
+                tile(
+                    vectors, ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
+                    ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
+                    begins, 0, target, table_at(y_at, q), stop - q, last,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)

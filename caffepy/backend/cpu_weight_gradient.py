@@ -9,7 +9,7 @@ import numpy as np
 from caffepy.backend.cpu_correlation import SPARE, extended
 from caffepy.backend.cpu_panels import Panels
 from caffepy.backend.cpu_runtime import Floats, Int, Pinned, Words, kernel
-from caffepy.backend.cpu_tile import ROWS, tile1, tile2, tile3
+from caffepy.backend.cpu_tile import ROWS, tile
 from caffepy.backend.cpu_vector import WIDTH, ahead, copy_vectors, table_at
 
 if TYPE_CHECKING:
@@ -63,21 +63,10 @@ def correlate_weights(
                     row = table_at(rows, units[unit + 4])
                     begins = target_at if keep == 1 else zeros
                     steps = table_at(panel_lines, (vectors - 1) * lines)
-                    if vectors == 2:
-                        tile2(
-                            factor, row, a_at, a_step, panel, steps, wide, height, line,
-                            begins, keep, target_at, c_rows, units[unit + 5], last,
-                        )  # fmt: skip
-                    elif vectors == 3:
-                        tile3(
-                            factor, row, a_at, a_step, panel, steps, wide, height, line,
-                            begins, keep, target_at, c_rows, units[unit + 5], last,
-                        )  # fmt: skip
-                    else:
-                        tile1(
-                            factor, row, a_at, a_step, panel, steps, wide, height, line,
-                            begins, keep, target_at, c_rows, units[unit + 5], last,
-                        )  # fmt: skip
+                    tile(
+                        vectors, factor, row, a_at, a_step, panel, steps, wide, height, line,
+                        begins, keep, target_at, c_rows, units[unit + 5], last,
+                    )  # fmt: skip
 
 
 @kernel
