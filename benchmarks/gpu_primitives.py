@@ -75,7 +75,7 @@ class Table:
 def normal(backend: CudaBackend, shape: tuple[int, ...]) -> Any:
     """Random numbers on the device."""
     array = backend.zeros(shape)
-    backend.random_uniform(array, RandomStream(1, 2), 0, 0)
+    backend.random_uniform(array, RandomStream(1, 2), (0, 0))
     array -= 0.5
     return array
 
@@ -109,7 +109,7 @@ def elementwise(backend: CudaBackend, table: Table, batch: int) -> None:
     )  # fmt: skip
     table.line(
         "random numbers",
-        lambda: backend.random_uniform(y, RandomStream(1, 2), 3, 4), size, theirs=lambda: ty.uniform_(),
+        lambda: backend.random_uniform(y, RandomStream(1, 2), (3, 4)), size, theirs=lambda: ty.uniform_(),
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def windows(backend: CudaBackend, table: Table, batch: int) -> None:
     )  # fmt: skip
     table.line(
         "  backward",
-        lambda: backend.lrn_across_backward(x, y, scale, x, y, 5, 1e-4, 0.75), 5 * x.nbytes / 1e9,
+        lambda: backend.lrn_across_backward(x, y, scale, x, y, 5, 1e-4, 0.75, 1.0), 5 * x.nbytes / 1e9,
     )  # fmt: skip
 
 

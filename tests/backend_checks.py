@@ -256,7 +256,7 @@ def check_lrn(backend: Backend, shape: tuple[int, ...], size: int, alpha: float,
     close(backend.to_host(y), expected)
     close(backend.to_host(scale), expected_scale)
     dx = dirty(backend, shape)
-    backend.lrn_across_backward(on_x, y, scale, place(backend, dy), dx, size, alpha, beta)
+    backend.lrn_across_backward(on_x, y, scale, place(backend, dy), dx, size, alpha, beta, k)
     close(backend.to_host(dx), oracle.lrn_gradient(x.astype(float), dy.astype(float), size, alpha, beta, k), 2e-5)
 
 
@@ -337,7 +337,7 @@ def check_random_uniform(
 ) -> None:
     """The same bits as the oracle."""
     out = dirty(backend, shape)
-    backend.random_uniform(out, RandomStream(seed, stream), pass_number, first_sample)
+    backend.random_uniform(out, RandomStream(seed, stream), (pass_number, first_sample))
     expected = oracle.random_uniform(shape, seed, stream, pass_number, first_sample)
     assert np.array_equal(backend.to_host(out), expected)
 

@@ -9,6 +9,10 @@ backend allocated is channels last (N, H, W, C), all others are C-contiguous. Tw
 one backend therefore have the same strides, and a primitive may treat them as flat in memory order; an array that is a
 slice of another (Concat, Slice) may only be given to `copy` and `add`.
 
+Elements are float32, or where a net asks for it float16 or bfloat16 (`STORAGE`); a bfloat16 array has the dtype uint16
+and holds the upper halves of float32 numbers. Whatever they are stored in, primitives compute and sum in float32 or
+better and round once, at the end. Parameters, their gradients and every array of shape (C,) are float32.
+
 Everything on a CUDA backend is ordered on the backend's stream and may be captured: primitives do not synchronise,
 except `to_host`, `from_host` of pageable memory, and `synchronize`.
 """
@@ -28,6 +32,13 @@ Array = Any
 
 MATH_MODES = ("fp32", "tf32")
 """How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
+
+STORAGE = ("float32", "float16", "bfloat16")
+"""What a blob's elements can be kept in."""
+
+Counter = Any
+"""Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
+in device memory, which a captured graph reads anew each time it runs."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +76,52 @@ class RandomStream:
     stream: int
 
 
+@dataclass
+class Normalisation:
+    """The arrays of one batch normalisation, float32 of shape (C,) but for the count.
+
+    Args:
+        mean: of the present batch, or the stored one.
+        inverse: 1 / sqrt(variance + epsilon), likewise.
+        scale: factor after normalising.
+        bias: term after that.
+        sum_mean: running sum of means (Caffe's blob 0).
+        sum_variance: running sum of variances (blob 1).
+        count: shape (1,), the weight of what the sums hold (blob 2).
+        epsilon: added to the variance.
+        fraction: what of the running sums is kept at each batch.
+    """
+
+    mean: Array
+    inverse: Array
+    scale: Array
+    bias: Array
+    sum_mean: Array
+    sum_variance: Array
+    count: Array
+    epsilon: float
+    fraction: float
+
+
 class Convolution(Protocol):
     """A convolution of fixed shapes, planned once (algorithm, workspace) and run many times.
 
     Shapes for two spatial axes: x (N, C, H, W), weights (num_output, C / group, kernel_h, kernel_w),
-    bias (num_output,), y (N, num_output, H', W').
+    bias (num_output,), y (N, num_output, H', W'). x, y, dx, dy and the weights given to `forward` and `backward_data`
+    are of the storage it was planned for; bias and dweights are float32.
     """
 
-    def forward(self, x: Array, weights: Array, bias: Array | None, y: Array) -> None:
-        """y = weights * x (+ bias): cross-correlation, as every Caffe computes it."""
+    gives_sums: bool
+    """Whether `forward` can also add up y for each channel."""
+
+    def forward(
+        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
+    ) -> None:
+        """y = weights * x (+ bias), or max(that, 0): cross-correlation, as every Caffe computes it.
+
+        `sums`, float32 of shape (2, num_output), gets the sum of y and of y^2 for each channel; it may be given only
+        where `gives_sums` holds, and without bias and relu.
+        """
 
     def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
         """dx = the transposed convolution of dy with weights; also Deconvolution's forward pass."""
@@ -90,6 +138,15 @@ class Backend(ABC):
 
     asynchronous: bool
     """Whether primitives return before their result is there."""
+
+    storages: tuple[str, ...] = ("float32",)
+    """Which of STORAGE its blobs can be kept in."""
+
+    mask_dtype: str = "int32"
+    """dtype of max pooling's mask where nobody reads it: int32, or uint8 for windows of up to 255 places."""
+
+    keeps_lrn_scale: bool = True
+    """Whether LRN's backward pass needs the scale of its forward pass."""
 
     # -- the device ---------------------------------------------------------------------------------
 
@@ -198,7 +255,7 @@ class Backend(ABC):
 
     @abstractmethod
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
     ) -> Convolution:
         """A convolution of these shapes, any number of spatial axes."""
 
@@ -206,7 +263,9 @@ class Backend(ABC):
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         """y = maximum over each window of x (N, C, H, W), clipped to the image; the first maximum wins.
 
-        mask (int32, shape of y) becomes its place h * W + w in the plane. Windows: Caffe's `pooling_layer.cpp`.
+        mask (shape of y) becomes its place: h * W + w in the plane if int32; if uint8, its number in the window, whose
+        rows and columns are counted from the window's own beginning, padding included. Windows: Caffe's
+        `pooling_layer.cpp`.
         """
 
     @abstractmethod
@@ -223,15 +282,87 @@ class Backend(ABC):
 
     @abstractmethod
     def lrn_across_forward(
-        self, x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float
+        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
     ) -> None:
-        """scale = k + alpha / size * (sum of x^2 over `size` channels around); y = x * scale^-beta."""
+        """scale = k + alpha / size * (sum of x^2 over `size` channels around); y = x * scale^-beta.
+
+        `scale` is kept for the backward pass where the backend `keeps_lrn_scale`, else None.
+        """
 
     @abstractmethod
     def lrn_across_backward(
-        self, x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
+        beta: float, k: float,
+    ) -> None:  # fmt: skip
+        """dx = dy * scale^-beta - 2 alpha beta / size * x * sum over the channels around of (dy * y / scale).
+
+        `y` and `scale` are None where the backend does not keep the scale and works both out again from x.
+        """
+
+    # -- normalisation and activation ---------------------------------------------------------------
+
+    @abstractmethod
+    def batch_norm_measure(self, x: Array, n: Normalisation) -> None:
+        """n.mean and n.inverse = those of x (N, C, ...) for each channel; the running sums take them in.
+
+        With f = n.fraction and m elements a channel: sum_mean = f * sum_mean + mean,
+        sum_variance = f * sum_variance + m / (m - 1) * variance, count = f * count + 1. Exact also where the mean is
+        large beside the deviation.
+        """
+
+    @abstractmethod
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
+        """The same from a convolution's `sums`, each over so many elements."""
+
+    @abstractmethod
+    def batch_norm_load(self, n: Normalisation) -> None:
+        """n.mean and n.inverse = the running sums over their count; 0 and 1 / sqrt(epsilon) if the count is 0."""
+
+    @abstractmethod
+    def batch_norm_forward(
+        self, x: Array, n: Normalisation, y: Array, residual: Array | None = None, relu: bool = False,
+        mask: Array | None = None,
+    ) -> None:  # fmt: skip
+        """y = (x - mean) * inverse * scale + bias (+ residual), or max(that, 0).
+
+        `mask` (uint8, `mask_bytes(x.size)` elements) gets one bit for each element in memory order, bit i % 8 of byte
+        i // 8: whether the sum was above 0. y may be x.
+        """
+
+    @abstractmethod
+    def batch_norm_backward_sums(
+        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool = False,
+        mask: Array | None = None, total: Array | None = None,
+    ) -> None:  # fmt: skip
+        """First pass: g = the sum of `dys`, 0 where the ReLU was off; sum_dy = sum of g, sum_dy_x = sum of g * normal.
+
+        normal = (x - mean) * inverse. Where the ReLU was off is in `mask` or, without one, worked out from x. `total`
+        gets g; it may be one of `dys`, and must be given if there are several of them.
+        """
+
+    @abstractmethod
+    def batch_norm_backward_data(
+        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool = False
     ) -> None:
-        """dx = dy * scale^-beta - 2 alpha beta / size * x * sum over the channels around of (dy * y / scale)."""
+        """Second pass: dx = scale * inverse * (g - (sum_dy + normal * sum_dy_x) / m), m elements a channel.
+
+        g = dy, 0 where the ReLU was off as x tells if `relu`. dx may be dy.
+        """
+
+    @abstractmethod
+    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
+        """dx = dy where y > 0, else 0; dbias (+)= the sum of dx for each channel (axis 1). dx may be dy."""
+
+    @abstractmethod
+    def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
+        """destination = source / (1 - ratio) where the element's random number is at least ratio, else 0.
+
+        The same counter keeps the same elements, so this is the backward pass as well.
+        """
+
+    @abstractmethod
+    def total(self, sources: Sequence[Array], destination: Array) -> None:
+        """destination = the sum of two or more arrays of its shape; it may be one of them."""
 
     # -- classes ------------------------------------------------------------------------------------
 
@@ -286,9 +417,7 @@ class Backend(ABC):
     # -- random numbers -----------------------------------------------------------------------------
 
     @abstractmethod
-    def random_uniform(
-        self, out: Array, stream: RandomStream, pass_number: int, first_sample: int
-    ) -> None:
+    def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
         """Fill `out` (first axis: samples) with float32 in [0, 1), the same bits on every backend.
 
         Counter words: (i // 4, sample low 32 bits, sample high 32 bits, pass_number); key: (seed low ^ stream,
@@ -300,6 +429,11 @@ class Backend(ABC):
     @abstractmethod
     def all_finite(self, array: Array) -> bool:
         """Whether no element is NaN or infinite; waits for the device."""
+
+
+def mask_bytes(size: int) -> int:
+    """Bytes of a mask with one bit for each of `size` elements; a multiple of 16, so that it can be written wide."""
+    return -(-size // 128) * 16
 
 
 def spatial_output(size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:

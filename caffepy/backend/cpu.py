@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cpu_lrn, cpu_pooling, cpu_random, cpu_softmax
-from caffepy.backend.base import Array, Backend, Convolution, Geometry, RandomStream
+from caffepy.backend.base import Array, Convolution, Counter, Geometry, RandomStream
+from caffepy.backend.composed import Composed
 from caffepy.backend.cpu_blas import BLAS
 from caffepy.backend.cpu_convolution import TileConvolution
 from caffepy.backend.cpu_convolution_general import GeneralConvolution
@@ -41,7 +42,7 @@ def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, c
         counts[item] = count
 
 
-class CpuBackend(Backend):
+class CpuBackend(Composed):
     """One solver thread's share of the machine's cores.
 
     Args:
@@ -57,6 +58,7 @@ class CpuBackend(Backend):
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise DeviceError(f"{threads} CPU threads are too few: give at least 1")
+        super().__init__()
         self.threads = threads or cpu_count()
         self._workspace = Workspace()
         self._gemm = Gemm(self.threads, self._workspace)
@@ -234,8 +236,9 @@ class CpuBackend(Backend):
     # -- windows ------------------------------------------------------------------------------------
 
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
     ) -> Convolution:
+        assert storage == "float32", f"the CPU computes in float32, not {storage}"
         if len(x_shape) == 4:
             return TileConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
         return GeneralConvolution(x_shape, weights_shape, geometry)
@@ -257,14 +260,15 @@ class CpuBackend(Backend):
         cpu_pooling.pool_average_backward(self.threads, dy, dx, geometry)
 
     def lrn_across_forward(
-        self, x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float
+        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
     ) -> None:
         self._check_dense(x, y, scale)
         cpu_lrn.lrn_forward(self.threads, x, y, scale, size, alpha, beta, k)
 
     def lrn_across_backward(
-        self, x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float
-    ) -> None:
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
+        beta: float, k: float,
+    ) -> None:  # fmt: skip
         self._check_dense(x, y, scale, dy, dx)
         cpu_lrn.lrn_backward(self.threads, x, y, scale, dy, dx, size, alpha, beta)
 
@@ -313,9 +317,9 @@ class CpuBackend(Backend):
 
     # -- random numbers -----------------------------------------------------------------------------
 
-    def random_uniform(self, out: Array, stream: RandomStream, pass_number: int, first_sample: int) -> None:
+    def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
         self._check_dense(out)
-        cpu_random.random_uniform(self.threads, out, stream, pass_number, first_sample)
+        cpu_random.random_uniform(self.threads, out, stream, *counter)
 
     # -- health -------------------------------------------------------------------------------------
 

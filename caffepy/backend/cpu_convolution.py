@@ -36,6 +36,8 @@ class TileConvolution:
         geometry: how the windows move.
     """
 
+    gives_sums = False
+
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
         geometry: Geometry,
@@ -85,14 +87,17 @@ class TileConvolution:
             np.arange(h.size) * self.outputs, h.size * self.outputs, self.group_outputs, g.group,
         )  # fmt: skip
 
-    def forward(self, x: Any, weights: Any, bias: Any, y: Any) -> None:
-        """y = weights * x (+ bias)."""
+    def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
+        """y = weights * x (+ bias), or max(that, 0)."""
+        assert sums is None, "gives no sums"
         if self._forward is None:
             self._forward = self._plan_forward()
         start = self.zeros if bias is None else bias
         packed = self._forward.pack(self.threads, weights, self.group_step, self.workspace)
         for first, stop, padded in self._padded(x, self.padding):
             self._forward.run(self.threads, stop - first, padded, packed, start, y[first:stop])
+        if relu:
+            np.maximum(y, 0, out=y)
 
     def _padded(self, x: Any, padding: Padding) -> Any:
         """The images in order, a chunk at a time: (first, stop, their padded form)."""

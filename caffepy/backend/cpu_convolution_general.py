@@ -19,6 +19,8 @@ class GeneralConvolution:
         geometry: how the windows move.
     """
 
+    gives_sums = False
+
     def __init__(self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> None:
         self._x_shape = x_shape
         self._weights_shape = weights_shape
@@ -65,12 +67,15 @@ class GeneralConvolution:
         rows = np.moveaxis(y, 1, -1).reshape(-1, self._weights_shape[0])
         return np.split(rows, self._geometry.group, axis=1)
 
-    def forward(self, x: Any, weights: Any, bias: Any, y: Any) -> None:
-        """y = weights * x (+ bias)."""
+    def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
+        """y = weights * x (+ bias), or max(that, 0)."""
+        assert sums is None, "gives no sums"
         parts = [c @ w.T for c, w in zip(self._columns(x), self._matrices(weights), strict=True)]
         result = np.concatenate(parts, axis=1)
         if bias is not None:
             result += bias
+        if relu:
+            np.maximum(result, 0, out=result)
         np.moveaxis(y, 1, -1)[...] = result.reshape(self._x_shape[0], *self._out, -1)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cuda_classes, cuda_elementwise, cuda_memory, cuda_windows
-from caffepy.backend.base import MATH_MODES, Array, Backend, Convolution, Geometry, RandomStream
+from caffepy.backend.base import MATH_MODES, Array, Convolution, Counter, Geometry, RandomStream
+from caffepy.backend.composed import Composed
 from caffepy.backend.cuda_blas import Blas
 from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources, add_to, plan_convolution
 from caffepy.backend.cuda_device import (
@@ -34,7 +35,7 @@ __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "d
 
 
 
-class CudaBackend(Backend):
+class CudaBackend(Composed):
     """One GPU for one solver thread.
 
     Args:
@@ -51,6 +52,7 @@ class CudaBackend(Backend):
     def __init__(self, device: int, math: str = "fp32") -> None:
         if math not in MATH_MODES:
             raise ConfigError(f"unknown math mode '{math}': use {' or '.join(MATH_MODES)}")
+        super().__init__()
         check_device(device)
         cudnn = import_cudnn()
         self.name = f"cuda:{device}"
@@ -166,7 +168,7 @@ class CudaBackend(Backend):
     # -- windows ------------------------------------------------------------------------------------
 
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
     ) -> Convolution:
         problem = Problem(tuple(x_shape), tuple(weights_shape), geometry)
         if problem not in self._convolutions:
@@ -187,13 +189,14 @@ class CudaBackend(Backend):
         cuda_windows.average_backward(dy, dx, geometry)
 
     def lrn_across_forward(
-        self, x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float
+        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
     ) -> None:
         cuda_windows.lrn_forward(x, y, scale, size, alpha, beta, k)
 
     def lrn_across_backward(
-        self, x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float
-    ) -> None:
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
+        beta: float, k: float,
+    ) -> None:  # fmt: skip
         cuda_windows.lrn_backward(x, y, scale, dy, dx, size, alpha, beta)
 
     # -- classes ------------------------------------------------------------------------------------
@@ -234,21 +237,22 @@ class CudaBackend(Backend):
 
     # -- random numbers -----------------------------------------------------------------------------
 
-    def random_uniform(self, out: Array, stream: RandomStream, pass_number: int, first_sample: int) -> None:
+    def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
         if out.size == 0:
             return
         elements = out.size // out.shape[0]
+        pass_number, first_sample = counter
         keys = ((stream.seed & 0xFFFFFFFF) ^ stream.stream, (stream.seed >> 32) & 0xFFFFFFFF, pass_number & 0xFFFFFFFF)
-        counter = (*map(np.uint32, keys), np.uint64(first_sample))
+        place = (*map(np.uint32, keys), np.uint64(first_sample))
         if out.ndim == 4 and out.shape[1] > 1 and elements > out.shape[1]:
             places = out.shape[2] * out.shape[3]
             quads = places % 4 == 0
             kernel = library_kernel("philox", "uniform_quads" if quads else "uniform_channels_last")
             count = out.size // 4 if quads else out.size
-            launch(kernel, count, (cuda_memory.raw(out), places, out.shape[1], *counter, count))
+            launch(kernel, count, (cuda_memory.raw(out), places, out.shape[1], *place, count))
             return
         count = out.shape[0] * -(-elements // 4)
-        launch(library_kernel("philox", "uniform"), count, (cuda_memory.raw(out), elements, *counter, count))
+        launch(library_kernel("philox", "uniform"), count, (cuda_memory.raw(out), elements, *place, count))
 
     # -- health -------------------------------------------------------------------------------------
 

@@ -132,8 +132,13 @@ class CudaConvolution:
         if out.size and first.size:
             self.way(direction).run(direction, first, second, out)
 
-    def forward(self, x: Array, weights: Array, bias: Array | None, y: Array) -> None:
+    gives_sums = False
+
+    def forward(
+        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
+    ) -> None:
         """y = weights * x (+ bias)."""
+        assert not relu and sums is None
         self._run(Direction.FORWARD, x, weights, y)
         if bias is not None:
             apply(add_bias, (y, bias.reshape(-1)), (y,), axis=1)

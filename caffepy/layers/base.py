@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
-from caffepy.backend.base import Array, Backend, RandomStream
+from caffepy.backend.base import Array, Backend, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, ShapeError
@@ -205,6 +205,10 @@ class Layer:
         """Global number of the first sample in this pass, for random numbers that belong to samples."""
         number = self.context.passes.number
         return self.context.first_sample(number) if self.context.first_sample else 0
+
+    def counter(self) -> Counter:
+        """The place of this pass in the random numbers that belong to samples."""
+        return (self.context.passes.number, self.first_sample())
 
     def error(self, message: str) -> ConfigError:
         """A ConfigError that names the layer."""

@@ -2,68 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from math import sqrt
-
-from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend import Array, Channel, Each, expression
+from caffepy.backend.base import Normalisation
 from caffepy.layers.base import Blobs, Layer, register_layer
-from caffepy.layers.formulas import scaled
 from caffepy.proto import caffe_pb2
 
 STATISTICS = 3
 """Blobs 0 to 2 are running sums, not learned."""
-
-
-@expression
-def squared_distance(x: Each, mean: Channel, factor: Scalar) -> Each:
-    return (x - mean) * (x - mean) * factor
-
-
-@expression
-def running_sums(
-    old_mean: Each, old_variance: Each, mean: Each, variance: Each, fraction: Scalar, correction: Scalar
-) -> tuple[Each, Each]:
-    return old_mean * fraction + mean, old_variance * fraction + variance * correction
-
-
-@expression
-def running_count(count: Each, fraction: Scalar) -> Each:
-    return count * fraction + 1
-
-
-@expression
-def inverse_deviation(variance: Each, epsilon: Scalar) -> Each:
-    return 1 / sqrt(variance + epsilon)
-
-
-@expression
-def stored_statistics(mean_sum: Each, variance_sum: Each, count: Channel, epsilon: Scalar) -> tuple[Each, Each]:
-    factor = 0.0 if count == 0 else 1 / count
-    return mean_sum * factor, 1 / sqrt(variance_sum * factor + epsilon)
-
-
-@expression
-def normalise(x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel) -> Each:
-    return (x - mean) * inverse * scale + bias
-
-
-@expression
-def normalise_keeping(x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel) -> tuple[Each, Each]:
-    return x, (x - mean) * inverse * scale + bias
-
-
-@expression
-def gradient_sums(x: Each, dy: Each, mean: Channel, inverse: Channel) -> tuple[Each, Each]:
-    return dy * ((x - mean) * inverse), dy
-
-
-@expression
-def input_gradient(
-    x: Each, dy: Each, mean: Channel, inverse: Channel, scale: Channel,
-    sum_dy_x: Channel, sum_dy: Channel, per_element: Scalar,
-) -> Each:  # fmt: skip
-    normal = (x - mean) * inverse
-    return (dy - (sum_dy + sum_dy_x * normal) * per_element) * inverse * scale
 
 
 @expression
@@ -115,27 +60,23 @@ class BatchNormLayer(Layer):
             specs[index].lr_mult = 0
 
     def _make_buffers(self, channels: int) -> None:
-        self._mean, self._inverse, self._variance, self._sum_dy_x, self._sum_dy = (
-            self.backend.zeros((channels,)) for _ in range(5)
-        )
+        self._mean, self._inverse, self._sum_dy_x, self._sum_dy = (self.backend.zeros((channels,)) for _ in range(4))
         if not self._scale_bias:
             self._one, self._zero = self.backend.zeros((channels,)), self.backend.zeros((channels,))
             self.backend.fill(self._one, 1)
 
-    @property
-    def _scale(self) -> Array:
-        return self.blobs[3].data if self._scale_bias else self._one
-
-    @property
-    def _bias(self) -> Array:
-        return self.blobs[4].data if self._scale_bias else self._zero
+    def _normalisation(self) -> Normalisation:
+        param = self.param.batch_norm_param
+        scale, bias = (b.data for b in self.blobs[3:5]) if self._scale_bias else (self._one, self._zero)
+        mean, variance, count = (blob.data for blob in self.blobs[:STATISTICS])
+        stored = (mean, variance, count, param.eps, param.moving_average_fraction)
+        return Normalisation(self._mean, self._inverse, scale, bias, *stored)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape
         if len(shape) < 2 or shape[1] != self._channels:
             raise self.shape_error(f"the statistics need {self._channels} channels", bottom[0], self.blobs[0])
         top[0].reshape(shape)
-        self._per_element = self._channels / max(math.prod(shape), 1)
         in_place = bottom[0] is top[0]
         if not in_place:
             self._kept = None
@@ -143,46 +84,25 @@ class BatchNormLayer(Layer):
             self._kept = self.backend.zeros(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, y = bottom[0].data, top[0].data
+        x, n = bottom[0].data, self._normalisation()
+        if self._kept is not None:
+            self.backend.copy(x, self._kept)
+            x = self._kept
         if self._use_stored:
-            self._load_statistics()
+            self.backend.batch_norm_load(n)
         else:
-            self._measure(x)
-        inputs = (x, self._mean, self._inverse, self._scale, self._bias)
-        if self._kept is None:
-            self.backend.apply(normalise, inputs, (y,))
-        else:
-            self.backend.apply(normalise_keeping, inputs, (self._kept, y))
-
-    def _load_statistics(self) -> None:
-        count = self.backend.view(self.blobs[2].data, ())
-        inputs = (self.blobs[0].data, self.blobs[1].data, count, self.param.batch_norm_param.eps)
-        self.backend.apply(stored_statistics, inputs, (self._mean, self._inverse))
-
-    def _measure(self, x: Array) -> None:
-        param = self.param.batch_norm_param
-        backend = self.backend
-        # Two passes: E(x^2) - E(x)^2 loses all digits where the mean is large.
-        backend.reduce(scaled, (x, self._per_element), (self._mean,))
-        backend.reduce(squared_distance, (x, self._mean, self._per_element), (self._variance,))
-        backend.apply(inverse_deviation, (self._variance, param.eps), (self._inverse,))
-        means, variances, count = (blob.data for blob in self.blobs[:STATISTICS])
-        elements = round(1 / self._per_element)
-        correction = elements / (elements - 1) if elements > 1 else 1.0
-        inputs = (means, variances, self._mean, self._variance, param.moving_average_fraction, correction)
-        backend.apply(running_sums, inputs, (means, variances))
-        backend.apply(running_count, (count, param.moving_average_fraction), (count,))
+            self.backend.batch_norm_measure(x, n)
+        self.backend.batch_norm_forward(x, n, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         """dx = scale / deviation * (dy - mean(dy) - normal * mean(dy * normal)).
 
         With stored statistics, which do not depend on x, dx = scale / deviation * dy.
         """
-        x = bottom[0].data if self._kept is None else self._kept
+        x, n = bottom[0].data if self._kept is None else self._kept, self._normalisation()
         dy, dx = top[0].diff, bottom[0].diff
         if not self._use_stored or self._wants(3) or self._wants(4):
-            sums = (self._sum_dy_x, self._sum_dy)
-            self.backend.reduce(gradient_sums, (x, dy, self._mean, self._inverse), sums)
+            self.backend.batch_norm_backward_sums(x, [dy], n, self._sum_dy_x, self._sum_dy)
         for index, total in ((3, self._sum_dy_x), (4, self._sum_dy)):
             if self._wants(index):
                 put = self.backend.add if self.accumulate(index) else self.backend.copy
@@ -190,10 +110,9 @@ class BatchNormLayer(Layer):
         if not propagate_down[0]:
             return
         if self._use_stored:
-            self.backend.apply(stored_input_gradient, (dy, self._inverse, self._scale), (dx,))
-            return
-        channels = (self._mean, self._inverse, self._scale, self._sum_dy_x, self._sum_dy)
-        self.backend.apply(input_gradient, (x, dy, *channels, self._per_element), (dx,))
+            self.backend.apply(stored_input_gradient, (dy, n.inverse, n.scale), (dx,))
+        else:
+            self.backend.batch_norm_backward_data(x, dy, n, self._sum_dy_x, self._sum_dy, dx)
 
     def _wants(self, index: int) -> bool:
         return self._scale_bias and self.propagate_to_params[index]

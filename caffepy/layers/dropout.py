@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Array, Each, RandomStream, Scalar, expression
+from caffepy.backend import Array, RandomStream
+from caffepy.backend.base import Counter
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.proto import caffe_pb2
-
-
-@expression
-def drop(x: Each, chance: Each, ratio: Scalar, scale: Scalar) -> Each:
-    return x * scale if chance >= ratio else 0.0
 
 
 @register_layer("Dropout")
@@ -17,7 +13,7 @@ class DropoutLayer(Layer):
     """In training y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0; in testing y = x.
 
     Which elements are dropped depends on the seed, the layer's name, the pass and the global number of the sample, not
-    on the device that holds it. The random numbers are kept for the backward pass.
+    on the device that holds it.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -25,19 +21,14 @@ class DropoutLayer(Layer):
         if not 0 <= param.dropout_ratio < 1:
             raise self.error(f"dropout_ratio is {param.dropout_ratio:g}, but must be at least 0 and below 1")
         self._ratio = param.dropout_ratio
-        self._scale = 1 / (1 - param.dropout_ratio)
         self._training = self.context.phase == caffe_pb2.TRAIN
-        self._chances: Array | None = None
+        self._counter: Counter = (0, 0)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(bottom[0].shape)
-        if self._training and (self._chances is None or self._chances.shape != bottom[0].shape):
-            self._chances = self.backend.zeros(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if self._training:
-            number = self.context.passes.number
-            self.backend.random_uniform(self._chances, self._stream(), number, self.first_sample())
+        self._counter = self.counter()
         self._drop(bottom[0].data, top[0].data)
 
     def _stream(self) -> RandomStream:
@@ -52,6 +43,6 @@ class DropoutLayer(Layer):
 
     def _drop(self, source: Array, destination: Array) -> None:
         if self._training:
-            self.backend.apply(drop, (source, self._chances, self._ratio, self._scale), (destination,))
+            self.backend.dropout(source, destination, self._ratio, self._stream(), self._counter)
         elif source is not destination:
             self.backend.copy(source, destination)

@@ -51,7 +51,8 @@ class LRNLayer(Layer):
         if shape == self._shape:
             return
         self._shape = shape
-        self._scale = self.backend.zeros(shape)
+        kept = not self._across or self.backend.keeps_lrn_scale
+        self._scale: Array | None = self.backend.zeros(shape) if kept else None
         """The power's base (across), or the average of squares (within)."""
         self._squares: Array | None = None if self._across else self.backend.zeros(shape)
 
@@ -60,7 +61,8 @@ class LRNLayer(Layer):
         x, y = bottom[0].data, top[0].data
         if self._across:
             self.backend.lrn_across_forward(x, y, self._scale, param.local_size, param.alpha, param.beta, param.k)
-            self.save_top(top)
+            if self._scale is not None:
+                self.save_top(top)
             return
         self.backend.apply(product, (x, x), (self._squares,))
         self.backend.pool_average_forward(self._squares, self._scale, self._geometry)
@@ -72,9 +74,9 @@ class LRNLayer(Layer):
         param = self.param.lrn_param
         x, dy, dx = bottom[0].data, top[0].diff, bottom[0].diff
         if self._across:
-            self.backend.lrn_across_backward(
-                x, self.saved_top(top), self._scale, dy, dx, param.local_size, param.alpha, param.beta
-            )
+            y = None if self._scale is None else self.saved_top(top)
+            settings = (param.local_size, param.alpha, param.beta, param.k)
+            self.backend.lrn_across_backward(x, y, self._scale, dy, dx, *settings)
             return
         self.backend.apply(average_gradient, (x, dy, self._scale, param.alpha, param.beta), (dx,))
         self.backend.pool_average_backward(dx, self._squares, self._geometry)

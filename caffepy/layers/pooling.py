@@ -8,6 +8,9 @@ from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.PoolingParameter
 
+SMALL_WINDOW = 255
+"""Places of a window that a mask of one byte an element can tell apart."""
+
 
 @register_layer("Pooling")
 class PoolingLayer(Layer):
@@ -82,7 +85,8 @@ class PoolingLayer(Layer):
         for blob in top:
             blob.reshape(shape)
         if self._is_max and (self._mask is None or self._mask.shape != shape):
-            self._mask = self.backend.zeros(shape, "int32")
+            small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
+            self._mask = self.backend.zeros(shape, self.backend.mask_dtype if small else "int32")
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
         """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""

@@ -29,7 +29,7 @@ def _small_net(backend: Backend, seed: int) -> list[Any]:
         flat = backend.reshaped(pooled, (8, 32 * 36))
         product, noise = backend.zeros((8, 8)), backend.zeros((8, 8))
         backend.gemm(flat, flat, product, transpose_b=True)
-        backend.random_uniform(noise, RandomStream(seed, 3), 1, 2)
+        backend.random_uniform(noise, RandomStream(seed, 3), (1, 2))
         return [backend.to_host(a) for a in (y, pooled, sums, product, noise)]
 
 

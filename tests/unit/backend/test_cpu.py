@@ -201,8 +201,8 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], ex
 def test_random_numbers_do_not_depend_on_how_samples_are_spread() -> None:
     whole, part = BACKEND.zeros((6, 3, 5, 5)), BACKEND.zeros((2, 3, 5, 5))
     stream = RandomStream(2**63 + 5, 77)
-    BACKEND.random_uniform(whole, stream, 9, 100)
-    BACKEND.random_uniform(part, stream, 9, 104)
+    BACKEND.random_uniform(whole, stream, (9, 100))
+    BACKEND.random_uniform(part, stream, (9, 104))
     assert np.array_equal(whole[4:], part)
     assert whole.min() >= 0
     assert whole.max() < 1
