@@ -76,6 +76,22 @@ def launch_blocks(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], ar
     kernel(grid, block, tuple(map(argument, arguments)))
 
 
+C_TYPES = {"f": "float", "e": "float16", "H": "bfloat16", "i": "int", "B": "unsigned char", "d": "double"}
+"""The type in kernels/common.cu of each dtype character; uint16 holds bfloat16."""
+
+
+def c_type(array: Array) -> str:
+    """What an array's elements are called in our kernels."""
+    return C_TYPES[array.dtype.char]
+
+
+@cache
+def divider(number: int) -> Any:
+    """The argument of type `Divider` (kernels/common.cu) that divides by a number from 1 to 2^31."""
+    shift = 31 + (number - 1).bit_length()
+    return np.uint64((shift << 32) | ((1 << shift) // number + 1))
+
+
 def aligned(array: Array, size: int = 16) -> bool:
     """Whether an array's first element lies at a multiple of `size` bytes, so that wide loads are allowed."""
     return int(array.data.ptr) % size == 0

@@ -12,7 +12,7 @@ struct Windows {
     stride_h, stride_w, pad_h, pad_w}
 
 template <typename T, int V>
-struct alignas(sizeof(T) * V) Pack {
+struct alignas(sizeof(T) * V) Lanes {
     T v[V];
 };
 
@@ -48,14 +48,14 @@ __device__ __forceinline__ int area(const Windows &g, int row, int column) {
 
 template <int V>
 __device__ void max_forward(const float *x, float *y, int *mask, Windows g, unsigned int count) {
-    typedef Pack<float, V> Values;
+    typedef Lanes<float, V> Values;
     const int packs = g.channels / V;
     EACH_INDEX(i, count) {
         const Place p(i, g.out_height, g.out_width, packs);
         const int top = p.row * g.stride_h - g.pad_h, left = p.column * g.stride_w - g.pad_w;
         const int bottom = min(top + g.kernel_h, g.height), right = min(left + g.kernel_w, g.width);
         Values best;
-        Pack<int, V> where;
+        Lanes<int, V> where;
         for (int k = 0; k < V; ++k) best.v[k] = -3.402823466e+38f, where.v[k] = -1;
         for (int h = max(top, 0); h < bottom; ++h) {
             for (int w = max(left, 0); w < right; ++w) {
@@ -66,13 +66,13 @@ __device__ void max_forward(const float *x, float *y, int *mask, Windows g, unsi
             }
         }
         reinterpret_cast<Values *>(y)[i] = best;
-        reinterpret_cast<Pack<int, V> *>(mask)[i] = where;
+        reinterpret_cast<Lanes<int, V> *>(mask)[i] = where;
     }
 }
 
 template <int V>
 __device__ void max_backward(const float *dy, const int *mask, float *dx, Windows g, unsigned int count) {
-    typedef Pack<float, V> Values;
+    typedef Lanes<float, V> Values;
     const int packs = g.channels / V;
     EACH_INDEX(i, count) {
         const Place p(i, g.height, g.width, packs);
@@ -83,7 +83,7 @@ __device__ void max_backward(const float *dy, const int *mask, float *dx, Window
             for (int column = first_window(w, g.kernel_w, g.stride_w); column < right; ++column) {
                 const size_t at = offset(p.n, row, column, p.pack, g.out_height, g.out_width, packs);
                 const Values gradient = reinterpret_cast<const Values *>(dy)[at];
-                const Pack<int, V> where = reinterpret_cast<const Pack<int, V> *>(mask)[at];
+                const Lanes<int, V> where = reinterpret_cast<const Lanes<int, V> *>(mask)[at];
                 for (int k = 0; k < V; ++k) sum.v[k] += where.v[k] == here ? gradient.v[k] : 0.0f;
             }
         }
@@ -93,7 +93,7 @@ __device__ void max_backward(const float *dy, const int *mask, float *dx, Window
 
 template <int V>
 __device__ void average_forward(const float *x, float *y, Windows g, unsigned int count) {
-    typedef Pack<float, V> Values;
+    typedef Lanes<float, V> Values;
     const int packs = g.channels / V;
     EACH_INDEX(i, count) {
         const Place p(i, g.out_height, g.out_width, packs);
@@ -115,7 +115,7 @@ __device__ void average_forward(const float *x, float *y, Windows g, unsigned in
 
 template <int V>
 __device__ void average_backward(const float *dy, float *dx, Windows g, unsigned int count) {
-    typedef Pack<float, V> Values;
+    typedef Lanes<float, V> Values;
     const int packs = g.channels / V;
     EACH_INDEX(i, count) {
         const Place p(i, g.height, g.width, packs);
