@@ -91,14 +91,14 @@ def _warm_up(net: Net) -> None:
 
 def measure(net: Net, iterations: int) -> Times:
     """Run the net layer by layer, waiting for the device after each one."""
-    times = Times(len(net.layers))
+    times = Times(len(net.schedule))
     begin = time.perf_counter()
     for _ in range(iterations):
         start = time.perf_counter()
-        times.forward += _pass(net, _forward, range(len(net.nodes)), times.layer_forward)
+        times.forward += _pass(net, _forward, range(len(net.schedule)), times.layer_forward)
         net.context.passes.number += 1
         net.clear_param_diffs()
-        times.backward += _pass(net, _backward, reversed(range(len(net.nodes))), times.layer_backward)
+        times.backward += _pass(net, _backward, reversed(range(len(net.schedule))), times.layer_backward)
         times.iterations += 1
         logger.info("Iteration: %d forward-backward time: %.6g ms.", times.iterations, _milliseconds(start))
     times.total = _milliseconds(begin)
@@ -119,7 +119,7 @@ def _pass(net: Net, run: Callable[[Node], None], order: Iterable[int], sums: lis
     begin = time.perf_counter()
     for index in order:
         start = time.perf_counter()
-        run(net.nodes[index])
+        run(net.schedule[index])
         net.backend.synchronize()
         sums[index] += _milliseconds(start)
     return _milliseconds(begin)
@@ -131,7 +131,8 @@ def _milliseconds(start: float) -> float:
 
 def _log_times(net: Net, times: Times) -> None:
     logger.info("Average time per layer: ")
-    for name, forward, backward in zip(net.layer_names, times.layer_forward, times.layer_backward, strict=True):
+    names = [node.layer.name for node in net.schedule]
+    for name, forward, backward in zip(names, times.layer_forward, times.layer_backward, strict=True):
         logger.info("%10s\tforward: %.6g ms.", name, forward / times.iterations)
         logger.info("%10s\tbackward: %.6g ms.", name, backward / times.iterations)
     logger.info("Average Forward pass: %.6g ms.", times.forward / times.iterations)

@@ -16,6 +16,8 @@ class ActivationLayer(Layer):
     the bottom is kept in a buffer.
     """
 
+    half = True
+
     _kept: Array | None = None
 
     def reads_bottom(self) -> bool:
@@ -36,7 +38,7 @@ class ActivationLayer(Layer):
         if not keep:
             self._kept = None
         elif self._kept is None or self._kept.shape != bottom[0].shape:
-            self._kept = self.backend.zeros(bottom[0].shape)
+            self._kept = self.backend.zeros(bottom[0].shape, self.storage)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._kept is not None:

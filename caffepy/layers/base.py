@@ -26,8 +26,8 @@ register_layer = LAYERS.register
 Blobs: TypeAlias = "list[Blob]"
 
 _FAMILIES = (
-    "accuracy", "activation", "batch_norm", "concat", "convolution", "data", "dropout", "eltwise", "inner_product",
-    "loss", "lrn", "neuron", "pooling", "scale", "shape", "softmax", "split",
+    "accuracy", "activation", "batch_norm", "cast", "concat", "convolution", "data", "dropout", "eltwise",
+    "inner_product", "loss", "lrn", "neuron", "pooling", "scale", "shape", "softmax", "split",
 )  # fmt: skip
 
 
@@ -50,6 +50,8 @@ class PassCounter:
     """
 
     number: int = 0
+    on_device: Counter | None = None
+    """The same number, and that of the pass's first sample, where a captured graph finds them."""
 
 
 @dataclass
@@ -77,6 +79,9 @@ class LayerContext:
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
     """Names the record at a place (second) of the device's batch of a pass (first), set by the first data layer."""
+    loss_scale: Array | None = None
+    """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
+    vanishing, and the update takes it out again."""
 
 
 class Layer:
@@ -102,6 +107,14 @@ class Layer:
     """Whether tops that the prototxt does not name are made, up to the fewest allowed (losses)."""
     no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
+    half: ClassVar[bool] = False
+    """Whether bottoms and tops may be kept in half precision; other layers are given float32."""
+    follows_bottom: ClassVar[bool] = False
+    """Whether the tops are kept as the first bottom is, unless the prototxt says otherwise."""
+    exact_tops: ClassVar[int | None] = None
+    """First top that is always float32 (labels)."""
+    feeds: ClassVar[bool] = False
+    """Whether the layer has `feed` and `consumed`, which bring its data to the device outside of any graph."""
     has_backward: ClassVar[bool] = True
     """Whether the layer can propagate at all (Accuracy and data layers cannot)."""
 
@@ -118,8 +131,15 @@ class Layer:
         self.tops_overwritten = False
         """Whether a later layer works in place on a top, whose data backward cannot find then; set by the net."""
         self._top_copy: Array | None = None
+        self.storage = "float32"
+        """What the layer's blobs are kept in, set by the net."""
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
+
+    def top_storage(self, index: int) -> str:
+        """What a top is kept in."""
+        exact = not self.half or (self.exact_tops is not None and index >= self.exact_tops)
+        return "float32" if exact else self.storage
 
     # -- to be written by layer types ----------------------------------------------------------------
 
@@ -151,6 +171,18 @@ class Layer:
 
     def close(self) -> None:
         """End what the layer started (prefetch threads, files). Callable twice."""
+
+    def not_captured(self) -> str:
+        """Why the layer cannot be part of a captured graph; empty if it can."""
+        return ""
+
+    def feed(self, number: int) -> None:
+        """Bring the data of pass `number` to the device; for layers that have `feeds`, before that pass's `forward`."""
+        raise NotImplementedError
+
+    def consumed(self, number: int) -> None:
+        """What reads the data of pass `number` has been put on the device's stream."""
+        raise NotImplementedError
 
     # -- tools for layer types -----------------------------------------------------------------------
 
@@ -194,7 +226,7 @@ class Layer:
         if not self.tops_overwritten:
             return
         if self._top_copy is None or self._top_copy.shape != top[0].shape:
-            self._top_copy = self.backend.zeros(top[0].shape)
+            self._top_copy = self.backend.zeros(top[0].shape, self.storage)
         self.backend.copy(top[0].data, self._top_copy)
 
     def saved_top(self, top: Blobs) -> Array:
@@ -208,7 +240,12 @@ class Layer:
 
     def counter(self) -> Counter:
         """The place of this pass in the random numbers that belong to samples."""
-        return (self.context.passes.number, self.first_sample())
+        on_device = self.context.passes.on_device
+        return (self.context.passes.number, self.first_sample()) if on_device is None else on_device
+
+    def weights(self, index: int = 0) -> Array:
+        """A parameter's values in the storage of the layer's blobs."""
+        return self.blobs[index].stored_in(self.storage)
 
     def error(self, message: str) -> ConfigError:
         """A ConfigError that names the layer."""

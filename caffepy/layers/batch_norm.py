@@ -28,6 +28,8 @@ class BatchNormLayer(Layer):
     NVIDIA Caffe's `scale_bias` adds y * scale + bias with learned blobs 3 and 4 of shape (C,), starting at 1 and 0.
     """
 
+    half = True
+
     _shape: tuple[int, ...] | None = None
     _kept: Array | None = None
 
@@ -65,9 +67,21 @@ class BatchNormLayer(Layer):
             self._one, self._zero = self.backend.zeros((channels,)), self.backend.zeros((channels,))
             self.backend.fill(self._one, 1)
 
-    def _normalisation(self) -> Normalisation:
+    @property
+    def uses_stored(self) -> bool:
+        """Whether mean and variance are the stored ones, not the batch's."""
+        return self._use_stored
+
+    @property
+    def scale_bias(self) -> bool:
+        """Whether the layer has NVIDIA Caffe's own scale and bias."""
+        return self._scale_bias
+
+    def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> Normalisation:
+        """The layer's arrays, with a Scale layer's parameters where there is one."""
         param = self.param.batch_norm_param
-        scale, bias = (b.data for b in self.blobs[3:5]) if self._scale_bias else (self._one, self._zero)
+        own = (self.blobs[3].data, self.blobs[4].data) if self._scale_bias else (self._one, self._zero)
+        scale, bias = own[0] if scale is None else scale, own[1] if bias is None else bias
         mean, variance, count = (blob.data for blob in self.blobs[:STATISTICS])
         stored = (mean, variance, count, param.eps, param.moving_average_fraction)
         return Normalisation(self._mean, self._inverse, scale, bias, *stored)
@@ -81,10 +95,10 @@ class BatchNormLayer(Layer):
         if not in_place:
             self._kept = None
         elif self._kept is None or self._kept.shape != shape:
-            self._kept = self.backend.zeros(shape)
+            self._kept = self.backend.zeros(shape, self.storage)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, n = bottom[0].data, self._normalisation()
+        x, n = bottom[0].data, self.normalisation()
         if self._kept is not None:
             self.backend.copy(x, self._kept)
             x = self._kept
@@ -99,7 +113,7 @@ class BatchNormLayer(Layer):
 
         With stored statistics, which do not depend on x, dx = scale / deviation * dy.
         """
-        x, n = bottom[0].data if self._kept is None else self._kept, self._normalisation()
+        x, n = bottom[0].data if self._kept is None else self._kept, self.normalisation()
         dy, dx = top[0].diff, bottom[0].diff
         if not self._use_stored or self._wants(3) or self._wants(4):
             self.backend.batch_norm_backward_sums(x, [dy], n, self._sum_dy_x, self._sum_dy)

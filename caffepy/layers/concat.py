@@ -12,6 +12,8 @@ from caffepy.layers.base import Blobs, Layer, register_layer
 class AxisLayer(Layer):
     """A layer whose blobs agree in every axis but one."""
 
+    half = True
+
     _axis: int
     _bounds: list[tuple[int, int]]
     """Where each part begins and ends along the axis."""

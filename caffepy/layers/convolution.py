@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caffepy.backend import Convolution, Geometry
+from caffepy.backend import Array, Convolution, Geometry
 from caffepy.backend.base import spatial_output
+from caffepy.blob import Blob
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.formulas import identity, total_with_channel
 
@@ -16,6 +17,8 @@ class BaseConvolutionLayer(Layer):
     Parameters: weights (out, in / group, kernel...), bias (num_output,) unless bias_term is false. All bottoms have one
     shape and share them. `engine`, `force_nd_im2col` and NVIDIA's settings of cuDNN change no result and are ignored.
     """
+
+    half = True
 
     bottoms = (1, None)
     tops = (1, None)
@@ -150,20 +153,33 @@ class ConvolutionLayer(BaseConvolutionLayer):
         return spatial_output(size, g.kernel[axis], g.stride[axis], g.pad[axis], g.dilation[axis])
 
     def _make_plan(self, bottom: tuple[int, ...], top: tuple[int, ...]) -> Convolution:
-        return self.backend.plan_convolution(bottom, self.blobs[0].shape, self._geometry)
+        return self.backend.plan_convolution(bottom, self.blobs[0].shape, self._geometry, self.storage)
+
+    @property
+    def plan(self) -> Convolution:
+        """The convolution of the present shapes."""
+        return self._plan
+
+    @property
+    def bias(self) -> Array | None:
+        """The bias, if there is one."""
+        return self.blobs[1].data if self.param.convolution_param.bias_term else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        bias = self.blobs[1].data if self.param.convolution_param.bias_term else None
         for x, y in zip(bottom, top, strict=True):
-            self._plan.forward(x.data, self.blobs[0].data, bias, y.data)
+            self._plan.forward(x.data, self.weights(), self.bias, y.data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])
         for x, y, wanted in zip(bottom, top, propagate_down, strict=True):
-            if self.propagate_to_params[0]:
-                self._plan.backward_weights(x.data, y.diff, self.blobs[0].diff, self.accumulate(0))
-            if wanted:
-                self._plan.backward_data(y.diff, self.blobs[0].data, x.diff)
+            self.propagate(x, y.diff, wanted)
+
+    def propagate(self, x: Blob, dy: Array, down: bool) -> None:
+        """The gradients of the weights and, if `down`, of the bottom, given that of the top."""
+        if self.propagate_to_params[0]:
+            self._plan.backward_weights(x.data, dy, self.blobs[0].diff, self.accumulate(0))
+        if down:
+            self._plan.backward_data(dy, self.weights(), x.diff)
 
 
 @register_layer("Deconvolution")
@@ -183,11 +199,11 @@ class DeconvolutionLayer(BaseConvolutionLayer):
         return g.stride[axis] * (size - 1) + g.dilation[axis] * (g.kernel[axis] - 1) + 1 - 2 * g.pad[axis]
 
     def _make_plan(self, bottom: tuple[int, ...], top: tuple[int, ...]) -> Convolution:
-        return self.backend.plan_convolution(top, self.blobs[0].shape, self._geometry)
+        return self.backend.plan_convolution(top, self.blobs[0].shape, self._geometry, self.storage)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for x, y in zip(bottom, top, strict=True):
-            self._plan.backward_data(x.data, self.blobs[0].data, y.data)
+            self._plan.backward_data(x.data, self.weights(), y.data)
             if self.param.convolution_param.bias_term:
                 self.backend.apply(total_with_channel, (y.data, self.blobs[1].data), (y.data,))
 
@@ -197,4 +213,4 @@ class DeconvolutionLayer(BaseConvolutionLayer):
             if self.propagate_to_params[0]:
                 self._plan.backward_weights(y.diff, x.data, self.blobs[0].diff, self.accumulate(0))
             if wanted:
-                self._plan.forward(y.diff, self.blobs[0].data, None, x.diff)
+                self._plan.forward(y.diff, self.weights(), None, x.diff)

@@ -16,6 +16,8 @@ class DropoutLayer(Layer):
     on the device that holds it.
     """
 
+    half = True
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.dropout_param
         if not 0 <= param.dropout_ratio < 1:

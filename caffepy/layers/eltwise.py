@@ -43,6 +43,8 @@ class EltwiseLayer(Layer):
     is dy times the product of the other bottoms, or dy * y / x_i if stable_prod_grad is false.
     """
 
+    half = True
+
     bottoms = (2, None)
     _winner: Array | None = None
 

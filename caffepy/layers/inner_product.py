@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from caffepy.backend import Array, Expression
+from caffepy.blob import Blob
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.formulas import identity, total_with_channel
 from caffepy.layers.order import Reordered
@@ -17,6 +19,8 @@ class InnerProductLayer(Layer):
     false. Shapes: bottom (d0, ..., d_axis-1, ...), top (d0, ..., d_axis-1, num_output) (Caffe's
     `inner_product_layer.cpp`).
     """
+
+    half = True
 
     _bottom_shape: tuple[int, ...] | None = None
 
@@ -46,29 +50,38 @@ class InnerProductLayer(Layer):
             return
         self._bottom_shape = shape
         rows = math.prod(shape[:axis])
-        self._x = Reordered(self.backend, shape, (rows, self._inputs))
-        self._dx = Reordered(self.backend, shape, (rows, self._inputs))
-        self._y = Reordered(self.backend, top[0].shape, (rows, param.num_output))
+        self._x = Reordered(self.backend, shape, (rows, self._inputs), self.storage)
+        self._dx = Reordered(self.backend, shape, (rows, self._inputs), self.storage)
+        self._y = Reordered(self.backend, top[0].shape, (rows, param.num_output), self.storage)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.compute(bottom[0], top[0], total_with_channel)
+
+    def compute(self, bottom: Blob, top: Blob, with_bias: Expression) -> None:
+        """The top's data, given the formula that takes the product and the bias."""
         param = self.param.inner_product_param
-        x, y = self._x.pull(bottom[0].data), self._y.target(top[0].data)
-        self.backend.gemm(x, self.blobs[0].data, y, transpose_b=not param.transpose)
+        x, y = self._x.pull(bottom.data), self._y.target(top.data)
+        self.backend.gemm(x, self.weights(), y, transpose_b=not param.transpose)
         if param.bias_term:
-            self.backend.apply(total_with_channel, (y, self.blobs[1].data), (y,))
-        self._y.push(top[0].data)
+            self.backend.apply(with_bias, (y, self.blobs[1].data), (y,))
+        self._y.push(top.data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         param = self.param.inner_product_param
-        weights = self.blobs[0]
-        dy = self._y.pull(top[0].diff)
-        if self.propagate_to_params[0]:
-            x = self._x.target(bottom[0].data)
-            a, b = (x, dy) if param.transpose else (dy, x)
-            self.backend.gemm(a, b, weights.diff, transpose_a=True, accumulate=self.accumulate(0))
         if param.bias_term and self.propagate_to_params[1]:
+            dy = self._y.pull(top[0].diff)
             self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), accumulate=self.accumulate(1))
-        if propagate_down[0]:
-            dx = self._dx.target(bottom[0].diff)
-            self.backend.gemm(dy, weights.data, dx, transpose_b=param.transpose)
-            self._dx.push(bottom[0].diff)
+        self.propagate(bottom[0], top[0].diff, propagate_down[0])
+
+    def propagate(self, bottom: Blob, top_diff: Array, down: bool) -> None:
+        """The gradients of the weights and, if `down`, of the bottom, given that of the top."""
+        param = self.param.inner_product_param
+        dy = self._y.pull(top_diff)
+        if self.propagate_to_params[0]:
+            x = self._x.target(bottom.data)
+            a, b = (x, dy) if param.transpose else (dy, x)
+            self.backend.gemm(a, b, self.blobs[0].diff, transpose_a=True, accumulate=self.accumulate(0))
+        if down:
+            dx = self._dx.target(bottom.diff)
+            self.backend.gemm(dy, self.weights(), dx, transpose_b=param.transpose)
+            self._dx.push(bottom.diff)

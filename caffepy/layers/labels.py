@@ -24,7 +24,9 @@ class Labels:
         self.bad = self._backend.zeros((1,), "int32")
         """Place of a label outside the classes in its batch, -1 if there was none."""
         self._backend.fill(self.bad, -1)
-        self._passes = 0
+        self._pulls = 0
+        self._first = 0
+        """The first pass since the labels were last checked; replayed graphs do not come by here."""
 
     def reshape(self, scores: Blob, labels: Blob, axis: int) -> None:
         """Check the shapes.
@@ -45,10 +47,9 @@ class Labels:
 
     def pull(self) -> Array:
         """The labels of this pass, shape (places,), in the logical order of the scores without their axis."""
-        if self._passes == 0:
-            self._first_pass = self._layer.context.passes.number
-            self._first_sample = self._layer.first_sample()
-        self._passes += 1
+        if self._pulls == 0:
+            self._first = self._layer.context.passes.number
+        self._pulls += 1
         return self._row.pull(self._blob.data)
 
     def kept(self) -> Array:
@@ -61,24 +62,31 @@ class Labels:
         Raises:
             DataError: naming the record, exactly so if there was one pass since.
         """
-        passes, self._passes = self._passes, 0
-        place = int(self._backend.to_host(self.bad)[0]) if passes else -1
+        now = self._layer.context.passes.number
+        first, exact = self._first, self._pulls == 1 and now - self._first <= 1
+        self._pulls, self._first = 0, now
+        place = int(self._backend.to_host(self.bad)[0])
         if place < 0:
             return
         self._backend.fill(self.bad, -1)
         row = place * self._blob.shape[0] // self.places if self._blob.shape else 0
-        if passes == 1:
+        if exact:
             value = self._blob.host_data().reshape(-1)[place]
-            found = f"the label of {self._record(row)} is {value:g},"
+            found = f"the label of {self._record(first, row)} is {value:g},"
         else:
-            found = f"a label of the samples from {self._first_sample} on, number {row} of its batch, is"
+            found = f"a label of the samples from {self._sample(first)} on, number {row} of its batch, is"
         raise DataError(
             f"layer '{self._layer.name}' ({self._layer.type}): {found} outside the {self.classes} classes, 0 to "
             f"{self.classes - 1}; correct the data, or give the blob '{self._layer.param.bottom[0]}' more classes"
         )
 
-    def _record(self, row: int) -> str:
-        """What the first pass since the last check had in this row of its batch."""
-        number = f"sample {self._first_sample + row}"
+    def _sample(self, number: int) -> int:
+        """The global number of this device's first sample in a pass."""
+        context = self._layer.context
+        return context.first_sample(number) if context.first_sample else 0
+
+    def _record(self, number: int, row: int) -> str:
+        """What a pass had in this row of its batch."""
+        sample = f"sample {self._sample(number) + row}"
         describe = self._layer.context.describe_sample
-        return f"{describe(self._first_pass, row)} ({number})" if describe else number
+        return f"{describe(number, row)} ({sample})" if describe else sample

@@ -45,9 +45,14 @@ class LossLayer(Layer):
         return self.loss_weights[0] if self.loss_weights and self.loss_weights[0] else 1.0
 
     def finish(self, top: Blobs, dx: Array) -> None:
-        """Multiply a bottom's diff by the first top's, where that is not a loss weight but comes from layers above."""
+        """Multiply a bottom's diff by the first top's, where that is not a loss weight but comes from layers above.
+
+        Where it is one, the loss scale comes in instead.
+        """
         if not (self.loss_weights and self.loss_weights[0]):
             self.backend.apply(product_with_channel, (dx, top[0].diff), (dx,), 0)
+        elif self.context.loss_scale is not None:
+            self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
     def divisor(self, default: int, places: int, batch: int) -> float | None:
         """What the sum of losses is divided by, at least 1; None: the number of places counted on the device.

@@ -32,6 +32,8 @@ class LRNLayer(Layer):
     and the average is that of a padded pooling layer.
     """
 
+    half = True
+
     _shape: tuple[int, ...] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -24,10 +24,14 @@ class Reordered:
         backend: where the arrays live.
         shape: what arrays given to `pull`, `target` and `push` have.
         other: what they are seen as, of the same count.
+        storage: what their elements are kept in.
     """
 
-    def __init__(self, backend: Backend, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    def __init__(
+        self, backend: Backend, shape: tuple[int, ...], other: tuple[int, ...], storage: str = "float32"
+    ) -> None:
         self._backend = backend
+        self._storage = storage
         self._other = other
         self.is_view = shape == other or (memory_is_logical(shape) and memory_is_logical(other))
 
@@ -61,8 +65,8 @@ class Reordered:
 
     @cached_property
     def _buffer(self) -> Array:
-        return self._backend.zeros(self._other)
+        return self._backend.zeros(self._other, self._storage)
 
     @cached_property
     def _row(self) -> Array:
-        return self._backend.zeros((math.prod(self._other),))
+        return self._backend.zeros((math.prod(self._other),), self._storage)

@@ -21,6 +21,8 @@ class PoolingLayer(Layer):
     to size + pad. MAX gives the place h * W + w of the maximum in a second top.
     """
 
+    half = True
+
     tops = (1, 2)
     _mask: Array | None = None
 

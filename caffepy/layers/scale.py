@@ -24,8 +24,15 @@ class BroadcastLayer(Layer):
     The operand is the second bottom, or parameter 0 with the bottom's `num_axes` axes (-1: all from `axis` on).
     """
 
+    half = True
+
     bottoms = (1, 2)
     _axis = 0
+
+    @property
+    def axis(self) -> int:
+        """The first axis that the operand stands for."""
+        return self._axis
 
     def add_operand(self, shape: tuple[int, ...], axis: int, num_axes: int, filler: caffe_pb2.FillerParameter) -> None:
         """Make the next parameter, for `num_axes` axes of a bottom of this shape."""
@@ -137,7 +144,7 @@ class ScaleLayer(BroadcastLayer):
         if bottom[0] is not top[0]:
             self._kept = None
         elif self._kept is None or self._kept.shape != bottom[0].shape:
-            self._kept = self.backend.zeros(bottom[0].shape)
+            self._kept = self.backend.zeros(bottom[0].shape, self.storage)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, scale = bottom[0].data, top[0].data, self.operand(bottom).data

@@ -15,6 +15,9 @@ class ReshapingLayer(Layer):
     Subclasses write `top_shape`.
     """
 
+    half = True
+    follows_bottom = True
+
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -29,8 +32,8 @@ class ReshapingLayer(Layer):
         top[0].reshape(shapes[1])
         if shapes != self._shapes:
             self._shapes = shapes
-            self._down = Reordered(self.backend, *shapes)
-            self._up = Reordered(self.backend, *shapes[::-1])
+            self._down = Reordered(self.backend, *shapes, self.storage)
+            self._up = Reordered(self.backend, *shapes[::-1], self.storage)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._down.is_view and not self.tops_overwritten:

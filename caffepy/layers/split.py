@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from caffepy.layers.base import Blobs, Layer, register_layer
-from caffepy.layers.formulas import total
 
 
 @register_layer("Split")
@@ -12,6 +11,9 @@ class SplitLayer(Layer):
 
     The net inserts it where a blob has more than one reader (Caffe's `split_layer.cpp`).
     """
+
+    half = True
+    follows_bottom = True
 
     tops = (1, None)
 
@@ -36,14 +38,15 @@ class SplitLayer(Layer):
         if len(top) == 1:
             self.backend.copy(top[0].diff, dx)
             return
-        self.backend.apply(total, (top[0].diff, top[1].diff), (dx,))
-        for blob in top[2:]:
-            self.backend.apply(total, (dx, blob.diff), (dx,))
+        self.backend.total([blob.diff for blob in top], dx)
 
 
 @register_layer("Silence")
 class SilenceLayer(Layer):
     """Takes blobs that nobody else reads, so that they do not count as the net's outputs; its gradient is 0."""
+
+    half = True
+    follows_bottom = True
 
     bottoms = (1, None)
     tops = (0, 0)

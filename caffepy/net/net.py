@@ -15,7 +15,9 @@ from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError, RunError, SnapshotError
 from caffepy.layers.base import Layer, LayerContext, layer_class
 from caffepy.net import debug
+from caffepy.net.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
+from caffepy.net.precision import Precision
 from caffepy.net.splits import insert_splits
 from caffepy.net.weights import load_blob, proto_shape, same_shape, to_blob_proto
 from caffepy.net.wiring import (
@@ -24,6 +26,7 @@ from caffepy.net.wiring import (
     Wiring,
     check_gradients,
     force_backward,
+    insert_casts,
     overwritten_tops,
     prune_backward,
 )
@@ -40,6 +43,7 @@ class Net:
         context: backend, phase, seed and place among the devices, handed to every layer.
         state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
             with the context's phase.
+        fuse: compute groups of layers as one (`caffepy.net.fuse`); blobs within a group are then not filled.
 
     Raises:
         ConfigError: layers, blobs or parameters do not fit together.
@@ -47,17 +51,23 @@ class Net:
     """
 
     def __init__(
-        self, param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
+        self,
+        param: caffe_pb2.NetParameter,
+        context: LayerContext,
+        state: caffe_pb2.NetState | None = None,
+        fuse: bool = False,
     ) -> None:
         self.name = param.name
         self.context = context
         self.backend = context.backend
         self.phase = context.phase
         self.debug_info = param.debug_info
-        self.after_backward: list[Callable[[int], None]] = []
-        """Called with a layer's index when the gradients of the parameters that it owns are final."""
+        self.after_backward: list[Callable[[Node], None]] = []
+        """Called with a node of the schedule when the gradients of the parameters that it owns are final."""
+        self.keeps_copies = True
+        """Whether `forward` brings the half-precision copies of the parameters up to date; a solver does it itself."""
         self.nodes: list[Node] = []
-        self._bottom_shapes: list[list[tuple[int, ...]]] = []
+        """The layers as they were written, with Split and Cast layers."""
         self._table = ParameterTable()
         self._buffer: ParameterBuffer | None = None
         self._log_level = logging.INFO if context.shard.rank == 0 else logging.DEBUG
@@ -69,25 +79,33 @@ class Net:
         self._plan_backward()
         self.blobs = wiring.blobs
         self.outputs = wiring.outputs()
+        self.schedule = fuse_nodes(self.nodes) if fuse else self.nodes
+        """What `forward` runs in this order and `backward` in the reverse one."""
+        if fuse:
+            self.reshape()
         self._log_outputs()
 
     # -- construction --------------------------------------------------------------------------------
 
     def _build_layers(self, wiring: Wiring) -> None:
         plan = GradientPlan()
+        precision = Precision(self.param, self.backend)
         for layer_param, overwritten in zip(self.param.layer, overwritten_tops(self.param.layer), strict=True):
             where = f"layer '{layer_param.name}'"
             layer = layer_class(layer_param.type, where)(layer_param, self.context)
             layer.tops_overwritten = overwritten
-            node = wiring.connect(layer)
-            self.nodes.append(node)
-            with _named(layer):
-                layer.setup(node.bottoms, node.tops)
-            self._bottom_shapes.append([])
-            self._reshape(len(self.nodes) - 1)
-            self._table.add(layer)
-            plan.add(node)
-            self._log_layer(node)
+            node = wiring.connect(layer, precision)
+            for one in (*insert_casts(node, self.context), node):
+                self._add_node(one)
+                self._table.add(one.layer)
+                plan.add(one)
+                self._log_layer(one)
+
+    def _add_node(self, node: Node) -> None:
+        self.nodes.append(node)
+        with _named(node.layer):
+            node.layer.setup(node.bottoms, node.tops)
+        self._reshape(node)
 
     def _plan_backward(self) -> None:
         prune_backward(self.nodes)
@@ -178,34 +196,67 @@ class Net:
         Raises:
             RunError: a layer failed in a way that it has no message for; the layer is named.
         """
-        if self._buffer is None and self.phase == caffe_pb2.TRAIN:
-            self._buffer = self.parameters
-        for index, node in enumerate(self.nodes):
-            if [bottom.shape for bottom in node.bottoms] != self._bottom_shapes[index]:
-                self._reshape(index)
-            with _named(node.layer):
-                node.layer.forward(node.bottoms, node.tops)
-                if not self.backend.asynchronous:
-                    node.layer.check()
-            if self.debug_info:
-                debug.log_forward(node)
+        self.prepare()
+        number = self.context.passes.number
+        self.feed(number)
+        for node in self.schedule:
+            self.forward_node(node)
+        self.consumed(number)
         self.context.passes.number += 1
+
+    def prepare(self) -> None:
+        """Make the flat buffers, and the copies of the parameters in other storages, before a pass needs them."""
+        if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._storages):
+            self._buffer = self.parameters
+        if self._storages and self.keeps_copies:
+            self.parameters.refresh(self._storages)
+
+    @property
+    def _storages(self) -> set[str]:
+        """Storages other than float32 in which layers want their parameters."""
+        return {layer.storage for layer in self.layers if layer.blobs and layer.storage != "float32"}
+
+    def feed(self, number: int) -> None:
+        """Let the data layers bring the data of pass `number` to the device."""
+        for node in self.schedule:
+            if node.layer.feeds:
+                with _named(node.layer):
+                    node.layer.feed(number)
+
+    def consumed(self, number: int) -> None:
+        """Tell the data layers that all work on the data of pass `number` is on the device's stream."""
+        for node in self.schedule:
+            if node.layer.feeds:
+                node.layer.consumed(number)
+
+    def forward_node(self, node: Node) -> None:
+        """Run one layer of the schedule forward."""
+        if [bottom.shape for bottom in node.bottoms] != node.shapes:
+            self._reshape(node)
+        with _named(node.layer):
+            node.layer.forward(node.bottoms, node.tops)
+            if not self.backend.asynchronous:
+                node.layer.check()
+        if self.debug_info:
+            debug.log_forward(node)
 
     def backward(self) -> None:
         """Run backward every layer that lies between a learnable parameter and the loss."""
-        parameters = self.parameters
-        _ = parameters.diff  # binds the gradients to the flat buffer before any layer writes them
-        for index in range(len(self.nodes) - 1, -1, -1):
-            node = self.nodes[index]
-            if node.need_backward:
-                with _named(node.layer):
-                    node.layer.backward(node.tops, node.propagate_down, node.bottoms)
-                if self.debug_info:
-                    debug.log_backward(node)
-            for callback in self.after_backward:
-                callback(index)
+        _ = self.parameters.diff  # binds the gradients to the flat buffer before any layer writes them
+        for node in reversed(self.schedule):
+            self.backward_node(node)
         if self.debug_info:
-            debug.log_norms(parameters)
+            debug.log_norms(self.parameters)
+
+    def backward_node(self, node: Node) -> None:
+        """Run one layer of the schedule backward, if it has to."""
+        if node.need_backward:
+            with _named(node.layer):
+                node.layer.backward(node.tops, node.propagate_down, node.bottoms)
+            if self.debug_info:
+                debug.log_backward(node)
+        for callback in self.after_backward:
+            callback(node)
 
     def loss(self) -> float:
         """The sum over all tops of loss weight times the sum of the top's elements; waits for the device."""
@@ -223,14 +274,13 @@ class Net:
 
     def reshape(self) -> None:
         """Reshape every layer to its bottoms' present shapes."""
-        for index in range(len(self.nodes)):
-            self._reshape(index)
+        for node in self.schedule:
+            self._reshape(node)
 
-    def _reshape(self, index: int) -> None:
-        node = self.nodes[index]
+    def _reshape(self, node: Node) -> None:
         with _named(node.layer):
             node.layer.reshape(node.bottoms, node.tops)
-        self._bottom_shapes[index] = [bottom.shape for bottom in node.bottoms]
+        node.shapes = [bottom.shape for bottom in node.bottoms]
         for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
             if weight:
                 self.backend.fill(top.diff, weight)
@@ -242,7 +292,7 @@ class Net:
 
     def first_non_finite(self) -> Node | None:
         """The first layer in forward order with a top that is not finite, None if all are."""
-        for node in self.nodes:
+        for node in self.schedule:
             if not all(self.backend.all_finite(top.data) for top in node.tops):
                 return node
         return None
@@ -309,6 +359,7 @@ class Net:
                 )
             for mine, theirs in zip(target.blobs, source.blobs, strict=True):
                 mine.bind(data=theirs.data)
+                mine.copies = theirs.copies
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
@@ -317,6 +368,8 @@ class Net:
     def layer_protos(self, write_diff: bool = False) -> Iterator[caffe_pb2.LayerParameter]:
         """The layers of `to_proto`, one at a time."""
         for layer in self.layers:
+            if layer.type == "Cast":
+                continue
             saved = caffe_pb2.LayerParameter()
             saved.CopyFrom(layer.param)
             del saved.blobs[:]

@@ -5,6 +5,7 @@ Owns the memory of parameters, gradients and solver history. Sharing rules: Caff
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from caffepy.backend.base import Array, Backend
@@ -168,6 +169,8 @@ class ParameterBuffer:
         self.size = self._lay_out()
         self.data = backend.zeros((max(self.size, 1),))
         self._diff: Array | None = None
+        self.copies: dict[str, Array] = {}
+        """`data` in other storages, for layers that want them so; see `refresh`."""
         for parameter in parameters:
             self._move(parameter)
 
@@ -184,6 +187,18 @@ class ParameterBuffer:
         parameter.blob.bind(data=place)
         for blob in parameter.sharers:
             blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
+
+    def refresh(self, storages: Iterable[str]) -> None:
+        """Bring the copies in these storages up to date with the parameters; they are made on first use."""
+        for storage in storages:
+            if storage not in self.copies:
+                self.copies[storage] = self.backend.zeros(tuple(self.data.shape), storage)
+                for parameter in self.parameters:
+                    parameter.blob.copies[storage] = self.view(self.copies[storage], parameter)
+                    for blob in parameter.sharers:
+                        flat = self.copies[storage][parameter.start : parameter.stop]
+                        blob.copies[storage] = self.backend.view(flat, blob.shape)
+            self.backend.copy(self.data, self.copies[storage])
 
     @property
     def diff(self) -> Array:

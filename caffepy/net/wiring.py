@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from caffepy.backend.base import Backend
 from caffepy.blob import Blob
 from caffepy.errors import ConfigError
-from caffepy.layers.base import Layer
+from caffepy.layers.base import Layer, LayerContext, layer_class
+from caffepy.net.precision import Precision
 from caffepy.net.splits import unknown_bottom
 from caffepy.proto import caffe_pb2
 
@@ -27,6 +28,7 @@ class Node:
         tops: the blobs that it writes; an in-place top is the very bottom.
         propagate_down: for each bottom, whether its gradient is needed.
         need_backward: whether the layer's backward pass runs at all.
+        shapes: the bottoms' shapes when the layer was last reshaped.
     """
 
     layer: Layer
@@ -34,6 +36,7 @@ class Node:
     tops: list[Blob]
     propagate_down: list[bool] = field(default_factory=list)
     need_backward: bool = False
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class Wiring:
@@ -48,14 +51,17 @@ class Wiring:
         self.blobs: dict[str, Blob] = {}
         self._unused: set[str] = set()
 
-    def connect(self, layer: Layer) -> Node:
-        """Find a layer's bottoms and make its tops.
+    def connect(self, layer: Layer, precision: Precision) -> Node:
+        """Find a layer's bottoms, decide what its blobs are kept in and make its tops.
 
         Raises:
             ConfigError: an unknown bottom, a top that another layer already made, or too few or many of them.
         """
         bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
-        tops = [self._make_top(layer.param, j) for j in range(len(layer.param.top))]
+        pairs = zip(bottoms, layer.param.bottom, strict=True)
+        shared = [blob.storage for blob, name in pairs if name in layer.param.top]
+        layer.storage = precision.storage(layer, [b.storage for b in bottoms], shared[0] if shared else None)
+        tops = [self._make_top(layer, j) for j in range(len(layer.param.top))]
         if layer.auto_tops:
             tops += [Blob(self.backend, name="(automatic)") for _ in range(layer.tops[0] - len(tops))]
         _check_number(layer, "bottom", len(bottoms), layer.bottoms)
@@ -76,7 +82,8 @@ class Wiring:
         self._unused.remove(name)
         return self.blobs[name]
 
-    def _make_top(self, param: caffe_pb2.LayerParameter, index: int) -> Blob:
+    def _make_top(self, layer: Layer, index: int) -> Blob:
+        param = layer.param
         name = param.top[index]
         in_place = index < len(param.bottom) and param.bottom[index] == name
         if not in_place:
@@ -85,9 +92,26 @@ class Wiring:
                     f"layer '{param.name}' ({param.type}): top blob '{name}' is already produced by another layer; "
                     "give it another name, or name it as the bottom in the same place to work in place"
                 )
-            self.blobs[name] = Blob(self.backend, name=name)
+            self.blobs[name] = Blob(self.backend, name=name, storage=layer.top_storage(index))
         self._unused.add(name)
         return self.blobs[name]
+
+
+def insert_casts(node: Node, context: LayerContext) -> list[Node]:
+    """Cast layers for bottoms that are kept in another storage than the layer wants; `node` then reads their tops."""
+    layer = node.layer
+    wanted = layer.storage if layer.half else "float32"
+    casts = []
+    for j, blob in enumerate(node.bottoms):
+        if blob.storage == wanted or j in layer.no_gradient_bottoms:
+            continue
+        name = f"{blob.name}_as_{wanted}"
+        cast = layer_class("Cast")(caffe_pb2.LayerParameter(name=name, type="Cast"), context)
+        cast.storage = wanted
+        cast.loss_weights = [0.0]
+        node.bottoms[j] = Blob(context.backend, name=name, storage=wanted)
+        casts.append(Node(cast, [blob], [node.bottoms[j]]))
+    return casts
 
 
 def overwritten_tops(layers: Sequence[caffe_pb2.LayerParameter]) -> list[bool]:

@@ -1,0 +1,36 @@
+"""Arrays that a layer needs within one pass and that may share memory with others afterwards."""
+
+from __future__ import annotations
+
+from caffepy.backend.base import Array, Backend
+
+
+class Temporary:
+    """An array of a layer's own that every pass writes whole before it reads it: masks, kept bottoms, hidden values.
+
+    Allocated on first use, as a blob's arrays are; a memory plan may `bind` it before that to memory that others use
+    at other times.
+
+    Args:
+        backend: where it lives.
+        shape: its dimensions.
+        dtype: of its elements, as `Backend.zeros` takes it.
+    """
+
+    def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._backend = backend
+        self._array: Array | None = None
+
+    @property
+    def array(self) -> Array:
+        """The elements; ask anew in each pass."""
+        if self._array is None:
+            self._array = self._backend.zeros(self.shape, self.dtype)
+        return self._array
+
+    def bind(self, array: Array) -> None:
+        """Let it be memory that somebody else owns."""
+        assert tuple(array.shape) == self.shape, (array.shape, self.shape)
+        self._array = array

@@ -1,0 +1,193 @@
+"""Rewrites a net's list of layers so that neighbours are computed as one.
+
+Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise sum,
+ReLU and Split behind it, its statistics added up by the convolution before it. The layers themselves stay as they are,
+with their parameters; only the net's schedule changes. How a group computes stands in `fused.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caffepy.blob import Blob
+from caffepy.layers.batch_norm import BatchNormLayer
+from caffepy.layers.convolution import ConvolutionLayer
+from caffepy.layers.scale import ScaleLayer
+from caffepy.net.fused import FusedActivation, FusedNormalisation, MeasuredConvolution
+from caffepy.net.wiring import Node
+from caffepy.proto import caffe_pb2
+
+Chain = list[int]
+"""Indices of nodes that are to be computed as one, in order."""
+
+
+def fuse_nodes(nodes: Sequence[Node]) -> list[Node]:
+    """The same work with neighbouring layers fused, in an order in which it can be done."""
+    return Fusion(nodes).run()
+
+
+class Fusion:
+    """One rewrite.
+
+    Args:
+        nodes: the layers in order.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = [Node(n.layer, list(n.bottoms), list(n.tops), n.propagate_down, n.need_backward) for n in nodes]
+        self._claimed: set[int] = set()
+        self._result: dict[int, Node] = {}
+
+    def run(self) -> list[Node]:
+        """Find the groups, the last ones first, so that a sum goes to the branch that is computed last."""
+        for index in reversed(range(len(self._nodes))):
+            if index not in self._claimed and self._nodes[index].layer.type == "BatchNorm":
+                self._fuse_normalisation(index)
+        for index, node in enumerate(self._nodes):
+            if index not in self._claimed and node.layer.type in ("Convolution", "InnerProduct"):
+                self._fuse_activation(index)
+        order = range(len(self._nodes))
+        return [self._result.get(i, self._nodes[i]) for i in order if i in self._result or i not in self._claimed]
+
+    # -- who reads what ------------------------------------------------------------------------------
+
+    def _reader(self, index: int, blob: Blob) -> int | None:
+        """The node that reads what node `index` left in `blob`: there is at most one, thanks to the Split layers."""
+        for later in range(index + 1, len(self._nodes)):
+            if blob in self._nodes[later].bottoms:
+                return later
+        return None
+
+    def _writer(self, index: int, blob: Blob) -> int | None:
+        """The node whose values node `index` finds in `blob`."""
+        return next((i for i in range(index - 1, -1, -1) if blob in self._nodes[i].tops), None)
+
+    def _next(self, index: int, types: str) -> int | None:
+        """The node behind the first top of node `index`, if it is of that type and not taken."""
+        found = self._reader(index, self._nodes[index].tops[0])
+        if found is None or found in self._claimed or self._nodes[found].layer.type != types:
+            return None
+        return found
+
+    def _claim(self, chain: Chain, node: Node) -> None:
+        self._claimed.update(chain)
+        self._result[chain[-1]] = node
+
+    # -- Convolution + ReLU --------------------------------------------------------------------------
+
+    def _fuse_activation(self, index: int) -> None:
+        node = self._nodes[index]
+        found = self._next(index, "ReLU")
+        if found is None or len(node.tops) != 1 or not self._is_plain_relu(found):
+            return
+        if node.layer.type == "InnerProduct" and len(node.tops[0].shape) != 2:
+            return
+        relu = self._nodes[found]
+        fused = FusedActivation([node.layer, relu.layer])
+        self._claim(
+            [index, found], Node(fused, node.bottoms, relu.tops, node.propagate_down, node.need_backward)
+        )
+
+    def _is_plain_relu(self, index: int) -> bool:
+        """Whether max(x, 0), and its sign can still be seen in the backward pass."""
+        layer = self._nodes[index].layer
+        if layer.param.relu_param.negative_slope != 0:
+            return False
+        # Dropout in place leaves the sign of what it keeps, and the gradient of what it drops is 0 anyway.
+        return not layer.tops_overwritten or self._next(index, "Dropout") is not None
+
+    # -- BatchNorm + Scale + Eltwise + ReLU + Split ----------------------------------------------------
+
+    def _fuse_normalisation(self, index: int) -> None:
+        norm = self._nodes[index].layer
+        assert isinstance(norm, BatchNormLayer)
+        if norm.uses_stored and norm.context.phase == caffe_pb2.TRAIN:
+            return
+        chain, residual = self._find_chain(index)
+        source = self._source(index, self._nodes[chain[-1]])
+        if len(chain) == 1 or source is None:
+            return
+        node = self._nodes[index]
+        last = self._nodes[chain[-1]]
+        bottoms, down = [source], list(node.propagate_down)
+        if residual is not None:
+            summing = self._nodes[residual]
+            other = 1 - summing.bottoms.index(self._nodes[chain[chain.index(residual) - 1]].tops[0])
+            bottoms.append(summing.bottoms[other])
+            down.append(summing.propagate_down[other])
+        layer = FusedNormalisation([self._nodes[i].layer for i in chain], self._gradient_tops(chain[-1]))
+        need = any(self._nodes[i].need_backward for i in chain)
+        self._measure_in_convolution(index, layer)
+        self._claim(chain, Node(layer, bottoms, last.tops, down, need))
+
+    def _find_chain(self, index: int) -> tuple[Chain, int | None]:
+        """The nodes from a BatchNorm on that can be one, and which of them is the sum."""
+        chain, residual = [index], None
+        norm = self._nodes[index].layer
+        assert isinstance(norm, BatchNormLayer)
+        scale = self._next(chain[-1], "Scale")
+        if scale is not None and not norm.scale_bias and self._is_plain_scale(scale):
+            chain.append(scale)
+        summing = self._next(chain[-1], "Eltwise")
+        if summing is not None and self._is_plain_sum(summing):
+            chain.append(summing)
+            residual = summing
+        relu = self._next(chain[-1], "ReLU")
+        if relu is not None and self._nodes[relu].layer.param.relu_param.negative_slope == 0:
+            chain.append(relu)
+        split = self._next(chain[-1], "Split")
+        if split is not None and len(chain) > 1 and self._is_plain_split(split):
+            chain.append(split)
+        return chain, residual
+
+    def _is_plain_split(self, index: int) -> bool:
+        layer = self._nodes[index].layer
+        return not layer.tops_overwritten and not any(layer.loss_weights)
+
+    def _is_plain_scale(self, index: int) -> bool:
+        node = self._nodes[index]
+        layer = node.layer
+        assert isinstance(layer, ScaleLayer)
+        channels = (node.bottoms[0].shape[1],)
+        return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
+
+    def _is_plain_sum(self, index: int) -> bool:
+        node = self._nodes[index]
+        param = node.layer.param.eltwise_param
+        plain = param.operation == caffe_pb2.EltwiseParameter.SUM and all(c == 1 for c in param.coeff)
+        return plain and len(node.bottoms) == 2 and node.bottoms[0] is not node.bottoms[1]
+
+    def _source(self, index: int, last: Node) -> Blob | None:
+        """Where the BatchNorm finds its bottom in the backward pass: a blob of its own if a later layer overwrites it.
+
+        None if its producer cannot write anywhere else.
+        """
+        blob = self._nodes[index].bottoms[0]
+        later = range(index, len(self._nodes))
+        if not any(blob in self._nodes[i].tops for i in later):
+            return blob
+        writer = self._writer(index, blob)
+        if writer is None or not self._nodes[writer].bottoms or writer in self._claimed:
+            return None
+        hidden = Blob(blob.backend, blob.shape, f"{blob.name} before {self._nodes[index].layer.name}", blob.storage)
+        self._nodes[writer].tops[self._nodes[writer].tops.index(blob)] = hidden
+        self._nodes[index].bottoms[0] = hidden
+        return hidden
+
+    def _gradient_tops(self, last: int) -> list[bool]:
+        """For each top of the last node whether a gradient comes back through it."""
+        found = []
+        for blob in self._nodes[last].tops:
+            reader = self._reader(last, blob)
+            node = None if reader is None else self._nodes[reader]
+            found.append(node is not None and node.need_backward and node.propagate_down[node.bottoms.index(blob)])
+        return found
+
+    def _measure_in_convolution(self, index: int, norm: FusedNormalisation) -> None:
+        writer = self._writer(index, self._nodes[index].bottoms[0])
+        if writer is None or writer in self._claimed or norm.uses_stored:
+            return
+        node = self._nodes[writer]
+        if isinstance(node.layer, ConvolutionLayer) and len(node.tops) == 1 and node.layer.bias is None:
+            measured = MeasuredConvolution(node.layer, norm)
+            self._claim([writer], Node(measured, node.bottoms, node.tops, node.propagate_down, node.need_backward))

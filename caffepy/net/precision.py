@@ -1,0 +1,88 @@
+"""What each layer's blobs are kept in: NVIDIA Caffe's type fields, and the Cast layers between layers that differ.
+
+Owns the reading of `default_forward_type`, `forward_type` and their companions. Sums are kept in float32 whatever the
+`*_math` fields say: on the chips of today that costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from caffepy.backend import Backend
+from caffepy.errors import ConfigError
+from caffepy.layers.base import Layer
+from caffepy.proto import caffe_pb2
+
+log = logging.getLogger(__name__)
+
+_STORAGE = {caffe_pb2.FLOAT: "float32", caffe_pb2.FLOAT16: "float16", caffe_pb2.BFLOAT16: "bfloat16"}
+
+
+def storage_name(kind: caffe_pb2.Type, where: str) -> str:
+    """The storage that a value of the schema's Type stands for.
+
+    Raises:
+        ConfigError: a type that blobs cannot be kept in.
+    """
+    if kind not in _STORAGE:
+        raise ConfigError(
+            f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16"
+        )
+    return _STORAGE[kind]
+
+
+class Precision:
+    """The storages of one net's layers.
+
+    A layer has one storage for values and gradients: where forward and backward types differ, or the device has not the
+    storage asked for, float32.
+
+    Args:
+        net: the net, for its defaults.
+        backend: the device.
+    """
+
+    def __init__(self, net: caffe_pb2.NetParameter, backend: Backend) -> None:
+        self._net = net
+        self._backend = backend
+        self._told: set[str] = set()
+
+    def storage(self, layer: Layer, bottoms: list[str], in_place: str | None) -> str:
+        """What the blobs of a layer are kept in.
+
+        Args:
+            layer: the layer.
+            bottoms: its bottoms' storages.
+            in_place: the storage of a bottom that is a top as well: the two are one memory.
+        """
+        if not layer.half:
+            return "float32"
+        if in_place is not None:
+            return in_place
+        if layer.follows_bottom and bottoms and not layer.param.HasField("forward_type"):
+            return bottoms[0]
+        return self._asked(layer)
+
+    def _asked(self, layer: Layer) -> str:
+        where = f"layer '{layer.name}' ({layer.type})"
+        param, net = layer.param, self._net
+        kinds = [
+            getattr(param, f"{way}_type") if param.HasField(f"{way}_type") else getattr(net, f"default_{way}_type")
+            for way in ("forward", "backward")
+        ]
+        forward, backward = (storage_name(kind, where) for kind in kinds)
+        if forward != backward and "float32" in (forward, backward):
+            # The other way round halves no memory traffic that matters, and would double the kernels.
+            self._tell(f"{where}: forward_type and backward_type differ; its blobs are kept in float32")
+            return "float32"
+        if forward != backward:
+            raise ConfigError(f"{where}: forward_type is {forward} and backward_type {backward}; make them the same")
+        if forward not in self._backend.storages:
+            self._tell(f"{self._backend.name} keeps all blobs in float32, although the net asks for {forward}")
+            return "float32"
+        return forward
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            log.info("%s", message)
