@@ -39,6 +39,30 @@ class DeviceError(UserError):
     """A device, driver or library that was asked for is not there."""
 
 
+class OutOfMemoryError(DeviceError):
+    """A device has not the memory that was asked for.
+
+    Args:
+        problem: who asked for how much, and what there is.
+        advice: what to do.
+        available: bytes that the net could have had in all: what is free and what is its own already; None: unknown.
+    """
+
+    def __init__(self, problem: str, advice: str, available: int | None = None) -> None:
+        super().__init__(f"{problem}: {advice}")
+        self.problem = problem
+        self.advice = advice
+        self.available = available
+
+    def within(self, where: str) -> OutOfMemoryError:
+        """The same error, met by `where`."""
+        return OutOfMemoryError(f"{where}: {self.problem}", self.advice, self.available)
+
+    def advising(self, advice: str) -> OutOfMemoryError:
+        """The same error with better advice."""
+        return OutOfMemoryError(self.problem, advice, self.available)
+
+
 class MissingExtraError(UserError):
     """An optional package is needed.
 

@@ -19,6 +19,7 @@ except `to_host`, `from_host` of pageable memory, and `synchronize`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +36,11 @@ MATH_MODES = ("fp32", "tf32")
 
 STORAGE = ("float32", "float16", "bfloat16")
 """What a blob's elements can be kept in."""
+
+def storage_dtype(storage: str) -> str:
+    """The dtype of arrays that are kept in a storage; any other dtype's name is its own."""
+    return "uint16" if storage == "bfloat16" else storage
+
 
 Counter = Any
 """Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
@@ -148,6 +154,9 @@ class Backend(ABC):
     keeps_lrn_scale: bool = True
     """Whether LRN's backward pass needs the scale of its forward pass."""
 
+    holds_values: bool = True
+    """Whether arrays hold numbers; false where a net is only planned, so that nobody need fill them."""
+
     # -- the device ---------------------------------------------------------------------------------
 
     @abstractmethod
@@ -183,6 +192,22 @@ class Backend(ABC):
     @abstractmethod
     def flat(self, array: Array) -> Array:
         """The elements of an array of this backend as 1-D view in memory order (inverse of `view`)."""
+
+    def arena(self, size: int) -> Array:
+        """Memory of `size` bytes, 1-D uint8, for many arrays at `place`s of their own.
+
+        Raises:
+            OutOfMemoryError: there is not so much.
+        """
+        return self.zeros((size,), "uint8")
+
+    def place(self, arena: Array, offset: int, shape: tuple[int, ...], storage: str = "float32") -> Array:
+        """An array of undefined values within an arena, from byte `offset` on, in the memory order of `zeros`."""
+        import numpy as np  # not above: the command line's options read this module's constants
+
+        dtype = storage_dtype(storage)
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        return self.view(arena[offset : offset + size].view(dtype), shape)
 
     @abstractmethod
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
