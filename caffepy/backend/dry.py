@@ -147,8 +147,9 @@ class DryArray:
 
     def __getitem__(self, key: Any) -> DryArray:
         shape, box = [], []
-        keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
-        for size, one in zip_longest(self.shape, keys, fillvalue=slice(None)):
+        keys = key if isinstance(key, tuple) else (key,)
+        pairs: Iterable[tuple[int, Any]] = zip_longest(self.shape, keys, fillvalue=slice(None))
+        for size, one in pairs:
             if isinstance(one, slice):
                 begin, end, _ = one.indices(size)
                 box.append((begin, max(begin, end)))

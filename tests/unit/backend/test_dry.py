@@ -11,8 +11,8 @@ from caffepy.backend.base import Backend, Normalisation, RandomStream
 from caffepy.backend.dry import SETUP, DryArray, DryBackend
 
 NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "size", "alpha", "beta", "k", "relu",
-           "elements", "ratio", "stream", "counter", "ignore_label", "scale", "divide_by_valid", "geometry", "expression",
-           "host", "self"}  # fmt: skip
+           "elements", "ratio", "stream", "counter", "ignore_label", "scale", "divide_by_valid", "geometry",
+           "expression", "host", "self"}  # fmt: skip
 WITHOUT_ARRAYS = {"activate", "synchronize", "close", "device_description", "zeros", "plan_convolution", "to_host",
                   "view", "flat", "reshaped"}  # fmt: skip
 
