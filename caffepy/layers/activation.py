@@ -6,6 +6,7 @@ from math import exp, tanh
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.base import Blobs, Layer, register_layer
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 
@@ -18,7 +19,7 @@ class ActivationLayer(Layer):
 
     half = True
 
-    _kept: Array | None = None
+    _kept: Temporary | None = None
 
     def reads_bottom(self) -> bool:
         """Whether the gradient needs the bottom's data; if not, the top's are enough."""
@@ -35,14 +36,11 @@ class ActivationLayer(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(bottom[0].shape)
         keep = bottom[0] is top[0] and self.reads_bottom()
-        if not keep:
-            self._kept = None
-        elif self._kept is None or self._kept.shape != bottom[0].shape:
-            self._kept = self.backend.zeros(bottom[0].shape, self.storage)
+        self._kept = self.temporary("kept", bottom[0].shape, self.storage) if keep else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._kept is not None:
-            self.backend.copy(bottom[0].data, self._kept)
+            self.backend.copy(bottom[0].data, self._kept.array)
         self.activate(bottom[0].data, top[0].data)
         if not self.reads_bottom():
             self.save_top(top)
@@ -55,7 +53,7 @@ class ActivationLayer(Layer):
         """What the gradient is computed from: the bottom's data, or the top's if they are enough."""
         if not self.reads_bottom():
             return self.saved_top(top)
-        return bottom[0].data if self._kept is None else self._kept
+        return bottom[0].data if self._kept is None else self._kept.array
 
 
 @expression

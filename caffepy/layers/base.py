@@ -17,6 +17,7 @@ from caffepy.backend.base import Array, Backend, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, ShapeError
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -130,7 +131,8 @@ class Layer:
         """Whether each parameter needs its gradient (lr_mult != 0), set by the net."""
         self.tops_overwritten = False
         """Whether a later layer works in place on a top, whose data backward cannot find then; set by the net."""
-        self._top_copy: Array | None = None
+        self.temporaries: dict[str, Temporary] = {}
+        """What `temporary` made, by name."""
         self.storage = "float32"
         """What the layer's blobs are kept in, set by the net."""
         self.loss_weights: list[float] = []
@@ -191,8 +193,9 @@ class Layer:
         from caffepy.fillers import fill
 
         blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
-        values = fill(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
-        self.backend.from_host(values, blob.data)
+        if self.backend.holds_values:
+            values = fill(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
+            self.backend.from_host(values, blob.data)
         self.blobs.append(blob)
         self.propagate_to_params.append(True)
         return blob
@@ -211,6 +214,13 @@ class Layer:
         """A random sequence of this layer's own; `index` tells several of them apart."""
         return RandomStream(self.context.seed, zlib.crc32(f"{self.name}/{index}".encode()))
 
+    def temporary(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> Temporary:
+        """An array of the layer's own for use within one pass; the same one each time, until its shape changes."""
+        found = self.temporaries.get(name)
+        if found is None or (found.shape, found.dtype) != (tuple(shape), dtype):
+            found = self.temporaries[name] = Temporary(self.backend, tuple(shape), dtype)
+        return found
+
     def refuse_in_place(self, bottom: Blobs, top: Blobs) -> None:
         """For layers that cannot write their tops over their bottoms.
 
@@ -225,13 +235,11 @@ class Layer:
         """To be called at the end of `forward` by layers whose backward pass reads the first top's data."""
         if not self.tops_overwritten:
             return
-        if self._top_copy is None or self._top_copy.shape != top[0].shape:
-            self._top_copy = self.backend.zeros(top[0].shape, self.storage)
-        self.backend.copy(top[0].data, self._top_copy)
+        self.backend.copy(top[0].data, self.temporary("top", top[0].shape, self.storage).array)
 
     def saved_top(self, top: Blobs) -> Array:
         """The first top's data as `forward` left them."""
-        return self._top_copy if self.tops_overwritten else top[0].data
+        return self.temporary("top", top[0].shape, self.storage).array if self.tops_overwritten else top[0].data
 
     def first_sample(self) -> int:
         """Global number of the first sample in this pass, for random numbers that belong to samples."""

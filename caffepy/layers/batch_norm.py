@@ -5,6 +5,7 @@ from __future__ import annotations
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.base import Normalisation
 from caffepy.layers.base import Blobs, Layer, register_layer
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 STATISTICS = 3
@@ -31,7 +32,7 @@ class BatchNormLayer(Layer):
     half = True
 
     _shape: tuple[int, ...] | None = None
-    _kept: Array | None = None
+    _kept: Temporary | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.batch_norm_param
@@ -91,17 +92,13 @@ class BatchNormLayer(Layer):
         if len(shape) < 2 or shape[1] != self._channels:
             raise self.shape_error(f"the statistics need {self._channels} channels", bottom[0], self.blobs[0])
         top[0].reshape(shape)
-        in_place = bottom[0] is top[0]
-        if not in_place:
-            self._kept = None
-        elif self._kept is None or self._kept.shape != shape:
-            self._kept = self.backend.zeros(shape, self.storage)
+        self._kept = self.temporary("kept", shape, self.storage) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, n = bottom[0].data, self.normalisation()
         if self._kept is not None:
-            self.backend.copy(x, self._kept)
-            x = self._kept
+            self.backend.copy(x, self._kept.array)
+            x = self._kept.array
         if self._use_stored:
             self.backend.batch_norm_load(n)
         else:
@@ -113,7 +110,7 @@ class BatchNormLayer(Layer):
 
         With stored statistics, which do not depend on x, dx = scale / deviation * dy.
         """
-        x, n = bottom[0].data if self._kept is None else self._kept, self.normalisation()
+        x, n = bottom[0].data if self._kept is None else self._kept.array, self.normalisation()
         dy, dx = top[0].diff, bottom[0].diff
         if not self._use_stored or self._wants(3) or self._wants(4):
             self.backend.batch_norm_backward_sums(x, [dy], n, self._sum_dy_x, self._sum_dy)

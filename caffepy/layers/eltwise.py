@@ -5,6 +5,7 @@ from __future__ import annotations
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.formulas import product, scaled
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.EltwiseParameter
@@ -46,7 +47,7 @@ class EltwiseLayer(Layer):
     half = True
 
     bottoms = (2, None)
-    _winner: Array | None = None
+    _winner: Temporary
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -64,10 +65,8 @@ class EltwiseLayer(Layer):
             if other.shape != bottom[0].shape:
                 raise self.shape_error("all bottoms must have one shape", bottom[0], other)
         top[0].reshape(bottom[0].shape)
-        if self.param.eltwise_param.operation != _Parameter.MAX:
-            return
-        if self._winner is None or self._winner.shape != bottom[0].shape:
-            self._winner = self.backend.zeros(bottom[0].shape)
+        if self.param.eltwise_param.operation == _Parameter.MAX:
+            self._winner = self.temporary("winner", bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         operation = self.param.eltwise_param.operation
@@ -93,9 +92,10 @@ class EltwiseLayer(Layer):
             self.backend.apply(product, (y, x), (y,))
 
     def _maximum(self, xs: list[Array], y: Array) -> None:
-        self.backend.apply(larger, (xs[0], xs[1]), (y, self._winner))
+        winner = self._winner.array
+        self.backend.apply(larger, (xs[0], xs[1]), (y, winner))
         for number, x in enumerate(xs[2:], start=2):
-            self.backend.apply(larger_next, (y, self._winner, x, float(number)), (y, self._winner))
+            self.backend.apply(larger_next, (y, winner, x, float(number)), (y, winner))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         for number, wanted in enumerate(propagate_down):
@@ -106,7 +106,7 @@ class EltwiseLayer(Layer):
         param = self.param.eltwise_param
         dy, dx = top[0].diff, bottom[number].diff
         if param.operation == _Parameter.MAX:
-            self.backend.apply(won, (dy, self._winner, float(number)), (dx,))
+            self.backend.apply(won, (dy, self._winner.array, float(number)), (dx,))
         elif param.operation == _Parameter.PROD and param.stable_prod_grad:
             others = [blob.data for i, blob in enumerate(bottom) if i != number]
             self._product([dy, *others], dx)

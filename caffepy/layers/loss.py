@@ -95,7 +95,6 @@ class SoftmaxWithLossLayer(LossLayer):
     """
 
     tops = (1, 2)
-    _probabilities: Array | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if self.param.loss_param.label_smoothing:
@@ -111,18 +110,21 @@ class SoftmaxWithLossLayer(LossLayer):
         self._divisor = self.divisor(_Parameter.VALID, self._labels.places, self._labels.outer)
         if len(top) > 1:
             top[1].reshape(bottom[0].shape)
+
+    def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
+        """Where they are kept for the backward pass."""
         if len(top) > 1 and not self.tops_overwritten:
-            self._probabilities = top[1].data
-        elif self._probabilities is None or self._probabilities.shape != bottom[0].shape:
-            self._probabilities = self.backend.zeros(bottom[0].shape)
+            return top[1].data
+        return self.temporary("probabilities", bottom[0].shape).array
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        probabilities = self._probabilities(bottom, top)
         self.backend.softmax_loss_forward(
-            bottom[0].data, self._labels.pull(), self._probabilities, self._totals, self._labels.bad,
-            self._axis, self.ignored,
+            bottom[0].data, self._labels.pull(), probabilities, self._totals, self._labels.bad, self._axis,
+            self.ignored,
         )  # fmt: skip
         if len(top) > 1 and self.tops_overwritten:
-            self.backend.copy(self._probabilities, top[1].data)
+            self.backend.copy(probabilities, top[1].data)
         self.put_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -131,8 +133,8 @@ class SoftmaxWithLossLayer(LossLayer):
         by_count = self._divisor is None
         scale = self.weight() / (self._divisor or 1.0)
         self.backend.softmax_loss_backward(
-            self._probabilities, self._labels.kept(), bottom[0].diff, self._totals, self._axis, self.ignored, scale,
-            by_count,
+            self._probabilities(bottom, top), self._labels.kept(), bottom[0].diff, self._totals, self._axis,
+            self.ignored, scale, by_count,
         )  # fmt: skip
         self.finish(top, bottom[0].diff)
 

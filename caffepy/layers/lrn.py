@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Array, Each, Geometry, Scalar, expression
+from caffepy.backend import Each, Geometry, Scalar, expression
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.formulas import product
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 
@@ -34,8 +35,6 @@ class LRNLayer(Layer):
 
     half = True
 
-    _shape: tuple[int, ...] | None = None
-
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
         param = self.param.lrn_param
@@ -50,37 +49,37 @@ class LRNLayer(Layer):
         if len(shape) != 4:
             raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
         top[0].reshape(shape)
-        if shape == self._shape:
-            return
-        self._shape = shape
         kept = not self._across or self.backend.keeps_lrn_scale
-        self._scale: Array | None = self.backend.zeros(shape) if kept else None
+        self._scale: Temporary | None = self.temporary("scale", shape) if kept else None
         """The power's base (across), or the average of squares (within)."""
-        self._squares: Array | None = None if self._across else self.backend.zeros(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.lrn_param
         x, y = bottom[0].data, top[0].data
+        scale = None if self._scale is None else self._scale.array
         if self._across:
-            self.backend.lrn_across_forward(x, y, self._scale, param.local_size, param.alpha, param.beta, param.k)
-            if self._scale is not None:
+            self.backend.lrn_across_forward(x, y, scale, param.local_size, param.alpha, param.beta, param.k)
+            if scale is not None:
                 self.save_top(top)
             return
-        self.backend.apply(product, (x, x), (self._squares,))
-        self.backend.pool_average_forward(self._squares, self._scale, self._geometry)
-        self.backend.apply(normalised, (x, self._scale, param.alpha, param.beta), (y,))
+        squares = self.temporary("squares", x.shape).array
+        self.backend.apply(product, (x, x), (squares,))
+        self.backend.pool_average_forward(squares, scale, self._geometry)
+        self.backend.apply(normalised, (x, scale, param.alpha, param.beta), (y,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
             return
         param = self.param.lrn_param
         x, dy, dx = bottom[0].data, top[0].diff, bottom[0].diff
+        scale = None if self._scale is None else self._scale.array
         if self._across:
-            y = None if self._scale is None else self.saved_top(top)
+            y = None if scale is None else self.saved_top(top)
             settings = (param.local_size, param.alpha, param.beta, param.k)
-            self.backend.lrn_across_backward(x, y, self._scale, dy, dx, *settings)
+            self.backend.lrn_across_backward(x, y, scale, dy, dx, *settings)
             return
-        self.backend.apply(average_gradient, (x, dy, self._scale, param.alpha, param.beta), (dx,))
-        self.backend.pool_average_backward(dx, self._squares, self._geometry)
-        inputs = (x, dy, self._scale, self._squares, param.alpha, param.beta)
+        self.backend.apply(average_gradient, (x, dy, scale, param.alpha, param.beta), (dx,))
+        squares = self.temporary("squares", x.shape).array
+        self.backend.pool_average_backward(dx, squares, self._geometry)
+        inputs = (x, dy, scale, squares, param.alpha, param.beta)
         self.backend.apply(within_gradient, inputs, (dx,))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Array, Geometry
+from caffepy.backend import Geometry
 from caffepy.layers.base import Blobs, Layer, register_layer
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.PoolingParameter
@@ -24,7 +25,7 @@ class PoolingLayer(Layer):
     half = True
 
     tops = (1, 2)
-    _mask: Array | None = None
+    _mask: Temporary
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -86,9 +87,9 @@ class PoolingLayer(Layer):
         shape = (*bottom[0].shape[:2], *sizes)
         for blob in top:
             blob.reshape(shape)
-        if self._is_max and (self._mask is None or self._mask.shape != shape):
+        if self._is_max:
             small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
-            self._mask = self.backend.zeros(shape, self.backend.mask_dtype if small else "int32")
+            self._mask = self.temporary("mask", shape, self.backend.mask_dtype if small else "int32")
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
         """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""
@@ -114,15 +115,15 @@ class PoolingLayer(Layer):
         if not self._is_max:
             self.backend.pool_average_forward(x, y, self._geometry)
             return
-        self.backend.pool_max_forward(x, y, self._mask, self._geometry)
+        self.backend.pool_max_forward(x, y, self._mask.array, self._geometry)
         if len(top) > 1:
-            self.backend.copy(self._mask, top[1].data)
+            self.backend.copy(self._mask.array, top[1].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         """The gradient goes to each window's maximum, or evenly over the window."""
         if not propagate_down[0]:
             return
         if self._is_max:
-            self.backend.pool_max_backward(top[0].diff, self._mask, bottom[0].diff, self._geometry)
+            self.backend.pool_max_backward(top[0].diff, self._mask.array, bottom[0].diff, self._geometry)
         else:
             self.backend.pool_average_backward(top[0].diff, bottom[0].diff, self._geometry)

@@ -15,6 +15,7 @@ from caffepy.layers.formulas import (
     total,
     total_with_channel,
 )
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 
@@ -125,7 +126,7 @@ class ScaleLayer(BroadcastLayer):
     at 0. In place, the bottom's data are kept for the scale's gradient.
     """
 
-    _kept: Array | None = None
+    _kept: Temporary | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.scale_param
@@ -141,22 +142,19 @@ class ScaleLayer(BroadcastLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.place_operand(self.operand(bottom), bottom, self.param.scale_param.axis)
         top[0].reshape(bottom[0].shape)
-        if bottom[0] is not top[0]:
-            self._kept = None
-        elif self._kept is None or self._kept.shape != bottom[0].shape:
-            self._kept = self.backend.zeros(bottom[0].shape, self.storage)
+        self._kept = self.temporary("kept", bottom[0].shape, self.storage) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, scale = bottom[0].data, top[0].data, self.operand(bottom).data
         if self._kept is not None:
-            self.backend.copy(x, self._kept)
+            self.backend.copy(x, self._kept.array)
         if self.param.scale_param.bias_term:
             self.combine(scale_shift, product_plus, (x, scale, self.blobs[-1].data), y)
         else:
             self.combine(product_with_channel, product, (x, scale), y)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        x = bottom[0].data if self._kept is None else self._kept
+        x = bottom[0].data if self._kept is None else self._kept.array
         dy = top[0].diff
         if not self._both_at_once(x, dy, bottom):
             index = len(self.blobs) - 1

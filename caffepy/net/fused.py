@@ -14,6 +14,7 @@ from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.convolution import ConvolutionLayer
 from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.layers.scale import ScaleLayer
+from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
 
 
@@ -97,7 +98,7 @@ class FusedNormalisation(FusedLayer):
         self.sums: Array | None = None
         """Where the convolution before adds up its output."""
         self._measured = False
-        self._mask: Array | None = None
+        self._mask: Temporary | None = None
         channels = norm.blobs[0].shape
         self._sum_dy_x, self._sum_dy = (self.backend.zeros(channels) for _ in range(2))
 
@@ -123,10 +124,8 @@ class FusedNormalisation(FusedLayer):
             blob.reshape(shape)
         size = mask_bytes(bottom[0].count)
         training = self.context.phase == caffe_pb2.TRAIN
-        if not (self._adds and self._relu and training):
-            self._mask = None
-        elif self._mask is None or self._mask.shape != (size,):
-            self._mask = self.backend.zeros((size,), "uint8")
+        masked = self._adds and self._relu and training
+        self._mask = self.temporary("mask", (size,), "uint8") if masked else None
 
     def _normalisation(self) -> Normalisation:
         if self._scale is None:
@@ -146,7 +145,8 @@ class FusedNormalisation(FusedLayer):
         self._measured = False
         residual = bottom[1].data if self._adds else None
         y = top[0].data
-        self.backend.batch_norm_forward(x.data, n, y, residual, self._relu, self._mask)
+        mask = None if self._mask is None else self._mask.array
+        self.backend.batch_norm_forward(x.data, n, y, residual, self._relu, mask)
         for blob in top[1:]:
             blob.bind(data=y)
 
@@ -156,7 +156,8 @@ class FusedNormalisation(FusedLayer):
         dys = [blob.diff for blob in wanted]
         total = bottom[1].diff if self._adds else dys[0] if len(dys) > 1 else None
         scale, bias = self._gradient_places()
-        self.backend.batch_norm_backward_sums(x, dys, n, scale, bias, self._relu, self._mask, total)
+        mask = None if self._mask is None else self._mask.array
+        self.backend.batch_norm_backward_sums(x, dys, n, scale, bias, self._relu, mask, total)
         self._add_to_parameters(scale, bias)
         if propagate_down[0]:
             dy = dys[0] if total is None else total
