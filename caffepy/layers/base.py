@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeAlias
@@ -80,6 +80,8 @@ class LayerContext:
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
     """Names the record at a place (second) of the device's batch of a pass (first), set by the first data layer."""
+    sample_shapes: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+    """Shapes of one sample of each top, by layer, for data layers that are not to open their data: a planned net's."""
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
@@ -71,14 +72,19 @@ class PrefetchingLayer(Layer):
         training = self.context.phase == caffe_pb2.TRAIN
         self._count = self.context.shard.device_batch(size) if training else size
         self._warn_if_rounded(size)
-        self._source, shapes = self.open()
-        for blob, shape in zip(top, shapes, strict=True):
+        for blob, shape in zip(top, self._sample_shapes(), strict=True):
             blob.reshape((self._count, *shape))
         if self._root:
             logger.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if self.context.first_sample is None:
             self.context.first_sample = lambda number: self.schedule.first_sample(number)
             self.context.describe_sample = self.describe_sample
+
+    def _sample_shapes(self) -> Sequence[tuple[int, ...]]:
+        shapes = self.context.sample_shapes.get(self.name)
+        if shapes is None:
+            self._source, shapes = self.open()
+        return shapes
 
     def _warn_if_rounded(self, size: int) -> None:
         shard = self.context.shard
@@ -91,7 +97,7 @@ class PrefetchingLayer(Layer):
 
     @property
     def _root(self) -> bool:
-        return self.context.shard.rank == 0
+        return self.context.shard.rank == 0 and self.backend.holds_values
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The tops have their shapes from `setup` and take those of each batch."""

@@ -70,7 +70,7 @@ class Net:
         """The layers as they were written, with Split and Cast layers."""
         self._table = ParameterTable()
         self._buffer: ParameterBuffer | None = None
-        self._log_level = logging.INFO if context.shard.rank == 0 else logging.DEBUG
+        self._log_level = logging.INFO if context.shard.rank == 0 and self.backend.holds_values else logging.DEBUG
         self.param = insert_splits(
             filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
         )
