@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from caffepy.backend.expression import Expression
+from caffepy.backend.input import InputPrimitives
 
 Array = Any
 """A numpy.ndarray or cupy.ndarray."""
@@ -109,6 +110,46 @@ class Normalisation:
     fraction: float
 
 
+class Graph(Protocol):
+    """Captured work."""
+
+    def launch(self) -> None:
+        """Replay it on the backend's stream; returns at once."""
+
+
+class Mark(Protocol):
+    """A place in the backend's work."""
+
+    def wait(self) -> None:
+        """Wait until everything before it is done."""
+
+
+class Fetch(Protocol):
+    """An array on its way to the host."""
+
+    def get(self) -> Any:
+        """The NumPy array; waits for it."""
+
+
+class Mailbox(Protocol):
+    """Numbers that change from iteration to iteration, where captured work finds them."""
+
+    @property
+    def array(self) -> Array:
+        """All numbers, float32."""
+
+    @property
+    def values(self) -> Sequence[Array | float]:
+        """Each number, as a Scalar argument of a formula; asked for anew whenever work is put on the stream."""
+
+    @property
+    def counters(self) -> Sequence[Counter | None]:
+        """Each counter, as `dropout` takes it; None where host numbers do."""
+
+    def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
+        """Let the work that is put on the stream from now on see these."""
+
+
 class Convolution(Protocol):
     """A convolution of fixed shapes, planned once (algorithm, workspace) and run many times.
 
@@ -136,7 +177,7 @@ class Convolution(Protocol):
         """dweights (+)= correlation of x with dy, summed over the batch."""
 
 
-class Backend(ABC):
+class Backend(InputPrimitives, ABC):
     """One device, as layers and solvers see it. All floating-point arrays are float32 unless said otherwise."""
 
     name: str
@@ -144,6 +185,9 @@ class Backend(ABC):
 
     asynchronous: bool
     """Whether primitives return before their result is there."""
+
+    captures: bool = False
+    """Whether work can be captured into graphs."""
 
     storages: tuple[str, ...] = ("float32",)
     """Which of STORAGE its blobs can be kept in."""
@@ -170,6 +214,26 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back streams, handles and workspaces; the backend cannot be used any more. Callable twice."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """A graph of what `work` asks of this backend; nothing is computed. `work` must have run once before.
+
+        Raises:
+            RunError: something in it cannot be captured.
+        """
+        raise AssertionError(f"{self.name} captures no graphs")
+
+    @abstractmethod
+    def mailbox(self, values: int, counters: int) -> Mailbox:
+        """Room for so many numbers and counters."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """This place in the backend's work."""
+
+    @abstractmethod
+    def fetch(self, array: Array) -> Fetch:
+        """Copy a small array to the host as it is at this place in the backend's work, without waiting for it."""
 
     @abstractmethod
     def device_description(self) -> str:

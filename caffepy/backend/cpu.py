@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cpu_lrn, cpu_pooling, cpu_random, cpu_softmax
-from caffepy.backend.base import Array, Convolution, Counter, Geometry, RandomStream
+from caffepy.backend.base import Array, Convolution, Counter, Fetch, Geometry, Mailbox, Mark, RandomStream
 from caffepy.backend.composed import Composed
 from caffepy.backend.cpu_blas import BLAS
 from caffepy.backend.cpu_convolution import TileConvolution
 from caffepy.backend.cpu_convolution_general import GeneralConvolution
 from caffepy.backend.cpu_expression import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu_gemm import Gemm
+from caffepy.backend.cpu_input import CpuInput
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
+from caffepy.backend.mailbox import Done, HostFetch, HostMailbox
 from caffepy.errors import DeviceError
 
 _LAST = (0, 2, 3, 1)
@@ -42,7 +44,7 @@ def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, c
         counts[item] = count
 
 
-class CpuBackend(Composed):
+class CpuBackend(CpuInput, Composed):
     """One solver thread's share of the machine's cores.
 
     Args:
@@ -76,6 +78,15 @@ class CpuBackend(Composed):
     def close(self) -> None:
         """Give back the workspace; the threads are the process's."""
         self._workspace.clear()
+
+    def mailbox(self, values: int, counters: int) -> Mailbox:
+        return HostMailbox(values, counters)
+
+    def mark(self) -> Mark:
+        return Done()
+
+    def fetch(self, array: Array) -> Fetch:
+        return HostFetch(array)
 
     def device_description(self) -> str:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -168,10 +179,12 @@ class CpuBackend(Composed):
                 assert arguments[i].shape == shape[axis : axis + arguments[i].ndim], (arguments[i].shape, shape, axis)
                 if extents is None:
                     arguments[i] = self._spread(arguments[i], shape, axis)
-        for argument, kind in zip(arguments, expression.kinds, strict=True):
+        for i, (argument, kind) in enumerate(zip(arguments, expression.kinds, strict=True)):
             if kind is Kind.EACH:
                 assert argument.shape == shape, (expression.name, argument.shape, shape)
-            if kind is not Kind.SCALAR:
+            if kind is Kind.SCALAR:
+                arguments[i] = float(argument)
+            else:
                 self._check_dense(argument)
         self._check_dense(*outputs)
         if channels and extents is None:

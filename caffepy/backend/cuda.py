@@ -6,17 +6,28 @@ Owns one device's stream and library handles. Everything is ordered on the strea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from caffepy.backend import cuda_classes, cuda_elementwise, cuda_memory, cuda_windows
-from caffepy.backend.base import MATH_MODES, Array, Convolution, Counter, Geometry, RandomStream
+from caffepy.backend import cuda_classes, cuda_copy, cuda_elementwise, cuda_memory, cuda_windows
+from caffepy.backend.base import (
+    MATH_MODES,
+    Array,
+    Convolution,
+    Counter,
+    Fetch,
+    Geometry,
+    Graph,
+    Mailbox,
+    Mark,
+    RandomStream,
+)
 from caffepy.backend.composed import Composed
 from caffepy.backend.cuda_blas import Blas
-from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources, add_to, plan_convolution
+from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources, plan_convolution
 from caffepy.backend.cuda_device import (
     GIBIBYTE,
     DeviceProperties,
@@ -27,6 +38,8 @@ from caffepy.backend.cuda_device import (
     device_properties,
     import_cudnn,
 )
+from caffepy.backend.cuda_graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark
+from caffepy.backend.cuda_input import CudaInput
 from caffepy.backend.cuda_kernels import launch, library_kernel
 from caffepy.backend.expression import Expression
 from caffepy.errors import ConfigError
@@ -35,7 +48,7 @@ __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "d
 
 
 
-class CudaBackend(Composed):
+class CudaBackend(CudaInput, Composed):
     """One GPU for one solver thread.
 
     Args:
@@ -48,6 +61,7 @@ class CudaBackend(Composed):
     """
 
     asynchronous = True
+    captures = True
 
     def __init__(self, device: int, math: str = "fp32") -> None:
         if math not in MATH_MODES:
@@ -92,6 +106,18 @@ class CudaBackend(Composed):
             self._scratch.clear()
         cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
 
+    def capture(self, work: Callable[[], None]) -> Graph:
+        return CudaGraph(self.stream, work)
+
+    def mailbox(self, values: int, counters: int) -> Mailbox:
+        return CudaMailbox(self.stream, values, counters)
+
+    def mark(self) -> Mark:
+        return CudaMark(self.stream)
+
+    def fetch(self, array: Array) -> Fetch:
+        return CudaFetch(self.stream, array)
+
     def device_description(self) -> str:
         properties = device_properties(self.device)
         return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
@@ -113,29 +139,19 @@ class CudaBackend(Composed):
         return cuda_memory.reshaped(array, shape)
 
     def fill(self, array: Array, value: float) -> None:
-        if cuda_memory.is_dense(array):
-            array = cuda_memory.flat(array)
-        array.fill(value)
+        cuda_memory.fill(array, value)
 
     def copy(self, source: Array, destination: Array) -> None:
-        dense = cuda_memory.is_dense(source) and cuda_memory.is_dense(destination)
-        if dense and source.dtype == destination.dtype and source.shape == destination.shape:
-            if source.nbytes:
-                destination.data.copy_from_device_async(source.data, source.nbytes, self.stream)
-            return
-        cupy.copyto(destination, source)
+        cuda_copy.copy(source, destination)
 
     def add(self, source: Array, destination: Array) -> None:
-        if cuda_memory.is_dense(source) and cuda_memory.is_dense(destination):
-            cuda_elementwise.apply(add_to, (destination, source), (destination,), axis=0)
-        else:
-            cupy.add(destination, source, out=destination)
+        cuda_copy.add(source, destination)
 
     def from_host(self, host: Any, destination: Array) -> None:
-        cuda_memory.upload(host, destination)
+        cuda_copy.upload(host, destination, self._scratch)
 
     def to_host(self, array: Array) -> Any:
-        return array.get(stream=self.stream, order="C")
+        return cuda_memory.download(array, self.stream)
 
     # -- elementwise and reductions -----------------------------------------------------------------
 

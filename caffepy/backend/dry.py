@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array, Backend, Convolution, Geometry, storage_dtype
+from caffepy.backend.base import Array, Backend, Convolution, Fetch, Geometry, Mailbox, Mark, storage_dtype
+from caffepy.backend.mailbox import Done, HostMailbox
 
 SETUP = -1
 """The step before a net's first one."""
@@ -240,6 +241,15 @@ class DryBackend(Backend):
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def mailbox(self, values: int, counters: int) -> Mailbox:
+        return HostMailbox(values, counters)
+
+    def mark(self) -> Mark:
+        return Done()
+
+    def fetch(self, array: Array) -> Fetch:
+        raise AssertionError("a dry run computes nothing that could be fetched")
 
     def device_description(self) -> str:
         return "no device"

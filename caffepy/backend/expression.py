@@ -21,7 +21,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 
@@ -100,6 +100,10 @@ class Expression:
     def __repr__(self) -> str:
         return f"Expression({self.name})"
 
+    def with_copies(self, count: int) -> Expression:
+        """The same formula, its first value returned so many times more, behind the others."""
+        return self if count == 0 else _with_copies(self, count)
+
     @cached_property
     def _statements(self) -> list[ast.stmt]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(self.function))).body[0]
@@ -112,8 +116,7 @@ class Expression:
     @cached_property
     def output_count(self) -> int:
         """How many values the formula returns."""
-        value = self._return_value
-        return len(value.elts) if isinstance(value, ast.Tuple) else 1
+        return len(self._returned())
 
     @property
     def _return_value(self) -> ast.expr:
@@ -190,6 +193,24 @@ class Expression:
             case ast.Call(func=ast.Name(id=name), args=arguments) if name in FUNCTIONS:
                 return f"{FUNCTIONS[name]}({', '.join(map(self._cuda, arguments))})"
         raise AssertionError(f"{self.name}: a formula may not use {ast.unparse(node)}")
+
+
+class _Copying(Expression):
+    """A formula whose first value is returned again."""
+
+    def __init__(self, original: Expression, count: int) -> None:
+        super().__init__(original.function)
+        self.name = f"{original.name}_{count}_copies"
+        self._count = count
+
+    def _returned(self) -> list[ast.expr]:
+        values = super()._returned()
+        return values + values[:1] * self._count
+
+
+@cache
+def _with_copies(original: Expression, count: int) -> Expression:
+    return _Copying(original, count)
 
 
 def _value(constant: ast.Constant) -> float:

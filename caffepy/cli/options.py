@@ -131,8 +131,8 @@ def add_device_options(parser: argparse._ActionsContainer, default: str) -> None
     parser.add_argument(
         "--math",
         choices=MATH_MODES,
-        default="fp32",
-        help="how GPUs multiply: full float32 (default), or tf32: faster, on tensor cores, factors rounded to 10 bits",
+        default="tf32",
+        help="how GPUs multiply in FLOAT: on tensor cores, factors rounded to 10 bits (tf32, default), or in full (fp32)",
     )
 
 

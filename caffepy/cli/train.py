@@ -48,6 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default="per-rank",
         help="batch_size is divided among a rank's devices, as in NVIDIA Caffe (default), or is each device's (BVLC)",
     )
+    engine = parser.add_argument_group("GPU engine")
+    engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
+    engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
+    engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
     add_state_options(parser)
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
         parser.add_argument(
@@ -90,6 +94,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.config.solver_check import check_solver
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
+    from caffepy.solvers.engine import Engine
 
     param = read_solver(args.solver)
     check_solver(param, str(args.solver))
@@ -116,6 +121,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         sigterm_effect=args.sigterm_effect,
         threads=args.threads,
         math=args.math,
+        engine=Engine(eager=args.eager, fuse=not args.no_fuse, share=not args.no_share),
     )
 
 

@@ -1,8 +1,8 @@
 """Rewrites a net's list of layers so that neighbours are computed as one.
 
-Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise sum,
-ReLU and Split behind it, its statistics added up by the convolution before it. The layers themselves stay as they are,
-with their parameters; only the net's schedule changes. How a group computes stands in `fused.py`.
+Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise
+sum, ReLU and Split behind it, its statistics added up by the convolution before it. The layers themselves stay as they
+are, with their parameters; only the net's schedule changes. How a group computes stands in `fused.py`.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from caffepy.backend import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError, RunError, SnapshotError
 from caffepy.layers.base import Layer, LayerContext, layer_class
+from caffepy.layers.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
@@ -257,6 +259,18 @@ class Net:
                 debug.log_backward(node)
         for callback in self.after_backward:
             callback(node)
+
+    def changed_shapes(self) -> bool:
+        """Whether a data layer's new batch has another shape than those that its readers were made for."""
+        return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self.schedule)
+
+    def add_loss(self, total: Array, accumulate: bool) -> None:
+        """total (+)= the loss of this pass, on the device; `total` has shape ()."""
+        for node in self.nodes:
+            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
+                if weight:
+                    self.backend.reduce(scaled, (top.data, weight), (total,), accumulate=accumulate)
+                    accumulate = True
 
     def loss(self) -> float:
         """The sum over all tops of loss weight times the sum of the top's elements; waits for the device."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from caffepy.backend.base import Array, Backend
 from caffepy.blob import Blob, format_shape
 from caffepy.layers.base import Layer
@@ -152,8 +154,8 @@ class ParameterBuffer:
     """All parameters of a net in one flat array, their gradients in another.
 
     Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What the blobs
-    hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) have their place as well: they
-    too are broadcast and saved.
+    hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all others: they
+    too are broadcast and saved, but no update touches them.
 
     Args:
         backend: where the memory is.
@@ -175,11 +177,30 @@ class ParameterBuffer:
             self._move(parameter)
 
     def _lay_out(self) -> int:
-        start = 0
-        for parameter in _backward_order(self.parameters):
+        start = self.learned = 0
+        for parameter in sorted(_backward_order(self.parameters), key=lambda p: p.lr_mult == 0):
             parameter.start, parameter.stop = start, start + parameter.blob.count
             start = -(-parameter.stop // ALIGNMENT) * ALIGNMENT
+            if parameter.lr_mult != 0:
+                self.learned = start
         return start
+
+    def blocks(self, flat: Array) -> Array:
+        """The learned part of a flat array as (blocks, ALIGNMENT): a block belongs to one parameter."""
+        return flat[: self.learned].reshape(-1, ALIGNMENT)
+
+    def multipliers(self) -> tuple[Array, Array]:
+        """lr_mult and decay_mult of each block, float32 (blocks,)."""
+        tables = []
+        for multiplier in ("lr_mult", "decay_mult"):
+            host = np.zeros(self.learned // ALIGNMENT, np.float32)
+            for parameter in self.parameters:
+                if parameter.lr_mult != 0:
+                    place = slice(parameter.start // ALIGNMENT, -(-parameter.stop // ALIGNMENT))
+                    host[place] = getattr(parameter, multiplier)
+            tables.append(self.backend.zeros(host.shape))
+            self.backend.from_host(host, tables[-1])
+        return tables[0], tables[1]
 
     def _move(self, parameter: Parameter) -> None:
         place = self.view(self.data, parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,8 +90,8 @@ class NcclCommunicator:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
             self._comm.broadcast(pointer, pointer, array.size, _nccl_type(array), root, stream)
 
-    def wait(self) -> None:
-        """Wait until the current stream's operations are done.
+    def wait(self, until: Callable[[], None] | None = None) -> None:
+        """Wait until the current stream's operations are done, or for what `until` waits for.
 
         The interpreter lock is free meanwhile, so another thread's `abort` can end an operation that a peer never
         joins.
@@ -101,7 +101,7 @@ class NcclCommunicator:
             PeerError: NCCL lost a peer.
         """
         with self._translated("the GPU's work"):
-            cupy.cuda.get_current_stream().synchronize()
+            (until or cupy.cuda.get_current_stream().synchronize)()
             if not self._aborted.is_set():
                 self._comm.check_async_error()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.errors import ConfigError
+from caffepy.solvers.engine import Engine
 
 if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
@@ -37,6 +38,7 @@ class TrainOptions:
         sigterm_effect: what SIGTERM does; here stop means: write a snapshot, then stop.
         threads: CPU threads of each solver; None divides the cores among all solvers of the host.
         math: how GPUs multiply, one of backend.MATH_MODES.
+        engine: how iterations are run.
     """
 
     solver: SolverParameter
@@ -53,7 +55,8 @@ class TrainOptions:
     sighup_effect: str = "snapshot"
     sigterm_effect: str = "stop"
     threads: int | None = None
-    math: str = "fp32"
+    math: str = "tf32"
+    engine: Engine = field(default_factory=Engine)
 
     @property
     def local_devices(self) -> list[int | None]:

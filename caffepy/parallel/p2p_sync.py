@@ -128,7 +128,16 @@ class P2PSync:
             return
         with self.progress.waiting("the gradients' all-reduce"):
             self._connected.all_reduce(solver.net.parameters.diff, average=True)
-            self._settle()
+
+    def not_captured(self) -> str:
+        return ""
+
+    def settle(self, wait: Callable[[], None]) -> None:
+        if self.world_size == 1:
+            wait()
+            return
+        with self.progress.waiting("the gradients' all-reduce"):
+            self._settle(wait)
 
     def sum_over_devices(self, values: Any) -> Any:
         if self.world_size == 1:
@@ -148,10 +157,12 @@ class P2PSync:
             raise AbortedError("training was stopped")
         return self._communicator
 
-    def _settle(self) -> None:
+    def _settle(self, wait: Callable[[], None] | None = None) -> None:
         """Let the device finish: a thread that launches eagerly must not run ahead of its peers, or they deadlock."""
-        wait = getattr(self._communicator, "wait", None)
-        if wait is not None:
+        watched = getattr(self._communicator, "wait", None)
+        if watched is not None:
+            watched(wait)
+        elif wait is not None:
             wait()
 
     # -- the thread ---------------------------------------------------------------------------------
@@ -199,6 +210,7 @@ class P2PSync:
             callback=self,
             request=self._request,
             keep_going=options.keep_going,
+            engine=options.engine,
         )
         self.solver = solver
         if options.snapshot is not None:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from math import sqrt
 
-from caffepy.backend import Each, Scalar, expression
-from caffepy.backend.base import Array
-from caffepy.solvers.base import SOLVERS, Solver, Step
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.solvers.base import SOLVERS, Solver
 
 
 @expression
 def adadelta_update(
-    data: Each,
-    diff: Each,
-    gradients: Each,
-    steps: Each,
-    scale: Scalar,
-    l2: Scalar,
-    l1: Scalar,
-    rate: Scalar,
-    decay: Scalar,
-    delta: Scalar,
-) -> tuple[Each, Each, Each]:
+    data: Each, diff: Each, gradients: Each, steps: Each, lr_mult: Channel, decay_mult: Channel,
+    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, decay: Scalar, delta: Scalar,
+) -> tuple[Each, Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
-    gradient = scale * diff + l2 * data + l1 * sign
+    gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     mean = decay * gradients + (1 - decay) * gradient * gradient
     change = gradient * sqrt((steps + delta) / (mean + delta))
-    return data - rate * change, mean, decay * steps + (1 - decay) * change * change
+    new = data - rate * lr_mult * change
+    next_steps = decay * steps + (1 - decay) * change * change
+    return new if go > 0 else data, mean if go > 0 else gradients, next_steps if go > 0 else steps
 
 
 @SOLVERS.register("AdaDelta")
@@ -39,7 +32,7 @@ class AdaDeltaSolver(Solver):
     """
 
     histories = 2
+    rule = adadelta_update
 
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        scalars = (step.scale, step.l2, step.l1, step.rate, step.momentum, self.param.delta)
-        self.backend.apply(adadelta_update, (data, diff, *history, *scalars), (data, *history))
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        return rate, momentum, self.param.delta

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from math import sqrt
 
-from caffepy.backend import Each, Scalar, expression
-from caffepy.backend.base import Array
-from caffepy.solvers.base import SOLVERS, Solver, Step
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.solvers.base import SOLVERS, Solver
 
 
 @expression
 def adagrad_update(
-    data: Each, diff: Each, history: Each, scale: Scalar, l2: Scalar, l1: Scalar, rate: Scalar, delta: Scalar
-) -> tuple[Each, Each]:
+    data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
+    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, delta: Scalar,
+) -> tuple[Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
-    gradient = scale * diff + l2 * data + l1 * sign
+    gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     total = history + gradient * gradient
-    return data - rate * gradient / (sqrt(total) + delta), total
+    new = data - rate * lr_mult * gradient / (sqrt(total) + delta)
+    return new if go > 0 else data, total if go > 0 else history
 
 
 @SOLVERS.register("AdaGrad")
@@ -28,6 +29,7 @@ class AdaGradSolver(Solver):
     Defined by Caffe's `adagrad_solver.cpp`; Duchi, Hazan and Singer, JMLR 2011.
     """
 
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        arguments = (data, diff, history[0], step.scale, step.l2, step.l1, step.rate, self.param.delta)
-        self.backend.apply(adagrad_update, arguments, (data, history[0]))
+    rule = adagrad_update
+
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        return rate, self.param.delta

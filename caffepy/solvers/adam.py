@@ -5,30 +5,21 @@ from __future__ import annotations
 import math
 from math import sqrt
 
-from caffepy.backend import Each, Scalar, expression
-from caffepy.backend.base import Array
-from caffepy.solvers.base import SOLVERS, Solver, Step
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.solvers.base import SOLVERS, Solver
 
 
 @expression
 def adam_update(
-    data: Each,
-    diff: Each,
-    first: Each,
-    second: Each,
-    scale: Scalar,
-    l2: Scalar,
-    l1: Scalar,
-    rate: Scalar,
-    beta1: Scalar,
-    beta2: Scalar,
-    delta: Scalar,
-) -> tuple[Each, Each, Each]:
+    data: Each, diff: Each, first: Each, second: Each, lr_mult: Channel, decay_mult: Channel,
+    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, beta1: Scalar, beta2: Scalar, delta: Scalar,
+) -> tuple[Each, Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
-    gradient = scale * diff + l2 * data + l1 * sign
+    gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     m = beta1 * first + (1 - beta1) * gradient
     v = beta2 * second + (1 - beta2) * gradient * gradient
-    return data - rate * m / (sqrt(v) + delta), m, v
+    new = data - rate * lr_mult * m / (sqrt(v) + delta)
+    return new if go > 0 else data, m if go > 0 else first, v if go > 0 else second
 
 
 @SOLVERS.register("Adam")
@@ -43,9 +34,9 @@ class AdamSolver(Solver):
     """
 
     histories = 2
+    rule = adam_update
 
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        beta1, beta2, t = step.momentum, self.param.momentum2, self.iteration + 1
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        beta1, beta2, t = momentum, self.param.momentum2, self.iteration + 1
         correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        scalars = (step.scale, step.l2, step.l1, step.rate * correction, beta1, beta2, self.param.delta)
-        self.backend.apply(adam_update, (data, diff, *history, *scalars), (data, *history))
+        return rate * correction, beta1, beta2, self.param.delta

@@ -11,21 +11,24 @@ import logging
 import math
 import secrets
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from caffepy import snapshot
-from caffepy.backend import Each, expression
-from caffepy.backend.base import Array, Backend
+from caffepy.backend import Array, Backend, Expression
+from caffepy.backend.base import Fetch, Mark
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
-from caffepy.errors import ConfigError, NonFiniteError
+from caffepy.errors import ConfigError, NonFiniteError, RunError
 from caffepy.net import debug
+from caffepy.net.capture import Program, Step
 from caffepy.proto.caffe_pb2 import FLOAT, SolverParameter
 from caffepy.registry import Registry
 from caffepy.report import Performance
@@ -33,11 +36,12 @@ from caffepy.solvers import policies
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.display import Display
+from caffepy.solvers.engine import Engine
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.nets import NetFactory
-from caffepy.solvers.segments import Segment, merge_segments
 from caffepy.solvers.state import history_arrays, restore_state, save_state
 from caffepy.solvers.testing import run_test
+from caffepy.solvers.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +51,10 @@ CHECK_INTERVAL = 20
 """Iterations after which an asynchronous device is asked for its loss, to notice one that is not finite."""
 
 
-@expression
-def square(x: Each) -> Each:
-    return x * x
-
-
-@dataclass
-class Step:
-    """The numbers of one update of one segment.
-
-    Args:
-        rate: learning rate times lr_mult.
-        momentum: the iteration's momentum.
-        scale: factor of the gradient: clipping and 1 / iter_size.
-        l2: weight decay times decay_mult if regularization_type is L2, else 0.
-        l1: the same for L1.
-    """
-
-    rate: float
-    momentum: float
-    scale: float
-    l2: float
-    l1: float
+IN_FLIGHT = 3
+"""Iterations that a device may be behind the host: enough to keep it busy, too few to run far ahead of a peer."""
+STOP, SNAPSHOT, SCALE, L2, L1, RULE = range(6)
+"""Places of the mailbox's numbers: the two requests, factors of gradient and regularisation, then the rule's own."""
 
 
 class Solver(ABC):
@@ -82,6 +68,7 @@ class Solver(ABC):
         callback: those that train together; None: nobody else.
         request: asked once an iteration what somebody outside wants.
         keep_going: log a loss that is not finite instead of stopping.
+        engine: how iterations are run.
 
     Raises:
         ConfigError: solver and nets do not hold together.
@@ -89,6 +76,8 @@ class Solver(ABC):
 
     histories: ClassVar[int] = 1
     """Values of history that the rule keeps for each parameter."""
+    rule: ClassVar[Expression]
+    """The update, see `Update`."""
 
     def __init__(
         self,
@@ -100,6 +89,7 @@ class Solver(ABC):
         callback: SolverCallback | None = None,
         request: Callable[[], Action] | None = None,
         keep_going: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -107,6 +97,7 @@ class Solver(ABC):
         self.resolve = resolve or PathResolver(None)
         self.callback: SolverCallback = callback or SingleDevice()
         self.keep_going = keep_going
+        self.engine = engine or Engine()
         self._request = request
         _refuse_unsupported(self.param)
         if self.param.random_seed < 0:
@@ -116,6 +107,9 @@ class Solver(ABC):
         self.stopped_early = False
         self.losses = LossWindow(self.param.average_loss)
         self._requests: set[Action] = set()
+        self._marks: deque[Mark] = deque()
+        self._answers: deque[Fetch] = deque()
+        self._rate = 0.0
         self._snapshot_at = -1
         self._build_nets()
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
@@ -125,13 +119,23 @@ class Solver(ABC):
             snapshot.check_prefix(self._snapshot_paths()[0])
 
     def _build_nets(self) -> None:
-        factory = NetFactory(self.param, self.backend, self.shard, self.resolve)
+        plain = self.param.debug_info
+        fuse = self.engine.fuse and self.backend.captures and not plain
+        factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse)
         self.net = factory.train_net()
         for names in self.param.weights:
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
         self.history: list[Array] = [self.net.parameters.new_history() for _ in range(self.histories)]
-        self.segments = merge_segments(self.net.parameters.parameters)
+        for net in (self.net, *self.test_nets):
+            net.prepare()
+            net.keeps_copies = False
+        half = "float16" in self.net.parameters.copies
+        self.updating = Update(self.net, self.rule, self.history, self.param.clip_gradients, guard=half)
+        numbers = RULE + len(self.rule_numbers(0.0, 0.5))
+        self.mailbox = self.backend.mailbox(numbers, self.param.iter_size)
+        self.losses_of_passes = self.backend.zeros(())
+        self.program = Program(self.backend, self._steps())
 
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones.
@@ -176,6 +180,7 @@ class Solver(ABC):
     def step(self, iterations: int) -> None:
         """Make so many iterations, with the tests and snapshots that fall due."""
         self.callback.on_start(self)
+        self.net.parameters.refresh(self.net.parameters.copies)
         end = self.iteration + iterations
         self.clock.resume()
         while self.iteration < end and not self.stopped_early:
@@ -184,18 +189,29 @@ class Solver(ABC):
             if Action.STOP not in self._requests:
                 self._iterate()
             self._act_on_requests()
+        self._settle()
         self.clock.pause()
 
     def _iterate(self) -> None:
         display = self._due(self.param.display)
         self.net.debug_info = display and self.param.debug_info
+        self._poll()
+        self._send_numbers()
+        if self.program.captured:
+            self._replay(display)
+        else:
+            self._run_eagerly(display)
+            self._capture()
+        self.iteration += 1
+        self.clock.tick()
+
+    def _run_eagerly(self, display: bool) -> None:
         self._compute_gradients(display or self._needs_loss())
         if display:
             self.display.show_iteration()
         self._exchange_gradients()
+        self._hear_requests()
         self._apply_update(display)
-        self.iteration += 1
-        self.clock.tick()
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
@@ -205,9 +221,9 @@ class Solver(ABC):
         return not self.backend.asynchronous or self.param.average_loss > 1 or self._due(CHECK_INTERVAL)
 
     def _compute_gradients(self, read_loss: bool) -> None:
-        self.net.clear_param_diffs()
         loss = 0.0
-        for _ in range(self.param.iter_size):
+        for index in range(self.param.iter_size):
+            self._begin_pass(index)
             self.net.forward()
             if read_loss:
                 loss += self._read_loss()
@@ -218,6 +234,12 @@ class Solver(ABC):
             self.backend.synchronize()
             self.net.check()
 
+    def _begin_pass(self, index: int) -> None:
+        """Before each of an iteration's passes: where its random numbers begin, and that gradients start anew."""
+        self.net.context.passes.on_device = self.mailbox.counters[index]
+        if index == 0:
+            self.net.clear_param_diffs()
+
     def _read_loss(self) -> float:
         loss = self.net.loss()
         if not math.isfinite(loss):
@@ -226,7 +248,7 @@ class Solver(ABC):
 
     def _report_non_finite(self, loss: float) -> None:
         self.net.check()
-        node = self.net.first_non_finite()
+        node = None if self.program.captured else self.net.first_non_finite()
         message = f"iteration {self.iteration}: the loss is {loss:g}"
         if node is not None:
             message += f"; the first layer whose output is not finite is '{node.layer.name}' ({node.layer.type})"
@@ -238,19 +260,19 @@ class Solver(ABC):
 
     def _exchange_gradients(self) -> None:
         """Average gradients and requests over all devices, so that all act in the same iteration."""
-        self._poll()
-        if self.callback.world_size == 1:
-            self.callback.on_gradients_ready(self)
-            return
-        flags = self.net.parameters.flags
-        for i, action in enumerate((Action.STOP, Action.SNAPSHOT)):
-            if action in self._requests:
-                self.backend.fill(flags[i : i + 1], 1.0)
+        if self.callback.world_size > 1:
+            self.backend.copy(self.mailbox.array[STOP : SNAPSHOT + 1], self.net.parameters.flags[:2])
         self.callback.on_gradients_ready(self)
-        asked = self.backend.to_host(flags)[:2] > 0
-        if asked.any():
-            self.backend.fill(flags, 0.0)
-        self._requests = {a for a, yes in zip((Action.STOP, Action.SNAPSHOT), asked, strict=True) if yes}
+
+    def _hear_requests(self) -> None:
+        """What any of the devices asked for."""
+        if self.callback.world_size > 1:
+            self.callback.settle(self.backend.synchronize)
+            self._take_requests(self.backend.to_host(self.net.parameters.flags))
+
+    def _take_requests(self, flags: np.ndarray) -> None:
+        pairs = zip((Action.STOP, Action.SNAPSHOT), flags[:2], strict=True)
+        self._requests = {action for action, asked in pairs if asked > 0}
 
     def _poll(self) -> None:
         """Take what was asked for; twice, because a snapshot and a stop may both be waiting."""
@@ -277,34 +299,117 @@ class Solver(ABC):
         if self._due(self.param.test_interval):
             self.test_all()
 
+    # -- captured iterations -------------------------------------------------------------------------
+
+    def _steps(self) -> list[Step]:
+        """All that an iteration asks of the device, in order: the very calls that run eagerly."""
+        net = self.net
+        steps = []
+        for index in range(self.param.iter_size):
+            steps.append(Step("the start of a pass", partial(self._begin_pass, index)))
+            for node in net.schedule:
+                steps.append(Step(node.layer.name, partial(net.forward_node, node), node.layer.not_captured()))
+            if self.param.iter_size > 1:
+                steps.append(Step("the loss", partial(net.add_loss, self.losses_of_passes, index > 0)))
+            for node in reversed(net.schedule):
+                steps.append(Step(node.layer.name, partial(net.backward_node, node), node.layer.not_captured()))
+        steps.append(Step("the exchange of gradients", self._exchange_gradients, self.callback.not_captured()))
+        steps.append(Step("the update", self._update))
+        return steps
+
+    def _capture(self) -> None:
+        """Make graphs of an iteration that has just run eagerly, if the device can."""
+        if not self.backend.captures or self.engine.eager or self.param.debug_info:
+            return
+        number = self.net.context.passes.number
+        self.program = Program(self.backend, self._steps())
+        try:
+            self.program.capture()
+        except RunError as error:
+            self.program.drop()
+            self.engine = replace(self.engine, eager=True)
+            self.log("Iterations are not captured into graphs: %s", error)
+        finally:
+            self.net.context.passes.number = number
+
+    def _replay(self, display: bool) -> None:
+        """An iteration as graphs; the host goes on while the device computes."""
+        net, passes = self.net, range(self.net.context.passes.number, self._next_pass())
+        for number in passes:
+            net.feed(number)
+        if net.changed_shapes():
+            self._recapture(display)
+            return
+        self.program.run()
+        for number in passes:
+            net.consumed(number)
+        net.context.passes.number = passes.stop
+        self._keep_pace()
+        if display or self._needs_loss():
+            self._look_at_loss(display)
+
+    def _next_pass(self) -> int:
+        return self.net.context.passes.number + self.param.iter_size
+
+    def _recapture(self, display: bool) -> None:
+        """The data have another shape: run once eagerly and capture anew."""
+        self.program.drop()
+        self._settle()
+        self._run_eagerly(display)
+        self._capture()
+
+    def _keep_pace(self) -> None:
+        """Let the device be at most a few iterations behind, and hear what was asked for in the one it finished."""
+        if self.callback.world_size > 1:
+            self._answers.append(self.backend.fetch(self.net.parameters.flags[:2]))
+        self._marks.append(self.backend.mark())
+        if len(self._marks) >= IN_FLIGHT:
+            self.callback.settle(self._marks.popleft().wait)
+            if self.callback.world_size > 1:
+                self._take_requests(self._answers.popleft().get())
+
+    def _settle(self) -> None:
+        """Wait until the device has done all that it was asked for."""
+        if self._marks:
+            self.callback.settle(self._marks[-1].wait)
+            self._marks.clear()
+            for answer in self._answers:
+                flags = answer.get()
+                if flags.any():
+                    self._take_requests(flags)
+            self._answers.clear()
+
+    def _look_at_loss(self, display: bool) -> None:
+        self.callback.settle(self._marks[-1].wait)
+        several = self.param.iter_size > 1
+        loss = float(self.backend.to_host(self.losses_of_passes)) / self.param.iter_size if several else self.net.loss()
+        if not math.isfinite(loss):
+            self._report_non_finite(loss)
+        self.net.check()
+        self.losses.add(loss)
+        if display:
+            self.display.show_iteration()
+            self._show_update()
+
     # -- the update ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        """Change one segment's parameters and history, given the gradient; one kernel, one pass over the memory.
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        """The rule's own numbers in this iteration, in the order of its last arguments."""
 
-        Args:
-            data: parameters, flat.
-            diff: their gradients, averaged over the devices, not yet normalised or regularised; left as they are.
-            history: `histories` arrays of the same size.
-            step: the numbers of this update.
-        """
-
-    def _apply_update(self, display: bool) -> None:
-        rate = self._next_rate()
-        if display:
-            self.log("Iteration %d, lr = %.6g", self.iteration, rate)
-        parameters = self.net.parameters
-        before = self.backend.to_host(parameters.data) if self.net.debug_info else None
-        scale = self._clip_scale() / self.param.iter_size
-        momentum = policies.momentum(self.param, self.iteration, rate)
-        decay = policies.weight_decay(self.param, self.iteration)
-        for segment in self.segments:
-            place = slice(segment.start, segment.stop)
-            step = self._step(segment, rate, momentum, scale, decay)
-            self.update(parameters.data[place], parameters.diff[place], [h[place] for h in self.history], step)
-        if before is not None:
-            debug.log_update(parameters, before)
+    def _send_numbers(self) -> None:
+        """Put what is different in each iteration where the device finds it."""
+        param = self.param
+        self._rate = self._next_rate()
+        momentum = policies.momentum(param, self.iteration, self._rate)
+        decay = policies.weight_decay(param, self.iteration)
+        l2 = param.regularization_type == "L2"
+        requests = [float(action in self._requests) for action in (Action.STOP, Action.SNAPSHOT)]
+        scales = [1 / param.iter_size, decay if l2 else 0.0, 0.0 if l2 else decay]
+        context = self.net.context
+        numbers = range(context.passes.number, self._next_pass())
+        counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in numbers]
+        self.mailbox.send([*requests, *scales, *self.rule_numbers(self._rate, momentum)], counters)
 
     def _next_rate(self) -> float:
         rate, step = policies.learning_rate(self.param, self.iteration, self.current_step)
@@ -313,26 +418,31 @@ class Solver(ABC):
         self.current_step = step
         return rate
 
-    def _step(self, segment: Segment, rate: float, momentum: float, scale: float, decay: float) -> Step:
-        l2 = self.param.regularization_type == "L2"
-        local = decay * segment.decay_mult
-        return Step(rate * segment.lr_mult, momentum, scale, local if l2 else 0.0, 0.0 if l2 else local)
+    def _update(self) -> None:
+        values = self.mailbox.values
+        self.updating.run(values[SCALE], values[L2], values[L1], values[RULE:])
 
-    def _clip_scale(self) -> float:
-        """clip_gradients / norm where the L2 norm of all gradients is larger than that, else 1."""
-        limit = self.param.clip_gradients
-        if limit < 0 or not self.net.parameters.size:
-            return 1.0
-        total = self.backend.zeros(())
-        self.backend.reduce(square, (self.net.parameters.gradients,), (total,))
-        norm = math.sqrt(float(self.backend.to_host(total)))
-        if not norm > limit:
-            return 1.0
-        self.log(
-            "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
-            norm, limit, limit / norm,
-        )  # fmt: skip
-        return limit / norm
+    def _apply_update(self, display: bool) -> None:
+        parameters = self.net.parameters
+        before = self.backend.to_host(parameters.data) if self.net.debug_info else None
+        self._update()
+        if display or not self.backend.asynchronous:
+            self._show_update(display)
+        if before is not None:
+            debug.log_update(parameters, before)
+
+    def _show_update(self, display: bool = True) -> None:
+        if display:
+            self.log("Iteration %d, lr = %.6g", self.iteration, self._rate)
+        norm = self.updating.clipped()
+        if norm is not None:
+            limit = self.param.clip_gradients
+            self.log(
+                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
+                norm, limit, limit / norm,
+            )  # fmt: skip
+        if display and self.updating.adaptive:
+            self.log("Iteration %d, loss scale = %g", self.iteration, self.backend.to_host(self.updating.loss_scale))
 
     # -- tests ---------------------------------------------------------------------------------------
 
@@ -341,6 +451,7 @@ class Solver(ABC):
 
         A stop that is asked for meanwhile ends the tests where this device trains alone.
         """
+        self._settle()
         with self._not_training():
             scores = []
             for index in range(len(self.test_nets)):
@@ -374,7 +485,9 @@ class Solver(ABC):
         Raises:
             RunError: it could not be written; the older snapshots are as they were.
         """
+        self._settle()
         with self._not_training():
+            self._refuse_to_save_nonsense()
             state = save_state(self)
             weights, path = self._snapshot_paths()
             state.learned_net = str(weights)
@@ -387,6 +500,11 @@ class Solver(ABC):
             self._snapshot_at = self.iteration
             self.callback.barrier()
             return path
+
+    def _refuse_to_save_nonsense(self) -> None:
+        """Look at the loss, which nobody may have done for some iterations, before it is too late."""
+        if self.program.captured and self.iteration > 0 and not math.isfinite(loss := self.net.loss()):
+            self._report_non_finite(loss)
 
     def _snapshot_paths(self) -> tuple[Path, Path]:
         hdf5 = self.param.snapshot_format == SolverParameter.HDF5
@@ -404,7 +522,8 @@ class Solver(ABC):
         self._snapshot_at = self.iteration
 
     def close(self) -> None:
-        """End what the nets' layers started. Callable twice."""
+        """Give graphs back and end what the nets' layers started. Callable twice."""
+        self.program.drop()
         for net in (self.net, *self.test_nets):
             net.close()
 
@@ -419,4 +538,4 @@ def _refuse_unsupported(param: SolverParameter) -> None:
         if used:
             raise ConfigError(f"solver: {field} is not supported; remove it")
     if param.solver_data_type != FLOAT:
-        log.warning("solver_data_type is ignored: parameters and history are kept in float32")
+        log.info("solver_data_type: parameters and history are kept in float32 all the same, which loses nothing")

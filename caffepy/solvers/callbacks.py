@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,7 +32,13 @@ class SolverCallback(Protocol):
         """Called before the first iteration of a `step`: give every device the root's parameters and history."""
 
     def on_gradients_ready(self, solver: Solver) -> None:
-        """Make `parameters.diff`, flags included, the average over all devices."""
+        """Make `parameters.diff`, flags included, the average over all devices; on a GPU, put that on the stream."""
+
+    def not_captured(self) -> str:
+        """Why `on_gradients_ready` cannot be captured into a graph; empty if it can."""
+
+    def settle(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, which lasts until the device has done work that the other devices may have a part in."""
 
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         """The elementwise sum of a small float64 array over all devices."""
@@ -51,6 +58,14 @@ class SingleDevice:
 
     def on_gradients_ready(self, solver: Solver) -> None:
         """The gradients are the average of one."""
+
+    def not_captured(self) -> str:
+        """There is nothing to capture."""
+        return ""
+
+    def settle(self, wait: Callable[[], None]) -> None:
+        """Wait: there is nobody to watch over."""
+        wait()
 
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         """The values themselves."""

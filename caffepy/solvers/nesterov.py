@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Each, Scalar, expression
-from caffepy.backend.base import Array
-from caffepy.solvers.base import SOLVERS, Solver, Step
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.solvers.base import SOLVERS, Solver
 
 
 @expression
 def nesterov_update(
-    data: Each, diff: Each, history: Each, scale: Scalar, l2: Scalar, l1: Scalar, rate: Scalar, momentum: Scalar
-) -> tuple[Each, Each]:
+    data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
+    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, momentum: Scalar,
+) -> tuple[Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
-    new = rate * (scale * diff + l2 * data + l1 * sign) + momentum * history
-    return data - ((1 + momentum) * new - momentum * history), new
+    gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
+    new = rate * lr_mult * gradient + momentum * history
+    return data - ((1 + momentum) * new - momentum * history) if go > 0 else data, new if go > 0 else history
 
 
 @SOLVERS.register("Nesterov")
@@ -26,6 +27,7 @@ class NesterovSolver(Solver):
     Defined by Caffe's `nesterov_solver.cpp`; Nesterov, 1983; Sutskever et al., ICML 2013.
     """
 
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        arguments = (data, diff, history[0], step.scale, step.l2, step.l1, step.rate, step.momentum)
-        self.backend.apply(nesterov_update, arguments, (data, history[0]))
+    rule = nesterov_update
+
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        return rate, momentum

@@ -45,13 +45,22 @@ class NetFactory:
         backend: the device.
         shard: its place among all devices.
         resolve: finds the files that the solver names.
+        fuse: compute groups of layers as one.
     """
 
-    def __init__(self, param: caffe_pb2.SolverParameter, backend: Backend, shard: Shard, resolve: Resolve) -> None:
+    def __init__(
+        self,
+        param: caffe_pb2.SolverParameter,
+        backend: Backend,
+        shard: Shard,
+        resolve: Resolve,
+        fuse: bool = False,
+    ) -> None:
         self.param = param
         self.backend = backend
         self.shard = shard
         self.resolve = resolve
+        self.fuse = fuse
 
     def train_net(self) -> Net:
         """The net to train.
@@ -127,4 +136,4 @@ class NetFactory:
             test_iter=test_iter,
             resolve=source.resolve,
         )
-        return Net(source.param, context, state)
+        return Net(source.param, context, state, self.fuse)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from math import sqrt
 
-from caffepy.backend import Each, Scalar, expression
-from caffepy.backend.base import Array
-from caffepy.solvers.base import SOLVERS, Solver, Step
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.solvers.base import SOLVERS, Solver
 
 
 @expression
 def rmsprop_update(
-    data: Each,
-    diff: Each,
-    history: Each,
-    scale: Scalar,
-    l2: Scalar,
-    l1: Scalar,
-    rate: Scalar,
-    decay: Scalar,
-    delta: Scalar,
-) -> tuple[Each, Each]:
+    data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
+    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, decay: Scalar, delta: Scalar,
+) -> tuple[Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
-    gradient = scale * diff + l2 * data + l1 * sign
+    gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     mean = decay * history + (1 - decay) * gradient * gradient
-    return data - rate * gradient / (sqrt(mean) + delta), mean
+    new = data - rate * lr_mult * gradient / (sqrt(mean) + delta)
+    return new if go > 0 else data, mean if go > 0 else history
 
 
 @SOLVERS.register("RMSProp")
@@ -36,6 +29,7 @@ class RMSPropSolver(Solver):
     Defined by Caffe's `rmsprop_solver.cpp`; Tieleman and Hinton, Coursera lecture 6.5, 2012.
     """
 
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        scalars = (step.scale, step.l2, step.l1, step.rate, self.param.rms_decay, self.param.delta)
-        self.backend.apply(rmsprop_update, (data, diff, history[0], *scalars), (data, history[0]))
+    rule = rmsprop_update
+
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        return rate, self.param.rms_decay, self.param.delta

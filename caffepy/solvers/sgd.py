@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Each, Scalar, expression
-from caffepy.backend.base import Array
-from caffepy.solvers.base import SOLVERS, Solver, Step
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.solvers.base import SOLVERS, Solver
 
 
 @expression
 def sgd_update(
-    data: Each, diff: Each, history: Each, scale: Scalar, l2: Scalar, l1: Scalar, rate: Scalar, momentum: Scalar
-) -> tuple[Each, Each]:
+    data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
+    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, momentum: Scalar,
+) -> tuple[Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
-    change = rate * (scale * diff + l2 * data + l1 * sign) + momentum * history
-    return data - change, change
+    gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
+    change = rate * lr_mult * gradient + momentum * history
+    return data - change if go > 0 else data, change if go > 0 else history
 
 
 @SOLVERS.register("SGD")
@@ -26,6 +27,7 @@ class SGDSolver(Solver):
     Defined by Caffe's `sgd_solver.cpp`; Bottou, "Stochastic Gradient Descent Tricks", 2012.
     """
 
-    def update(self, data: Array, diff: Array, history: list[Array], step: Step) -> None:
-        arguments = (data, diff, history[0], step.scale, step.l2, step.l1, step.rate, step.momentum)
-        self.backend.apply(sgd_update, arguments, (data, history[0]))
+    rule = sgd_update
+
+    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+        return rate, momentum

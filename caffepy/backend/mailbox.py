@@ -1,0 +1,46 @@
+"""Numbers between host and device on a backend whose primitives finish when they return: the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from caffepy.backend.base import Array, Counter
+
+
+class HostMailbox:
+    """A `Mailbox` in host memory.
+
+    Args:
+        values: how many numbers there are.
+        counters: how many counters.
+    """
+
+    def __init__(self, values: int, counters: int) -> None:
+        self.array = np.zeros(values, np.float32)
+        self.values: Sequence[Array | float] = [0.0] * values
+        self.counters: Sequence[Counter | None] = [None] * counters
+
+    def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
+        """Let the next work see these."""
+        self.array[:] = values
+        self.values = list(values)
+
+
+class HostFetch:
+    """A copy of an array that was finished when it was asked for."""
+
+    def __init__(self, array: Array) -> None:
+        self._copy = np.array(array)
+
+    def get(self) -> Array:
+        """The array."""
+        return self._copy
+
+
+class Done:
+    """A `Mark` of work that is finished already."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""

@@ -1,0 +1,20 @@
+"""How a solver's iterations are run on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Switches of what makes training fast on a GPU; results are the same to rounding whatever they say.
+
+    Args:
+        eager: put every primitive on the stream by itself, instead of replaying captured graphs.
+        fuse: compute groups of layers as one.
+        share: let blobs that are never needed at the same time have the same memory.
+    """
+
+    eager: bool = False
+    fuse: bool = True
+    share: bool = True
