@@ -34,6 +34,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 Int = Any
@@ -48,8 +49,11 @@ Ints = Any
 """Annotation: the first element of an int32 array."""
 Words = Any
 """Annotation: the first element of an int64 array."""
+Bytes = Any
+"""Annotation: the first element of a uint8 array."""
 
 _UNPACK = {
+    "Bytes": "octets(_a[{}])",
     "Int": "_a[{}]",
     "Float": "float32(as_double(_a[{}]))",
     "Floats": "floats(_a[{}])",
@@ -76,6 +80,7 @@ floats = _pointer_from_integer(types.float32)
 doubles = _pointer_from_integer(types.float64)
 ints = _pointer_from_integer(types.int32)
 words = _pointer_from_integer(types.int64)
+octets = _pointer_from_integer(types.uint8)
 
 
 @intrinsic
@@ -86,6 +91,20 @@ def as_double(typing_context: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
 
     return types.float64(types.int64), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) -> Any:
+    """C's memcpy, between addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, at, size = arguments
+        cgutils.raw_memcpy(
+            builder, builder.inttoptr(to, cgutils.voidptr_t), builder.inttoptr(at, cgutils.voidptr_t), size, 1
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -303,7 +322,7 @@ class Entry:
 
 
 class Kernel(Entry):
-    """An `Entry` made of a function whose parameters are annotated Int, Float, Floats, Doubles or Ints."""
+    """An `Entry` made of a function whose parameters are annotated Int, Float, Floats, Doubles, Ints, Words or Bytes."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         kinds = [str(p.annotation) for p in inspect.signature(function).parameters.values()][2:]
@@ -327,6 +346,7 @@ _NAMESPACE = {
     "ints": ints,
     "math": math,
     "np": np,
+    "octets": octets,
     "words": words,
 }
 

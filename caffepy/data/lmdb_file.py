@@ -15,6 +15,7 @@ from typing import BinaryIO
 from caffepy.errors import DataError
 
 _MAGIC = 0xBEEFC0DE
+_VERSION = 1
 _HEADER = struct.Struct("<Q H H H H")
 """Page number, padding, flags, end of the nodes' places, begin of the nodes; the last two are an overflow's length."""
 _META = struct.Struct("<II QQ 48s 48s QQ")
@@ -25,6 +26,7 @@ _NODE = struct.Struct("<H H H H")
 """Two halves of a size, or of a page number with the flags as its top; flags; size of the key."""
 _BRANCH, _LEAF, _META_PAGE = 1, 2, 8
 _BIG_DATA, _SUB_DATABASE = 1, 2
+_DUPLICATES = 4
 _NO_PAGE = 2**64 - 1
 
 
@@ -34,6 +36,38 @@ class _Meta:
     last_page: int
     transaction: int
     roots: tuple[int, int]
+    version: int
+    flags: int
+    entries: int
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The main database of an LMDB.
+
+    Args:
+        page_size: bytes of a page.
+        root: number of the page at the top.
+        entries: how many records it says that it holds.
+    """
+
+    page_size: int
+    root: int
+    entries: int
+
+
+def read_tree(path: Path) -> Tree | None:
+    """The main database as the last transaction left it; None if it is not a plain map from keys to values."""
+    with path.open("rb") as file:
+        first = _read_meta(file, 0)
+        second = None if first is None else _read_meta(file, first.page_size)
+    metas = [meta for meta in (first, second) if meta is not None]
+    if not metas:
+        return None
+    newest = max(metas, key=lambda meta: meta.transaction)
+    if newest.version != _VERSION or newest.flags & _DUPLICATES or newest.roots[1] == _NO_PAGE:
+        return None
+    return Tree(newest.page_size, newest.roots[1], newest.entries)
 
 
 def check_file(path: Path) -> None:
@@ -62,11 +96,12 @@ def _read_meta(file: BinaryIO, offset: int) -> _Meta | None:
     page = file.read(_HEADER.size + _META.size)
     if len(page) < _HEADER.size + _META.size:
         return None
-    magic, _, _, _, free, main, last_page, transaction = _META.unpack_from(page, _HEADER.size)
+    magic, version, _, _, free, main, last_page, transaction = _META.unpack_from(page, _HEADER.size)
     page_size = _DATABASE.unpack(free)[0]
     if magic != _MAGIC or not _HEADER.unpack_from(page)[2] & _META_PAGE or not 256 <= page_size <= 65536:
         return None
-    return _Meta(page_size, last_page, transaction, (_DATABASE.unpack(free)[-1], _DATABASE.unpack(main)[-1]))
+    _, flags, _, _, _, _, entries, root = _DATABASE.unpack(main)
+    return _Meta(page_size, last_page, transaction, (_DATABASE.unpack(free)[-1], root), version, flags, entries)
 
 
 def _is_closed(file: BinaryIO, meta: _Meta, pages: int) -> bool:

@@ -11,6 +11,8 @@ import itertools
 import logging
 import os
 import threading
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ from caffepy.errors import DataError
 if TYPE_CHECKING:
     import lmdb
 
+    from caffepy.data.lmdb_index import LmdbIndex
+
 logger = logging.getLogger(__name__)
 
 _STEP_LIMIT = 64
@@ -28,35 +32,59 @@ _MARK_EVERY = 1024
 """Distance of the marks by which records without numbered keys are found."""
 
 
+@dataclass
+class _Opened:
+    """An open environment, how many use it, and its index once that was asked for."""
+
+    environment: lmdb.Environment
+    users: int = 0
+    looked: bool = False
+    index: LmdbIndex | None = None
+
+
+def _data_file(path: Path) -> Path:
+    return path / "data.mdb" if path.is_dir() else path
+
+
 class _Environments:
     """The process's open environments: py-lmdb allows one a path, and several solver threads read the same."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[lmdb.Environment, int]] = {}
+        self._open: dict[str, _Opened] = {}
 
     def acquire(self, path: Path) -> lmdb.Environment:
         import lmdb
 
         key = os.path.realpath(path)
         with self._lock:
-            environment, users = self._open.get(key, (None, 0))
-            if environment is None:
-                file = path / "data.mdb" if path.is_dir() else path
-                check_file(file)
+            if key not in self._open:
+                check_file(_data_file(path))
                 # lock=False as Caffe's MDB_NOLOCK: read-only media and network drives have no place for a lock file.
                 environment = lmdb.open(key, subdir=path.is_dir(), readonly=True, lock=False, max_readers=1024)
-            self._open[key] = environment, users + 1
-            return environment
+                self._open[key] = _Opened(environment)
+            self._open[key].users += 1
+            return self._open[key].environment
+
+    def index(self, path: Path, entries: int) -> LmdbIndex | None:
+        """The index that all readers of an open environment share."""
+        from caffepy.data.lmdb_index import open_index
+
+        with self._lock:
+            opened = self._open[os.path.realpath(path)]
+            if not opened.looked:
+                opened.looked = True
+                opened.index = open_index(_data_file(path), entries)
+            return opened.index
 
     def release(self, path: Path) -> None:
         key = os.path.realpath(path)
         with self._lock:
-            environment, users = self._open.pop(key)
-            if users > 1:
-                self._open[key] = environment, users - 1
-            else:
-                environment.close()
+            opened = self._open[key]
+            opened.users -= 1
+            if opened.users == 0:
+                del self._open[key]
+                opened.environment.close()
 
 
 _environments = _Environments()
@@ -116,7 +144,16 @@ class LmdbSource:
     def __len__(self) -> int:
         return self._length
 
+    @cached_property
+    def index(self) -> LmdbIndex | None:
+        """Where the records lie in the file; None if that cannot be told without LMDB."""
+        return _environments.index(self._path, self._length)
+
     def read(self, number: int) -> memoryview:
+        index = self.__dict__.get("index")
+        found = None if index is None else index.record(number)
+        if found is not None:
+            return found
         try:
             self._seek(number)
             return self._cursor.value()
