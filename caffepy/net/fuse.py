@@ -90,11 +90,15 @@ class Fusion:
 
     def _is_plain_relu(self, index: int) -> bool:
         """Whether max(x, 0), and its sign can still be seen in the backward pass."""
-        layer = self._nodes[index].layer
-        if layer.param.relu_param.negative_slope != 0:
+        node = self._nodes[index]
+        if node.layer.param.relu_param.negative_slope != 0:
             return False
         # Dropout in place leaves the sign of what it keeps, and the gradient of what it drops is 0 anyway.
-        return not layer.tops_overwritten or self._next(index, "Dropout") is not None
+        return not self._overwritten(index, node.tops[0]) or self._next(index, "Dropout") is not None
+
+    def _overwritten(self, index: int, blob: Blob) -> bool:
+        """Whether a node from `index` on, itself not counted, writes into the blob."""
+        return any(blob in node.tops for node in self._nodes[index + 1 :])
 
     # -- BatchNorm + Scale + Eltwise + ReLU + Split ----------------------------------------------------
 
@@ -163,8 +167,7 @@ class Fusion:
         None if its producer cannot write anywhere else.
         """
         blob = self._nodes[index].bottoms[0]
-        later = range(index, len(self._nodes))
-        if not any(blob in self._nodes[i].tops for i in later):
+        if not self._overwritten(index - 1, blob):
             return blob
         writer = self._writer(index, blob)
         if writer is None or not self._nodes[writer].bottoms or writer in self._claimed:

@@ -1,0 +1,164 @@
+"""Fused layers compute what the layers by themselves compute: losses, gradients, statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.backend import create_backend
+from caffepy.layers.base import LayerContext
+from caffepy.net import Net
+from caffepy.proto import caffe_pb2
+
+CPU = create_backend(None, 1)
+DATA = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 3 dim: 5 dim: 6 dim: 7 } shape { dim: 3 }
+  data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
+"""
+LOSS = """
+layer { name: "pool" type: "Pooling" bottom: "%s" top: "pool" pooling_param { pool: AVE global_pooling: true } }
+layer { name: "ip" type: "InnerProduct" bottom: "pool" top: "ip"
+  inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+
+
+def convolution(name: str, bottom: str, top: str, outputs: int = 8, bias: bool = False) -> str:
+    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{top}" convolution_param {{
+      num_output: {outputs} kernel_size: 3 pad: 1 bias_term: {str(bias).lower()} weight_filler {{ type: "msra" }}
+      bias_filler {{ type: "uniform" min: -1 max: 1 }} }} }}"""
+
+
+def norm(name: str, bottom: str, top: str, bias: bool = True) -> str:
+    return f"""layer {{ name: "{name}" type: "BatchNorm" bottom: "{bottom}" top: "{top}" }}
+    layer {{ name: "{name}_scale" type: "Scale" bottom: "{top}" top: "{top}" scale_param {{
+      filler {{ type: "uniform" min: 0.5 max: 2 }} bias_term: {str(bias).lower()}
+      bias_filler {{ type: "uniform" min: -1 max: 1 }} }} }}"""
+
+
+def relu(blob: str, top: str = "") -> str:
+    return f'layer {{ name: "{top or blob}_relu" type: "ReLU" bottom: "{blob}" top: "{top or blob}" }}'
+
+
+def total(name: str, first: str, second: str) -> str:
+    return f'layer {{ name: "{name}" type: "Eltwise" bottom: "{first}" bottom: "{second}" top: "{name}" }}'
+
+
+NETS = {
+    "convolution and ReLU": (
+        DATA + convolution("c", "data", "c", bias=True) + relu("c") + LOSS % "c", ["c + c_relu"]),
+    "not in place": (
+        DATA + convolution("c", "data", "c") + relu("c", "r") + LOSS % "r", ["c + r_relu"]),
+    "inner product, ReLU and dropout": (
+        DATA + """layer { name: "i" type: "InnerProduct" bottom: "data" top: "i" inner_product_param {
+          num_output: 9 weight_filler { type: "xavier" } } }""" + relu("i")
+        + 'layer { name: "drop" type: "Dropout" bottom: "i" top: "i" }'
+        + """layer { name: "ip" type: "InnerProduct" bottom: "i" top: "ip" inner_product_param { num_output: 4
+          weight_filler { type: "xavier" } } }
+          layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
+        ["i + i_relu"]),
+    "normalisation in place": (
+        DATA + convolution("c", "data", "c") + norm("n", "c", "c") + relu("c") + LOSS % "c",
+        ["c", "n + n_scale + c_relu"]),
+    "normalisation behind a ReLU": (
+        DATA + convolution("c", "data", "c") + relu("c") + norm("n", "c", "c", bias=False) + LOSS % "c",
+        ["c + c_relu", "n + n_scale"]),
+    "before the convolution": (
+        DATA + convolution("a", "data", "a", bias=True) + norm("n", "a", "m") + relu("m") + convolution("b", "m", "b")
+        + LOSS % "b", ["n + n_scale + m_relu"]),
+    "a residual block with a projection": (
+        DATA + convolution("p", "data", "p") + norm("np", "p", "p")
+        + convolution("a", "data", "a") + norm("na", "a", "a") + relu("a")
+        + convolution("b", "a", "b") + norm("nb", "b", "b") + total("sum", "p", "b") + relu("sum") + LOSS % "sum",
+        ["p", "np + np_scale", "a", "na + na_scale + a_relu", "b", "nb + nb_scale + sum + sum_relu"]),
+    "two residual blocks": (
+        DATA + convolution("a", "data", "a") + norm("na", "a", "a") + relu("a")
+        + convolution("b", "a", "b") + norm("nb", "b", "b") + total("s", "a", "b") + relu("s")
+        + convolution("c", "s", "c") + norm("nc", "c", "c") + total("t", "s", "c") + relu("t")
+        + convolution("d", "t", "d") + norm("nd", "d", "d") + total("u", "t", "d") + LOSS % "u",
+        ["nb + nb_scale + s + s_relu + s_s_relu_0_split", "nd + nd_scale + u"]),
+    "NVIDIA's scale and bias": (
+        DATA + convolution("c", "data", "c")
+        + 'layer { name: "n" type: "BatchNorm" bottom: "c" top: "n" batch_norm_param { scale_bias: true } }'
+        + relu("n") + LOSS % "n", ["n + n_relu"]),
+}  # fmt: skip
+
+
+def build(text: str, fuse: bool, phase: int = caffe_pb2.TRAIN) -> Net:
+    param = text_format.Parse(text, caffe_pb2.NetParameter())
+    return Net(param, LayerContext(CPU, phase=phase, seed=7), fuse=fuse)
+
+
+def run(net: Net, passes: int) -> dict[str, Any]:
+    """Losses and the parameters' values and gradients of some passes, gradients added up."""
+    found: dict[str, Any] = {}
+    net.clear_param_diffs()
+    for index in range(passes):
+        net.forward()
+        found[f"loss {index}"] = net.loss()
+        if net.phase == caffe_pb2.TRAIN:
+            net.backward()
+    for layer in net.layers:
+        for index, blob in enumerate(layer.blobs):
+            found[f"{layer.name}[{index}]"] = blob.host_data()
+            if net.phase == caffe_pb2.TRAIN and layer.propagate_to_params[index]:
+                found[f"d {layer.name}[{index}]"] = blob.host_diff()
+    return found
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_fused_layers_give_what_the_single_ones_give(name: str) -> None:
+    text, expected = NETS[name]
+    fused = build(text, True)
+    names = [node.layer.name for node in fused.schedule]
+    assert all(group in names for group in expected), names
+    ours, plain = run(fused, 2), run(build(text, False), 2)
+    assert ours.keys() == plain.keys()
+    for key, values in plain.items():
+        np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_in_testing_too(name: str) -> None:
+    text, _ = NETS[name]
+    ours, plain = run(build(text, True, caffe_pb2.TEST), 1), run(build(text, False, caffe_pb2.TEST), 1)
+    assert ours["loss 0"] == pytest.approx(plain["loss 0"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("relu_param { negative_slope: 0.1 }", "ReLU"),
+        ("eltwise_param { coeff: 1 coeff: -1 }", "Eltwise"),
+        ("eltwise_param { operation: MAX }", "Eltwise"),
+        ("scale_param { axis: 2 num_axes: 1 }", "Scale"),
+    ],
+)
+def test_other_settings_are_left_alone(change: tuple[str, str]) -> None:
+    setting, type_name = change
+    text, _ = NETS["a residual block with a projection"]
+    param = text_format.Parse(text, caffe_pb2.NetParameter())
+    for layer in param.layer:
+        if layer.type == type_name:
+            layer.ClearField("scale_param")
+            text_format.Merge(setting, layer)
+    net = Net(param, LayerContext(CPU, seed=7), fuse=True)
+    groups = [node.layer.type.split(" + ") for node in net.schedule]
+    assert [type_name] in groups
+    assert all(len(group) == 1 or type_name not in group for group in groups)
+
+
+def test_the_bottom_may_change_its_shape() -> None:
+    text, _ = NETS["two residual blocks"]
+    nets = [build(text, fuse) for fuse in (True, False)]
+    losses = []
+    for net in nets:
+        run(net, 1)
+        net.blobs["data"].reshape((2, 5, 4, 5))
+        net.blobs["label"].reshape((2,))
+        losses.append(run(net, 1)["loss 0"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
