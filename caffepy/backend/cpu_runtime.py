@@ -322,7 +322,7 @@ class Entry:
 
 
 class Kernel(Entry):
-    """An `Entry` made of a function whose parameters are annotated Int, Float, Floats, Doubles, Ints, Words or Bytes."""
+    """An `Entry` made of a function whose parameters are annotated Int, Float, Floats, Doubles, Ints, Words, Bytes."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         kinds = [str(p.annotation) for p in inspect.signature(function).parameters.values()][2:]

@@ -66,6 +66,7 @@ class LayerContext:
         shard: the device's place among all that train together.
         passes: the net's pass counter.
         test_iter: batches in one whole test (TEST phase).
+        iter_size: passes that are fed before the first of them runs, those of one iteration.
         resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
     """
 
@@ -75,6 +76,7 @@ class LayerContext:
     shard: Shard = field(default_factory=Shard)
     passes: PassCounter = field(default_factory=PassCounter)
     test_iter: int = 1
+    iter_size: int = 1
     resolve: Callable[[str], Path] = Path
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
@@ -183,6 +185,10 @@ class Layer:
     def feed(self, number: int) -> None:
         """Bring the data of pass `number` to the device; for layers that have `feeds`, before that pass's `forward`."""
         raise NotImplementedError
+
+    def outdated(self) -> bool:
+        """Whether the last `feed` brought its data in another form than the last `forward`, captured or not, took."""
+        return False
 
     def consumed(self, number: int) -> None:
         """What reads the data of pass `number` has been put on the device's stream."""

@@ -261,8 +261,10 @@ class Net:
             callback(node)
 
     def changed_shapes(self) -> bool:
-        """Whether a data layer's new batch has another shape than those that its readers were made for."""
-        return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self.schedule)
+        """Whether a data layer's new batch has another shape or form than those that its readers were made for."""
+        return any(
+            node.layer.outdated() or [bottom.shape for bottom in node.bottoms] != node.shapes for node in self.schedule
+        )
 
     def add_loss(self, total: Array, accumulate: bool) -> None:
         """total (+)= the loss of this pass, on the device; `total` has shape ()."""

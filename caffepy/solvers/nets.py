@@ -134,6 +134,7 @@ class NetFactory:
             seed=self.param.random_seed,
             shard=self.shard,
             test_iter=test_iter,
+            iter_size=self.param.iter_size,
             resolve=source.resolve,
         )
         return Net(source.param, context, state, self.fuse)
