@@ -31,6 +31,8 @@ T = TypeVar("T")
 class InputLayer(Layer):
     """Tops that somebody else fills (Caffe's `input_layer.cpp`): one shape for each of them, or one for all."""
 
+    half = True
+    exact_tops = 1
     bottoms = (0, 0)
     tops = (1, None)
     has_backward = False
@@ -61,6 +63,8 @@ class DummyDataLayer(Layer):
     Shapes are those of one device, as in both Caffes: they are never divided.
     """
 
+    half = True
+    exact_tops = 1
     bottoms = (0, 0)
     tops = (1, None)
     has_backward = False
@@ -112,6 +116,10 @@ class DummyDataLayer(Layer):
                     self._filled[i] = blob.shape
             else:
                 self.backend.from_host(self._random(i, filler, blob.shape), blob.data)
+
+    def not_captured(self) -> str:
+        drawn = any(filler.type != "constant" for filler in self._fillers)
+        return "it fills its tops with random numbers on the host in every pass" if drawn else ""
 
     def _random(self, index: int, filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> NDArray[np.float32]:
         from caffepy.fillers import fill

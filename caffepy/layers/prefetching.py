@@ -38,6 +38,8 @@ class PrefetchingLayer(Layer):
     snapshot may be restored until then.
     """
 
+    half = True
+    exact_tops = 1
     bottoms = (0, 0)
     has_backward = False
     depth: ClassVar[int] = 4
