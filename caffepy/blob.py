@@ -104,6 +104,10 @@ class Blob:
         if diff is not None:
             self._diff = diff
 
+    def allocated(self, part: str) -> Array | None:
+        """The values (``data``) or derivatives (``diff``), None where nobody has asked for them yet."""
+        return self._data if part == "data" else self._diff
+
     def stored_in(self, storage: str) -> Array:
         """A parameter's values in another storage, as they were when the parameters last changed."""
         return self.data if storage == self.storage else self.copies[storage]

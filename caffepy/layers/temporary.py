@@ -20,17 +20,18 @@ class Temporary:
     def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.allocated: Array | None = None
+        """The array, None where nobody has asked for it yet."""
         self._backend = backend
-        self._array: Array | None = None
 
     @property
     def array(self) -> Array:
         """The elements; ask anew in each pass."""
-        if self._array is None:
-            self._array = self._backend.zeros(self.shape, self.dtype)
-        return self._array
+        if self.allocated is None:
+            self.allocated = self._backend.zeros(self.shape, self.dtype)
+        return self.allocated
 
     def bind(self, array: Array) -> None:
         """Let it be memory that somebody else owns."""
         assert tuple(array.shape) == self.shape, (array.shape, self.shape)
-        self._array = array
+        self.allocated = array
