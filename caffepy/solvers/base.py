@@ -146,6 +146,11 @@ class Solver(ABC):
         for path in paths:
             self.log("Finetuning from %s", path)
             self.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+        self._refresh_copies()
+
+    def _refresh_copies(self) -> None:
+        """Bring the parameters' copies in other storages up to date after somebody else than an update changed them."""
+        self.net.parameters.refresh(self.net.parameters.copies)
 
     def log(self, message: str, *arguments: object) -> None:
         """Log a line if this device is the root, else at debug level."""
@@ -180,7 +185,7 @@ class Solver(ABC):
     def step(self, iterations: int) -> None:
         """Make so many iterations, with the tests and snapshots that fall due."""
         self.callback.on_start(self)
-        self.net.parameters.refresh(self.net.parameters.copies)
+        self._refresh_copies()
         end = self.iteration + iterations
         self.clock.resume()
         while self.iteration < end and not self.stopped_early:
@@ -519,6 +524,7 @@ class Solver(ABC):
         """
         self.log("Restoring previous solver status from %s", path)
         restore_state(self, Path(path))
+        self._refresh_copies()
         self._snapshot_at = self.iteration
 
     def close(self) -> None:
