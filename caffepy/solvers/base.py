@@ -29,11 +29,13 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError, RunError
 from caffepy.net import debug
 from caffepy.net.capture import Program, Step
+from caffepy.net.memory import describe
 from caffepy.proto.caffe_pb2 import FLOAT, SolverParameter
 from caffepy.registry import Registry
 from caffepy.report import Performance
 from caffepy.solvers import policies
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
+from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.display import Display
 from caffepy.solvers.engine import Engine
@@ -111,7 +113,13 @@ class Solver(ABC):
         self._answers: deque[Fetch] = deque()
         self._rate = 0.0
         self._snapshot_at = -1
-        self._build_nets()
+        self._is_fast = self.backend.captures and not self.param.debug_info
+        """Whether blobs need not be there to be looked at, so that layers may be fused and blobs share memory."""
+        self._factory = NetFactory(
+            self.param, self.backend, self.shard, self.resolve, fuse=self.engine.fuse and self._is_fast
+        )
+        with naming_largest_batch(self._factory, self.histories):
+            self._build_nets()
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
         self.clock = Clock(self.performance, backend)
         self.display = Display(self)
@@ -119,13 +127,14 @@ class Solver(ABC):
             snapshot.check_prefix(self._snapshot_paths()[0])
 
     def _build_nets(self) -> None:
-        plain = self.param.debug_info
-        fuse = self.engine.fuse and self.backend.captures and not plain
-        factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse)
+        factory = self._factory
         self.net = factory.train_net()
         for names in self.param.weights:
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
+        if self.engine.share and self._is_fast:
+            plan = factory.share_memory()
+            self.log("%s", describe(plan, self.histories, self.backend.name))
         self.history: list[Array] = [self.net.parameters.new_history() for _ in range(self.histories)]
         for net in (self.net, *self.test_nets):
             net.prepare()
@@ -192,7 +201,8 @@ class Solver(ABC):
             if self._due(self.param.test_interval) and (self.iteration > 0 or self.param.test_initialization):
                 self.test_all()
             if Action.STOP not in self._requests:
-                self._iterate()
+                with naming_largest_batch(self._factory, self.histories):
+                    self._iterate()
             self._act_on_requests()
         self._settle()
         self.clock.pause()
@@ -253,7 +263,8 @@ class Solver(ABC):
 
     def _report_non_finite(self, loss: float) -> None:
         self.net.check()
-        node = None if self.program.captured else self.net.first_non_finite()
+        hidden = self.program.captured or (self.engine.share and self._is_fast)
+        node = None if hidden else self.net.first_non_finite()
         message = f"iteration {self.iteration}: the loss is {loss:g}"
         if node is not None:
             message += f"; the first layer whose output is not finite is '{node.layer.name}' ({node.layer.type})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caffepy.backend.base import Backend
@@ -15,6 +15,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.layers.base import LayerContext
 from caffepy.net import Net
+from caffepy.net.memory import MemoryPlan, plan_memory, sample_shapes
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class NetFactory:
         self.shard = shard
         self.resolve = resolve
         self.fuse = fuse
+        self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
     def train_net(self) -> Net:
         """The net to train.
@@ -68,6 +70,20 @@ class NetFactory:
         Raises:
             ConfigError: none is named, or more than one.
         """
+        source, state = self._train_source()
+        log.log(self._level, "Creating training net from %s", source.field)
+        return self._make(source, state, 1)
+
+    def train_setup(self) -> tuple[caffe_pb2.NetParameter, LayerContext, caffe_pb2.NetState]:
+        """What `train_net` makes its net of, for planning it.
+
+        Raises:
+            ConfigError: none is named, or more than one.
+        """
+        source, state = self._train_source()
+        return source.param, self._context(source, state, 1), state
+
+    def _train_source(self) -> tuple[NetSource, caffe_pb2.NetState]:
         fields = ("train_net_param", "train_net", "net_param", "net")
         given = [field for field in fields if self.param.HasField(field)]
         if len(given) != 1:
@@ -75,9 +91,7 @@ class NetFactory:
                 f"solver: needs exactly one of {', '.join(fields)}; {' and '.join(given) or 'none'} is given"
             )
         source = self._sources(fields)[0]
-        log.log(self._level, "Creating training net from %s", source.field)
-        state = net_state(caffe_pb2.TRAIN, source.param.state, self.param.train_state)
-        return self._build(source, state, 1)
+        return source, net_state(caffe_pb2.TRAIN, source.param.state, self.param.train_state)
 
     def test_nets(self, train_net: Net) -> list[Net]:
         """The nets to test with, in Caffe's order; their layers use the train net's parameters.
@@ -91,11 +105,35 @@ class NetFactory:
             log.log(self._level, "Creating test net (#%d) specified by %s", i, source.field)
             overrides = [self.param.test_state[i]] if self.param.test_state else []
             state = net_state(caffe_pb2.TEST, source.param.state, *overrides)
-            net = self._build(source, state, self.param.test_iter[i])
+            net = self._make(source, state, self.param.test_iter[i])
             net.debug_info = self.param.debug_info
             net.share_trained_layers_with(train_net)
             nets.append(net)
         return nets
+
+    def share_memory(self) -> MemoryPlan:
+        """Let all nets that were made keep their blobs in one arena, train and test nets at different times.
+
+        Returns:
+            The first net's plan.
+
+        Raises:
+            OutOfMemoryError: there is no memory for the arena.
+        """
+        plans = []
+        for net, param, state in self._made:
+            context = replace(net.context, sample_shapes=sample_shapes(net))
+            plans.append(plan_memory(param, context, state, self.fuse))
+        largest = max(plans, key=lambda plan: plan.arena)
+        arena = largest.new_arena(self.backend)
+        for plan, (net, _, _) in zip(plans, self._made, strict=True):
+            plan.bind(net, arena)
+        return plans[0]
+
+    def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int) -> Net:
+        net = Net(source.param, self._context(source, state, test_iter), state, self.fuse)
+        self._made.append((net, source.param, state))
+        return net
 
     @property
     def _level(self) -> int:
@@ -127,8 +165,8 @@ class NetFactory:
             )
         return own + generic * left
 
-    def _build(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int) -> Net:
-        context = LayerContext(
+    def _context(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int) -> LayerContext:
+        return LayerContext(
             self.backend,
             phase=state.phase,
             seed=self.param.random_seed,
@@ -137,4 +175,3 @@ class NetFactory:
             iter_size=self.param.iter_size,
             resolve=source.resolve,
         )
-        return Net(source.param, context, state, self.fuse)
