@@ -158,8 +158,9 @@ class Convolution(Protocol):
     are of the storage it was planned for; bias and dweights are float32.
     """
 
-    gives_sums: bool
-    """Whether `forward` can also add up y for each channel."""
+    @property
+    def gives_sums(self) -> bool:
+        """Whether `forward` can also add up y for each channel."""
 
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None

@@ -26,8 +26,9 @@ from caffepy.backend.base import (
     RandomStream,
 )
 from caffepy.backend.composed import Composed
+from caffepy.backend.cuda_autotune import Tuner
 from caffepy.backend.cuda_blas import Blas
-from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources, plan_convolution
+from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources
 from caffepy.backend.cuda_device import (
     GIBIBYTE,
     DeviceProperties,
@@ -54,6 +55,7 @@ class CudaBackend(CudaInput, Composed):
     Args:
         device: CUDA's number of the GPU.
         math: ``fp32`` for products of full float32, ``tf32`` to let tensor cores round factors to ten bits.
+        autotune: whether ways of computing a convolution are tried and the fastest kept.
 
     Raises:
         DeviceError: there is no such GPU.
@@ -63,7 +65,7 @@ class CudaBackend(CudaInput, Composed):
     asynchronous = True
     captures = True
 
-    def __init__(self, device: int, math: str = "fp32") -> None:
+    def __init__(self, device: int, math: str = "fp32", autotune: bool = True) -> None:
         if math not in MATH_MODES:
             raise ConfigError(f"unknown math mode '{math}': use {' or '.join(MATH_MODES)}")
         super().__init__()
@@ -81,6 +83,8 @@ class CudaBackend(CudaInput, Composed):
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
+        tuner = Tuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
+        self._resources = Resources(cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner)
         self._convolutions: dict[Problem, CudaConvolution] = {}
         self._closed = False
 
@@ -186,10 +190,9 @@ class CudaBackend(CudaInput, Composed):
     def plan_convolution(
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
     ) -> Convolution:
-        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry)
+        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, storage)
         if problem not in self._convolutions:
-            resources = Resources(self._cudnn, self._handle, self._blas, self._scratch, self.math == "tf32")
-            self._convolutions[problem] = plan_convolution(problem, resources)
+            self._convolutions[problem] = CudaConvolution(problem, self._resources)
         return self._convolutions[problem]
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:

@@ -1,30 +1,35 @@
-"""Convolutions on the GPU: cuDNN in the blobs' own layout, cuDNN over NCHW copies, or unrolling and cuBLAS.
+"""Convolutions on the GPU: what is to be computed, and which of many ways computes it.
 
-Owns the choice among the three. Each way can compute any of the three directions of a convolution or says that it
-cannot; for each direction the first that can is kept.
+Owns the vocabulary (problem, task, candidate) and `CudaConvolution`, which keeps one candidate for each task. Which
+candidates there are is `cuda_candidates.py`'s, which of them is best `cuda_autotune.py`'s.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
-from caffepy.backend.base import Array, Geometry, spatial_output
+from caffepy.backend.base import Array, Geometry, spatial_output, storage_dtype
 from caffepy.backend.cuda_blas import Blas
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_elementwise import apply
-from caffepy.backend.cuda_memory import Scratch, view
+from caffepy.backend.cuda_kernels import aligned
+from caffepy.backend.cuda_memory import Scratch, flat, raw, view
 from caffepy.backend.expression import Channel, Each, expression
 from caffepy.errors import RunError
 
+if TYPE_CHECKING:
+    from caffepy.backend.cuda_autotune import Tuner
+
 logger = logging.getLogger(__name__)
 
-MOST_GROUPS = 4
-"""Groups up to which one matrix product per group is worth its launches."""
+STATISTICS_RATE = 4.0e12
+"""Bytes a second at which a pass of its own would add up y for each channel."""
 
 
 class Direction(Enum):
@@ -43,18 +48,30 @@ class Problem:
         x: (N, C, spatial...).
         weights: (num_output, C / group, kernel...).
         geometry: how the window moves.
+        storage: what x, y and the weights are kept in.
     """
 
     x: tuple[int, ...]
     weights: tuple[int, ...]
     geometry: Geometry
+    storage: str = "float32"
 
-    @property
+    @cached_property
     def y(self) -> tuple[int, ...]:
         """(N, num_output, spatial...)."""
         g = self.geometry
         windows = zip(self.x[2:], g.kernel, g.stride, g.pad, g.dilation, strict=True)
         return (self.x[0], self.weights[0], *(spatial_output(*window) for window in windows))
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the arrays in that storage."""
+        return storage_dtype(self.storage)
+
+    @property
+    def multiplications(self) -> int:
+        """How many there are in each direction, those with padding counted."""
+        return math.prod(self.y) * math.prod(self.weights[1:])
 
     def arrays(self, direction: Direction) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of the two inputs and of the output."""
@@ -65,27 +82,100 @@ class Problem:
         return self.x, self.y, self.weights
 
 
-class Way(Protocol):
-    """One way of computing convolutions of one problem."""
+@dataclass(frozen=True)
+class Task:
+    """One direction of a problem, and what is done to the forward pass's result on its way to memory."""
+
+    problem: Problem
+    direction: Direction
+    bias: bool = False
+    relu: bool = False
+    sums: bool = False
+
+    @property
+    def plain(self) -> Task:
+        """The same without anything done to the result."""
+        return Task(self.problem, self.direction)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The arrays of one call: in the problem's storage, dense and aligned, but for the float32 ones.
+
+    Args:
+        first: x, or dy for a gradient to data.
+        second: the weights, or dy for a gradient to weights.
+        out: y, dx, or dweights, which are float32.
+        bias: float32 (num_output,).
+        sums: float32 (2, num_output).
+        accumulate: whether dweights are added to.
+    """
+
+    first: Array
+    second: Array
+    out: Array
+    bias: Array | None = None
+    sums: Array | None = None
+    accumulate: bool = False
+
+
+class Candidate(Protocol):
+    """One way of carrying out one task."""
 
     name: str
+    """Tells it from all other candidates of the task, in every process with the same libraries."""
 
-    def prepare(self, direction: Direction) -> bool:
-        """Plan a direction; False if this way cannot compute it."""
+    def prepare(self) -> bool:
+        """Build what it needs; False if it cannot do the task after all."""
 
-    def run(self, direction: Direction, first: Array, second: Array, out: Array) -> None:
-        """Compute `out` from the two inputs of a prepared direction."""
+    def run(self, operands: Operands) -> None:
+        """Carry the task out; only after `prepare`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Candidates of one kind, listed only when they are wanted.
+
+    Args:
+        name: what the candidates' names begin with.
+        candidates: all of them, likely best first.
+        last_resort: whether they are only for tasks that no source before can do.
+    """
+
+    name: str
+    candidates: Callable[[], Iterable[Candidate]]
+    last_resort: bool = False
 
 
 @dataclass
 class Resources:
-    """What the ways of one backend share."""
+    """What the convolutions of one backend share.
+
+    Args:
+        cudnn: the frontend's module.
+        handle: cuDNN's, bound to the backend's stream.
+        blas: matrix products.
+        scratch: memory within a call.
+        tf32: whether products of float32 numbers may round them to TF32.
+        tuner: chooses among candidates.
+    """
 
     cudnn: Any
     handle: Any
     blas: Blas
     scratch: Scratch
     tf32: bool
+    tuner: Tuner
+
+
+@expression
+def identity(x: Each) -> Each:
+    return x
+
+
+@expression
+def add_to(total: Each, value: Each) -> Each:
+    return total + value
 
 
 @expression
@@ -94,108 +184,121 @@ def add_bias(y: Each, bias: Channel) -> Each:
 
 
 @expression
-def add_to(total: Each, value: Each) -> Each:
-    return total + value
+def rectify(y: Each) -> Each:
+    return max(y, 0.0)
+
+
+@expression
+def add_bias_and_rectify(y: Each, bias: Channel) -> Each:
+    return max(y + bias, 0.0)
 
 
 class CudaConvolution:
-    """A `Convolution` that plans each direction when it is first needed.
+    """A `Convolution` that chooses a candidate for each task when it is first needed.
 
     Args:
         problem: the shapes.
-        ways: for each direction, ways of computing it, best first.
-        scratch: where the temporary of an accumulated gradient comes from.
+        resources: what convolutions share.
     """
 
-    def __init__(self, problem: Problem, ways: Mapping[Direction, Sequence[Way]], scratch: Scratch) -> None:
+    def __init__(self, problem: Problem, resources: Resources) -> None:
         self.problem = problem
-        self._ways = ways
-        self._scratch = scratch
-        self._chosen: dict[Direction, Way] = {}
+        self._resources = resources
+        self._chosen: dict[Task, Candidate | None] = {}
 
-    def way(self, direction: Direction) -> Way:
-        """The way that computes a direction."""
-        if direction not in self._chosen:
-            for way in self._ways[direction]:
-                if way.prepare(direction):
-                    self._chosen[direction] = way
-                    logger.debug("convolution %s of %s: %s", direction.value, self.problem, way.name)
-                    break
-            else:
-                raise RunError(f"no way to compute convolution {direction.value} of {self.problem}")
-        return self._chosen[direction]
+    def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
+        """What carries out a task; `operands` are arrays to try candidates on, None if there are none at hand."""
+        if task not in self._chosen:
+            from caffepy.backend.cuda_candidates import sources
 
-    def _run(self, direction: Direction, first: Array, second: Array, out: Array) -> None:
-        arrays = (first, second, out)
-        shapes = self.problem.arrays(direction)
-        assert all(tuple(a.shape) == s for a, s in zip(arrays, shapes, strict=True)), (direction, self.problem)
-        if out.size and first.size:
-            self.way(direction).run(direction, first, second, out)
+            listed = sources(task, self, self._resources)
+            self._chosen[task] = self._resources.tuner.choose(task, listed, operands, self._resources)
+        return self._chosen[task]
 
-    gives_sums = False
+    def run(self, task: Task, operands: Operands) -> None:
+        """Carry out a task."""
+        chosen = self.candidate(task, operands)
+        if chosen is None:
+            raise RunError(f"no way to compute convolution {task.direction.value} of {task.problem}")
+        chosen.run(operands)
+
+    @cached_property
+    def gives_sums(self) -> bool:
+        """Whether sums from the convolution itself cost less than reading y once more for them."""
+        exact = self.problem.storage == "float32" and not self._resources.tf32
+        if exact or len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
+            return False
+        task = Task(self.problem, Direction.FORWARD, sums=True)
+        if self.candidate(task, None) is None:
+            return False
+        tuner = self._resources.tuner
+        self.candidate(task.plain, None)
+        with_sums, without = tuner.time_of(task, self._resources), tuner.time_of(task.plain, self._resources)
+        bytes_read = math.prod(self.problem.y) * cupy.dtype(self.problem.dtype).itemsize
+        return with_sums is None or without is None or with_sums <= without + bytes_read / STATISTICS_RATE * 1e6
 
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
     ) -> None:
-        """y = weights * x (+ bias)."""
-        assert not relu and sums is None
-        self._run(Direction.FORWARD, x, weights, y)
-        if bias is not None:
-            apply(add_bias, (y, bias.reshape(-1)), (y,), axis=1)
+        """y = weights * x (+ bias), or max(that, 0); sums of y and y^2."""
+        assert sums is None or (self.gives_sums and bias is None and not relu), "sums are not for this convolution"
+        task = Task(self.problem, Direction.FORWARD, bias is not None, relu, sums is not None)
+        bias = None if bias is None else self._given(bias.reshape(-1), bias.size, "aligned bias", "float32")
+        self._convolve(task, Operands(x, weights, y, bias, sums))
 
     def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
         """dx = the transposed convolution of dy with weights."""
-        self._run(Direction.DATA, dy, weights, dx)
+        self._convolve(Task(self.problem, Direction.DATA), Operands(dy, weights, dx))
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
         """dweights (+)= correlation of x with dy."""
-        if not accumulate:
-            self._run(Direction.WEIGHTS, x, dy, dweights)
+        task = Task(self.problem, Direction.WEIGHTS)
+        self._convolve(task, Operands(x, dy, dweights, accumulate=accumulate))
+
+    def _convolve(self, task: Task, given: Operands) -> None:
+        """Bring the arrays into the problem's storage, run, and bring the result into its own."""
+        shapes = self.problem.arrays(task.direction)
+        arrays = (given.first, given.second, given.out)
+        assert all(tuple(a.shape) == s for a, s in zip(arrays, shapes, strict=True)), (task.direction, self.problem)
+        if not given.out.size or not given.first.size:
             return
-        shape = tuple(dweights.shape)
-        gradient = view(self._scratch.get("weight gradient", math.prod(shape)), shape)
-        self._run(Direction.WEIGHTS, x, dy, gradient)
-        apply(add_to, (dweights, gradient), (dweights,), axis=1)
+        dtype = self.problem.dtype
+        operands = replace(
+            given,
+            first=self._given(given.first, shapes[0], "converted input", dtype),
+            second=self._given(given.second, shapes[1], "converted second input", dtype),
+        )
+        if task.direction is not Direction.WEIGHTS and not fits(given.out, dtype):
+            scratch = self._resources.scratch.get("converted output", given.out.size, dtype)
+            operands = replace(operands, out=view(scratch, shapes[2]))
+        self.run(task, operands)
+        if operands.out is not given.out:
+            apply(identity, (operands.out,), (given.out,), axis=0)
+
+    def _given(self, array: Array, shape: Any, purpose: str, dtype: str) -> Array:
+        """The array itself, or a copy in scratch memory of the right dtype."""
+        if fits(array, dtype):
+            return array
+        copy = view(self._resources.scratch.get(purpose, array.size, dtype), tuple(array.shape))
+        apply(identity, (array,), (copy,), axis=0)
+        return copy
+
+
+def fits(array: Array, dtype: str) -> bool:
+    """Whether an array is of a dtype and begins where wide loads may."""
+    return array.dtype == dtype and aligned(array)
+
+
+def write_gradient(gradient: Array, operands: Operands) -> None:
+    """dweights (+)= a gradient of their shape in any storage."""
+    target, source = flat(raw(operands.out)), flat(gradient)
+    if operands.accumulate:
+        apply(add_to, (target, source), (target,), axis=0)
+    else:
+        apply(identity, (source,), (target,), axis=0)
 
 
 def is_pointwise(geometry: Geometry) -> bool:
     """Whether each window is one place and the windows are all places, so that nothing need be unrolled."""
     g = geometry
     return all(k == 1 and s == 1 and p == 0 for k, s, p in zip(g.kernel, g.stride, g.pad, strict=True))
-
-
-def prefers_products(problem: Problem, direction: Direction) -> bool:
-    """Whether in full float32 unrolling and cuBLAS beat cuDNN.
-
-    Measured on an H200 with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50: without tensor cores cuDNN's
-    gradients take 0.8 to 13 times as long, mostly twice, and are less exact; its forward pass is ahead but for 1x1
-    windows.
-    """
-    if len(problem.x) != 4 or problem.geometry.group > MOST_GROUPS:
-        return False
-    return direction is not Direction.FORWARD or is_pointwise(problem.geometry)
-
-
-def plan_convolution(problem: Problem, resources: Resources) -> CudaConvolution:
-    """A convolution with all ways that its number of axes allows."""
-    from caffepy.backend.cuda_cudnn import CopiedCudnn, DirectCudnn
-    from caffepy.backend.cuda_im2col import Im2colConvolution
-
-    library: list[Way] = []
-    if len(problem.x) in (3, 4, 5):
-        library.append(DirectCudnn(problem, resources))
-    if len(problem.x) == 4:
-        library.append(CopiedCudnn(problem, resources))
-    products = Im2colConvolution(problem, resources)
-    ways = {}
-    for direction in Direction:
-        first = not resources.tf32 and prefers_products(problem, direction)
-        ways[direction] = [products, *library] if first else [*library, products]
-    return CudaConvolution(problem, ways, resources.scratch)
-
-
-def channels_first(array: Array, scratch: Scratch, purpose: str) -> Array:
-    """A copy in C order, in scratch memory."""
-    copy = scratch.get(purpose, array.size).reshape(array.shape)
-    cupy.copyto(copy, array)
-    return copy

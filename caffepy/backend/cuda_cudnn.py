@@ -1,28 +1,50 @@
 """Convolutions by cuDNN's graph API.
 
-Owns plans: which engines are allowed (none that rounds to TF32 in fp32 mode, none that is not deterministic) and their
-workspace. Behaviour: NVIDIA's cuDNN frontend 1.x.
+Owns operation graphs and their plans: which engines are allowed (none that rounds to TF32 in fp32 mode, none that is
+not deterministic), what is fused into a forward pass, and their workspace. Behaviour: NVIDIA's cuDNN frontend 1.x.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from caffepy.backend.base import Array
-from caffepy.backend.cuda_convolution import Direction, Problem, Resources, channels_first
+from caffepy.backend.cuda_convolution import (
+    Direction,
+    Operands,
+    Problem,
+    Resources,
+    Task,
+    identity,
+    write_gradient,
+)
 from caffepy.backend.cuda_device import cupy
+from caffepy.backend.cuda_elementwise import apply
+from caffepy.backend.cuda_memory import Scratch, view
 
 WORKSPACE_LIMIT = 2**30
 """Bytes that a plan may use beside its arrays; engines that want more are left out."""
 
-FIRST, SECOND, OUT = 1, 2, 3
-"""Identities of a plan's three tensors."""
+WORKSPACE_SHARE = 4
+"""How many times the arrays' own bytes a plan may use, above a base of 32 MiB: small nets should stay small."""
+
+MOST_COMPILED = 3
+"""Plans of one graph that cuDNN compiles at run time, a third of a second each; the first are the likely best."""
+
+MOST_SPLIT_GROUPS = 8
+"""Groups up to which one convolution for each may be faster than cuDNN's engines for groups."""
+
+FIRST, SECOND, OUT, BIAS, SUM, SQUARES = 1, 2, 3, 4, 5, 6
+"""Identities of a graph's tensors."""
 
 _INEXACT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD",
             "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6", "WINOGRAD_TILE_13x13")  # fmt: skip
 """Numerical notes of engines that are further from float32 arithmetic than its own rounding."""
 _INEXACT_FOR_TF32 = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD_TILE_6x6",
+                     "WINOGRAD_TILE_13x13")  # fmt: skip
+_INEXACT_FOR_HALF = ("REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD", "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6",
                      "WINOGRAD_TILE_13x13")  # fmt: skip
 
 _UNDECLARED = {Direction.WEIGHTS: ["eng17_", "eng67_"]}
@@ -30,14 +52,20 @@ _UNDECLARED = {Direction.WEIGHTS: ["eng17_", "eng67_"]}
 the other by up to 3e-5 (measured with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50)."""
 
 
-def strides_of(shape: tuple[int, ...], channels_last: bool) -> list[int]:
-    """Element strides of (N, C, spatial...) in the order N, C, spatial... or N, spatial..., C."""
+def strides_of(shape: tuple[int, ...], channels_last: bool, pitch: int | None = None) -> list[int]:
+    """Element strides of (N, C, spatial...) in the order N, C, spatial... or N, spatial..., C.
+
+    Args:
+        shape: the array's, or that of some of its channels.
+        channels_last: the order in memory.
+        pitch: with channels last, how many channels the whole array has.
+    """
     order = [0, *range(2, len(shape)), 1] if channels_last else list(range(len(shape)))
     strides = [0] * len(shape)
     step = 1
     for axis in reversed(order):
         strides[axis] = step
-        step *= shape[axis]
+        step *= pitch if axis == 1 and channels_last and pitch else shape[axis]
     return strides
 
 
@@ -46,121 +74,289 @@ def _at_least_four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) > 3 else (shape[0], shape[1], 1, shape[2])
 
 
-class CudnnPlans:
-    """cuDNN's plans of one problem in one layout.
+class CudnnGraph:
+    """One operation graph with the plans that heuristics propose for it.
 
     Args:
-        problem: the shapes.
-        resources: handle and workspace.
-        channels_last: the layout of all three arrays.
+        task: what to compute.
+        resources: cuDNN and what products may round.
+        channels_last: how the arrays lie.
+        split: compute one group, its channels among those of the whole arrays.
+        rounded_bias: take the bias in the problem's storage, which more engines can do.
     """
 
-    def __init__(self, problem: Problem, resources: Resources, channels_last: bool) -> None:
-        self._problem = problem
-        self._resources = resources
+    def __init__(
+        self, task: Task, resources: Resources, channels_last: bool, split: bool = False, rounded_bias: bool = False
+    ) -> None:
+        self.task = task
+        self.resources = resources
+        self.groups = task.problem.geometry.group if split else 1
+        self.rounded_bias = rounded_bias
         self._channels_last = channels_last
-        self._plans: dict[Direction, tuple[Any, int]] = {}
+        cudnn = resources.cudnn
+        types = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
+        self._type = getattr(cudnn.data_type, types[task.problem.storage])
+        self.graph: Any = None
 
-    def prepare(self, direction: Direction) -> bool:
-        """Build the plan of a direction; False if cuDNN has none within the limits."""
-        if direction in self._plans:
-            return True
-        cudnn = self._resources.cudnn
-        try:
-            graph = self._build(direction)
-        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
-            return False
-        size = int(graph.get_workspace_size())
-        self._resources.scratch.get("cuDNN workspace", size, "uint8")
-        self._plans[direction] = graph, size
-        return True
-
-    def _build(self, direction: Direction) -> Any:
-        cudnn = self._resources.cudnn
+    def build(self) -> bool:
+        """Write the graph and ask for plans; False if cuDNN has none."""
+        cudnn = self.resources.cudnn
         single = cudnn.data_type.FLOAT
-        graph = cudnn.pygraph(
-            io_data_type=single,
+        graph = self.graph = cudnn.pygraph(
+            io_data_type=self._type,
             intermediate_data_type=single,
             compute_data_type=single,
-            handle=self._resources.handle,
+            handle=self.resources.handle,
         )
-        self._describe(graph, direction)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        notes = _INEXACT_FOR_TF32 if self._resources.tf32 else _INEXACT
-        unwanted = [getattr(cudnn.numerical_note, name) for name in (*notes, "NONDETERMINISTIC")]
-        graph.deselect_numeric_notes(unwanted)
-        graph.deselect_engines(_UNDECLARED.get(direction, []))
-        graph.deselect_workspace_greater_than(WORKSPACE_LIMIT)
-        graph.check_support()
-        graph.build_plans(cudnn.build_plan_policy.HEURISTICS_CHOICE)
-        return graph
+        try:
+            self._describe(graph)
+            graph.validate()
+            graph.build_operation_graph()
+            # In one call: release 1.18 mixes up the notes of plans that were asked for in several.
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+            return False
+        self._bar(graph)
+        return True
 
-    def _describe(self, graph: Any, direction: Direction) -> None:
-        """Write the operation and its three tensors into an empty graph."""
-        single = self._resources.cudnn.data_type.FLOAT
-        shapes = [_at_least_four(shape) for shape in self._problem.arrays(direction)]
-        first, second = (
-            graph.tensor(
-                name=name, dim=list(shape), stride=strides_of(shape, self._channels_last), data_type=single, uid=uid
-            )
-            for name, shape, uid in (("first", shapes[0], FIRST), ("second", shapes[1], SECOND))
+    def _bar(self, graph: Any) -> None:
+        cudnn, task = self.resources.cudnn, self.task
+        notes: tuple[str, ...]
+        if task.problem.storage != "float32":
+            notes = _INEXACT_FOR_HALF
+        else:
+            notes = _INEXACT_FOR_TF32 if self.resources.tf32 else _INEXACT
+            graph.deselect_engines([] if self.resources.tf32 else _UNDECLARED.get(task.direction, []))
+        graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in (*notes, "NONDETERMINISTIC")])
+        item = 4 if task.problem.storage == "float32" else 2
+        own = sum(math.prod(shape) for shape in task.problem.arrays(task.direction)) * item
+        graph.deselect_workspace_greater_than(min(WORKSPACE_LIMIT, 2**25 + WORKSPACE_SHARE * own))
+
+    def names(self) -> list[tuple[int, str]]:
+        """Number and name of each plan, those that were proposed twice once."""
+        seen: dict[str, int] = {}
+        for index in range(self.graph.get_execution_plan_count()):
+            seen.setdefault(self.graph.get_plan_name_at_index(index), index)
+        return [(index, name) for name, index in seen.items()]
+
+    def is_compiled(self, index: int) -> bool:
+        """Whether cuDNN compiles a plan's kernel at run time."""
+        notes = self.graph.get_behavior_notes_for_plan_at_index(index)
+        return self.resources.cudnn.behavior_note.RUNTIME_COMPILATION in notes
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the two inputs and of the output, of one group if they are split."""
+        problem, groups = self.task.problem, self.groups
+        one = Problem(
+            (problem.x[0], problem.x[1] // groups, *problem.x[2:]),
+            (problem.weights[0] // groups, *problem.weights[1:]),
+            problem.geometry,
         )
+        return [_at_least_four(shape) for shape in one.arrays(self.task.direction)]
+
+    def _strides(self, shape: tuple[int, ...], position: int) -> list[int]:
+        is_weights = position == (2 if self.task.direction is Direction.WEIGHTS else 1)
+        return strides_of(shape, self._channels_last, shape[1] * (1 if is_weights else self.groups))
+
+    def _describe(self, graph: Any) -> None:
+        """Write the operations and their tensors into an empty graph."""
+        shapes = self._shapes()
+        first, second = (
+            graph.tensor(name=name, dim=list(shapes[i]), stride=self._strides(shapes[i], i), data_type=self._type,
+                         uid=uid)
+            for i, (name, uid) in enumerate((("first", FIRST), ("second", SECOND)))
+        )  # fmt: skip
         window = self._window()
-        if direction is Direction.FORWARD:
-            out = graph.conv_fprop(image=first, weight=second, **window)
-        elif direction is Direction.DATA:
+        if self.task.direction is Direction.FORWARD:
+            out = self._finished(graph, graph.conv_fprop(image=first, weight=second, **window), shapes[2])
+        elif self.task.direction is Direction.DATA:
             out = graph.conv_dgrad(loss=first, filter=second, **window)
         else:
             out = graph.conv_wgrad(image=first, loss=second, **window)
-        out.set_output(True).set_uid(OUT).set_data_type(single)
-        out.set_dim(list(shapes[2])).set_stride(strides_of(shapes[2], self._channels_last))
+        out.set_output(True).set_uid(OUT).set_data_type(self._type)
+        out.set_dim(list(shapes[2])).set_stride(self._strides(shapes[2], 2))
+
+    def _finished(self, graph: Any, out: Any, shape: tuple[int, ...]) -> Any:
+        """What follows a forward convolution: bias, ReLU, or sums for each channel."""
+        single = self.resources.cudnn.data_type.FLOAT
+        channels = [1, shape[1], *(1,) * (len(shape) - 2)]
+        strides = strides_of(tuple(channels), True)
+        out.set_dim(list(shape)).set_stride(self._strides(shape, 2))
+        if self.task.sums:
+            out.set_data_type(self._type)
+            for tensor, uid in zip(graph.genstats(input=out, compute_data_type=single), (SUM, SQUARES), strict=True):
+                tensor.set_output(True).set_uid(uid).set_data_type(single).set_dim(channels).set_stride(strides)
+        if self.task.bias:
+            kind = self._type if self.rounded_bias else single
+            bias = graph.tensor(name="bias", dim=channels, stride=strides, data_type=kind, uid=BIAS)
+            out.set_data_type(single)
+            out = graph.add(a=out, b=bias, compute_data_type=single)
+        if self.task.relu:
+            out.set_data_type(single)
+            out = graph.relu(input=out, compute_data_type=single)
+        return out
 
     def _window(self) -> dict[str, Any]:
-        g = self._problem.geometry
+        g = self.task.problem.geometry
         unit = [1] if len(g.kernel) == 1 else []
         zero = [0] if len(g.kernel) == 1 else []
         return {
             "padding": zero + list(g.pad),
             "stride": unit + list(g.stride),
             "dilation": unit + list(g.dilation),
-            "compute_data_type": self._resources.cudnn.data_type.FLOAT,
+            "compute_data_type": self.resources.cudnn.data_type.FLOAT,
         }
 
-    def run(self, direction: Direction, first: Array, second: Array, out: Array) -> None:
-        """Execute a prepared plan."""
-        graph, size = self._plans[direction]
-        workspace = self._resources.scratch.get("cuDNN workspace", size, "uint8")
-        pointers = {FIRST: first.data.ptr, SECOND: second.data.ptr, OUT: out.data.ptr}
-        graph.execute(pointers, workspace.data.ptr, handle=self._resources.handle)
+
+class CudnnPlan:
+    """A candidate: one plan of a graph, run once for each of its groups.
+
+    Args:
+        graph: a graph that was built.
+        index: the plan's number there.
+        name: the plan's.
+    """
+
+    def __init__(self, graph: CudnnGraph, index: int, name: str) -> None:
+        self.name = name
+        self._graph = graph
+        self._index = index
+        self._size = 0
+
+    def prepare(self) -> bool:
+        """Build the plan; False if it is barred or cannot be built."""
+        graph = self._graph.graph
+        try:
+            graph.build_plan_at_index(self._index)
+        except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError):
+            return False
+        self._size = int(graph.get_workspace_size_plan_at_index(self._index))
+        self._workspace()
+        return True
+
+    def _workspace(self) -> Array:
+        return self._graph.resources.scratch.get("cuDNN workspace", self._size, "uint8")
+
+    def run(self, operands: Operands) -> None:
+        """Execute the plan; weight gradients that cuDNN does not write as they are wanted go through scratch memory."""
+        task, scratch = self._graph.task, self._graph.resources.scratch
+        dtype = task.problem.dtype
+        if task.direction is not Direction.WEIGHTS or (operands.out.dtype == dtype and not operands.accumulate):
+            self._execute(operands, operands.out)
+            return
+        shape = task.problem.weights
+        gradient = view(scratch.get("weight gradient", math.prod(shape), dtype), shape)
+        self._execute(operands, gradient)
+        write_gradient(gradient, operands)
+
+    def _execute(self, operands: Operands, out: Array) -> None:
+        graph = self._graph
+        pointers = {FIRST: operands.first.data.ptr, SECOND: operands.second.data.ptr, OUT: out.data.ptr}
+        if operands.bias is not None and graph.task.bias:
+            bias = operands.bias
+            if graph.rounded_bias:
+                rounded = graph.resources.scratch.get("rounded bias", bias.size, graph.task.problem.dtype)
+                apply(identity, (bias,), (rounded,), axis=0)
+                bias = rounded
+            pointers[BIAS] = bias.data.ptr
+        if operands.sums is not None and graph.task.sums:
+            pointers[SUM] = operands.sums.data.ptr
+            pointers[SQUARES] = operands.sums.data.ptr + operands.sums.nbytes // 2
+        workspace = self._workspace().data.ptr
+        steps = {uid: self._step(uid) for uid in pointers}
+        for group in range(graph.groups):
+            placed = {uid: pointer + group * steps[uid] for uid, pointer in pointers.items()}
+            graph.graph.execute_plan_at_index(placed, workspace, self._index, handle=graph.resources.handle)
+
+    def _step(self, uid: int) -> int:
+        """Bytes from one group's part of a tensor to the next one's."""
+        task, groups = self._graph.task, self._graph.groups
+        problem = task.problem
+        item = cupy.dtype(problem.dtype).itemsize
+        x, y = problem.x[1] // groups, problem.weights[0] // groups
+        weights = math.prod(problem.weights) // groups
+        by_direction = {Direction.FORWARD: (x, weights, y), Direction.DATA: (y, weights, x)}
+        first, second, out = by_direction.get(task.direction, (x, y, weights))
+        bias = y * (item if self._graph.rounded_bias else 4)
+        return {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias}.get(uid, 0)
 
 
-class DirectCudnn:
-    """cuDNN over the blobs as they lie: channels last for two spatial axes, C order otherwise."""
+def cudnn_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
+    """Plans over the blobs as they lie: channels last for two spatial axes, C order otherwise."""
+    problem = task.problem
+    if len(problem.x) not in (3, 4, 5):
+        return
+    if task.sums and problem.weights[0] % 4:
+        return
+    last = len(problem.x) == 4
+    if task.bias and problem.storage != "float32":
+        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), "rounded bias ")
+    yield from _plans(CudnnGraph(task, resources, last), "")
+    if last and _splits(problem) and not task.sums:
+        yield from _plans(CudnnGraph(task, resources, last, split=True), "split ")
 
-    name = "cuDNN"
 
-    def __init__(self, problem: Problem, resources: Resources) -> None:
-        self._plans = CudnnPlans(problem, resources, channels_last=len(problem.x) == 4)
-        self.prepare = self._plans.prepare
-        self.run = self._plans.run
+def _plans(graph: CudnnGraph, prefix: str) -> Iterator[CudnnPlan]:
+    if not graph.build():
+        return
+    compiled = 0
+    for index, name in graph.names():
+        if graph.is_compiled(index):
+            compiled += 1
+            if compiled > MOST_COMPILED:
+                continue
+        yield CudnnPlan(graph, index, f"cuDNN {prefix}{name}")
+
+
+def _splits(problem: Problem) -> bool:
+    """Whether each group's channels begin where cuDNN's wide loads may."""
+    groups = problem.geometry.group
+    item = 4 if problem.storage == "float32" else 2
+    sizes = (problem.x[1] // groups, problem.weights[0] // groups)
+    return 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes)
 
 
 class CopiedCudnn:
-    """cuDNN over copies in NCHW order, for shapes that its channels-last engines do not take."""
+    """cuDNN over copies in NCHW order, for shapes that its channels-last engines do not take.
 
-    name = "cuDNN over NCHW copies"
+    Args:
+        task: a plain task.
+        resources: cuDNN and scratch memory.
+    """
 
-    def __init__(self, problem: Problem, resources: Resources) -> None:
-        self._plans = CudnnPlans(problem, resources, channels_last=False)
-        self._scratch = resources.scratch
-        self.prepare = self._plans.prepare
+    name = "copied"
 
-    def run(self, direction: Direction, first: Array, second: Array, out: Array) -> None:
+    def __init__(self, task: Task, resources: Resources) -> None:
+        self._task = task
+        self._resources = resources
+        self._plan: CudnnPlan | None = None
+
+    def prepare(self) -> bool:
+        """Build the first plan that can be built."""
+        if self._plan is None:
+            plans = _plans(CudnnGraph(self._task, self._resources, channels_last=False), "")
+            self._plan = next((plan for plan in plans if plan.prepare()), None)
+        return self._plan is not None
+
+    def run(self, operands: Operands) -> None:
         """Copy the inputs, compute, copy the output back."""
-        a = channels_first(first, self._scratch, "first NCHW copy")
-        b = channels_first(second, self._scratch, "second NCHW copy")
-        result = self._scratch.get("NCHW result", math.prod(out.shape)).reshape(out.shape)
-        self._plans.run(direction, a, b, result)
-        cupy.copyto(out, result)
+        assert self._plan is not None
+        scratch, task = self._resources.scratch, self._task
+        first = channels_first(operands.first, scratch, "first NCHW copy")
+        second = channels_first(operands.second, scratch, "second NCHW copy")
+        shape = task.problem.arrays(task.direction)[2]
+        result = scratch.get("NCHW result", math.prod(shape), task.problem.dtype).reshape(shape)
+        self._plan.run(Operands(first, second, result))
+        if task.direction is Direction.WEIGHTS:
+            in_order = view(scratch.get("weight gradient", math.prod(shape), task.problem.dtype), shape)
+            cupy.copyto(in_order, result)
+            write_gradient(in_order, operands)
+        else:
+            cupy.copyto(operands.out, result)
+
+
+def channels_first(array: Array, scratch: Scratch, purpose: str) -> Array:
+    """A copy in C order, in scratch memory."""
+    copy = scratch.get(purpose, array.size, array.dtype.name).reshape(array.shape)
+    cupy.copyto(copy, array)
+    return copy

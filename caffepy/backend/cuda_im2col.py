@@ -1,4 +1,4 @@
-"""Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, plain float32.
+"""Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, any storage.
 
 Owns the way that takes everything. In memory it is channels last, where the windows of many images times the weights
 are one matrix product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from caffepy.backend.base import Array
-from caffepy.backend.cuda_convolution import Direction, Problem, Resources, is_pointwise
+from caffepy.backend.cuda_convolution import Direction, Operands, Problem, Resources, Task, is_pointwise
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import launch, library_kernel
+from caffepy.backend.cuda_kernels import C_TYPES, launch, library_kernel
 
 COLUMNS_LIMIT = 2**26
 """Elements of unrolled windows held at once; larger batches are taken in parts."""
@@ -23,19 +23,21 @@ def _channels_last(array: Array) -> Array:
 
 
 class Im2colConvolution:
-    """The way that takes everything.
+    """The candidate that takes everything.
 
     Args:
-        problem: the shapes.
+        task: a plain task.
         resources: cuBLAS and scratch memory.
     """
 
-    name = "im2col and cuBLAS"
+    name = "products"
 
-    def __init__(self, problem: Problem, resources: Resources) -> None:
+    def __init__(self, task: Task, resources: Resources) -> None:
+        problem = task.problem
+        self._task = task
         self._problem = problem
+        self._resources = resources
         self._blas = resources.blas
-        self._scratch = resources.scratch
         geometry = problem.geometry
         self._group = geometry.group
         self._channels = problem.x[1] // geometry.group
@@ -47,13 +49,14 @@ class Im2colConvolution:
         limit = COLUMNS_LIMIT // max(self._places * self._columns, 1)
         self._batch = problem.x[0] if self._pointwise else max(1, min(problem.x[0], limit))
 
-    def prepare(self, direction: Direction) -> bool:
+    def prepare(self) -> bool:
         """Always possible."""
         return True
 
-    def run(self, direction: Direction, first: Array, second: Array, out: Array) -> None:
+    def run(self, operands: Operands) -> None:
         """Go through the batch in parts, and through the groups of each."""
-        a, b, result = _channels_last(first), _channels_last(second), _channels_last(out)
+        direction, out = self._task.direction, operands.out
+        a, b, result = _channels_last(operands.first), _channels_last(operands.second), _channels_last(out)
         for start in range(0, self._problem.x[0], self._batch):
             part = slice(start, min(start + self._batch, self._problem.x[0]))
             for group in range(self._group):
@@ -62,19 +65,20 @@ class Im2colConvolution:
                 elif direction is Direction.DATA:
                     self._backward_data(a[part], b, result[part], group)
                 else:
-                    self._backward_weights(a[part], b[part], result, group, accumulate=start > 0)
+                    self._backward_weights(a[part], b[part], result, group, start > 0 or operands.accumulate)
         if result.data.ptr != out.data.ptr:
             cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
 
-    def _scratch_windows(self, images: int) -> Array:
+    def _scratch_windows(self, images: int, dtype: str) -> Array:
         count = images * self._places * self._columns
-        return self._scratch.get("unrolled windows", count).reshape(images * self._places, self._columns)
+        windows = self._resources.scratch.get("unrolled windows", count, dtype)
+        return windows.reshape(images * self._places, self._columns)
 
     def _windows(self, x: Array, group: int) -> Array:
         """The windows of some images, a row each; the images themselves where a window is one place."""
         if self._pointwise:
             return _columns_of(x, group, self._channels)
-        columns = self._scratch_windows(x.shape[0])
+        columns = self._scratch_windows(x.shape[0], self._problem.dtype)
         self._kernel("im2col", x, columns, group, columns.size)
         return columns
 
@@ -95,7 +99,7 @@ class Im2colConvolution:
         if self._pointwise:
             self._blas.gemm(gradient, own, _columns_of(dx, group, self._channels), False, False, False)
             return
-        columns = self._scratch_windows(dx.shape[0])
+        columns = self._scratch_windows(dx.shape[0], "float32")
         self._blas.gemm(gradient, own, columns, False, False, False)
         self._kernel("col2im", columns, dx, group, dx.size // self._group)
 
@@ -116,7 +120,8 @@ def _defines(problem: Problem) -> str:
         "SIZE": problem.x[2:], "OUT": problem.y[2:], "KERNEL": g.kernel, "STRIDE": g.stride, "PAD": g.pad,
         "DILATION": g.dilation,
     }  # fmt: skip
-    lines = [f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
+    element = C_TYPES[cupy.dtype(problem.dtype).char]
+    lines = [f"#define Element {element}", f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
     lines.append(f"#define GROUP_CHANNELS {problem.x[1] // g.group}")
     for name, numbers in values.items():
         lines.append(f"__device__ constexpr int {name}[AXES] = {{{', '.join(map(str, numbers))}}};")

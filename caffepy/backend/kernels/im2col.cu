@@ -1,7 +1,7 @@
-// Windows of channels-last arrays as rows of a matrix, and back. The text before this file defines constants:
+// Windows of channels-last arrays as rows of a matrix, and back. The text before this file defines the type Element and constants:
 // AXES; SIZE, OUT, KERNEL, STRIDE, PAD, DILATION (one entry a spatial axis); CHANNELS of the array and GROUP_CHANNELS of one
 // group. x is (N, SIZE..., CHANNELS); columns is (N, OUT..., KERNEL..., GROUP_CHANNELS) for the group that starts at channel
-// `first`.
+// `first`, in x's own type on the way there and float32 on the way back.
 
 __device__ __forceinline__ unsigned int product(const int *values) {
     unsigned int result = 1;
@@ -10,7 +10,7 @@ __device__ __forceinline__ unsigned int product(const int *values) {
 }
 
 // columns = windows of x, 0 outside; one thread an element of columns.
-extern "C" __global__ void im2col(const float *x, float *columns, int first, unsigned int count) {
+extern "C" __global__ void im2col(const Element *x, Element *columns, int first, unsigned int count) {
     EACH_INDEX(i, count) {
         unsigned int rest = i / GROUP_CHANNELS;
         int place[AXES];
@@ -28,12 +28,12 @@ extern "C" __global__ void im2col(const float *x, float *columns, int first, uns
             inside = inside && place[a] >= 0 && place[a] < SIZE[a];
             offset = offset * SIZE[a] + place[a];
         }
-        columns[i] = inside ? x[(size_t)offset * CHANNELS + first + i % GROUP_CHANNELS] : 0.0f;
+        columns[i] = inside ? x[(size_t)offset * CHANNELS + first + i % GROUP_CHANNELS] : Element{};
     }
 }
 
 // x (this group's channels) = sum over all windows that contain a place; one thread an element of x, so no atomics.
-extern "C" __global__ void col2im(const float *columns, float *x, int first, unsigned int count) {
+extern "C" __global__ void col2im(const float *columns, Element *x, int first, unsigned int count) {
     const unsigned int window = product(KERNEL);
     EACH_INDEX(i, count) {
         const unsigned int c = i % GROUP_CHANNELS;
@@ -60,6 +60,6 @@ extern "C" __global__ void col2im(const float *columns, float *x, int first, uns
             for (int a = 0; a < AXES; ++a) row = row * OUT[a] + out[a];
             sum += columns[(row * window + k) * GROUP_CHANNELS + c];
         }
-        x[(size_t)at * CHANNELS + first + c] = sum;
+        x[(size_t)at * CHANNELS + first + c] = Rounded<Element>::one(sum);
     }
 }

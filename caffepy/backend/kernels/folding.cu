@@ -1,0 +1,46 @@
+// Channels-last arrays whose neighbouring places become channels of one place, and back; with STEP 1, arrays with more channels.
+//
+// The text before this file defines the types In and Out and the constants HEIGHT, WIDTH, CHANNELS of the plain array,
+// FOLDED_HEIGHT, FOLDED_WIDTH, FOLDED_CHANNELS of the folded one, STEP (places a side that become one), SHIFT_H, SHIFT_W (zeros
+// before the first place) and PACK (folded channels a thread writes).
+
+// folded[n][i][j][(a, b, c)] = plain[n][i * STEP + a - SHIFT_H][j * STEP + b - SHIFT_W][c], 0 outside and for n >= rows.
+// One thread for PACK channels.
+extern "C" __global__ void fold(const In *plain, Out *folded, unsigned int rows, unsigned int count) {
+    constexpr unsigned int PACKS = FOLDED_CHANNELS / PACK;
+    EACH_INDEX(i, count) {
+        const int first = i % PACKS * PACK;
+        unsigned int rest = i / PACKS;
+        const int x = (int)(rest % FOLDED_WIDTH) * STEP - SHIFT_W;
+        rest /= FOLDED_WIDTH;
+        const int y = (int)(rest % FOLDED_HEIGHT) * STEP - SHIFT_H;
+        const unsigned int n = rest / FOLDED_HEIGHT;
+        Pack<float, PACK> values;
+#pragma unroll
+        for (int v = 0; v < PACK; ++v) {
+            const int place = (first + v) / CHANNELS, c = (first + v) % CHANNELS;
+            const int yy = y + place / STEP, xx = x + place % STEP;
+            const bool inside = n < rows && place < STEP * STEP && yy >= 0 && yy < HEIGHT && xx >= 0 && xx < WIDTH;
+            values[v] = inside ? to_float(plain[((size_t)(n * HEIGHT + yy) * WIDTH + xx) * CHANNELS + c]) : 0.0f;
+        }
+        store<PACK>(folded, i, values);
+    }
+}
+
+// plain (+)= what `fold` would have put into `folded`, 0 where that has no place for it. One thread an element of plain.
+extern "C" __global__ void unfold(const In *folded, Out *plain, int accumulate, unsigned int count) {
+    EACH_INDEX(i, count) {
+        const unsigned int c = i % CHANNELS;
+        unsigned int rest = i / CHANNELS;
+        const unsigned int x = rest % WIDTH + SHIFT_W;
+        rest /= WIDTH;
+        const unsigned int y = rest % HEIGHT + SHIFT_H, n = rest / HEIGHT;
+        const unsigned int channel = (y % STEP * STEP + x % STEP) * CHANNELS + c;
+        float value = 0.0f;
+        if (y / STEP < FOLDED_HEIGHT && x / STEP < FOLDED_WIDTH) {
+            const size_t place = (size_t)(n * FOLDED_HEIGHT + y / STEP) * FOLDED_WIDTH + x / STEP;
+            value = to_float(folded[place * FOLDED_CHANNELS + channel]);
+        }
+        plain[i] = Rounded<Out>::one(accumulate ? to_float(plain[i]) + value : value);
+    }
+}
