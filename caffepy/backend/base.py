@@ -199,6 +199,9 @@ class Backend(InputPrimitives, ABC):
     keeps_lrn_scale: bool = True
     """Whether LRN's backward pass needs the scale of its forward pass."""
 
+    workspace: int = 0
+    """Most bytes that primitives take for themselves, beside their arguments and what `zeros` gave out."""
+
     holds_values: bool = True
     """Whether arrays hold numbers; false where a net is only planned, so that nobody need fill them."""
 

@@ -22,7 +22,7 @@ from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.mailbox import Done, HostFetch, HostMailbox
-from caffepy.errors import DeviceError
+from caffepy.errors import DeviceError, OutOfMemoryError
 
 _LAST = (0, 2, 3, 1)
 _FIRST = (0, 3, 1, 2)
@@ -100,9 +100,10 @@ class CpuBackend(CpuInput, Composed):
             return aligned_zeros(shape, dtype)
         except MemoryError:
             size = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
-            raise DeviceError(
+            raise OutOfMemoryError(
                 f"{self.device_description()}: out of memory: {size:.2f} GiB for an array of shape {shape} could not "
-                f"be had; reduce the batch size"
+                "be had",
+                "use a smaller batch_size",
             ) from None
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:

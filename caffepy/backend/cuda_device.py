@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from caffepy.errors import DeviceError, MissingExtraError
+from caffepy.errors import DeviceError, MissingExtraError, OutOfMemoryError
 
 __all__ = [
     "EXTRA",
@@ -152,14 +152,16 @@ def device_memory(what: str) -> Iterator[None]:
         what: what was being allocated, for the message.
 
     Raises:
-        DeviceError: with the bytes asked for, those free and what to do.
+        OutOfMemoryError: with the bytes asked for, those free and what to do.
     """
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
         free, total = cupy.cuda.runtime.memGetInfo()
         device = cupy.cuda.runtime.getDevice()
-        raise DeviceError(
+        raise OutOfMemoryError(
             f"GPU {device} is out of memory for {what}: {error}; {free / GIBIBYTE:.1f} of "
-            f"{total / GIBIBYTE:.1f} GiB are free: use a smaller batch_size or another GPU"
+            f"{total / GIBIBYTE:.1f} GiB are free",
+            "use a smaller batch_size or another GPU",
+            free + cupy.get_default_memory_pool().total_bytes(),
         ) from error

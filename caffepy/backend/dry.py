@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -149,8 +148,8 @@ class DryArray:
     def __getitem__(self, key: Any) -> DryArray:
         shape, box = [], []
         keys = key if isinstance(key, tuple) else (key,)
-        pairs: Iterable[tuple[int, Any]] = zip_longest(self.shape, keys, fillvalue=slice(None))
-        for size, one in pairs:
+        keys += (slice(None),) * (self.ndim - len(keys))
+        for size, one in zip(self.shape, keys, strict=True):
             if isinstance(one, slice):
                 begin, end, _ = one.indices(size)
                 box.append((begin, max(begin, end)))
@@ -219,6 +218,7 @@ class DryBackend(Backend):
         self.storages = like.storages if like else ("float32", "float16", "bfloat16")
         self.mask_dtype = like.mask_dtype if like else "uint8"
         self.keeps_lrn_scale = like.keeps_lrn_scale if like else False
+        self.workspace = like.workspace if like else 2**30
         self.step = SETUP
         """What is under way; set by whoever runs the net."""
         self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caffepy.backend.base import Array
+from caffepy.backend.base import Array, Backend
+from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import OutOfMemoryError
-from caffepy.layers.base import LayerContext
+from caffepy.layers.base import LayerContext, layer_class
 from caffepy.layers.prefetching import PrefetchingLayer
 from caffepy.net.arena import Lifetime, aligned, assign_offsets, live_bytes
 from caffepy.net.net import Net
@@ -84,38 +85,36 @@ class MemoryPlan:
         """Bytes of a solver's history that keeps so many values for each parameter."""
         return self.lasting[PARAMETERS] * histories
 
-    def total(self, histories: int = 0) -> int:
+    def total(self, histories: int = 0, share: bool = True) -> int:
         """Bytes of everything but what primitives need within one call."""
-        return sum(self.lasting.values()) + self.arena + self.history(histories)
+        return sum(self.lasting.values()) + (self.arena if share else self.alone) + self.history(histories)
 
     def at_peak(self) -> list[Slot]:
         """The slots that the fullest step needs, largest first."""
         alive = [slot for slot in self.slots if slot.life.first <= self.peak <= slot.life.last]
         return sorted(alive, key=lambda slot: -slot.life.size)
 
-    def bind(self, net: Net, arena: Array | None = None) -> Array:
+    def bind(self, net: Net, arena: Array) -> None:
         """Put a net's blobs into an arena; to be done before its first pass.
 
         Args:
             net: built as the plan was made.
-            arena: memory of at least `self.arena` bytes, e.g. that of a net whose passes do not mix with this one's;
-                None: new memory.
-
-        Returns:
-            The arena.
-
-        Raises:
-            OutOfMemoryError: there is not so much memory.
+            arena: at least `self.arena` bytes; nets whose passes do not mix can have the same.
         """
-        if arena is None:
-            try:
-                arena = net.backend.arena(self.arena)
-            except OutOfMemoryError as error:
-                raise error.within(f"net '{self.net}', which needs the most in {self.steps[self.peak]}") from error
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
             slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.storage), slot.storage)
-        return arena
+
+    def new_arena(self, backend: Backend) -> Array:
+        """Memory for `bind`.
+
+        Raises:
+            OutOfMemoryError: there is not so much; says which layer needs the most.
+        """
+        try:
+            return backend.arena(self.arena)
+        except OutOfMemoryError as error:
+            raise error.within(f"net '{self.net}', which needs the most in {self.steps[self.peak]}") from error
 
 
 def plan_memory(
@@ -163,6 +162,24 @@ def sample_shapes(net: Net) -> dict[str, list[tuple[int, ...]]]:
         for node in net.nodes
         if isinstance(node.layer, PrefetchingLayer)
     }
+
+
+def read_sample_shapes(
+    param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
+) -> dict[str, list[tuple[int, ...]]]:
+    """The same from the data themselves, for a net that is not built; opens each source once.
+
+    Raises:
+        DataError: data are not there.
+    """
+    filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
+    shapes = {}
+    for layer_param in filtered.layer:
+        kind = layer_class(layer_param.type, f"layer '{layer_param.name}'")
+        if issubclass(kind, PrefetchingLayer) and layer_param.name not in context.sample_shapes:
+            source, shapes[layer_param.name] = kind(layer_param, context).open()
+            source.close()
+    return shapes
 
 
 def describe(plan: MemoryPlan, histories: int, device: str) -> str:

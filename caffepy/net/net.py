@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from caffepy.backend import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.config.filter import filter_net, net_state
-from caffepy.errors import CaffepyError, RunError, SnapshotError
+from caffepy.errors import CaffepyError, OutOfMemoryError, RunError, SnapshotError
 from caffepy.layers.base import Layer, LayerContext, layer_class
 from caffepy.layers.formulas import scaled
 from caffepy.net import debug
@@ -406,6 +406,8 @@ def _named(layer: Layer) -> Iterator[None]:
     """Name the layer in errors that have no message of their own."""
     try:
         yield
+    except OutOfMemoryError as error:
+        raise error.within(f"layer '{layer.name}' ({layer.type})") from error
     except CaffepyError:
         raise
     except Exception as error:

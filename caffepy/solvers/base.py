@@ -113,11 +113,10 @@ class Solver(ABC):
         self._answers: deque[Fetch] = deque()
         self._rate = 0.0
         self._snapshot_at = -1
-        self._is_fast = self.backend.captures and not self.param.debug_info
-        """Whether blobs need not be there to be looked at, so that layers may be fused and blobs share memory."""
-        self._factory = NetFactory(
-            self.param, self.backend, self.shard, self.resolve, fuse=self.engine.fuse and self._is_fast
-        )
+        self._hides_blobs = self.backend.captures and not self.param.debug_info
+        """Whether nobody looks at blobs between the layers, so that these may be fused and blobs share memory."""
+        fuse, share = (wanted and self._hides_blobs for wanted in (self.engine.fuse, self.engine.share))
+        self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share)
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets()
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
@@ -132,7 +131,7 @@ class Solver(ABC):
         for names in self.param.weights:
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
-        if self.engine.share and self._is_fast:
+        if factory.share:
             plan = factory.share_memory()
             self.log("%s", describe(plan, self.histories, self.backend.name))
         self.history: list[Array] = [self.net.parameters.new_history() for _ in range(self.histories)]
@@ -263,7 +262,7 @@ class Solver(ABC):
 
     def _report_non_finite(self, loss: float) -> None:
         self.net.check()
-        hidden = self.program.captured or (self.engine.share and self._is_fast)
+        hidden = self.program.captured or self._factory.share
         node = None if hidden else self.net.first_non_finite()
         message = f"iteration {self.iteration}: the loss is {loss:g}"
         if node is not None:

@@ -47,6 +47,7 @@ class NetFactory:
         shard: its place among all devices.
         resolve: finds the files that the solver names.
         fuse: compute groups of layers as one.
+        share: whether `share_memory` will be called.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class NetFactory:
         shard: Shard,
         resolve: Resolve,
         fuse: bool = False,
+        share: bool = False,
     ) -> None:
         self.param = param
         self.backend = backend
         self.shard = shard
         self.resolve = resolve
         self.fuse = fuse
+        self.share = share
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
     def train_net(self) -> Net:

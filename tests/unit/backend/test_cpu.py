@@ -219,7 +219,7 @@ def test_too_few_threads() -> None:
 
 
 def test_out_of_memory_says_how_much() -> None:
-    with pytest.raises(DeviceError, match=r"out of memory: \d+\.\d\d GiB .*reduce the batch size"):
+    with pytest.raises(DeviceError, match=r"out of memory: \d+\.\d\d GiB .*use a smaller batch_size"):
         BACKEND.zeros((2**22, 2**22, 2, 2))
 
 
