@@ -76,6 +76,21 @@ class ImageSlot:
         )
 
 
+@dataclass(frozen=True)
+class ByteImages:
+    """What becomes of images that come as bytes.
+
+    Args:
+        slot: how a batch of them lies in memory.
+        mean: what is subtracted, float32 (NumPy), (C, H, W) of whole images or (C, 1, 1).
+        scale: what they are multiplied by then.
+    """
+
+    slot: ImageSlot
+    mean: Any
+    scale: float
+
+
 class InputRing(ABC):
     """Slots on the device, which forward passes use in turn: pass p has slot p % slots.
 

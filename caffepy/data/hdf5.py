@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.input import ImageSlot
 from caffepy.blob import MAX_ELEMENTS, check_shape, format_shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
@@ -129,6 +130,13 @@ class Hdf5Loader:
             for out, array in zip(outs, self._source.arrays(file), strict=True):
                 out[done : done + stop - row] = array[rows]
             done += stop - row
+
+    def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
+        """Rows are floats: no slots are filled."""
+        return 0
+
+    def close(self) -> None:
+        """There are no threads to end."""
 
     def describe(self, sample: int) -> str:
         """What messages call a global sample; may be called by any thread."""

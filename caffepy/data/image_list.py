@@ -18,6 +18,8 @@ class ImageListSource:
         DataError: the list cannot be read, has a line without a label, or is empty.
     """
 
+    index = None
+
     def __init__(self, path: Path, root_folder: str = "") -> None:
         self.description = f"image list '{path}'"
         self.labels: list[int] = []
@@ -48,6 +50,9 @@ class ImageListSource:
             return Path(self._files[number]).read_bytes()
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
+
+    def concurrent(self, count: int) -> bool:
+        return True
 
     def record_name(self, number: int) -> str:
         return f"record {number} ('{self._files[number]}')"

@@ -141,7 +141,7 @@ class LmdbIndex:
         if number >= self._state[_FOUND]:
             return None
         begin = int(self.places[number])
-        return memoryview(self.memory[begin : begin + int(self.sizes[number])])
+        return self.memory[begin : begin + int(self.sizes[number])].data
 
 
 def open_index(file: Path, entries: int) -> LmdbIndex | None:

@@ -160,6 +160,9 @@ class LmdbSource:
         except self._failure as error:
             raise DataError(f"{self.description} is damaged near record {number}: {error}; build it again") from error
 
+    def concurrent(self, count: int) -> bool:
+        return self.index is not None and self.index.find(count)
+
     def record_name(self, number: int) -> str:
         """As the protocol says; any thread may ask, as it uses a cursor of its own."""
         import lmdb

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.input import ByteImages, ImageSlot
 from caffepy.blob import check_shape
-from caffepy.data.datum import LARGE, datum_shape, decode_image, parse_datum, resize_image
+from caffepy.data.datum import datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.image_list import ImageListSource
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.source import RecordSource
 from caffepy.data.transform import Choices, Transformer
-from caffepy.data.uniform import split_uniform
-from caffepy.errors import DataError
+from caffepy.data.workers import Workers
+from caffepy.errors import CaffepyError, DataError
 
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
-Image = bytes | memoryview | NDArray[np.uint8] | NDArray[np.float32]
-"""Bytes and views of them are uint8 in C order; arrays are (C, H, W) of any strides."""
-
-_GROUP_BYTES = 1 << 18
-"""Images of one shape share a call of the transformer until they have this many bytes."""
+Image = NDArray[np.uint8] | NDArray[np.float32]
+"""(C, H, W), any strides."""
 
 
 class ImageLoader(ABC):
@@ -40,6 +38,7 @@ class ImageLoader(ABC):
         seed: of the solver.
         stream: of the layer.
         where: what messages call the layer.
+        threads: how many read and decode batches of bytes.
     """
 
     def __init__(
@@ -50,6 +49,7 @@ class ImageLoader(ABC):
         seed: int = 0,
         stream: int = 0,
         where: str = "data layer",
+        threads: int = 1,
     ) -> None:
         self._source = source
         self._order = order
@@ -58,10 +58,11 @@ class ImageLoader(ABC):
         self._stream = stream
         self._where = where
         self._record = 0
+        self._workers = Workers(threads, f"read for {where}")
 
     @abstractmethod
-    def parse(self, number: int) -> tuple[Image, Shape, float]:
-        """The image of record `number`, its shape (C, H, W) and its label.
+    def parse(self, number: int) -> tuple[Image, float]:
+        """The image of record `number` and its label.
 
         Raises:
             DataError: with a message that goes on after the record's name.
@@ -72,16 +73,46 @@ class ImageLoader(ABC):
         """What is being read now."""
         return f"record {self._record} of {self._source.description}"
 
+    def close(self) -> None:
+        """End the threads that help. Callable twice."""
+        self._workers.close()
+        self._order.close()
+
+    def describe(self, sample: int) -> str:
+        """What messages call a global sample; may be called by any thread."""
+        number = int(self._order.another().records(sample, 1)[0])
+        return f"{self._source.record_name(number)} of {self._source.description}"
+
+    # -- the first record ----------------------------------------------------------------------------
+
     def sample_shape(self) -> Shape:
         """The shape of the first record's image after the transformation.
 
         Raises:
             DataError: it cannot be read or transformed.
         """
+        return self._first_image()[1]
+
+    def byte_images(self, count: int) -> ByteImages | None:
+        """How batches of `count` come if images like the first are bytes; None if they are floats.
+
+        Raises:
+            DataError: the first record cannot be read or transformed.
+        """
+        image, shape = self._first_image()
+        if image.dtype != np.uint8:
+            return None
+        slot = ImageSlot(count, *shape)
+        return ByteImages(slot, self._transformer.mean(image.shape), float(self._transformer.scale))
+
+    def _first_image(self) -> tuple[Image, Shape]:
         try:
-            return self._transformer.output_shape(self.parse(0)[1])
+            image, _ = self.parse(0)
+            return image, self._transformer.output_shape(_shape_of(image))
         except DataError as error:
             raise self._named(error, 0) from error
+
+    # -- batches of floats ---------------------------------------------------------------------------
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count): images, and labels if it has a second array.
@@ -89,122 +120,116 @@ class ImageLoader(ABC):
         Raises:
             DataError: naming the record.
         """
-        group = _Group(self._transformer, self._transformer.choose(self._seed, self._stream, first, count))
-        labels = batch.array(1, (count,)) if len(batch.arrays) > 1 else np.empty(count, np.float32)
+        choices = self._transformer.choose(self._seed, self._stream, np.arange(first, first + count, dtype=np.int64))
+        labels = np.empty(count, np.float32)
+        out: NDArray[np.float32] = np.empty(0, np.float32)
         for place, number in enumerate(self._order.records(first, count).tolist()):
             self._record = number
             try:
-                image, shape, labels[place] = self.parse(number)
-                result = self._transformer.output_shape(shape)
+                image, labels[place] = self.parse(number)
+                result = self._transformer.output_shape(_shape_of(image))
                 if place == 0:
                     check_shape((count, *result), self._where)
-                    group.out = batch.array(0, (count, *result))
-                elif result != group.out.shape[1:]:
+                    out = batch.array(0, (count, *result))
+                elif result != out.shape[1:]:
                     raise DataError(
-                        f"is {_format(shape)} and makes {_format(result)}, but others of its batch make "
-                        f"{_format(group.out.shape[1:])}; set crop_size, or batch_size: 1"
+                        f"is {_format(image.shape)} and makes {_format(result)}, but others of its batch make "
+                        f"{_format(out.shape[1:])}; set crop_size, or batch_size: 1"
                     )
-                group.add(place, image, shape)
+                self._transformer.apply(image, choices, place, out[place])
             except DataError as error:
                 raise self._named(error, number) from error
-        group.flush()
-
-    def describe(self, sample: int) -> str:
-        """What messages call a global sample; may be called by any thread."""
-        number = int(copy.copy(self._order).records(sample, 1)[0])
-        return f"{self._source.record_name(number)} of {self._source.description}"
+        if len(batch.arrays) > 1:
+            batch.array(1, (count,))[...] = labels
 
     def _named(self, error: DataError, number: int) -> DataError:
         if str(error).startswith(self._source.description):  # the source itself has failed
             return DataError(f"{self._where}: {error}")
         return DataError(f"{self._where}: {self._source.description}: {self._source.record_name(number)} {error}")
 
+    # -- batches of bytes ----------------------------------------------------------------------------
 
-class _Group:
-    """Images of one shape that go to the transformer together."""
+    def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
+        """Fill slots with the bytes of images, mirrored by nobody yet.
 
-    def __init__(self, transformer: Transformer, choices: Choices) -> None:
-        self.out: NDArray[np.float32] = np.empty(0, np.float32)
-        self._transformer = transformer
-        self._choices = choices
-        self._images: list[bytes | memoryview] = []
-        self._shape: Shape = (0, 0, 0)
-        self._first = 0
+        Args:
+            firsts: the first global sample of each slot.
+            count: samples of each slot.
+            slot: the layout.
+            block: the slots' memory.
 
-    def add(self, place: int, image: Image, shape: Shape) -> None:
-        if isinstance(image, np.ndarray):
-            self.flush()
-            self._transformer.apply(image[None], self._choices[place : place + 1], self.out[place : place + 1])
+        Returns:
+            How many slots are filled. The one after them holds something that is no image of this layout or that
+            cannot be read: `load` takes it, or says what is wrong.
+        """
+        samples = (np.array(firsts, np.int64)[:, None] + np.arange(count)).reshape(-1)
+        records = self._order.records_of(samples)
+        self._record = int(records[0])
+        left_over = self._copy_plain(records, samples, slot, block)
+        places = np.flatnonzero(left_over)
+        if places.size:
+            choices = self._transformer.choose(self._seed, self._stream, samples)
+            workers = self._workers if self._source.concurrent(int(records.max()) + 1) else Workers(1)
+            workers.run(lambda i: self._copy_one(i, records, choices, slot, block, left_over), places.tolist())
+            places = np.flatnonzero(left_over)
+        self._order.prepare()
+        return int(places[0]) // count if places.size else len(firsts)
+
+    def _copy_plain(
+        self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Copy what can be copied without a look at each record; which samples are left over."""
+        return np.ones(records.size, np.uint8)
+
+    def _copy_one(
+        self, i: int, records: NDArray[np.int64], choices: Choices, slot: ImageSlot, block: NDArray[np.uint8],
+        left_over: NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        """Read sample i's record and put it in its place, if it belongs there."""
+        try:
+            image, label = self.parse(int(records[i]))
+            shape = self._transformer.output_shape(_shape_of(image))
+        except (CaffepyError, OSError, ValueError, MemoryError):
             return
-        if shape != self._shape:
-            self.flush()
-        if not self._images:
-            self._first, self._shape = place, shape
-        self._images.append(image)
-        if len(self._images) * len(image) >= _GROUP_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._images:
+        if image.dtype != np.uint8 or shape != slot.shape[1:]:
             return
-        pixels = np.frombuffer(self._images[0] if len(self._images) == 1 else b"".join(self._images), np.uint8)
-        part = slice(self._first, self._first + len(self._images))
-        images = pixels.reshape(len(self._images), *self._shape)
-        self._images.clear()
-        self._transformer.apply(images, self._choices[part], self.out[part])
+        number, place = divmod(i, slot.count)
+        labels, places, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
+        top, left = self._transformer.corner(image.shape[1], image.shape[2], choices, i)
+        pixels[place] = image[:, top : top + slot.height, left : left + slot.width]
+        places[place] = choices.mirror[i], top, left
+        labels[place] = label
+        left_over[i] = 0
 
 
 class DatumLoader(ImageLoader):
     """Records are Datums: bytes, floats, or an encoded image."""
 
     _warned = False
-    _uniform = True
-    """Whether all batches so far could be taken apart at once."""
 
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        self._uniform = self._uniform and self._load_uniform(first, count, batch)
-        if not self._uniform:
-            super().load(first, count, batch)
+    def _copy_plain(
+        self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        from caffepy.data.image_bytes import copy_records
 
-    def _load_uniform(self, first: int, count: int, batch: Batch) -> bool:
-        """Load small records of one layout together; False where they are not such, or anything is wrong with them."""
-        try:
-            parts = split_uniform(self._records(first, count))
-            if parts is None:
-                return False
-            pixels, labels = parts
-            result = self._transformer.output_shape(_shape_of(pixels[0]))
-        except DataError:
-            return False  # who takes them one by one can name the record
-        check_shape((count, *result), self._where)
-        choices = self._transformer.choose(self._seed, self._stream, first, count)
-        self._transformer.apply(pixels, choices, batch.array(0, (count, *result)))
-        if len(batch.arrays) > 1:
-            batch.array(1, (count,))[...] = labels
-        return True
+        index = self._source.index
+        if index is None or not self._source.concurrent(int(records.max()) + 1):
+            return super()._copy_plain(records, samples, slot, block)
+        return copy_records(
+            index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads
+        )
 
-    def _records(self, first: int, count: int) -> list[bytes | memoryview]:
-        """The records of some samples, as far as they are small."""
-        records: list[bytes | memoryview] = []
-        for number in self._order.records(first, count).tolist():
-            self._record = number
-            records.append(self._source.read(number))
-            if len(records[-1]) > LARGE:
-                break
-        return records
-
-    def parse(self, number: int) -> tuple[Image, Shape, float]:
+    def parse(self, number: int) -> tuple[Image, float]:
         datum, data = parse_datum(self._source.read(number))
         if datum.encoded:
-            image = decode_image(data, self._transformer.force_color, self._transformer.force_gray)
-            return image, _shape_of(image), datum.label
+            return decode_image(data, self._transformer.force_color, self._transformer.force_gray), datum.label
         if (self._transformer.force_color or self._transformer.force_gray) and not self._warned:
             self._warned = True
             logger.warning("%s: force_color and force_gray only change encoded images", self._where)
         if len(data):
-            return data, datum_shape(datum, len(data), "bytes"), datum.label
+            return np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes")), datum.label
         shape = datum_shape(datum, len(datum.float_data), "floats")
-        return np.array(datum.float_data, np.float32).reshape(shape), shape, datum.label
+        return np.array(datum.float_data, np.float32).reshape(shape), datum.label
 
 
 class ImageFileLoader(ImageLoader):
@@ -230,14 +255,14 @@ class ImageFileLoader(ImageLoader):
         self._color = color
         self._size = size
 
-    def parse(self, number: int) -> tuple[Image, Shape, float]:
+    def parse(self, number: int) -> tuple[Image, float]:
         image = decode_image(self._source.read(number), self._color, not self._color)
         if self._size is not None:
             image = resize_image(image, *self._size)
-        return image, _shape_of(image), self._labels[number]
+        return image, self._labels[number]
 
 
-def _shape_of(image: NDArray[np.uint8]) -> Shape:
+def _shape_of(image: Image) -> Shape:
     channels, height, width = image.shape
     return channels, height, width
 

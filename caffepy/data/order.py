@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +14,8 @@ class RecordOrder:
     """In which order the records of a source are taken.
 
     Sample s belongs to epoch (s + skip) // length; a batch that runs over the end of the data goes on with
-    the next epoch's first record, as Caffe's cursor does.
+    the next epoch's first record, as Caffe's cursor does. While an epoch is under way a thread makes the order of the
+    next one, which for a million records takes most of a second.
 
     Args:
         length: records in the source.
@@ -28,21 +31,50 @@ class RecordOrder:
         self._shuffle = shuffle
         self._seed = seed
         self._stream = stream
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        """The orders of the epoch that was met last and of the one to come."""
+        self._met = -1
+        self._maker: threading.Thread | None = None
 
     def records(self, first: int, count: int) -> NDArray[np.int64]:
         """The record numbers of the samples [first, first + count)."""
-        places = np.arange(first, first + count, dtype=np.int64) + self._skip
-        epochs, places = np.divmod(places, self.length)
+        return self.records_of(np.arange(first, first + count, dtype=np.int64))
+
+    def records_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The record numbers of some samples."""
+        epochs, places = np.divmod(samples + self._skip, self.length)
         if self._shuffle:
             for epoch in np.unique(epochs):
                 mine = epochs == epoch
                 places[mine] = self._permutation(int(epoch))[places[mine]]
         return places
 
+    def prepare(self) -> None:
+        """Begin to make the order of the epoch after the one that was met last."""
+        if not self._shuffle or self._met + 1 in self._orders or (self._maker is not None and self._maker.is_alive()):
+            return
+        self._maker = threading.Thread(target=self._make, args=(self._met + 1,), name="order of records", daemon=True)
+        self._maker.start()
+
+    def close(self) -> None:
+        """Wait for what `prepare` began."""
+        maker, self._maker = self._maker, None
+        if maker is not None:
+            maker.join()
+
+    def another(self) -> RecordOrder:
+        """The same order for another thread."""
+        return RecordOrder(self.length, self._skip, self._shuffle, self._seed, self._stream)
+
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch != self._epoch:
-            self._order = permutation(self._seed, self._stream, epoch, self.length)
-            self._epoch = epoch
-        return self._order
+        if epoch not in self._orders:
+            self.close()
+        if epoch not in self._orders:
+            self._make(epoch)
+        self._met = epoch
+        return self._orders[epoch]
+
+    def _make(self, epoch: int) -> None:
+        made = permutation(self._seed, self._stream, epoch, self.length)
+        self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
+        self._orders[epoch] = made

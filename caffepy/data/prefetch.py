@@ -7,41 +7,67 @@ with the error that the reading thread met, with `close`, or after `timeout`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.input import ImageSlot
 from caffepy.errors import AbortedError, CaffepyError, RunError
 
 logger = logging.getLogger(__name__)
 
 
+Memory = Callable[[int], NDArray[np.uint8]]
+"""Gives so many bytes, 1-D."""
+
+
+def plain_memory(size: int) -> NDArray[np.uint8]:
+    """Memory like any other."""
+    return np.empty(size, np.uint8)
+
+
 class Batch:
-    """One device's samples of one pass, in arrays that are used again for later passes.
+    """One device's samples of one pass as floats, or of some passes as bytes of images; filled again and again.
 
     Args:
-        tops: how many arrays there are.
+        tops: how many arrays of floats there are.
+        memory: where arrays come from.
     """
 
-    def __init__(self, tops: int) -> None:
+    def __init__(self, tops: int, memory: Memory = plain_memory) -> None:
         self.number = -1
-        """The pass it belongs to."""
+        """The first pass that it belongs to."""
+        self.passes = 1
+        """How many passes there are in it."""
+        self.slot: ImageSlot | None = None
+        """How each pass lies in `bytes`; None: it is in `arrays`."""
+        self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.arrays: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * tops
+        self._memory = memory
 
     def array(self, top: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """The array of a top, of the given logical shape; 4-D ones are channels last in memory, as on the devices."""
         if self.arrays[top].shape != shape:
+            flat = self._memory(4 * math.prod(shape)).view(np.float32)
             if len(shape) == 4:
                 number, channels, height, width = shape
-                self.arrays[top] = np.empty((number, height, width, channels), np.float32).transpose(0, 3, 1, 2)
+                self.arrays[top] = flat.reshape(number, height, width, channels).transpose(0, 3, 1, 2)
             else:
-                self.arrays[top] = np.empty(shape, np.float32)
+                self.arrays[top] = flat.reshape(shape)
         return self.arrays[top]
+
+    def room(self, slot: ImageSlot, passes: int) -> NDArray[np.uint8]:
+        """`bytes`, with room for so many slots."""
+        self.slot = slot
+        if self.bytes.size != slot.size * passes:
+            self.bytes = self._memory(slot.size * passes)
+        return self.bytes
 
 
 class Loader(Protocol):
@@ -52,7 +78,13 @@ class Loader(Protocol):
         """What is being read now, for messages: ``record 12 of LMDB 'x'``."""
 
     def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
+        """Fill `batch` with the floats of the global samples [first, first + count)."""
+
+    def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
+        """Fill slots with `count` samples each, from these global ones on; how many slots could be filled."""
+
+    def close(self) -> None:
+        """End what helps with reading. Callable twice."""
 
 
 class Prefetcher:
@@ -68,6 +100,10 @@ class Prefetcher:
         first_pass: the pass that is asked for first.
         depth: batches that may lie ready.
         where: what messages call the layer.
+        slot: how a pass lies in memory if batches are bytes of images; None: they are floats. When the loader meets
+            something else, the batches from then on are floats.
+        block: passes of a batch of bytes; each batch ends before a multiple of it.
+        memory: where batches get their memory.
         warn_after: seconds without a batch after which the log says what is being read.
         timeout: seconds without a batch after which training fails.
     """
@@ -81,6 +117,9 @@ class Prefetcher:
         first_pass: int = 0,
         depth: int = 4,
         where: str = "data layer",
+        slot: ImageSlot | None = None,
+        block: int = 1,
+        memory: Memory = plain_memory,
         warn_after: float = 30.0,
         timeout: float = 600.0,
     ) -> None:
@@ -91,6 +130,11 @@ class Prefetcher:
         self._next = first_pass
         self._depth = max(depth, 1)
         self._where = where
+        self._slot = slot
+        self._block = block
+        self._memory = memory
+        self.waited = 0.0
+        """Seconds that `get` has waited for batches."""
         self._warn_after = warn_after
         self._timeout = timeout
         self._changed = threading.Condition()
@@ -101,7 +145,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def get(self, number: int) -> Batch:
-        """The batch of pass `number`; passes must be asked for one after the other.
+        """The batch that begins with pass `number`; batches must be asked for one after the other.
 
         Raises:
             AbortedError: `close` was called meanwhile.
@@ -137,7 +181,15 @@ class Prefetcher:
 
     def _wait_for_batch(self) -> None:
         """Wait, holding the lock, until a batch is ready."""
+        if self._ready:
+            return
         started = time.monotonic()
+        try:
+            self._wait_since(started)
+        finally:
+            self.waited += time.monotonic() - started
+
+    def _wait_since(self, started: float) -> None:
         warn_at = started + self._warn_after
         while not self._ready:
             if self._error is not None:
@@ -163,13 +215,27 @@ class Prefetcher:
         try:
             while (batch := self._room()) is not None:
                 batch.number = self._next
-                self._loader.load(self._first_sample(self._next), self._count, batch)
-                self._next += 1
+                self._fill(batch)
+                self._next += batch.passes
                 with self._changed:
                     self._ready.append(batch)
                     self._changed.notify_all()
         except BaseException as error:
             self._fail(error)
+        finally:
+            self._loader.close()
+
+    def _fill(self, batch: Batch) -> None:
+        if self._slot is not None:
+            passes = range(self._next, (self._next // self._block + 1) * self._block)
+            firsts = [self._first_sample(number) for number in passes]
+            room = batch.room(self._slot, self._block)
+            batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, room)
+            if batch.passes:
+                return
+            self._slot = None
+        batch.slot, batch.passes, batch.bytes = None, 1, np.empty(0, np.uint8)
+        self._loader.load(self._first_sample(self._next), self._count, batch)
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, CaffepyError):
@@ -187,4 +253,4 @@ class Prefetcher:
                 self._changed.wait(60)
             if self._closed:
                 return None
-            return self._free.popleft() if self._free else Batch(self._tops)
+            return self._free.popleft() if self._free else Batch(self._tops, self._memory)

@@ -14,7 +14,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_SAMPLE_WORDS, _ORDER_WORDS, _SKIP_WORDS = 0, 1, 2  # last counter word: keeps the uses of one stream apart
+SAMPLE_WORDS, _ORDER_WORDS, _SKIP_WORDS = 0, 1, 2
+"""The last word of the counter, which keeps the uses of one stream apart."""
 
 
 def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
@@ -35,17 +36,21 @@ def philox(counter: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint
     return np.stack((x0, x1, x2, x3))
 
 
+def key_of(seed: int, stream: int) -> tuple[int, int]:
+    """The key of a stream: two 32-bit words."""
+    return (seed ^ stream) & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+
+
 def _words(seed: int, stream: int, low: NDArray[np.uint64], middle: NDArray[np.uint64], use: int) -> NDArray[np.uint64]:
     """Words of one stream at the counters (low, middle's low half, middle's high half, use)."""
     counter = np.empty((4, max(low.size, middle.size)), np.uint64)
     counter[0], counter[1], counter[2], counter[3] = low, middle & _LOW, middle >> _HALF, use
-    return philox(counter, ((seed ^ stream) & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    return philox(counter, key_of(seed, stream))
 
 
-def sample_words(seed: int, stream: int, first: int, count: int) -> NDArray[np.uint64]:
-    """Four random 32-bit words for each of the global samples [first, first + count): shape (4, count)."""
-    samples = np.arange(first, first + count, dtype=np.uint64)
-    return _words(seed, stream, np.zeros(1, np.uint64), samples, _SAMPLE_WORDS)
+def sample_words(seed: int, stream: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Four random 32-bit words for each of some global samples: shape (4, N)."""
+    return _words(seed, stream, np.zeros(1, np.uint64), samples.astype(np.uint64), SAMPLE_WORDS)
 
 
 def below(words: NDArray[np.uint64], limit: int | NDArray[np.uint64]) -> NDArray[np.int64]:

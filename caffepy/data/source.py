@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from caffepy.data.lmdb_index import LmdbIndex
 
 
 class RecordSource(Protocol):
-    """Records numbered from 0, read by one thread at a time.
+    """Records numbered from 0, read by one thread at a time unless they say otherwise.
 
     Reading record n + 1 after record n is cheap; any other jump costs at most one search.
     """
 
     description: str
     """What messages call the source: ``LMDB 'examples/mnist/mnist_train_lmdb'``."""
+
+    @property
+    def index(self) -> LmdbIndex | None:
+        """Where the records lie in one file, if they do; None if they have to be read one by one."""
 
     def __len__(self) -> int:
         """The number of records, at least 1."""
@@ -23,6 +30,9 @@ class RecordSource(Protocol):
         Raises:
             DataError: the record cannot be read.
         """
+
+    def concurrent(self, count: int) -> bool:
+        """Whether several threads may read the first `count` records at once, and the index, if any, has them."""
 
     def record_name(self, number: int) -> str:
         """What messages call the record: ``record 12 (key '00000012')``."""

@@ -61,11 +61,6 @@ class Choices:
     top: NDArray[np.uint64] | None
     left: NDArray[np.uint64] | None
 
-    def __getitem__(self, part: slice) -> Choices:
-        if self.top is None or self.left is None:
-            return Choices(self.mirror[part], None, None)
-        return Choices(self.mirror[part], self.top[part], self.left[part])
-
 
 class Transformer:
     """Turns images (C, H, W) into what the net takes.
@@ -92,16 +87,23 @@ class Transformer:
         self.force_color = param.force_color
         self.force_gray = param.force_gray
         self._where = where
-        self._crop = param.crop_size
-        self._mirror = param.mirror
-        self._train = phase == caffe_pb2.TRAIN
-        self._scale = np.float32(param.scale)
+        self.crop: int = param.crop_size
+        """Height and width of what is cut out; 0: images are taken whole."""
+        self.mirror: bool = param.mirror
+        """Whether chance mirrors images."""
+        self.random_crop = bool(self.crop) and phase == caffe_pb2.TRAIN
+        """Whether chance decides where to cut; else it is the centre."""
+        self.scale = np.float32(param.scale)
         self._seed = param.random_seed if param.random_seed >= 0 else None
         self._mean_file = read_mean(resolve(param.mean_file)) if param.HasField("mean_file") else None
         self._mean_values = np.array(param.mean_value, np.float32)
-        self._plane_mean: NDArray[np.float32] = np.empty((0, 0, 0), np.float32)
-        """The mean spread over a whole image of the shape that came last."""
-        self._last_shape = self._last_output = (0, 0, 0)
+        self._last: tuple[tuple[int, ...], tuple[int, int, int]] = ((), (0, 0, 0))
+        """The shape that came last, and what became of it."""
+
+    @property
+    def whole_size(self) -> tuple[int, int]:
+        """The height and width that all images must have because of the mean; (0, 0): any."""
+        return (0, 0) if self._mean_file is None else (self._mean_file.shape[1], self._mean_file.shape[2])
 
     def output_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """What an image (C, H, W) becomes: (C, crop, crop), or its own shape without a crop.
@@ -110,81 +112,62 @@ class Transformer:
             DataError: the image is smaller than the crop, or the mean does not fit it.
             ConfigError: there are neither one nor C mean values.
         """
-        if shape == self._last_shape:
-            return self._last_output
+        last, output = self._last
+        if shape == last:
+            return output
         channels, height, width = shape
-        if self._crop and min(height, width) < self._crop:
-            raise DataError(f"is {height} x {width}, smaller than crop_size {self._crop}")
-        self._mean(shape)
-        self._last_shape = shape
-        self._last_output = (channels, self._crop, self._crop) if self._crop else shape
-        return self._last_output
+        if self.crop and min(height, width) < self.crop:
+            raise DataError(f"is {height} x {width}, smaller than crop_size {self.crop}")
+        self.mean(shape)
+        output = (channels, self.crop, self.crop) if self.crop else shape
+        self._last = shape, output  # at once: several threads may ask
+        return output
 
-    def choose(self, seed: int, stream: int, first: int, count: int) -> Choices:
-        """What chance decides for the global samples [first, first + count), whoever asks."""
-        random_crop = bool(self._crop) and self._train
-        if not (self._mirror or random_crop):
-            return Choices(np.zeros(count, np.bool_), None, None)
-        words = sample_words(seed if self._seed is None else self._seed, stream, first, count)
-        mirror = below(words[0], 2).astype(np.bool_) if self._mirror else np.zeros(count, np.bool_)
-        return Choices(mirror, words[1], words[2]) if random_crop else Choices(mirror, None, None)
+    def choose(self, seed: int, stream: int, samples: NDArray[np.int64]) -> Choices:
+        """What chance decides for some global samples, whoever asks."""
+        if not (self.mirror or self.random_crop):
+            return Choices(np.zeros(samples.size, np.bool_), None, None)
+        words = sample_words(self.seed(seed), stream, samples)
+        mirror = below(words[0], 2).astype(np.bool_) if self.mirror else np.zeros(samples.size, np.bool_)
+        return Choices(mirror, words[1], words[2]) if self.random_crop else Choices(mirror, None, None)
 
-    def apply(
-        self, images: NDArray[np.uint8] | NDArray[np.float32], choices: Choices, out: NDArray[np.float32]
-    ) -> None:
-        """Transform images of one shape.
+    def seed(self, seed: int) -> int:
+        """The seed of what chance decides, given the solver's."""
+        return seed if self._seed is None else self._seed
+
+    def corner(self, height: int, width: int, choices: Choices, place: int) -> tuple[int, int]:
+        """The row and column at which the image at `place`, of this size, is cut."""
+        if not self.crop:
+            return 0, 0
+        free_rows, free_columns = height - self.crop, width - self.crop
+        if choices.top is None or choices.left is None:
+            return free_rows // 2, free_columns // 2
+        return int(below(choices.top[place], free_rows + 1)), int(below(choices.left[place], free_columns + 1))
+
+    def apply(self, image: NDArray[np.generic], choices: Choices, place: int, out: NDArray[np.float32]) -> None:
+        """Transform one image.
 
         Args:
-            images: (N, C, H, W), uint8 or float32, any strides, of a shape that `output_shape` accepts.
-            choices: those of these samples.
-            out: (N, C, h, w), a view of channels-last memory.
+            image: (C, H, W), uint8 or float32, any strides, of a shape that `output_shape` accepts.
+            choices: those of its batch.
+            place: the image's place in the batch.
+            out: (C, h, w), any strides.
         """
-        mean = self._mean(images.shape[1:])
-        tops, lefts = self._corners(images.shape[2:], choices, len(images))
-        if images.dtype == np.uint8 and images.flags.c_contiguous:
-            self._apply_planes(images, mean, tops, lefts, choices.mirror, out.transpose(0, 2, 3, 1))
-            return
-        whole_mean = np.broadcast_to(mean, images.shape[1:])
-        for image, top, left, mirror, result in zip(images, tops, lefts, choices.mirror, out, strict=True):
-            part = (slice(None), slice(top, top + result.shape[1]), slice(left, left + result.shape[2]))
-            target = result[:, :, ::-1] if mirror else result
-            np.subtract(image[part], whole_mean[part], out=target, dtype=np.float32)
-            if self._scale != 1:
-                result *= self._scale
+        top, left = self.corner(image.shape[1], image.shape[2], choices, place)
+        part = (slice(None), slice(top, top + out.shape[1]), slice(left, left + out.shape[2]))
+        target = out[:, :, ::-1] if choices.mirror[place] else out
+        mean = np.broadcast_to(self.mean(image.shape), image.shape)
+        np.subtract(image[part], mean[part], out=target, dtype=np.float32)
+        if self.scale != 1:
+            out *= self.scale
 
-    def _apply_planes(
-        self,
-        images: NDArray[np.uint8] | NDArray[np.float32],
-        mean: NDArray[np.float32],
-        tops: NDArray[np.int64],
-        lefts: NDArray[np.int64],
-        mirror: NDArray[np.bool_],
-        out: NDArray[np.float32],
-    ) -> None:
-        from caffepy.data.transform_kernels import transform_planes
+    def mean(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """The mean for images of one shape: (C, H, W) from a file, else (C, 1, 1).
 
-        number, channels, height, width = images.shape
-        if self._plane_mean.shape != images.shape[1:]:
-            self._plane_mean = np.array(np.broadcast_to(mean, images.shape[1:]), order="C")
-        mean = self._plane_mean
-        if out.shape[1:3] == (height, width) and not mirror.any():
-            # Whole images: one long row each, which spares the kernel its cost a row.
-            mean, images = mean.reshape(channels, 1, -1), images.reshape(number, channels, 1, -1)
-            out = out.reshape(number, 1, -1, channels)
-        transform_planes(images, tops, lefts, mirror, mean, self._scale, out)
-
-    def _corners(
-        self, size: tuple[int, ...], choices: Choices, count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if not self._crop:
-            return np.zeros(count, np.int64), np.zeros(count, np.int64)
-        free_rows, free_columns = size[0] - self._crop, size[1] - self._crop
-        if choices.top is None or choices.left is None:
-            return np.full(count, free_rows // 2), np.full(count, free_columns // 2)
-        return below(choices.top, free_rows + 1), below(choices.left, free_columns + 1)
-
-    def _mean(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The mean for images of one shape: (C, H, W) from a file, else (C, 1, 1)."""
+        Raises:
+            DataError: the file's mean has another shape.
+            ConfigError: there are neither one nor C mean values.
+        """
         channels, height, width = shape
         if self._mean_file is not None:
             if self._mean_file.shape != shape:

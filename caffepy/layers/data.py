@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.base import RandomStream
+from caffepy.backend.input import ByteImages
 from caffepy.blob import check_shape
 from caffepy.data import random
 from caffepy.data.hdf5 import Hdf5Loader, Hdf5Source
@@ -134,8 +136,23 @@ class DummyDataLayer(Layer):
         return values
 
 
+class ImagesLayer(PrefetchingLayer):
+    """A layer whose records are images."""
+
+    @abstractmethod
+    def _loader_of(self, seed: int, stream: int) -> ImageLoader:
+        """What fills batches with these random choices."""
+
+    def make_loader(self) -> DescribingLoader:
+        stream = self.random_stream()
+        return self._loader_of(stream.seed, stream.stream)
+
+    def byte_images(self, count: int) -> ByteImages | None:
+        return self._loader_of(0, 0).byte_images(count)
+
+
 @register_layer("Data")
-class DataLayer(PrefetchingLayer):
+class DataLayer(ImagesLayer):
     """Images, and their labels if there is a second top, from an LMDB of Datums (Caffe's `data_layer.cpp`).
 
     Tops: (N, C, H, W), (N,).
@@ -173,20 +190,17 @@ class DataLayer(PrefetchingLayer):
             )
         return path
 
-    def make_loader(self) -> DescribingLoader:
-        stream = self.random_stream()
-        return self._loader_of(stream.seed, stream.stream)
-
     def _loader_of(self, seed: int, stream: int) -> ImageLoader:
         param = self.param.data_param
         skip = random.skip(seed, stream, param.rand_skip) if param.rand_skip else 0
         shuffle = param.shuffle and self.context.phase == caffe_pb2.TRAIN
         order = RecordOrder(len(self._records), skip, shuffle, seed, stream)
-        return DatumLoader(self._records, order, self._transformer, seed, stream, _where(self))
+        threads = self.threads(param.threads)
+        return DatumLoader(self._records, order, self._transformer, seed, stream, _where(self), threads)
 
 
 @register_layer("ImageData")
-class ImageDataLayer(PrefetchingLayer):
+class ImageDataLayer(ImagesLayer):
     """Images and labels from a list of files (Caffe's `image_data_layer.cpp`). Tops: (N, C, H, W), (N,)."""
 
     tops = (2, 2)
@@ -208,17 +222,14 @@ class ImageDataLayer(PrefetchingLayer):
             )
         return self._list, [self._loader_of(0, 0).sample_shape(), ()]
 
-    def make_loader(self) -> DescribingLoader:
-        stream = self.random_stream()
-        return self._loader_of(stream.seed, stream.stream)
-
     def _loader_of(self, seed: int, stream: int) -> ImageLoader:
         param = self.param.image_data_param
         skip = random.skip(seed, stream, param.rand_skip) if param.rand_skip else 0
         order = RecordOrder(len(self._list), skip, param.shuffle, seed, stream)
         size = (param.new_height, param.new_width) if param.new_height else None
+        threads = self.threads(param.threads if param.HasField("threads") else 0)
         return ImageFileLoader(
-            self._list, order, self._transformer, seed, stream, _where(self), color=param.is_color, size=size
+            self._list, order, self._transformer, seed, stream, _where(self), threads, color=param.is_color, size=size
         )
 
 
@@ -227,6 +238,7 @@ class HDF5DataLayer(PrefetchingLayer):
     """Rows of the datasets that have the tops' names (Caffe's `hdf5_data_layer.cpp`). Tops: (N, …) each."""
 
     tops = (1, None)
+    half = False
 
     def batch_size(self) -> int:
         return self.param.hdf5_data_param.batch_size

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+from caffepy.backend.input import ByteImages, InputRing
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.base import Blobs, Layer
+from caffepy.layers.feeding import ByteForm, FloatForm, Form, passes_together
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
+
+_TIMEOUT = 600.0
+"""Seconds after which a device that takes no input is given up."""
+_MOST_THREADS = 8
+"""More threads than this copy no faster from one memory."""
 
 
 class Source(Protocol):
@@ -42,6 +50,7 @@ class PrefetchingLayer(Layer):
     exact_tops = 1
     bottoms = (0, 0)
     has_backward = False
+    feeds = True
     depth: ClassVar[int] = 4
     """Batches read ahead, where the prototxt does not say."""
 
@@ -57,12 +66,38 @@ class PrefetchingLayer(Layer):
     def make_loader(self) -> DescribingLoader:
         """What fills this layer's batches; called when the seed is settled."""
 
+    def byte_images(self, count: int) -> ByteImages | None:
+        """How batches of `count` records come if these are images of bytes; None: as floats."""
+        return None
+
+    def threads(self, asked: int) -> int:
+        """How many threads read, given the prototxt's number (0: automatic).
+
+        A GPU leaves the cores of its process to the readers; on the CPU they belong to the solver.
+        """
+        if asked:
+            return asked
+        from caffepy.backend.cpu_runtime import cpu_count
+
+        shared = cpu_count() // max(self.context.shard.devices_per_rank, 1)
+        return min(max(shared - 1, 1), _MOST_THREADS) if self.backend.asynchronous else 1
+
     def prefetch_depth(self) -> int:
         """Batches to read ahead."""
         return self.depth
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._closed = False
+        self._tops = list(top)
+        self._batch: Batch | None = None
+        self._form: Form | None = None
+        self._images: ByteImages | None = None
+        self._taken: Form | None = None
+        """The form that the last `forward` took."""
+        self._fed: dict[int, Form] = {}
+        """How the passes that were fed, and not consumed yet, came."""
+        self._restarted = False
+        self._waited = 0.0
         self._prefetcher: Prefetcher | None = None
         self._loader: DescribingLoader | None = None
         self._schedule: TrainSchedule | TestSchedule | None = None
@@ -105,21 +140,97 @@ class PrefetchingLayer(Layer):
         """The tops have their shapes from `setup` and take those of each batch."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        prefetcher = self._started()
-        batch = prefetcher.get(self.context.passes.number)
-        self._hand_over(batch, top)
-        prefetcher.release(batch)
+        """Make the tops of what was fed. Without a net that feeds it the layer feeds itself."""
+        if not self.backend.holds_values:
+            for blob in top:
+                self.backend.fill(blob.data, 0.0)
+            return
+        counter, number = self.counter(), self.context.passes.number
+        alone = isinstance(counter, tuple) and number not in self._fed
+        if alone:
+            self.feed(number)
+        form = self._fed.get(number, self._form)
+        assert form is not None, f"layer '{self.name}': forward before any feed"
+        _reshape(top, form)
+        form.take(counter, top)
+        self._taken = form
+        if alone:
+            self.consumed(number)
 
-    def _hand_over(self, batch: Batch, top: Blobs) -> None:
-        for blob, array in zip(top, batch.arrays, strict=True):
-            blob.reshape(array.shape)
-            self.backend.from_host(array, blob.data)
+    # -- from the host to the device -----------------------------------------------------------------
 
-    def _started(self) -> Prefetcher:
+    def feed(self, number: int) -> None:
+        if number in self._fed or not self.backend.holds_values:
+            return
         if self._closed:
             raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
+        batch = self._batch
+        if batch is None or not batch.number <= number < batch.number + batch.passes:
+            self._batch = batch = self._bring(number)
+        assert self._form is not None
+        self._fed[number] = self._form
+        _reshape(self._tops, self._form)
+
+    def consumed(self, number: int) -> None:
+        form = self._fed.pop(number, None)
+        if form is None:
+            return
+        form.ring.consumed(number)
+        present = self._form is not None and form.ring is self._form.ring
+        if not present and all(other.ring is not form.ring for other in self._fed.values()):
+            form.ring.close()
+
+    def outdated(self) -> bool:
+        return self._taken is not None and self._form is not self._taken
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this layer's solver has waited for batches to be read."""
+        return self._waited + (self._prefetcher.waited if self._prefetcher is not None else 0.0)
+
+    def _bring(self, number: int) -> Batch:
+        """Get the batch that begins with pass `number` and put it on its way to the device."""
+        prefetcher = self._started()
+        batch = prefetcher.get(number)
+        form = self._form_of(batch)
+        self._wait_for_room(form.ring)
+        form.put(batch, lambda: prefetcher.release(batch))
+        self._form = form
+        return batch
+
+    def _form_of(self, batch: Batch) -> Form:
+        """The form that takes a batch: the present one if it fits."""
+        form, ahead = self._form, self.context.iter_size
+        if self._restarted and form is not None:
+            form.ring.restart()
+        self._restarted = False
+        if batch.slot is not None:
+            if not isinstance(form, ByteForm):
+                assert self._images is not None
+                form = ByteForm(self.backend, self._images, len(self._tops), ahead)
+            return form
+        shapes = [array.shape for array in batch.arrays]
+        if not isinstance(form, FloatForm) or form.shapes != shapes:
+            form = FloatForm(self.backend, shapes, ahead, form.ring if isinstance(form, FloatForm) else None)
+        return form
+
+    def _wait_for_room(self, ring: InputRing) -> None:
+        """Wait while the device is a whole ring behind: not without end, and not after `close`."""
+        started = time.monotonic()
+        while not ring.ready():
+            if self._closed:
+                raise AbortedError(f"layer '{self.name}' ({self.type}): closed while waiting for the device")
+            if time.monotonic() > started + _TIMEOUT:
+                raise RunError(
+                    f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for {_TIMEOUT:.0f} s"
+                )
+            time.sleep(0.0002)
+
+    def _started(self) -> Prefetcher:
         if self._prefetcher is None:
             self._loader = self.make_loader()
+            self._images = self.byte_images(self._count)
+            slot = None if self._images is None else self._images.slot
             self._prefetcher = Prefetcher(
                 self._loader,
                 self.schedule.first_sample,
@@ -128,6 +239,9 @@ class PrefetchingLayer(Layer):
                 first_pass=self.context.passes.number,
                 depth=self.prefetch_depth(),
                 where=f"layer '{self.name}' ({self.type})",
+                slot=slot,
+                block=1 if slot is None else passes_together(slot),
+                memory=self.backend.host_memory,
             )
         return self._prefetcher
 
@@ -153,7 +267,11 @@ class PrefetchingLayer(Layer):
         if self._prefetcher is not None:
             if not self._prefetcher.close():  # two threads at one cursor would read anything
                 raise RunError(f"layer '{self.name}' ({self.type}): still reading; is the disk or network drive there?")
+            self._waited += self._prefetcher.waited
             self._prefetcher = None
+        self._batch = None
+        self._fed.clear()
+        self._restarted = True
         self._start = position
         self._schedule = None
 
@@ -166,7 +284,15 @@ class PrefetchingLayer(Layer):
         self._closed = True
         prefetcher, self._prefetcher = getattr(self, "_prefetcher", None), None
         ended = prefetcher is None or prefetcher.close()
+        for form in (getattr(self, "_form", None), *getattr(self, "_fed", {}).values()):
+            if form is not None:
+                form.ring.close()
         source = getattr(self, "_source", None)
         if source is not None and ended:  # a thread that still reads would fall into unmapped memory
             self._source = None
             source.close()
+
+
+def _reshape(tops: Blobs, form: Form) -> None:
+    for blob, shape in zip(tops, form.shapes, strict=True):
+        blob.reshape(shape)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from caffepy.data import datum as module
 from caffepy.data.datum import datum_shape, decode_image, parse_datum, resize_image
-from caffepy.data.uniform import split_uniform
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import Datum
 
@@ -92,59 +91,3 @@ def test_resize(channels):
 
 
 # -- many at once ----------------------------------------------------------------------------------------
-
-
-@st.composite
-def datums(draw):
-    """Mostly of one layout, now and then with something else among them."""
-    shape = draw(st.tuples(*[st.integers(1, 3)] * 3))
-    count = shape[0] * shape[1] * shape[2]
-    records = []
-    for _ in range(draw(st.integers(1, 6))):
-        datum = Datum(
-            channels=shape[0], height=shape[1], width=shape[2], data=draw(st.binary(min_size=count, max_size=count))
-        )
-        if draw(st.sampled_from([True] * 9 + [False])):
-            datum.label = draw(st.sampled_from([0, 1, 9, 127] * 3 + [128, 300, 70000, -1]))
-        if draw(st.sampled_from([False] * 9 + [True])):
-            datum.encoded = draw(st.booleans())
-        if draw(st.sampled_from([False] * 9 + [True])):
-            datum.float_data.append(1)
-        records.append(datum)
-    return records
-
-
-@given(datums())
-def test_splitting_at_once_equals_parsing_one_by_one(written):
-    parts = split_uniform([datum.SerializeToString() for datum in written])
-    if parts is not None:
-        pixels, labels = parts
-        assert [image.tobytes() for image in pixels] == [datum.data for datum in written]
-        assert labels.tolist() == [datum.label for datum in written]
-        assert not any(datum.encoded for datum in written)
-
-
-@pytest.mark.parametrize("labels", [[1, 2, 127], [128, 300, 16383], [-1, -5], [None, None]])
-def test_plain_records_are_split(labels):
-    records = [Datum(channels=1, height=2, width=2, data=bytes([i] * 4), label=label) for i, label in enumerate(labels)]
-    pixels, found = split_uniform([datum.SerializeToString() for datum in records])
-    assert pixels.shape == (len(labels), 1, 2, 2)
-    assert pixels[1].tolist() == [[[1, 1], [1, 1]]]
-    assert found.tolist() == [label or 0 for label in labels]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        Datum(channels=1, height=1, width=4, data=b"abcd", label=1),
-        Datum(channels=1, height=2, width=2, data=b"abcde", label=1),
-        Datum(channels=1, height=2, width=2, data=b"abcd", label=200),
-        Datum(channels=1, height=2, width=2, data=b"abcd", record_id=1),
-        Datum(channels=1, height=2, width=2, data=b"a" * 20000, label=1),
-    ],
-)
-def test_mixed_records_are_left_to_the_parser(other):
-    plain = Datum(channels=1, height=2, width=2, data=b"abcd", label=1).SerializeToString()
-    assert split_uniform([plain, plain]) is not None
-    assert split_uniform([plain, other.SerializeToString()]) is None
-    assert split_uniform([other.SerializeToString()] * 2) is None or len(other.data) == 4

@@ -7,12 +7,13 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from caffepy.backend.input import ImageSlot
 from caffepy.data.image_list import ImageListSource
-from caffepy.data.loader import DatumLoader, ImageFileLoader, ImageLoader
+from caffepy.data.loader import DatumLoader, ImageFileLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.transform import Transformer
-from caffepy.errors import DataError, ShapeError
+from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
 
 
@@ -20,6 +21,7 @@ class Records:
     """A source of records in memory."""
 
     description = "list 'x'"
+    index = None
 
     def __init__(self, datums):
         self.records = [datum if isinstance(datum, bytes) else datum.SerializeToString() for datum in datums]
@@ -33,6 +35,9 @@ class Records:
     def record_name(self, number):
         return f"record {number} (key 'k{number}')"
 
+    def concurrent(self, count):
+        return True
+
     def close(self):
         pass
 
@@ -42,9 +47,10 @@ def image_datum(number, channels=3, height=4, width=5, **more):
     return Datum(channels=channels, height=height, width=width, data=pixels.tobytes(), label=number, **more)
 
 
-def loader(datums, text="", **order):
+def loader(datums, text="", threads=1, **order):
     transformer = Transformer(text_format.Parse(text, TransformationParameter()), TRAIN, where="layer 'd' (Data)")
-    return DatumLoader(Records(datums), RecordOrder(len(datums), **order), transformer, 1, 2, "layer 'd' (Data)")
+    order = RecordOrder(len(datums), **order)
+    return DatumLoader(Records(datums), order, transformer, 1, 2, "layer 'd' (Data)", threads)
 
 
 def load(subject, first, count, tops=2):
@@ -55,24 +61,20 @@ def load(subject, first, count, tops=2):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    count=st.integers(1, 12), first=st.integers(0, 30), height=st.sampled_from([1, 4, 100]), labels=st.booleans(),
-    text=st.sampled_from(["", "scale: 0.5", "mirror: true", "mean_value: 3 mirror: true"]),
+    count=st.integers(1, 12), first=st.integers(0, 30), labels=st.booleans(),
+    text=st.sampled_from(["", "scale: 0.5", "mirror: true", "mean_value: 3 mirror: true", "crop_size: 3"]),
 )  # fmt: skip
-def test_all_ways_of_loading_agree(count, first, height, labels, text):
-    """At once, one by one, as decoded images and as floats."""
-    datums = [image_datum(n, height=height, width=100 if height == 100 else 5) for n in range(7)]
-    at_once = load(loader(datums, text), first, count, 1 + labels)
-    one_by_one = loader(datums, text)
-    batch = Batch(1 + labels)
-    ImageLoader.load(one_by_one, first, count, batch)
+def test_all_kinds_of_records_agree(count, first, labels, text):
+    """Bytes, decoded images and floats."""
+    datums = [image_datum(n) for n in range(7)]
+    of_bytes = load(loader(datums, text), first, count, 1 + labels)
     decoded = [Datum(data=encode(datum), encoded=True, label=datum.label) for datum in datums]
     floats = [Datum(channels=3, height=d.height, width=d.width, float_data=list(d.data), label=d.label) for d in datums]
-    for other in (batch.arrays, load(loader(decoded, text), first, count, 1 + labels),
-                  load(loader(floats, text), first, count, 1 + labels)):  # fmt: skip
-        for found, expected in zip(other, at_once, strict=True):
+    for other in (decoded, floats):
+        for found, expected in zip(load(loader(other, text), first, count, 1 + labels), of_bytes, strict=True):
             np.testing.assert_array_equal(found, expected)
     if labels:
-        assert at_once[1].tolist() == [n % 7 for n in range(first, first + count)]
+        assert of_bytes[1].tolist() == [n % 7 for n in range(first, first + count)]
 
 
 def encode(datum):
@@ -124,17 +126,10 @@ def test_a_bad_first_record_is_named():
         loader([BAD[1][0]]).sample_shape()
 
 
-def test_batches_that_are_too_large_are_refused_before_they_are_made():
-    with pytest.raises(ShapeError, match=r"^layer 'd' \(Data\): shape 1000000000 3 4 5 .* is not possible"):
-        subject = loader([image_datum(0)])
-        subject._records = lambda first, count: [subject._source.read(0)]
-        load(subject, 0, 10**9)
-
-
 def test_force_color_leaves_other_records_alone(caplog):
     with caplog.at_level(logging.WARNING):
         subject = loader([image_datum(0, 1)], "force_color: true")
-        ImageLoader.load(subject, 0, 3, Batch(2))
+        load(subject, 0, 3)
     assert caplog.text.count("layer 'd' (Data): force_color and force_gray only change encoded images") == 1
 
 
@@ -149,6 +144,70 @@ def test_samples_are_described():
     labels = load(subject, 8, 4)[1]
     for place, label in enumerate(labels):
         assert subject.describe(8 + place) == f"record {int(label)} (key 'k{int(label)}') of list 'x'"
+
+
+# -- bytes -----------------------------------------------------------------------------------------------
+
+
+def load_bytes(subject, firsts, count, shape):
+    """What `load_bytes` says, and the labels, places and pixels of the slots that it filled."""
+    slot = ImageSlot(count, *shape)
+    block = np.zeros(len(firsts) * slot.size, np.uint8)
+    filled = subject.load_bytes(firsts, count, slot, block)
+    return filled, [slot.parts(block[i * slot.size : (i + 1) * slot.size]) for i in range(filled)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["plain", "encoded", "mixed"])
+def test_bytes_are_those_of_the_records(kind, threads):
+    datums = [image_datum(n) for n in range(7)]
+    written = [
+        Datum(data=encode(d), encoded=True, label=d.label) if kind == "encoded" or (kind == "mixed" and n % 3) else d
+        for n, d in enumerate(datums)
+    ]
+    subject = loader(written, threads=threads)
+    filled, slots = load_bytes(subject, [5, 100], 9, (3, 4, 5))
+    assert filled == 2
+    for first, (labels, places, pixels) in zip([5, 100], slots, strict=True):
+        numbers = [n % 7 for n in range(first, first + 9)]
+        assert labels.tolist() == numbers
+        assert not places.any()
+        assert [image.tobytes() for image in pixels] == [datums[n].data for n in numbers]
+    subject.close()
+    subject.close()
+
+
+def test_places_are_those_of_the_float_way():
+    subject = loader([image_datum(n, 1, 9, 8) for n in range(4)], "crop_size: 3 mirror: true")
+    _, [(_, places, pixels)] = load_bytes(subject, [20], 40, (1, 3, 3))
+    images = load(subject, 20, 40)[0]
+    for (mirror, _, _), bytes_, floats in zip(places, pixels, images, strict=True):
+        np.testing.assert_array_equal(bytes_[:, :, ::-1] if mirror else bytes_, floats)
+    assert len({tuple(place) for place in places.tolist()}) > 20
+
+
+@pytest.mark.parametrize(("datum", "message"), BAD)
+def test_slots_before_a_bad_record_are_filled(datum, message):
+    datums = [image_datum(n) for n in range(9)]
+    datums[6] = datum
+    subject = loader(datums, threads=2)
+    assert load_bytes(subject, [0, 2, 4, 6], 2, (3, 4, 5))[0] == 3
+    assert load_bytes(subject, [6], 2, (3, 4, 5))[0] == 0
+    subject.close()
+
+
+def test_floats_are_no_bytes():
+    float_datum = Datum(channels=3, height=4, width=5, float_data=range(60))
+    assert loader([float_datum]).byte_images(2) is None
+    assert load_bytes(loader([image_datum(0), float_datum]), [0, 1], 1, (3, 4, 5))[0] == 1
+
+
+def test_what_becomes_of_bytes():
+    text = "crop_size: 2 scale: 0.5 mean_value: 1 mean_value: 2 mean_value: 3"
+    images = loader([image_datum(0)], text).byte_images(6)
+    assert images.slot == ImageSlot(6, 3, 2, 2)
+    assert images.mean.tolist() == [[[1]], [[2]], [[3]]]
+    assert images.scale == 0.5
 
 
 # -- image lists -----------------------------------------------------------------------------------------

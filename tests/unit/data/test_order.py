@@ -1,3 +1,6 @@
+import threading
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,3 +29,18 @@ def test_every_epoch_has_every_record_once_in_an_order_of_its_own():
     records = RecordOrder(30, 0, True, 4).records(0, 90).reshape(3, 30)
     assert all(sorted(epoch.tolist()) == list(range(30)) for epoch in records)
     assert len({epoch.tobytes() for epoch in records}) == 3
+
+
+def test_an_order_that_was_prepared_is_the_one_that_is_made_at_need():
+    plain, prepared = RecordOrder(30, 0, True, 4), RecordOrder(30, 0, True, 4)
+    for first in range(0, 200, 7):
+        assert prepared.records(first, 7).tolist() == plain.records(first, 7).tolist()
+        prepared.prepare()
+    prepared.close()
+    assert not any(t.name == "order of records" for t in threading.enumerate())
+
+
+def test_samples_need_not_be_neighbours():
+    order = RecordOrder(10, 3, True, 1)
+    assert order.records_of(np.array([4, 25, 7])).tolist() == [int(order.records(s, 1)[0]) for s in (4, 25, 7)]
+    assert order.another().records(40, 9).tolist() == order.records(40, 9).tolist()

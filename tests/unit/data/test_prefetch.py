@@ -5,16 +5,21 @@ import time
 import numpy as np
 import pytest
 
+from caffepy.backend.input import ImageSlot
 from caffepy.data.prefetch import Batch, Prefetcher
 from caffepy.errors import AbortedError, DataError, RunError
 
+SLOT = ImageSlot(4, 1, 2, 3)
+
 
 class Numbers:
-    """A loader of sample numbers; `gate` can hold it up, `fail_at` makes it fail."""
+    """A loader of sample numbers; `gate` can hold it up, `fail_at` makes it fail, bytes end at `floats_at`."""
 
-    def __init__(self, fail_at=None, error=None, gate=None):
+    def __init__(self, fail_at=None, error=None, gate=None, floats_at=None):
         self.reading = "record 0 of nothing"
         self.loaded = 0
+        self.closed = False
+        self.floats_at = floats_at
         self.fail_at, self.error, self.gate = fail_at, error, gate
 
     def load(self, first, count, batch):
@@ -25,6 +30,18 @@ class Numbers:
             raise self.error
         batch.array(0, (count,))[...] = np.arange(first, first + count)
         self.loaded += 1
+
+    def load_bytes(self, firsts, count, slot, block):
+        for number, first in enumerate(firsts):
+            if self.floats_at is not None and first >= self.floats_at:
+                return number
+            labels, _, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
+            labels[:] = np.arange(first, first + count)
+            pixels[...] = first
+        return len(firsts)
+
+    def close(self):
+        self.closed = True
 
 
 def prefetcher(loader, **settings):
@@ -126,6 +143,57 @@ def test_closing_releases_who_waits():
     assert raised == ["layer 'd': closed while waiting for data"]
     gate.set()
     assert subject.close()
+
+
+def test_bytes_come_in_blocks_that_end_at_multiples():
+    subject = prefetcher(Numbers(), first_pass=3, slot=SLOT, block=4)
+    number = 3
+    for passes in (1, 4, 4):
+        batch = subject.get(number)
+        assert batch.passes == passes
+        for i in range(passes):
+            labels, _, pixels = SLOT.parts(batch.bytes[i * SLOT.size : (i + 1) * SLOT.size])
+            assert labels.tolist() == [10 * (number + i) + k for k in range(4)]
+            assert (pixels == 10 * (number + i)).all()
+        number += passes
+        subject.release(batch)
+    assert subject.close()
+
+
+def test_where_bytes_end_floats_go_on():
+    loader = Numbers(floats_at=60)
+    subject = prefetcher(loader, slot=SLOT, block=4)
+    assert [subject.get(0).passes, subject.get(4).passes] == [4, 2]
+    for number in (6, 7):
+        batch = subject.get(number)
+        assert (batch.slot, batch.passes) == (None, 1)
+        assert batch.arrays[0].tolist() == [10 * number + i for i in range(4)]
+    assert subject.close()
+    assert loader.closed
+
+
+def test_waiting_is_measured():
+    gate = threading.Event()
+    subject = prefetcher(Numbers(gate=gate))
+    threading.Timer(0.1, gate.set).start()
+    subject.get(0)
+    assert 0.05 < subject.waited < 20
+    assert subject.close()
+
+
+def test_memory_comes_from_where_it_is_said():
+    asked = []
+
+    def memory(size):
+        asked.append(size)
+        return np.empty(size, np.uint8)
+
+    batch = Batch(2, memory)
+    batch.array(0, (2, 3, 4, 5))
+    batch.array(1, (2,))
+    room = batch.room(SLOT, 3)
+    assert batch.room(SLOT, 3) is room
+    assert asked == [480, 8, 3 * SLOT.size]
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4, 5), (2, 3, 4, 5, 6)])

@@ -1,0 +1,80 @@
+"""A few threads that share work which lets go of the interpreter lock: decoding images, waiting for disks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+
+class _Job:
+    """Items that some threads take one after the other."""
+
+    def __init__(self, function: Callable[[int], None], items: Iterable[int]) -> None:
+        self._function = function
+        self._items = deque(items)
+        self.error: BaseException | None = None
+        self.left = threading.Semaphore(0)
+        """Released by each thread that has nothing more to do."""
+
+    def work(self) -> None:
+        try:
+            while self.error is None and (item := self._next()) is not None:
+                self._function(item)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.left.release()
+
+    def _next(self) -> int | None:
+        try:
+            return self._items.popleft()
+        except IndexError:
+            return None
+
+
+class Workers:
+    """Threads that work for one other, which works with them; they start with the first work that is worth it.
+
+    They are daemons: one that is stuck in a dead network drive does not keep the process alive.
+
+    Args:
+        threads: how many work, the caller included.
+        name: what the threads are called.
+    """
+
+    def __init__(self, threads: int, name: str = "worker") -> None:
+        self.threads = max(threads, 1)
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._started: list[threading.Thread] = []
+
+    def run(self, function: Callable[[int], None], items: Iterable[int]) -> None:
+        """Call `function` with each item; the order is not settled. The first error ends the work and is raised."""
+        numbers = list(items)
+        helpers = min(self.threads, len(numbers)) - 1
+        while len(self._started) < helpers:
+            thread = threading.Thread(target=self._help, name=self._name, daemon=True)
+            self._started.append(thread)
+            thread.start()
+        job = _Job(function, numbers)
+        for _ in range(helpers):
+            self._jobs.put(job)
+        job.work()
+        for _ in range(max(helpers, 0) + 1):
+            job.left.acquire()
+        if job.error is not None:
+            raise job.error
+
+    def _help(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.work()
+
+    def close(self) -> None:
+        """End the threads. Callable twice."""
+        for _ in self._started:
+            self._jobs.put(None)
+        for thread in self._started:
+            thread.join()
+        self._started.clear()

@@ -1,0 +1,48 @@
+import threading
+
+import pytest
+
+from caffepy.data.workers import Workers
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_item_is_done_once(threads):
+    workers = Workers(threads)
+    for count in (0, 1, 3, 100):
+        done = []
+        workers.run(done.append, range(count))
+        assert sorted(done) == list(range(count))
+    workers.close()
+
+
+def test_items_are_shared():
+    """Two items that wait for each other need two threads."""
+    workers, meeting = Workers(2), threading.Barrier(2)
+    workers.run(lambda _: meeting.wait(20), range(2))
+    workers.close()
+
+
+def test_the_first_error_is_raised_and_later_work_is_done():
+    def fail(item):
+        if item == 3:
+            raise IndexError("three")
+
+    workers = Workers(3)
+    with pytest.raises(IndexError, match="three"):
+        workers.run(fail, range(50))
+    done = []
+    workers.run(done.append, range(5))
+    assert sorted(done) == list(range(5))
+    workers.close()
+
+
+def test_no_thread_starts_without_need_and_none_is_left():
+    before = threading.active_count()
+    workers = Workers(3)
+    workers.run(lambda _: None, [1])
+    assert threading.active_count() == before
+    workers.run(lambda _: None, [1, 2, 3, 4])
+    assert threading.active_count() == before + 2
+    workers.close()
+    workers.close()
+    assert threading.active_count() == before
