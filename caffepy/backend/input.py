@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 Array = Any
 Counter = Any
 
@@ -70,8 +68,8 @@ class ImageSlot:
         """Labels, places and pixels as views of a slot's bytes (a NumPy array)."""
         n, size = self.count, math.prod(self.shape)
         return (
-            memory[: 4 * n].view(np.float32),
-            memory[self.places_at : self.places_at + 12 * n].view(np.int32).reshape(n, 3),
+            memory[: 4 * n].view("float32"),
+            memory[self.places_at : self.places_at + 12 * n].view("int32").reshape(n, 3),
             memory[self.pixels_at : self.pixels_at + size].reshape(self.shape),
         )
 
@@ -182,6 +180,8 @@ class InputPrimitives:
 
     def host_memory(self, size: int) -> Any:
         """Host memory (NumPy, uint8, 1-D) from which `InputRing.put` copies at full speed; any thread may ask."""
+        import numpy as np
+
         return np.empty(size, np.uint8)
 
     def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
@@ -201,6 +201,8 @@ class InputPrimitives:
         w' is w, or W - 1 - w where the image is mirrored. mean: float32 of shape (C, whole H, whole W) for images cut
         out of wholes, or (C, 1, 1) for one number a channel. images: (N, C, H, W) of any storage; labels: float32 (N,).
         """
+        import numpy as np
+
         assert isinstance(ring, HostRing)
         found, places, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
         means = self.to_host(mean)  # type: ignore[attr-defined]
@@ -216,5 +218,5 @@ class InputPrimitives:
     def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
         """values = the float32 numbers, in the memory order of `values`, from byte `offset` of the pass's slot on."""
         assert isinstance(ring, HostRing)
-        found = ring.bytes_of(counter[0], offset, 4 * values.size).view(np.float32)
+        found = ring.bytes_of(counter[0], offset, 4 * values.size).view("float32")
         self.copy(self.view(found, values.shape), values)  # type: ignore[attr-defined]
