@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from caffepy.backend.base import Array
-from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import THREADS, launch, launch_blocks, library_kernel
-from caffepy.backend.cuda_layout import find_period, memory_axes
-from caffepy.backend.cuda_memory import Scratch, raw, reshaped
+import numpy as np
 
-LOSS_BLOCKS = 64
-"""Most blocks of the loss's first stage; fixed, so that the order of the sum depends on no device."""
+from caffepy.backend.base import Array
+from caffepy.backend.cuda_copy import copy, in_c_order
+from caffepy.backend.cuda_kernels import MAX_BLOCKS, argument, defines, launch, library_kernel
+from caffepy.backend.cuda_layout import find_period, memory_axes
+from caffepy.backend.cuda_memory import Scratch, raw
+
+ROW_THREADS = 128
+"""Threads of a block that takes a row a warp: few, so that a small batch is spread over many multiprocessors."""
+
+MOST_ITEMS = 32
+"""Classes that a lane keeps in registers."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,31 @@ class Classes:
     inner: int
     places: int
 
+    @property
+    def blocks(self) -> int:
+        """Blocks for a warp a place if classes are neighbours, else a thread; the same on every device."""
+        threads = self.places * (32 if self.inner == 1 else 1)
+        return max(1, min(-(-threads // ROW_THREADS), MAX_BLOCKS))
+
     def launch(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Run the form of a kernel that fits: a warp a place if classes are neighbours, else a thread."""
+        """Run the form of a kernel that fits."""
         rows = self.inner == 1
-        kernel = library_kernel("classes", f"{name}_{'rows' if rows else 'columns'}")
-        launch(kernel, self.places * (32 if rows else 1), (*arguments, self.classes, self.inner, self.places))
+        kernel = _kernel(f"{name}_{'rows' if rows else 'columns'}", self._items() if rows else 0)
+        numbers = (np.int32(self.classes), np.int32(self.inner), np.uint32(self.places))
+        kernel((self.blocks,), (ROW_THREADS,), (*map(argument, arguments), *numbers))
+
+    def _items(self) -> int:
+        items = 1 << (-(-self.classes // 32) - 1).bit_length()
+        return items if items <= MOST_ITEMS else 0
+
+
+@cache
+def _defines(items: int) -> str:
+    return defines(ITEMS=items)
+
+
+def _kernel(name: str, items: int) -> Any:
+    return library_kernel("classes", name, _defines(items), ("reduce",))
 
 
 def _classes(shape: tuple[int, ...], axis: int) -> Classes | None:
@@ -44,34 +70,43 @@ def _classes(shape: tuple[int, ...], axis: int) -> Classes | None:
     return Classes(shape[axis], period.inner, math.prod(shape) // max(shape[axis], 1))
 
 
-def _in_c_order(array: Array, axis: int) -> tuple[Array, Classes]:
-    """A C-ordered copy as (outer, classes, inner), and its geometry."""
-    inner = math.prod(array.shape[axis + 1 :])
-    copy = cupy.ascontiguousarray(array).reshape(-1, array.shape[axis], inner)
-    return copy, Classes(array.shape[axis], inner, array.size // max(array.shape[axis], 1))
+def _arrays(arrays: tuple[Array, ...], axis: int, scratch: Scratch) -> tuple[tuple[Array, ...], Classes]:
+    """Arrays of one shape as the kernels take them, themselves or as C-ordered copies, and their geometry."""
+    shape = tuple(arrays[0].shape)
+    found = _classes(shape, axis)
+    if found is not None:
+        return tuple(map(raw, arrays)), found
+    inner = math.prod(shape[axis + 1 :])
+    geometry = Classes(shape[axis], inner, math.prod(shape) // max(shape[axis], 1))
+    return tuple(in_c_order(array, scratch, f"classes {i}") for i, array in enumerate(arrays)), geometry
 
 
-def softmax_forward(x: Array, y: Array, axis: int) -> None:
+def _result(array: Array, axis: int, scratch: Scratch) -> Array:
+    """Where a kernel writes what `array` shall hold; `_deliver` brings it there."""
+    if _classes(tuple(array.shape), axis) is not None or array.flags.c_contiguous:
+        return array
+    return scratch.get("classes result", array.size).reshape(array.shape)
+
+
+def _deliver(result: Array, array: Array) -> None:
+    if result is not array:
+        copy(result, array)
+
+
+def softmax_forward(x: Array, y: Array, axis: int, scratch: Scratch) -> None:
     """See `Backend.softmax_forward`."""
-    found = _classes(tuple(x.shape), axis)
-    if found is not None:
-        found.launch("softmax", (raw(x), raw(y)))
-        return
-    copy, geometry = _in_c_order(x, axis)
-    geometry.launch("softmax", (copy, copy))
-    cupy.copyto(y, copy.reshape(y.shape))
+    (values,), geometry = _arrays((x,), axis, scratch)
+    result = _result(y, axis, scratch)
+    geometry.launch("softmax", (values, result))
+    _deliver(result, y)
 
 
-def softmax_backward(y: Array, dy: Array, dx: Array, axis: int) -> None:
+def softmax_backward(y: Array, dy: Array, dx: Array, axis: int, scratch: Scratch) -> None:
     """See `Backend.softmax_backward`."""
-    found = _classes(tuple(y.shape), axis)
-    if found is not None:
-        found.launch("gradient", (raw(y), raw(dy), raw(dx)))
-        return
-    values, geometry = _in_c_order(y, axis)
-    gradient, _ = _in_c_order(dy, axis)
-    geometry.launch("gradient", (values, gradient, gradient))
-    cupy.copyto(dx, gradient.reshape(dx.shape))
+    arrays, geometry = _arrays((y, dy), axis, scratch)
+    result = _result(dx, axis, scratch)
+    geometry.launch("gradient", (*arrays, result))
+    _deliver(result, dx)
 
 
 def _ignored(ignore_label: int | None) -> tuple[int, int]:
@@ -83,37 +118,31 @@ def loss_forward(
     ignore_label: int | None, scratch: Scratch,
 ) -> None:  # fmt: skip
     """See `Backend.softmax_loss_forward`."""
-    softmax_forward(x, probabilities, axis)
-    found = _classes(tuple(x.shape), axis)
-    values, geometry = (raw(probabilities), found) if found else _in_c_order(probabilities, axis)
-    blocks = max(1, min(LOSS_BLOCKS, -(-geometry.places // THREADS)))
-    partial = scratch.get("partial sums", 2 * blocks, "float64")
-    numbers = (geometry.classes, geometry.inner, *_ignored(ignore_label), geometry.places)
-    arguments = (values, reshaped(labels, (-1,)), partial, bad_label, *numbers)
-    launch_blocks(library_kernel("classes", "loss_partial"), (blocks,), (THREADS,), arguments)
-    launch_blocks(library_kernel("classes", "loss_totals"), (1,), (THREADS,), (partial, blocks, totals))
+    (values,), geometry = _arrays((x,), axis, scratch)
+    result = _result(probabilities, axis, scratch)
+    partial = scratch.get("partial sums", 2 * geometry.blocks, "float64")
+    outputs = (result, partial, scratch.tickets(1), totals, bad_label)
+    geometry.launch("loss", (values, in_c_order(labels, scratch, "labels"), *outputs, *_ignored(ignore_label)))
+    _deliver(result, probabilities)
 
 
 def loss_backward(
     probabilities: Array, labels: Array, dx: Array, totals: Array, axis: int, ignore_label: int | None, scale: float,
-    divide_by_valid: bool,
+    divide_by_valid: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
     """See `Backend.softmax_loss_backward`."""
-    found = _classes(tuple(dx.shape), axis)
-    values, geometry = (raw(probabilities), found) if found else _in_c_order(probabilities, axis)
-    result = raw(dx) if found else values
-    numbers = (geometry.classes, geometry.inner, *_ignored(ignore_label), float(scale), divide_by_valid, dx.size)
-    kernel = library_kernel("classes", "loss_gradient")
-    launch(kernel, dx.size, (values, reshaped(labels, (-1,)), result, totals, *numbers))
-    if not found:
-        cupy.copyto(dx, result.reshape(dx.shape))
+    (values,), geometry = _arrays((probabilities,), axis, scratch)
+    result = _result(dx, axis, scratch)
+    numbers = (*_ignored(ignore_label), float(scale), divide_by_valid, geometry.classes, geometry.inner, dx.size)
+    arrays = (values, in_c_order(labels, scratch, "labels"), result, totals)
+    launch(_kernel("loss_gradient", 0), dx.size, (*arrays, *numbers))
+    _deliver(result, dx)
 
 
-def label_ranks(x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
+def label_ranks(x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, scratch: Scratch) -> None:
     """See `Backend.label_ranks`."""
-    found = _classes(tuple(x.shape), axis)
-    values, geometry = (raw(x), found) if found else _in_c_order(x, axis)
-    result = reshaped(ranks, (-1,))
-    geometry.launch("ranks", (values, reshaped(labels, (-1,)), result, bad_label))
-    if result.data.ptr != ranks.data.ptr:
-        cupy.copyto(ranks, result.reshape(ranks.shape))
+    (values,), geometry = _arrays((x,), axis, scratch)
+    contiguous = ranks.flags.c_contiguous
+    result = ranks if contiguous else scratch.get("ranks", ranks.size).reshape(ranks.shape)
+    geometry.launch("ranks", (values, in_c_order(labels, scratch, "labels"), result, bad_label))
+    _deliver(result, ranks)

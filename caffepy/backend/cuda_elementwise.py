@@ -1,45 +1,41 @@
-"""Formulas over arrays and sums of them: chooses the kernel for the arrays' geometry and launches it.
+"""Formulas over arrays of any storage: chooses the kernel for the arrays' geometry and launches it.
 
-Owns which of three kinds a call is: flat (all arrays alike, four elements a thread where alignment allows), periodic
-(Channel arguments found by one division and one remainder) or general (CuPy's broadcasting). The choice is remembered
-for each combination of formula, shapes and alignment, so that a call costs little more than its launch.
+Owns how many neighbours a thread takes at once and how Channel arguments are found: by nothing but the thread's
+number where a block's size is a multiple of their period, else by a division and a remainder; where they follow no
+period at all they are spread out over the whole shape first. The choice is remembered for each combination of formula,
+shapes, storages and alignment, so that a call costs little more than its launch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from caffepy.backend.base import Array
+from caffepy.backend.cuda_copy import copy
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import THREADS, compiled, library_kernel
+from caffepy.backend.cuda_kernels import C_TYPES, MAX_BLOCKS, THREADS, compiled, divider, kernel_text
 from caffepy.backend.cuda_layout import Period, find_period
-from caffepy.backend.cuda_memory import Scratch, allocate, is_dense_layout, raw
-from caffepy.backend.cuda_source import (
-    Variant,
-    apply_text,
-    formula_text,
-    reduce_columns_text,
-    reduce_segments_text,
-)
+from caffepy.backend.cuda_memory import Scratch, is_dense_layout, view
+from caffepy.backend.cuda_source import Access, Variant, apply_text, formula_text
 from caffepy.backend.expression import Expression, Kind
 
 Argument = Any
 """An array or a number."""
 
-SPLIT_BLOCKS = 1056
-"""Blocks that the first stage of a reduction aims at; fixed, so that the order of a sum depends on no device."""
+MOST_THREADS = 512
+"""Threads of a block up to which a period of Channel arguments is worth a block of its own size."""
 
-MOST_OUTPUTS = 4
-"""Outputs that the second stage of a reduction takes."""
+FEW_PACKS = 2**17
+"""Packs below which every one gets a thread of its own, so that small arrays are spread over the whole GPU."""
 
-ROWS_EACH = 8
-"""Fewest elements that a thread of a reduction adds up before its sum is worth splitting further."""
+SLOW_FUNCTIONS = ("powf(", "expf(", "logf(", "log1pf(", "tanhf(")
+"""Calls that are long enough to hide a load, and too long to be written down several times."""
 
 
 class Signature(NamedTuple):
@@ -47,15 +43,24 @@ class Signature(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    aligned: bool
+    alignment: int
     dtype: str
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(self.dtype).itemsize
+
+    def allows(self, width: int) -> bool:
+        """Whether packs of so many elements lie where they can be loaded at once."""
+        return self.alignment % min(16, width * self.item) == 0
 
 
 def _signature(value: Argument) -> Signature | None:
     """None for a number."""
     if not isinstance(value, cupy.ndarray):
         return None
-    return Signature(value.shape, value.strides, value.data.ptr % 16 == 0, value.dtype.char)
+    return Signature(value.shape, value.strides, math.gcd(int(value.data.ptr), 16), value.dtype.char)
 
 
 class Call(NamedTuple):
@@ -63,7 +68,7 @@ class Call(NamedTuple):
 
     expression: Expression
     inputs: tuple[Signature | None, ...]
-    outputs: tuple[Signature | None, ...]
+    outputs: tuple[Signature, ...]
     axis: int
     device: int
 
@@ -78,17 +83,29 @@ class Call(NamedTuple):
 
     def check(self) -> None:
         """Refuse slices and other types: the kernels walk through memory."""
+        plain = {*self.of_kind(Kind.CHANNEL).values(), *self.of_kind(Kind.SCALAR).values()}
         for s in (*self.inputs, *self.outputs):
-            assert s is None or (s.dtype == "f" and is_dense_layout(s.shape, s.strides, 4)), (self.expression, s)
+            assert s is None or is_dense_layout(s.shape, s.strides, s.item), (self.expression, s)
+            assert s is None or s.dtype in ("f" if s in plain else "feH"), (self.expression, s)
 
     def device_scalars(self) -> frozenset[str]:
         """Scalars that lie in device memory."""
         return frozenset(self.of_kind(Kind.SCALAR))
 
+    def each_types(self) -> tuple[str, ...]:
+        """C types of the Each arguments."""
+        return tuple(C_TYPES[s.dtype] for s in self.of_kind(Kind.EACH).values())
 
-def _call(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> Call:
+    def output_types(self) -> tuple[str, ...]:
+        """C types of the outputs."""
+        return tuple(C_TYPES[s.dtype] for s in self.outputs)
+
+
+def make_call(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> Call:
+    """The key of a call of `apply` or `reduce`."""
     device = cupy.cuda.runtime.getDevice()
-    return Call(expression, tuple(map(_signature, inputs)), tuple(map(_signature, outputs)), axis, device)
+    results = tuple(s for s in map(_signature, outputs) if s is not None)
+    return Call(expression, tuple(map(_signature, inputs)), results, axis, device)
 
 
 @dataclass(frozen=True)
@@ -101,8 +118,6 @@ class Launch:
         block: threads.
         head: arguments before the formula's.
         extras: arguments that follow each of the formula's.
-        splits: partial sums of each result; 1 for everything but large reductions.
-        size: results of each output of a reduction.
     """
 
     kernel: Any
@@ -110,223 +125,157 @@ class Launch:
     block: tuple[int, ...]
     head: tuple[Any, ...]
     extras: tuple[tuple[Any, ...], ...]
-    splits: int = 1
-    size: int = 1
 
-    def arguments(self, inputs: Sequence[Argument], outputs: Sequence[Array]) -> list[Any]:
-        """Kernel arguments up to the outputs."""
+    def run(self, inputs: Sequence[Argument], outputs: Sequence[Array], *tail: Any) -> None:
+        """Launch it for these arrays."""
         arguments = [*self.head]
         for value, extra in zip(inputs, self.extras, strict=True):
             arguments.append(value if isinstance(value, cupy.ndarray) else np.float32(value))
             arguments += extra
-        return arguments + [*outputs]
+        self.kernel(self.grid, self.block, (*arguments, *outputs, *tail))
 
 
-def apply(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> None:
-    """outputs = expression(*inputs), see `Backend.apply`."""
+def apply(
+    expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int,
+    scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """outputs = expression(*inputs), see `Backend.apply`; Channel arguments without a period need `scratch`."""
     if outputs[0].size == 0:
         return
-    plan = _plan_apply(_call(expression, inputs, outputs, axis))
+    plan = _plan_apply(make_call(expression, inputs, outputs, axis))
     if plan is None:
-        _apply_general(expression, inputs, outputs, axis)
+        assert scratch is not None, f"{expression}: a Channel argument follows no period"
+        apply(expression, spread_out(expression, inputs, tuple(outputs[0].shape), axis, scratch), outputs, 0)
     else:
-        plan.kernel(plan.grid, plan.block, tuple(plan.arguments(inputs, outputs)))
+        plan.run(inputs, outputs)
+
+
+def spread_out(
+    expression: Expression, inputs: Sequence[Argument], shape: tuple[int, ...], axis: int, scratch: Scratch
+) -> list[Argument]:
+    """The inputs, each Channel argument repeated over the whole shape, so that its axis is 0."""
+    spread = list(inputs)
+    for i, kind in enumerate(expression.kinds):
+        if kind is Kind.CHANNEL:
+            own = (None,) * axis + (slice(None),) * inputs[i].ndim
+            rest = (None,) * (len(shape) - axis - inputs[i].ndim)
+            spread[i] = view(scratch.get(f"argument {i}", math.prod(shape)), shape)
+            copy(cupy.broadcast_to(inputs[i][own + rest], shape), spread[i])
+    return spread
 
 
 @lru_cache(maxsize=4096)
 def _plan_apply(call: Call) -> Launch | None:
     """The kernel of an elementwise call; None if a Channel argument has no period."""
-    assert call.outputs[0] is not None
     shape = call.outputs[0].shape
-    periods = call.periods(shape)
-    if any(period is None for period in periods.values()):
+    periods = {name: period for name, period in call.periods(shape).items() if period is not None}
+    if len(periods) < len(call.of_kind(Kind.CHANNEL)):
         return None
     call.check()
     size = math.prod(shape)
-    width = 4 if size % 4 == 0 and _widens(call, periods) else 1
-    splat = frozenset(name for name, p in periods.items() if p and width == 4 and _is_splat(p))
-    index = _index_type(size)
-    variant = Variant(width, index, call.device_scalars(), splat)
-    count = size // width
-    extras = _extras(call, periods, width, splat)
-    kernel = compiled(apply_text(call.expression, variant), "apply_")
-    return Launch(kernel, (-(-count // THREADS),), (THREADS,), (_count(count, index),), extras)
+    width = pack_width(call, (*call.of_kind(Kind.EACH).values(), *call.outputs), periods, size)
+    packs = size // width
+    threads = _threads([repeat for p in periods.values() if (repeat := _repeat(p, width))])
+    index, unroll = index_type(packs), _unroll(call, packs)
+    variant = Variant(
+        call.each_types(), call.output_types(), width, unroll, index, call.device_scalars(),
+        tuple(access(p, width, threads) for p in periods.values()),
+    )  # fmt: skip
+    kernel = compiled(kernel_text("common") + apply_text(call.expression, variant), "apply_")
+    blocks = -(-packs // (threads * unroll))
+    if any(a.once and a.wraps for a in variant.channels):
+        blocks = min(blocks, MAX_BLOCKS)
+    return Launch(kernel, (blocks,), (threads,), (count_argument(packs, index),), extras(call, periods, width))
 
 
-def _index_type(size: int) -> str:
-    return "unsigned int" if size < 2**31 else "unsigned long long"
+def index_type(packs: int) -> str:
+    """The C type in which packs are counted."""
+    return "unsigned int" if packs < 2**31 else "unsigned long long"
 
 
-def _count(value: int, index: str) -> Any:
+def count_argument(value: int, index: str) -> Any:
+    """A number of packs as an argument of that type."""
     return np.uint32(value) if index == "unsigned int" else np.uint64(value)
 
 
-def _is_splat(period: Period) -> bool:
-    """Whether four neighbours see one element of the Channel argument."""
-    return period.size == 1 or period.inner % 4 == 0
-
-
-def _widens(call: Call, periods: dict[str, Period | None]) -> bool:
-    """Whether all arrays can be taken four elements at once."""
-    arrays = [*call.of_kind(Kind.EACH).values(), *call.outputs]
+def pack_width(call: Call, each: Sequence[Signature], periods: Mapping[str, Period], span: int) -> int:
+    """How many neighbours a thread takes at once, given that `span` of them follow on each other."""
     channels = call.of_kind(Kind.CHANNEL)
-    return all(s.aligned for s in arrays if s) and all(
-        _is_splat(p) or (p.inner == 1 and p.size % 4 == 0 and channels[name].aligned)
-        for name, p in periods.items()
-        if p
+
+    def fits(width: int) -> bool:
+        return (
+            span % width == 0
+            and all(s.allows(width) for s in each)
+            and all(_is_splat(p, width) or _is_packed(p, width, channels[name]) for name, p in periods.items())
+        )
+
+    width = 16 // max(s.item for s in each)
+    while width > 1 and not fits(width):
+        width //= 2
+    return width
+
+
+def _is_splat(period: Period, width: int) -> bool:
+    """Whether neighbours see one element of the Channel argument."""
+    return period.size == 1 or period.inner % width == 0
+
+
+def _is_packed(period: Period, width: int, channel: Signature) -> bool:
+    """Whether neighbours see neighbours of the Channel argument."""
+    return period.inner == 1 and period.size % width == 0 and channel.allows(width)
+
+
+def _packed(period: Period, width: int) -> bool:
+    return width > 1 and not _is_splat(period, width)
+
+
+def _repeat(period: Period, width: int) -> int:
+    """After how many packs a Channel argument begins anew; 0 if a thread's number cannot tell."""
+    if period.size == 1 or period.outer == 1:
+        return 0
+    if _packed(period, width):
+        return period.size // width
+    return period.size if period.inner == width else 0
+
+
+def _threads(repeats: list[int]) -> int:
+    """A block's size, a multiple of all repeats if that can be: of full warps, and near the usual one."""
+    common = math.lcm(*repeats)
+    if common == 1 or common > MOST_THREADS:
+        return THREADS
+    return min(range(common, MOST_THREADS + 1, common), key=lambda n: (n < 128, n % 32 != 0, abs(n - THREADS)))
+
+
+def access(period: Period, width: int, threads: int) -> Access:
+    """How a thread of an elementwise kernel finds its part of a Channel argument."""
+    if period.size == 1:
+        return Access(once=True)
+    repeat = _repeat(period, width)
+    packed = _packed(period, width)
+    return Access(
+        divides=not packed and period.inner != width,
+        wraps=period.outer > 1,
+        packed=packed,
+        once=repeat > 0 and threads % repeat == 0,
     )
 
 
-def _extras(
-    call: Call, periods: dict[str, Period | None], width: int, splat: frozenset[str]
-) -> tuple[tuple[Any, ...], ...]:
-    """Divisor and modulus of each Channel argument, nothing for others."""
-    extras: list[tuple[Any, ...]] = []
+def extras(call: Call, periods: Mapping[str, Period], width: int) -> tuple[tuple[Any, ...], ...]:
+    """Divisor and modulus of each Channel argument, counted in packs, nothing for others."""
+    found: list[tuple[Any, ...]] = []
     for name in call.expression.parameters:
         period = periods.get(name)
         if period is None:
-            extras.append(())
-        elif width == 4 and name in splat:
-            extras.append((np.uint32(max(period.inner // 4, 1)), np.uint32(period.size)))
-        else:
-            extras.append((np.uint32(period.inner), np.uint32(period.size // width)))
-    return tuple(extras)
+            found.append(())
+            continue
+        packed = _packed(period, width)
+        inner, size = max(1, period.inner // width), period.size // width if packed else period.size
+        found.append((np.uint32(inner), divider(inner), np.uint32(size), divider(size)))
+    return tuple(found)
 
 
-@cache
-def _general_kernel(expression: Expression) -> Any:
-    names = [f"a{i}" for i in range(len(expression.parameters))]
-    results = [f"r{i}" for i in range(expression.output_count)]
-    return cupy.ElementwiseKernel(
-        ", ".join(f"float32 {name}" for name in names),
-        ", ".join(f"float32 {name}" for name in results),
-        f"formula_({', '.join(names + results)});",
-        f"general_{expression.name}",
-        preamble=formula_text(expression),
-    )
-
-
-def _apply_general(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> None:
-    rank = outputs[0].ndim
-    arguments = list(inputs)
-    for i, kind in enumerate(expression.kinds):
-        if kind is Kind.CHANNEL:
-            shape = (1,) * axis + tuple(inputs[i].shape)
-            arguments[i] = inputs[i].reshape(shape + (1,) * (rank - len(shape)))
-        elif kind is Kind.SCALAR and not isinstance(inputs[i], cupy.ndarray):
-            arguments[i] = np.float32(inputs[i])
-    _general_kernel(expression)(*arguments, *outputs)
-
-
-def reduce(
-    expression: Expression,
-    inputs: Sequence[Argument],
-    outputs: Sequence[Array],
-    axis: int,
-    accumulate: bool,
-    scratch: Scratch,
-) -> None:
-    """outputs (+)= sums of expression(*inputs), see `Backend.reduce`."""
-    plan = _plan_reduce(_call(expression, inputs, outputs, axis))
-    if plan is None:
-        _reduce_general(expression, inputs, outputs, axis, accumulate)
-        return
-    partial = scratch.get("partial sums", len(outputs) * plan.splits * plan.size, "float64")
-    add = np.int32(accumulate)
-    plan.kernel(plan.grid, plan.block, (*plan.arguments(inputs, outputs), partial, add), shared_mem=THREADS * 8)
-    if plan.splits > 1:
-        _combine(partial, plan, outputs, add)
-
-
-def _each_shape(expression: Expression, inputs: Sequence[Any]) -> tuple[int, ...]:
-    return next(tuple(v.shape) for v, k in zip(inputs, expression.kinds, strict=True) if k is Kind.EACH)
-
-
-@lru_cache(maxsize=4096)
-def _plan_reduce(call: Call) -> Launch | None:
-    """The kernel of a reduction's first stage; None if the outputs or a Channel argument have no period."""
-    assert call.outputs[0] is not None
-    assert len(call.outputs) <= MOST_OUTPUTS, f"{call.expression}: more than {MOST_OUTPUTS} sums at once"
-    shape = _each_shape(call.expression, call.inputs)
-    target = find_period(shape, call.outputs[0].shape, call.axis)
-    periods = call.periods(shape)
-    if target is None or None in periods.values() or math.prod(shape) == 0:
-        return None
-    call.check()
-    if target.size == 1:
-        target = Period(1, 1, math.prod(shape))
-    fixed = frozenset(name for name, period in periods.items() if period == target)
-    by_columns = target.inner == 1 and target.size > 1
-    width = 4 if fixed == set(periods) and _reduces_wide(call, target, by_columns) else 1
-    splat = frozenset() if by_columns else fixed
-    variant = Variant(width, _index_type(math.prod(shape)), call.device_scalars(), splat, fixed)
-    extras = _extras(call, periods, 1, frozenset())
-    return (_plan_columns if by_columns else _plan_segments)(call, variant, target, extras)
-
-
-def _reduces_wide(call: Call, target: Period, by_columns: bool) -> bool:
-    """Whether a reduction may load four neighbours at once."""
-    each = all(s.aligned for s in call.of_kind(Kind.EACH).values())
-    if by_columns:
-        return each and target.size % 4 == 0 and all(s.aligned for s in call.of_kind(Kind.CHANNEL).values())
-    return each and target.outer == 1 and target.inner % 4 == 0
-
-
-def _plan_columns(call: Call, variant: Variant, target: Period, extras: tuple[tuple[Any, ...], ...]) -> Launch:
-    rows, columns = target.outer, target.size // variant.width
-    across = min(32, 1 << (columns - 1).bit_length())
-    down = THREADS // across
-    column_blocks = -(-columns // across)
-    splits = max(1, min(SPLIT_BLOCKS // column_blocks, -(-rows // (down * ROWS_EACH))))
-    each = -(-rows // splits)
-    splits = -(-rows // each)
-    head = (np.uint32(rows), np.uint32(columns), np.uint32(each))
-    kernel = compiled(reduce_columns_text(call.expression, variant), "reduce_")
-    return Launch(kernel, (column_blocks, splits), (across, down), head, extras, splits, target.size)
-
-
-def _plan_segments(call: Call, variant: Variant, target: Period, extras: tuple[tuple[Any, ...], ...]) -> Launch:
-    inner = target.inner // variant.width
-    length = target.outer * inner
-    splits = max(1, min(SPLIT_BLOCKS // target.size, -(-length // (THREADS * ROWS_EACH))))
-    each = -(-length // splits)
-    splits = -(-length // each)
-    index = variant.index
-    head = (_count(target.outer, index), np.uint32(target.size), _count(inner, index), _count(each, index))
-    kernel = compiled(reduce_segments_text(call.expression, variant), "reduce_")
-    return Launch(kernel, (target.size, splits), (THREADS,), head, extras, splits, target.size)
-
-
-def _combine(partial: Array, plan: Launch, outputs: Sequence[Array], accumulate: Any) -> None:
-    """Second stage: add up the partial sums of up to four outputs."""
-    last = outputs[-1]
-    pointers = [*outputs, last, last, last][:MOST_OUTPUTS]
-    grid = (-(-plan.size // (THREADS // 32)), len(outputs))
-    arguments = (partial, np.int32(plan.splits), np.int32(plan.size), accumulate, *pointers)
-    library_kernel("reduce", "combine")(grid, (THREADS,), arguments)
-
-
-def _reduce_general(
-    expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool
-) -> None:
-    """The same in three steps for rare geometries: values, sums in float64, conversion."""
-    shape = _each_shape(expression, inputs)
-    values = [allocate(shape) for _ in outputs]
-    apply(expression, inputs, values, axis)
-    for value, out in zip(values, outputs, strict=True):
-        over = tuple(a for a in range(len(shape)) if not axis <= a < axis + out.ndim)
-        total = cupy.sum(value, axis=over if out.ndim else None, dtype=np.float64).astype(np.float32)
-        if accumulate:
-            cupy.add(out, total.reshape(out.shape), out=out)
-        else:
-            cupy.copyto(out, total.reshape(out.shape))
-
-
-def is_finite(array: Array, scratch: Scratch) -> bool:
-    """Whether no element is NaN or infinite; waits for the device."""
-    flag = scratch.get("finite flag", 1, "int32")
-    flag.fill(0)
-    blocks = min(-(-max(array.size, 1) // THREADS), SPLIT_BLOCKS)
-    kernel = library_kernel("reduce", "find_non_finite")
-    kernel((blocks,), (THREADS,), (raw(array), np.uint64(array.size), flag))
-    return not int(flag.get()[0])
+def _unroll(call: Call, packs: int) -> int:
+    """How many packs a thread loads before it computes any: enough bytes must be on their way at any time."""
+    if packs < FEW_PACKS or any(name in formula_text(call.expression) for name in SLOW_FUNCTIONS):
+        return 1
+    return {1: 4, 2: 2, 3: 2}.get(len(call.of_kind(Kind.EACH)), 1)

@@ -45,13 +45,18 @@ def compiled(text: str, name: str) -> Any:
 
 
 @cache
-def _library_text(file: str, defines: str) -> str:
-    return defines + kernel_text("common") + kernel_text(file)
+def _library_text(file: str, before: str, parts: tuple[str, ...]) -> str:
+    return before + "".join(map(kernel_text, ("common", *parts, file)))
 
 
-def library_kernel(file: str, name: str, defines: str = "") -> Any:
-    """The kernel `name` of kernels/<file>.cu, with C++ text put before it."""
-    return compiled(_library_text(file, defines), name)
+def library_kernel(file: str, name: str, defines: str = "", parts: tuple[str, ...] = ()) -> Any:
+    """The kernel `name` of kernels/<file>.cu, which stands on other files and has C++ text put before it."""
+    return compiled(_library_text(file, defines, parts), name)
+
+
+def defines(**values: Any) -> str:
+    """C++ text that defines macros, to be put before a kernel file."""
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
 def argument(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Where an element of a small array is found from the place of an element of a large one in memory.
+"""Where an element of one array is found from the place of an element of another in memory.
 
 Owns the arithmetic behind `axis`: Channel arguments, reductions and classes all see a large array in memory as
-(outer, size, inner) and use (index / inner) % size.
+(outer, size, inner) and use (index / inner) % size. Owns the axes that a copy walks along as well.
 """
 
 from __future__ import annotations
@@ -44,3 +44,37 @@ def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Pe
     outer = math.prod(shape[a] for a in order[:first])
     inner = math.prod(shape[a] for a in order[first + len(kept) :])
     return Period(outer, math.prod(small), inner)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis that a copy walks along; steps are counted in elements."""
+
+    size: int
+    source: int
+    destination: int
+
+
+def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple[int, ...]) -> list[Axis]:
+    """The axes of two arrays of one shape, given the steps of each: the destination's order in memory, outermost first.
+
+    Axes that follow on each other in both arrays become one. There is always at least one.
+    """
+    axes = [Axis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
+    axes.sort(key=lambda axis: -axis.destination)
+    joined: list[Axis] = []
+    for axis in axes:
+        last = joined[-1] if joined else None
+        steps = (axis.size * axis.source, axis.size * axis.destination)
+        if last is not None and (last.source, last.destination) == steps:
+            joined[-1] = Axis(last.size * axis.size, axis.source, axis.destination)
+        else:
+            joined.append(axis)
+    return joined or [Axis(1, 1, 1)]
+
+
+def widest(numbers: list[int], limit: int) -> int:
+    """The largest power of two up to `limit` (one itself) that divides all the numbers."""
+    while any(number % limit for number in numbers):
+        limit //= 2
+    return limit

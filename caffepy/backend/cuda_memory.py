@@ -1,6 +1,6 @@
 """How arrays lie in GPU memory, and scratch memory that outlives a call.
 
-Owns the rule "4-D arrays are channels last, all others in C order" for CuPy, and the copies between layouts.
+Owns the rule "4-D arrays are channels last, all others in C order" for CuPy, and how bfloat16 is kept.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.base import Array, storage_dtype
 from caffepy.backend.cuda_device import cupy, device_memory
+
+TICKETS = 1024
+"""By how many the tickets of `Scratch` grow."""
 
 
 def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
@@ -21,9 +24,9 @@ def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
     Raises:
         DeviceError: out of memory.
     """
-    size = math.prod(shape)
-    with device_memory(f"an array of shape {shape} ({size * np.dtype(dtype).itemsize} bytes)"):
-        return view(cupy.empty(size, dtype), shape)
+    size, kind = math.prod(shape), np.dtype(storage_dtype(dtype))
+    with device_memory(f"an array of shape {shape} ({size * kind.itemsize} bytes)"):
+        return view(cupy.empty(size, kind), shape)
 
 
 def view(flat: Array, shape: tuple[int, ...]) -> Array:
@@ -68,7 +71,7 @@ def flat(array: Array) -> Array:
 
 
 def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
-    """The elements in logical order under another shape: a view if memory order allows, else a copy."""
+    """The elements in logical order under another shape: a view if memory order allows, else a new copy."""
     if tuple(array.shape) == tuple(shape) and is_dense(array):
         return array
     if not array.flags.c_contiguous:
@@ -85,32 +88,47 @@ def _in_logical_order(array: Array) -> Array:
         return cupy.ascontiguousarray(array)
 
 
-def upload(host: Any, destination: Array) -> None:
-    """Copy a NumPy array to the device and there into the destination's memory order."""
-    host = np.asarray(host, dtype=destination.dtype)
-    assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)
-    stream = cupy.cuda.get_current_stream()
-    ordered = host.transpose(0, 2, 3, 1) if host.ndim == 4 else host
-    if is_dense(destination) and ordered.flags.c_contiguous:
-        source = np.ascontiguousarray(ordered)
-        destination.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream)
-        return
-    source = np.ascontiguousarray(host)
-    staged = cupy.empty(host.shape, host.dtype)
-    staged.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream)
-    cupy.copyto(destination, staged)
+def download(array: Array, stream: Any) -> Any:
+    """A C-contiguous NumPy copy in logical order, float16 and bfloat16 as float32; waits for the stream."""
+    host = array.get(stream=stream, order="C")
+    if host.dtype == np.float16:
+        return host.astype(np.float32)
+    if host.dtype == np.uint16:
+        return (host.astype(np.uint32) << 16).view(np.float32)
+    return host
+
+
+def fill(array: Array, value: float) -> None:
+    """Set every element."""
+    if is_dense(array):
+        array = flat(array)
+        if value == 0:
+            array.data.memset_async(0, array.nbytes, cupy.cuda.get_current_stream())
+            return
+    array.fill(_bfloat16(value) if array.dtype == np.uint16 else value)
+
+
+def _bfloat16(value: float) -> int:
+    """The upper half of a number's float32, rounded to the nearest even."""
+    if value != value:
+        return 0x7FFF
+    bits = int(np.float32(value).view(np.uint32))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 class Scratch:
     """Device memory that primitives use within one call, kept from call to call.
 
     All calls of a backend run on one stream, so each purpose needs one buffer however many layers use it. A buffer only
-    grows; what it held is lost then.
+    grows; what it held is lost then. A buffer that a captured graph uses is kept until the end, also when it was too
+    small for a later call.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}
         self._views: dict[tuple[str, int, str], Array] = {}
+        self._captured: set[str] = set()
+        self._outgrown: list[Array] = []
 
     def get(self, purpose: str, count: int, dtype: str = "float32") -> Array:
         """A 1-D array of `count` undefined elements, valid until the next call with this purpose.
@@ -119,20 +137,45 @@ class Scratch:
             DeviceError: out of memory.
         """
         found = self._views.get((purpose, count, dtype))
-        return self._make(purpose, count, dtype) if found is None else found
+        if found is None:
+            found = self._make(purpose, count, dtype)
+        if purpose not in self._captured and is_capturing():
+            self._captured.add(purpose)
+        return found
+
+    def tickets(self, count: int) -> Array:
+        """`count` uint32 zeros, with which blocks of a kernel count themselves; the kernel leaves them at zero."""
+        before = self._buffers.get("tickets")
+        tickets = self.get("tickets", -(-count // TICKETS) * TICKETS, "uint32")
+        if self._buffers["tickets"] is not before:
+            tickets.fill(0)
+        return tickets
 
     def _make(self, purpose: str, count: int, dtype: str) -> Array:
         size = max(count * np.dtype(dtype).itemsize, 1)
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.size < size:
-            self._buffers.pop(purpose, None)
-            self._views = {key: view for key, view in self._views.items() if key[0] != purpose}
+            self._drop(purpose)
             with device_memory(f"{purpose} ({size} bytes)"):
                 buffer = self._buffers[purpose] = cupy.empty(size, "uint8")
         view = self._views[purpose, count, dtype] = buffer[:size].view(dtype)[:count]
         return view
 
+    def _drop(self, purpose: str) -> None:
+        self._views = {key: view for key, view in self._views.items() if key[0] != purpose}
+        buffer = self._buffers.pop(purpose, None)
+        if purpose in self._captured and buffer is not None:
+            self._captured.discard(purpose)
+            self._outgrown.append(buffer)
+
     def clear(self) -> None:
         """Give all buffers back."""
         self._views.clear()
         self._buffers.clear()
+        self._captured.clear()
+        self._outgrown.clear()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a graph instead of running."""
+    return bool(cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr))

@@ -1,5 +1,7 @@
 // Softmax, its loss and the rank of a label. An array is (outer, classes, inner) in memory; a place is one of outer * inner.
 // Two forms: `_rows` for inner == 1, one warp a place, so that neighbours load neighbours; `_columns` one thread a place.
+// The text before defines ITEMS: how many classes a lane of a warp keeps in registers, 0 if they are too many. Stands on
+// reduce.cu.
 
 struct Line {
     size_t start;
@@ -21,18 +23,55 @@ __device__ __forceinline__ float total(float value) {
     return WARP ? warp_sum(value) : value;
 }
 
+// What turns a number of one line into its probability: exp(x - top) / sum.
+struct Softmax {
+    float top, sum;
+    __device__ __forceinline__ float operator()(float x) const { return expf(x - top) / sum; }
+};
+
+#define LOWEST (-3.402823466e+38f)
+
 template <bool WARP>
-__device__ void softmax(const float *x, float *y, Line l) {
-    float top = -3.402823466e+38f, sum = 0.0f;
-    for (int c = l.from; c < l.classes; c += l.step) top = fmaxf(top, x[l.start + (size_t)c * l.stride]);
-    if (WARP) top = warp_max(top);
-    for (int c = l.from; c < l.classes; c += l.step) {
-        const float e = expf(x[l.start + (size_t)c * l.stride] - top);
-        y[l.start + (size_t)c * l.stride] = e;
-        sum += e;
+__device__ Softmax softmax(const float *x, float *y, Line l) {
+    Softmax s = {LOWEST, 0.0f};
+    for (int c = l.from; c < l.classes; c += l.step) s.top = fmaxf(s.top, x[l.start + (size_t)c * l.stride]);
+    if (WARP) s.top = warp_max(s.top);
+    for (int c = l.from; c < l.classes; c += l.step) s.sum += expf(x[l.start + (size_t)c * l.stride] - s.top);
+    s.sum = total<WARP>(s.sum);
+    for (int c = l.from; c < l.classes; c += l.step) y[l.start + (size_t)c * l.stride] = s(x[l.start + (size_t)c * l.stride]);
+    return s;
+}
+
+// The same for a row, each number of which is loaded once.
+template <int COUNT>
+__device__ Softmax softmax_in_registers(const float *x, float *y, Line l) {
+    float e[COUNT];
+    Softmax s = {LOWEST, 0.0f};
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        const int c = l.from + 32 * k;
+        e[k] = c < l.classes ? x[l.start + c] : LOWEST;
+        s.top = fmaxf(s.top, e[k]);
     }
-    sum = total<WARP>(sum);
-    for (int c = l.from; c < l.classes; c += l.step) y[l.start + (size_t)c * l.stride] /= sum;
+    s.top = warp_max(s.top);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        e[k] = l.from + 32 * k < l.classes ? expf(e[k] - s.top) : 0.0f;
+        s.sum += e[k];
+    }
+    s.sum = warp_sum(s.sum);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k)
+        if (l.from + 32 * k < l.classes) y[l.start + l.from + 32 * k] = e[k] / s.sum;
+    return s;
+}
+
+__device__ __forceinline__ Softmax softmax_row(const float *x, float *y, Line l) {
+#if ITEMS > 0
+    return softmax_in_registers<ITEMS>(x, y, l);
+#else
+    return softmax<true>(x, y, l);
+#endif
 }
 
 template <bool WARP>
@@ -74,7 +113,7 @@ __device__ void rank(const float *x, const float *labels, float *ranks, int *bad
          place += gridDim.x * blockDim.x / 32)
 
 extern "C" __global__ void softmax_rows(const float *x, float *y, int classes, int inner, unsigned int places) {
-    ROWS(place) softmax<true>(x, y, row_line(place, classes));
+    ROWS(place) softmax_row(x, y, row_line(place, classes));
 }
 
 extern "C" __global__ void softmax_columns(const float *x, float *y, int classes, int inner, unsigned int places) {
@@ -101,50 +140,88 @@ extern "C" __global__ void ranks_columns(const float *x, const float *labels, fl
     EACH_INDEX(place, places) rank<false>(x, labels, ranks, bad_label, place, column_line(place, classes, inner));
 }
 
-// Each block adds up the losses of its places and counts their labels: partial[0..blocks) and partial[blocks..2 blocks).
-extern "C" __global__ void loss_partial(const float *probabilities, const float *labels, double *partial, int *bad_label,
-                                        int classes, int inner, int has_ignored, int ignored, unsigned int places) {
-    double loss = 0.0, counted = 0.0;
-    EACH_INDEX(place, places) {
-        const int label = class_of(labels[place], classes);
-        if (has_ignored && (int)labels[place] == ignored) continue;
-        if (label < 0) {
-            atomicMax(bad_label, (int)place);
-            continue;
-        }
-        const Line l = column_line(place, classes, inner);
-        loss -= (double)logf(fmaxf(probabilities[l.start + (size_t)label * inner], 1.175494351e-38f));
-        counted += 1.0;
+// Which labels do not count.
+struct Ignored {
+    int any, label;
+    __device__ __forceinline__ bool operator()(float l) const { return any && (int)l == label; }
+};
+
+struct Loss {
+    double sum, counted;
+};
+
+// Adds the loss of one place; `own` is what x had there for the label's class before the softmax may have overwritten it.
+__device__ __forceinline__ void add_loss(Loss &loss, Softmax s, float own, int label, bool ignored, int *bad_label,
+                                         unsigned int place) {
+    if (ignored) return;
+    if (label < 0) {
+        atomicMax(bad_label, (int)place);
+        return;
     }
-    loss = block_sum(loss);
-    counted = block_sum(counted);
+    loss.sum -= (double)logf(fmaxf(s(own), 1.175494351e-38f));
+    loss.counted += 1.0;
+}
+
+// totals = the sums over all blocks, of which the last to finish adds them up. partial is 2 * gridDim.x.
+__device__ void finish_loss(Loss loss, double *partial, unsigned int *ticket, float *totals) {
+    loss.sum = block_sum(loss.sum);
+    loss.counted = block_sum(loss.counted);
+    if (gridDim.x > 1) {
+        if (threadIdx.x == 0) {
+            partial[2 * blockIdx.x] = loss.sum;
+            partial[2 * blockIdx.x + 1] = loss.counted;
+        }
+        if (!is_last_block(ticket, gridDim.x)) return;
+        loss.sum = split_total(partial, gridDim.x, 2);
+        loss.counted = split_total(partial + 1, gridDim.x, 2);
+    }
     if (threadIdx.x == 0) {
-        partial[blockIdx.x] = loss;
-        partial[gridDim.x + blockIdx.x] = counted;
+        totals[0] = (float)loss.sum;
+        totals[1] = (float)loss.counted;
     }
 }
 
-// totals = the sums of both halves of partial; one block.
-extern "C" __global__ void loss_totals(const double *partial, int blocks, float *totals) {
-    for (int k = 0; k < 2; ++k) {
-        double sum = 0.0;
-        for (int b = threadIdx.x; b < blocks; b += blockDim.x) sum += partial[k * blocks + b];
-        sum = block_sum(sum);
-        if (threadIdx.x == 0) totals[k] = (float)sum;
+#define LOSS_ARGUMENTS const float *x, const float *labels, float *probabilities, double *partial, unsigned int *ticket, \
+    float *totals, int *bad_label, int has_ignored, int ignored_label, int classes, int inner, unsigned int places
+
+extern "C" __global__ void loss_rows(LOSS_ARGUMENTS) {
+    const Ignored ignored = {has_ignored, ignored_label};
+    Loss loss = {0.0, 0.0};
+    ROWS(place) {
+        const Line l = row_line(place, classes);
+        const int label = class_of(labels[place], classes);
+        const float own = x[l.start + max(label, 0)];
+        __syncwarp();
+        const Softmax s = softmax_row(x, probabilities, l);
+        if (l.from == 0) add_loss(loss, s, own, label, ignored(labels[place]), bad_label, place);
     }
+    finish_loss(loss, partial, ticket, totals);
+}
+
+extern "C" __global__ void loss_columns(LOSS_ARGUMENTS) {
+    const Ignored ignored = {has_ignored, ignored_label};
+    Loss loss = {0.0, 0.0};
+    EACH_INDEX(place, places) {
+        const Line l = column_line(place, classes, inner);
+        const int label = class_of(labels[place], classes);
+        const float own = x[l.start + (size_t)max(label, 0) * inner];
+        const Softmax s = softmax<false>(x, probabilities, l);
+        add_loss(loss, s, own, label, ignored(labels[place]), bad_label, place);
+    }
+    finish_loss(loss, partial, ticket, totals);
 }
 
 // dx = (p - onehot) * scale, over max(totals[1], 1) if asked; 0 where the label is ignored or bad.
 extern "C" __global__ void loss_gradient(const float *probabilities, const float *labels, float *dx, const float *totals,
-                                         int classes, int inner, int has_ignored, int ignored, float scale,
-                                         int divide_by_valid, unsigned int count) {
+                                         int has_ignored, int ignored_label, float scale, int divide_by_valid, int classes,
+                                         int inner, unsigned int count) {
+    const Ignored ignored = {has_ignored, ignored_label};
     const float factor = divide_by_valid ? scale / fmaxf(totals[1], 1.0f) : scale;
     EACH_INDEX(i, count) {
         const unsigned int line = i / inner;
         const int c = line % classes;
-        const unsigned int place = line / classes * inner + i % inner;
-        const int label = class_of(labels[place], classes);
-        const bool skip = label < 0 || (has_ignored && (int)labels[place] == ignored);
-        dx[i] = skip ? 0.0f : (probabilities[i] - (c == label ? 1.0f : 0.0f)) * factor;
+        const float written = labels[line / classes * inner + i % inner];
+        const int label = class_of(written, classes);
+        dx[i] = label < 0 || ignored(written) ? 0.0f : (probabilities[i] - (c == label ? 1.0f : 0.0f)) * factor;
     }
 }

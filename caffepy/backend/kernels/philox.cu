@@ -1,7 +1,9 @@
 // Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): random numbers that are a function of
-// a counter. The counter is (element / 4, sample low, sample high, pass number).
+// a counter. The counter is (element / 4, sample low, sample high, pass number). The text before defines STORED (the type of
+// `out`) and, for dropout, SOURCE; and QUADS, whether four neighbours can be written at once.
 
 __device__ __forceinline__ uint4 philox(uint4 counter, uint2 key) {
+#pragma unroll
     for (int round = 0; round < 10; ++round) {
         const unsigned int high0 = __umulhi(0xD2511F53u, counter.x), low0 = 0xD2511F53u * counter.x;
         const unsigned int high1 = __umulhi(0xCD9E8D57u, counter.z), low1 = 0xCD9E8D57u * counter.z;
@@ -14,50 +16,83 @@ __device__ __forceinline__ uint4 philox(uint4 counter, uint2 key) {
 
 __device__ __forceinline__ float unit(unsigned int word) { return (word >> 8) * 5.9604644775390625e-8f; }
 
-// out is (samples, elements) in C order; one thread four elements of one sample.
-extern "C" __global__ void uniform(float *out, unsigned int elements, unsigned int key0, unsigned int key1,
-                                   unsigned int pass, unsigned long long first_sample, unsigned int count) {
-    const unsigned int quads = (elements + 3) / 4;
-    EACH_INDEX(i, count) {
-        const unsigned int quad = i % quads, row = i / quads;
+// Where in the sequence a kernel begins; `counter`, if there is one, holds pass number and first sample.
+struct Sequence {
+    uint2 key;
+    unsigned int pass;
+    unsigned long long first_sample;
+
+    __device__ __forceinline__ Pack<float, 4> quad(unsigned int number, unsigned int row) const {
         const unsigned long long sample = first_sample + row;
-        const uint4 word = philox(make_uint4(quad, (unsigned int)sample, (unsigned int)(sample >> 32), pass),
-                                  make_uint2(key0, key1));
-        const float values[4] = {unit(word.x), unit(word.y), unit(word.z), unit(word.w)};
-        for (unsigned int k = 0; k < 4 && 4 * quad + k < elements; ++k)
-            out[(size_t)row * elements + 4 * quad + k] = values[k];
+        const uint4 word = philox(make_uint4(number, (unsigned int)sample, (unsigned int)(sample >> 32), pass), key);
+        return {unit(word.x), unit(word.y), unit(word.z), unit(word.w)};
+    }
+};
+
+#define SEQUENCE unsigned int key0, unsigned int key1, unsigned int pass, unsigned long long first_sample, \
+    const unsigned long long *counter
+#define MAKE_SEQUENCE                                               \
+    Sequence sequence = {make_uint2(key0, key1), pass, first_sample}; \
+    if (counter) sequence.pass = (unsigned int)counter[0], sequence.first_sample = counter[1];
+
+// What is written given the random numbers of V neighbours, the first of which is element i: the numbers, or the source where
+// they are at least `ratio`.
+#ifdef SOURCE
+#define TARGET const SOURCE *source, STORED *out, float ratio, float scale
+#define PASS_TARGET source, out, ratio, scale
+#else
+#define TARGET STORED *out
+#define PASS_TARGET out
+#endif
+
+template <int V>
+__device__ __forceinline__ void put(TARGET, size_t i, Pack<float, V> chances) {
+#ifdef SOURCE
+    const Pack<float, V> x = load<V>(source + i, 0);
+#pragma unroll
+    for (int k = 0; k < V; ++k) chances[k] = chances[k] >= ratio ? x[k] * scale : 0.0f;
+#endif
+    store<V>(out + i, 0, chances);
+}
+
+// Arrays of (samples, elements) in C order; one thread four elements of one sample.
+extern "C" __global__ void fill_rows(TARGET, unsigned int elements, unsigned int quads, Divider by_quads, SEQUENCE,
+                                     unsigned int count) {
+    MAKE_SEQUENCE
+    EACH_INDEX(i, count) {
+        const unsigned int row = by_quads(i), number = i - row * quads;
+        const Pack<float, 4> chances = sequence.quad(number, row);
+        const size_t first = (size_t)row * elements + 4 * number;
+#if QUADS
+        put<4>(PASS_TARGET, first, chances);
+#else
+        for (unsigned int k = 0; k < 4 && 4 * number + k < elements; ++k) put<1>(PASS_TARGET, first + k, {chances[k]});
+#endif
     }
 }
 
-// out is (samples, places, channels) in memory, numbered as (samples, channels, places); one thread an element.
-extern "C" __global__ void uniform_channels_last(float *out, unsigned int places, unsigned int channels,
-                                                 unsigned int key0, unsigned int key1, unsigned int pass,
-                                                 unsigned long long first_sample, unsigned int count) {
+// Arrays of (samples, places, channels) in memory, numbered as (samples, channels, places); one thread an element.
+extern "C" __global__ void fill_channels_last(TARGET, unsigned int channels, Divider by_channels, unsigned int places,
+                                              Divider by_places, SEQUENCE, unsigned int count) {
+    MAKE_SEQUENCE
     EACH_INDEX(i, count) {
-        const unsigned int c = i % channels, place = i / channels % places;
-        const unsigned long long sample = first_sample + i / channels / places;
-        const unsigned int element = c * places + place;
-        const uint4 word = philox(make_uint4(element / 4, (unsigned int)sample, (unsigned int)(sample >> 32), pass),
-                                  make_uint2(key0, key1));
-        const unsigned int pair = element & 2 ? (element & 1 ? word.w : word.z) : (element & 1 ? word.y : word.x);
-        out[i] = unit(pair);
+        const unsigned int over = by_channels(i), row = by_places(over);
+        const unsigned int element = (i - over * channels) * places + (over - row * places);
+        const Pack<float, 4> chances = sequence.quad(element / 4, row);
+        const float low = element & 1 ? chances[1] : chances[0], high = element & 1 ? chances[3] : chances[2];
+        put<1>(PASS_TARGET, i, {element & 2 ? high : low});
     }
 }
 
 // The same where places is a multiple of 4: one thread four places of one channel, so that each is computed once.
-extern "C" __global__ void uniform_quads(float *out, unsigned int places, unsigned int channels, unsigned int key0,
-                                         unsigned int key1, unsigned int pass, unsigned long long first_sample,
-                                         unsigned int count) {
-    const unsigned int quads = places / 4;
+extern "C" __global__ void fill_quads(TARGET, unsigned int channels, Divider by_channels, unsigned int quads, Divider by_quads,
+                                      SEQUENCE, unsigned int count) {
+    MAKE_SEQUENCE
     EACH_INDEX(i, count) {
-        const unsigned int c = i % channels, quad = i / channels % quads, row = i / channels / quads;
-        const unsigned long long sample = first_sample + row;
-        const uint4 word = philox(
-            make_uint4(c * quads + quad, (unsigned int)sample, (unsigned int)(sample >> 32), pass), make_uint2(key0, key1));
-        float *first = out + ((size_t)row * places + 4 * quad) * channels + c;
-        first[0] = unit(word.x);
-        first[channels] = unit(word.y);
-        first[2 * (size_t)channels] = unit(word.z);
-        first[3 * (size_t)channels] = unit(word.w);
+        const unsigned int over = by_channels(i), c = i - over * channels, row = by_quads(over), quad = over - row * quads;
+        const Pack<float, 4> chances = sequence.quad(c * quads + quad, row);
+        const size_t first = ((size_t)row * quads + quad) * 4 * channels + c;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) put<1>(PASS_TARGET, first + k * (size_t)channels, {chances[k]});
     }
 }

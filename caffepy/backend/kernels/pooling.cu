@@ -1,157 +1,255 @@
 // Pooling over channels-last arrays. Windows are Caffe's: clipped to the image for the maximum; for the average the area counts
-// padding but ends at size + pad. One thread takes V neighbouring channels; gradients are gathered, so no atomics are needed.
+// padding but ends at size + pad. The text before defines STORED, WIDTH (the channels of a thread), TILES (whether gradients go by
+// tiles or by places), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum MASK (int: place
+// in the plane; unsigned char: number in the window), without which the kernels are those of the average.
+// Loads come before what needs them, so that a thread has many on their way. Gradients are gathered: no atomics are needed.
 
-struct Windows {
-    int channels, height, width, out_height, out_width;
-    int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
-};
+typedef Pack<STORED, WIDTH> Raw;
+typedef Pack<float, WIDTH> Values;
+#ifdef MASK
+typedef Pack<MASK, WIDTH> Codes;
+#endif
 
-#define WINDOWS int channels, int height, int width, int out_height, int out_width, int kernel_h, int kernel_w, \
-    int stride_h, int stride_w, int pad_h, int pad_w
-#define MAKE_WINDOWS Windows g = {channels, height, width, out_height, out_width, kernel_h, kernel_w, \
-    stride_h, stride_w, pad_h, pad_w}
-
-template <typename T, int V>
-struct alignas(sizeof(T) * V) Lanes {
-    T v[V];
-};
-
-// Place of pack i of an array (N, rows, columns, packs).
-struct Place {
-    int n, row, column, pack;
-    __device__ Place(unsigned int i, int rows, int columns, int packs) {
-        pack = i % packs;
-        i /= packs;
-        column = i % columns;
-        i /= columns;
-        row = i % rows;
-        n = i / rows;
+struct Sizes {
+    int height, width, out_height, out_width, packs;
+    __device__ __forceinline__ size_t in(int n, int row, int column, int pack) const {
+        return (((size_t)n * height + row) * width + column) * packs + pack;
+    }
+    __device__ __forceinline__ size_t out(int n, int row, int column, int pack) const {
+        return (((size_t)n * out_height + row) * out_width + column) * packs + pack;
     }
 };
 
-__device__ __forceinline__ size_t offset(int n, int row, int column, int pack, int rows, int columns, int packs) {
-    return (((size_t)n * rows + row) * columns + column) * packs + pack;
+struct Place {
+    int n, row, column, pack;
+};
+
+// The kernels' arguments, and how a thread's number becomes a place among `rows` x `columns` x `packs`.
+#define SIZES int height, int width, int out_height, int out_width, unsigned int packs, Divider by_packs, \
+    unsigned int columns, Divider by_columns, unsigned int rows, Divider by_rows, unsigned int count
+#define FIND_PLACE                                                                                                     \
+    const unsigned int number = blockIdx.x * blockDim.x + threadIdx.x;                                                 \
+    if (number >= count) return;                                                                                       \
+    const unsigned int over_pack = by_packs(number), over_column = by_columns(over_pack), over_row = by_rows(over_column); \
+    const Place p = {(int)over_row, (int)(over_column - over_row * rows), (int)(over_pack - over_column * columns),    \
+                     (int)(number - over_pack * packs)};                                                               \
+    const Sizes s = {height, width, out_height, out_width, (int)packs};
+
+// Small windows are written out in full; of large ones a few columns at a time.
+constexpr bool SMALL = KERNEL_H * KERNEL_W <= 9;
+constexpr int SPAN = SMALL || KERNEL_W < 8 ? KERNEL_W : 8;
+constexpr int UNROLL = SMALL ? KERNEL_H + STRIDE_H : 1;
+
+__device__ __forceinline__ bool within(int i, int size) { return (unsigned int)i < (unsigned int)size; }
+
+#ifdef MASK
+
+// Output rows of one thread of max_forward: windows that overlap share what they load.
+constexpr int TOGETHER = SMALL && KERNEL_H > STRIDE_H ? 2 : 1;
+
+extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, SIZES) {
+    FIND_PLACE
+    const int first = p.row * TOGETHER, top = first * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
+    Values best[TOGETHER];
+    Pack<int, WIDTH> where[TOGETHER];
+#pragma unroll
+    for (int r = 0; r < TOGETHER; ++r)
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) best[r][k] = -3.402823466e+38f, where[r][k] = -1;
+#pragma unroll UNROLL
+    for (int h = 0; h < (TOGETHER - 1) * STRIDE_H + KERNEL_H; ++h) {
+#pragma unroll UNROLL
+        for (int from = 0; from < KERNEL_W; from += SPAN) {
+            Raw raw[SPAN];
+            bool inside[SPAN];
+#pragma unroll
+            for (int c = 0; c < SPAN; ++c) {
+                inside[c] = from + c < KERNEL_W && within(top + h, height) && within(left + from + c, width);
+                if (inside[c]) raw[c] = load_raw<WIDTH>(x, s.in(p.n, top + h, left + from + c, p.pack));
+            }
+#pragma unroll
+            for (int c = 0; c < SPAN; ++c) {
+#pragma unroll
+                for (int r = 0; r < TOGETHER; ++r) {
+                    const int i = h - r * STRIDE_H;
+                    if (i < 0 || i >= KERNEL_H) continue;
+                    const int code =
+                        sizeof(MASK) == 1 ? i * KERNEL_W + from + c : (top + h) * width + left + from + c;
+#pragma unroll
+                    for (int k = 0; k < WIDTH; ++k) {
+                        const float value = to_float(raw[c][k]);
+                        const bool better = inside[c] && value > best[r][k];
+                        best[r][k] = better ? value : best[r][k];
+                        where[r][k] = better ? code : where[r][k];
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < TOGETHER; ++r) {
+        if (first + r >= out_height) return;
+        Codes codes;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) codes[k] = (MASK)where[r][k];
+        const size_t at = s.out(p.n, first + r, p.column, p.pack);
+        store<WIDTH>(y, at, best[r]);
+        store_raw(mask, at, codes);
+    }
 }
 
-// First and one past the last window that contains a place.
+#else
+
+// Caffe's divisor of an average.
+__device__ __forceinline__ float area(Sizes s, int row, int column) {
+    const int top = row * STRIDE_H - PAD_H, left = column * STRIDE_W - PAD_W;
+    return (float)((min(top + KERNEL_H, s.height + PAD_H) - top) * (min(left + KERNEL_W, s.width + PAD_W) - left));
+}
+
+extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
+    FIND_PLACE
+    const int top = p.row * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
+    Values sum = {};
+#pragma unroll UNROLL
+    for (int h = 0; h < KERNEL_H; ++h) {
+#pragma unroll UNROLL
+        for (int from = 0; from < KERNEL_W; from += SPAN) {
+            Raw raw[SPAN] = {};
+#pragma unroll
+            for (int c = 0; c < SPAN; ++c)
+                if (from + c < KERNEL_W && within(top + h, height) && within(left + from + c, width))
+                    raw[c] = load_raw<WIDTH>(x, s.in(p.n, top + h, left + from + c, p.pack));
+#pragma unroll
+            for (int c = 0; c < SPAN; ++c)
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) sum[k] += to_float(raw[c][k]);
+        }
+    }
+    const float size = area(s, p.row, p.column);
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) sum[k] /= size;
+    store<WIDTH>(y, s.out(p.n, p.row, p.column, p.pack), sum);
+}
+
+#endif
+
+#if TILES
+
+// Gradients by tiles. A tile is as large as the stride and begins where a window begins, so which windows reach its places, and
+// where, is known before: the NEAR windows that end with the tile's own.
+constexpr int NEAR_H = (KERNEL_H - 1) / STRIDE_H + 1, NEAR_W = (KERNEL_W - 1) / STRIDE_W + 1, NEAR = NEAR_H * NEAR_W;
+
+// Row and column of near window number a.
+__device__ __forceinline__ int near_row(Place p, int a) { return p.row - (NEAR_H - 1) + a / NEAR_W; }
+__device__ __forceinline__ int near_column(Place p, int a) { return p.column - (NEAR_W - 1) + a % NEAR_W; }
+
+// Packs of the near windows; what windows that do not exist have stays as it was.
+template <typename T>
+__device__ __forceinline__ void load_near(const T *from, Place p, Sizes s, Pack<T, WIDTH> (&to)[NEAR]) {
+#pragma unroll
+    for (int a = 0; a < NEAR; ++a)
+        if (within(near_row(p, a), s.out_height) && within(near_column(p, a), s.out_width))
+            to[a] = load_raw<WIDTH>(from, s.out(p.n, near_row(p, a), near_column(p, a), p.pack));
+}
+
+// dx = for each place (h, w) of a tile the sum of share(a, number of the place in near window a, h, w, channel).
+template <typename F>
+__device__ __forceinline__ void gather(STORED *dx, Place p, Sizes s, F share) {
+#pragma unroll
+    for (int i = 0; i < STRIDE_H; ++i) {
+#pragma unroll
+        for (int j = 0; j < STRIDE_W; ++j) {
+            const int h = p.row * STRIDE_H - PAD_H + i, w = p.column * STRIDE_W - PAD_W + j;
+            Values sum = {};
+#pragma unroll
+            for (int a = 0; a < NEAR; ++a) {
+                const int row = i + (NEAR_H - 1 - a / NEAR_W) * STRIDE_H, column = j + (NEAR_W - 1 - a % NEAR_W) * STRIDE_W;
+                if (row >= KERNEL_H || column >= KERNEL_W) continue;
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) sum[k] += share(a, row * KERNEL_W + column, h, w, k);
+            }
+            if (within(h, s.height) && within(w, s.width)) store<WIDTH>(dx, s.in(p.n, h, w, p.pack), sum);
+        }
+    }
+}
+
+#ifdef MASK
+
+extern "C" __global__ void max_backward(const STORED *dy, const MASK *mask, STORED *dx, SIZES) {
+    FIND_PLACE
+    Raw gradient[NEAR] = {};
+    Codes codes[NEAR] = {};
+    load_near(dy, p, s, gradient);
+    load_near(mask, p, s, codes);
+    gather(dx, p, s, [&](int a, int number, int h, int w, int k) {
+        const MASK code = (MASK)(sizeof(MASK) == 1 ? number : h * width + w);
+        return codes[a][k] == code ? to_float(gradient[a][k]) : 0.0f;
+    });
+}
+
+#else
+
+extern "C" __global__ void average_backward(const STORED *dy, STORED *dx, SIZES) {
+    FIND_PLACE
+    Raw gradient[NEAR] = {};
+    load_near(dy, p, s, gradient);
+    Values parts[NEAR];
+#pragma unroll
+    for (int a = 0; a < NEAR; ++a) {
+        const float size = area(s, near_row(p, a), near_column(p, a));
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) parts[a][k] = to_float(gradient[a][k]) / size;
+    }
+    gather(dx, p, s, [&](int a, int, int, int, int k) { return parts[a][k]; });
+}
+
+#endif
+
+#else
+
+// Gradients by places, for large windows and strides. First and one past the last window that contains a place.
 __device__ __forceinline__ int first_window(int place, int kernel, int stride) {
     return place < kernel ? 0 : (place - kernel) / stride + 1;
 }
 
 __device__ __forceinline__ int last_window(int place, int stride, int windows) { return min(place / stride + 1, windows); }
 
-// Caffe's divisor of an average.
-__device__ __forceinline__ int area(const Windows &g, int row, int column) {
-    const int top = row * g.stride_h - g.pad_h, left = column * g.stride_w - g.pad_w;
-    return (min(top + g.kernel_h, g.height + g.pad_h) - top) * (min(left + g.kernel_w, g.width + g.pad_w) - left);
+#define EACH_WINDOW(row, column)                                                                           \
+    const int h = p.row + PAD_H, w = p.column + PAD_W;                                                     \
+    for (int row = first_window(h, KERNEL_H, STRIDE_H); row < last_window(h, STRIDE_H, out_height); ++row) \
+        for (int column = first_window(w, KERNEL_W, STRIDE_W); column < last_window(w, STRIDE_W, out_width); ++column)
+
+#ifdef MASK
+
+extern "C" __global__ void max_backward(const STORED *dy, const MASK *mask, STORED *dx, SIZES) {
+    FIND_PLACE
+    Values sum = {};
+    EACH_WINDOW(row, column) {
+        const size_t at = s.out(p.n, row, column, p.pack);
+        const int number = (h - row * STRIDE_H) * KERNEL_W + w - column * STRIDE_W;
+        const MASK code = (MASK)(sizeof(MASK) == 1 ? number : p.row * width + p.column);
+        const Values gradient = load<WIDTH>(dy, at);
+        const Codes codes = load_raw<WIDTH>(mask, at);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) sum[k] += codes[k] == code ? gradient[k] : 0.0f;
+    }
+    store<WIDTH>(dx, s.in(p.n, p.row, p.column, p.pack), sum);
 }
 
-template <int V>
-__device__ void max_forward(const float *x, float *y, int *mask, Windows g, unsigned int count) {
-    typedef Lanes<float, V> Values;
-    const int packs = g.channels / V;
-    EACH_INDEX(i, count) {
-        const Place p(i, g.out_height, g.out_width, packs);
-        const int top = p.row * g.stride_h - g.pad_h, left = p.column * g.stride_w - g.pad_w;
-        const int bottom = min(top + g.kernel_h, g.height), right = min(left + g.kernel_w, g.width);
-        Values best;
-        Lanes<int, V> where;
-        for (int k = 0; k < V; ++k) best.v[k] = -3.402823466e+38f, where.v[k] = -1;
-        for (int h = max(top, 0); h < bottom; ++h) {
-            for (int w = max(left, 0); w < right; ++w) {
-                const Values values =
-                    reinterpret_cast<const Values *>(x)[offset(p.n, h, w, p.pack, g.height, g.width, packs)];
-                for (int k = 0; k < V; ++k)
-                    if (values.v[k] > best.v[k]) best.v[k] = values.v[k], where.v[k] = h * g.width + w;
-            }
-        }
-        reinterpret_cast<Values *>(y)[i] = best;
-        reinterpret_cast<Lanes<int, V> *>(mask)[i] = where;
+#else
+
+extern "C" __global__ void average_backward(const STORED *dy, STORED *dx, SIZES) {
+    FIND_PLACE
+    Values sum = {};
+    EACH_WINDOW(row, column) {
+        const Values gradient = load<WIDTH>(dy, s.out(p.n, row, column, p.pack));
+        const float size = area(s, row, column);
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) sum[k] += gradient[k] / size;
     }
+    store<WIDTH>(dx, s.in(p.n, p.row, p.column, p.pack), sum);
 }
 
-template <int V>
-__device__ void max_backward(const float *dy, const int *mask, float *dx, Windows g, unsigned int count) {
-    typedef Lanes<float, V> Values;
-    const int packs = g.channels / V;
-    EACH_INDEX(i, count) {
-        const Place p(i, g.height, g.width, packs);
-        const int h = p.row + g.pad_h, w = p.column + g.pad_w, here = p.row * g.width + p.column;
-        const int bottom = last_window(h, g.stride_h, g.out_height), right = last_window(w, g.stride_w, g.out_width);
-        Values sum = {};
-        for (int row = first_window(h, g.kernel_h, g.stride_h); row < bottom; ++row) {
-            for (int column = first_window(w, g.kernel_w, g.stride_w); column < right; ++column) {
-                const size_t at = offset(p.n, row, column, p.pack, g.out_height, g.out_width, packs);
-                const Values gradient = reinterpret_cast<const Values *>(dy)[at];
-                const Lanes<int, V> where = reinterpret_cast<const Lanes<int, V> *>(mask)[at];
-                for (int k = 0; k < V; ++k) sum.v[k] += where.v[k] == here ? gradient.v[k] : 0.0f;
-            }
-        }
-        reinterpret_cast<Values *>(dx)[i] = sum;
-    }
-}
+#endif
 
-template <int V>
-__device__ void average_forward(const float *x, float *y, Windows g, unsigned int count) {
-    typedef Lanes<float, V> Values;
-    const int packs = g.channels / V;
-    EACH_INDEX(i, count) {
-        const Place p(i, g.out_height, g.out_width, packs);
-        const int top = p.row * g.stride_h - g.pad_h, left = p.column * g.stride_w - g.pad_w;
-        const int bottom = min(top + g.kernel_h, g.height), right = min(left + g.kernel_w, g.width);
-        Values sum = {};
-        for (int h = max(top, 0); h < bottom; ++h) {
-            for (int w = max(left, 0); w < right; ++w) {
-                const Values values =
-                    reinterpret_cast<const Values *>(x)[offset(p.n, h, w, p.pack, g.height, g.width, packs)];
-                for (int k = 0; k < V; ++k) sum.v[k] += values.v[k];
-            }
-        }
-        const float size = (float)area(g, p.row, p.column);
-        for (int k = 0; k < V; ++k) sum.v[k] /= size;
-        reinterpret_cast<Values *>(y)[i] = sum;
-    }
-}
-
-template <int V>
-__device__ void average_backward(const float *dy, float *dx, Windows g, unsigned int count) {
-    typedef Lanes<float, V> Values;
-    const int packs = g.channels / V;
-    EACH_INDEX(i, count) {
-        const Place p(i, g.height, g.width, packs);
-        const int h = p.row + g.pad_h, w = p.column + g.pad_w;
-        const int bottom = last_window(h, g.stride_h, g.out_height), right = last_window(w, g.stride_w, g.out_width);
-        Values sum = {};
-        for (int row = first_window(h, g.kernel_h, g.stride_h); row < bottom; ++row) {
-            for (int column = first_window(w, g.kernel_w, g.stride_w); column < right; ++column) {
-                const Values gradient = reinterpret_cast<const Values *>(
-                    dy)[offset(p.n, row, column, p.pack, g.out_height, g.out_width, packs)];
-                const float size = (float)area(g, row, column);
-                for (int k = 0; k < V; ++k) sum.v[k] += gradient.v[k] / size;
-            }
-        }
-        reinterpret_cast<Values *>(dx)[i] = sum;
-    }
-}
-
-#define POOLING(V)                                                                                                   \
-    extern "C" __global__ void max_forward_##V(const float *x, float *y, int *mask, WINDOWS, unsigned int count) {   \
-        MAKE_WINDOWS;                                                                                                \
-        max_forward<V>(x, y, mask, g, count);                                                                        \
-    }                                                                                                                \
-    extern "C" __global__ void max_backward_##V(const float *dy, const int *mask, float *dx, WINDOWS,                \
-                                                unsigned int count) {                                                \
-        MAKE_WINDOWS;                                                                                                \
-        max_backward<V>(dy, mask, dx, g, count);                                                                     \
-    }                                                                                                                \
-    extern "C" __global__ void average_forward_##V(const float *x, float *y, WINDOWS, unsigned int count) {          \
-        MAKE_WINDOWS;                                                                                                \
-        average_forward<V>(x, y, g, count);                                                                          \
-    }                                                                                                                \
-    extern "C" __global__ void average_backward_##V(const float *dy, float *dx, WINDOWS, unsigned int count) {       \
-        MAKE_WINDOWS;                                                                                                \
-        average_backward<V>(dy, dx, g, count);                                                                       \
-    }
-
-POOLING(1)
-POOLING(4)
+#endif

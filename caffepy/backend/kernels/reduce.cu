@@ -1,23 +1,69 @@
-// Second stage of a reduction: adds up the partial sums of the first, always in the same order.
+// Put before the reductions that cuda_reduce_source.py writes, and with a TYPE defined a kernel of its own: how the sums of a
+// block's threads, and then those of all blocks, become one. Everything is added up in double and always in the same order.
 
-// One warp a result: lanes take every 32nd partial sum. blockIdx.y counts the outputs, of which there are at most four.
-extern "C" __global__ void combine(const double *partial, int splits, int size, int accumulate, float *out0, float *out1,
-                                   float *out2, float *out3) {
-    const int c = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (c >= size) return;
-    float *out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : blockIdx.y == 2 ? out2 : out3;
-    partial += (size_t)blockIdx.y * splits * size;
-    double sum = 0.0;
-    for (int s = threadIdx.x % 32; s < splits; s += 32) sum += partial[(size_t)s * size + c];
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) out[c] = (float)((accumulate ? (double)out[c] : 0.0) + sum);
+#define BLOCK 256
+#define WARPS (BLOCK / 32)
+
+// Whether this is the last of the blocks that share a ticket, so that it sees what all have written; all threads call it.
+// The ticket starts at zero and ends there.
+__device__ __forceinline__ bool is_last_block(unsigned int *ticket, unsigned int blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicInc(ticket, blocks - 1) == blocks - 1;
+    __syncthreads();
+    if (last) __threadfence();
+    return last;
 }
 
-// Sets *flag to 1 if some element is NaN or infinite.
-extern "C" __global__ void find_non_finite(const float *x, unsigned long long n, int *flag) {
-    bool bad = false;
-    const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
-    for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
-        bad |= !isfinite(x[i]);
-    if (bad) *flag = 1;
+template <typename T>
+__device__ __forceinline__ void put_total(T *out, double total, int accumulate) {
+    *out = Rounded<T>::one((float)((accumulate ? (double)to_float(*out) : 0.0) + total));
+}
+
+// The sums of BLOCK threads for each of ACROSS * V columns: thread t holds columns t % ACROSS * V and the V - 1 after it.
+// The total of column c is returned to thread c.
+template <int ACROSS, int V>
+__device__ __forceinline__ double column_total(double (&sum)[V], double *shared) {
+    const int pack = threadIdx.x % ACROSS, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int k = 0; k < V; ++k)
+#pragma unroll
+        for (int offset = ACROSS; offset < 32; offset *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], offset);
+    __syncthreads();
+    if (threadIdx.x % 32 < ACROSS)
+#pragma unroll
+        for (int k = 0; k < V; ++k) shared[(warp * ACROSS + pack) * V + k] = sum[k];
+    __syncthreads();
+    double total = 0.0;
+    if (threadIdx.x < ACROSS * V)
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) total += shared[w * ACROSS * V + threadIdx.x];
+    return total;
+}
+
+// The totals of `splits` rows of partial sums, each `step` after the one before, for COLUMNS columns of which `mine` is how
+// many there are; the total of column c is returned to thread c.
+template <int COLUMNS>
+__device__ __forceinline__ double split_total(const double *partial, unsigned int splits, size_t step, unsigned int mine,
+                                              double *shared) {
+    const unsigned int column = threadIdx.x % COLUMNS, group = threadIdx.x / COLUMNS, groups = BLOCK / COLUMNS;
+    double sum = 0.0;
+    if (column < mine)
+#pragma unroll 16
+        for (unsigned int s = group; s < splits; s += groups) sum += __ldcg(partial + s * step + column);
+    __syncthreads();
+    shared[threadIdx.x] = sum;
+    __syncthreads();
+    double total = 0.0;
+    if (threadIdx.x < COLUMNS)
+        for (unsigned int g = 0; g < groups; ++g) total += shared[g * COLUMNS + threadIdx.x];
+    return total;
+}
+
+// The total of `splits` partial sums, each `step` after the one before, for thread 0 of a block of any size.
+__device__ __forceinline__ double split_total(const double *partial, unsigned int splits, size_t step) {
+    double sum = 0.0;
+    for (unsigned int s = threadIdx.x; s < splits; s += blockDim.x) sum += __ldcg(partial + s * step);
+    return block_sum(sum);
 }
