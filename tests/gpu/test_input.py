@@ -1,0 +1,259 @@
+"""Input on a GPU against the CPU's: kernels, the ring's order of events, whole data layers, eager and captured."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.backend import create_backend
+from caffepy.backend.base import storage_dtype
+from caffepy.backend.input import HostRing, ImageSlot, InputPrimitives, aligned_size
+from caffepy.blob import Blob
+from caffepy.data.lmdb_write import record_key, write_datums
+from caffepy.layers.base import LayerContext, layer_class
+from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
+
+STORAGES = ["float32", "float16", "bfloat16"]
+
+
+def rounded(values, storage):
+    """float32 numbers as they are kept in a storage."""
+    if storage == "bfloat16":
+        bits = values.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
+    return values.astype(storage)
+
+
+def random_slot(slot, whole, mirror, seed=0):
+    """The memory of a slot of random images out of wholes of this height and width."""
+    rng = np.random.default_rng(seed)
+    memory = np.zeros(slot.size, np.uint8)
+    labels, places, pixels = slot.parts(memory)
+    labels[...] = rng.integers(0, 1000, slot.count)
+    places[:, 0] = rng.integers(0, 2, slot.count) if mirror else 0
+    places[:, 1] = rng.integers(0, whole[0] - slot.height + 1, slot.count)
+    places[:, 2] = rng.integers(0, whole[1] - slot.width + 1, slot.count)
+    pixels[...] = rng.integers(0, 256, pixels.shape)
+    return memory
+
+
+def pinned(backend, memory):
+    """A copy in memory that the device copies from."""
+    copy = backend.host_memory(memory.size)
+    copy[...] = memory
+    return copy
+
+
+def settle(backend, ring):
+    """Let everything that was asked for be done."""
+    backend.synchronize()
+    deadline = time.monotonic() + 20
+    while ring._under_way and time.monotonic() < deadline:
+        ring.ready()
+    assert not ring._under_way
+
+
+SHAPES = [
+    (1, 1, 1, 1), (2, 1, 28, 28), (3, 3, 7, 5), (1, 7, 3, 3), (2, 33, 2, 3), (5, 3, 227, 227), (3, 2, 1, 9), (1, 4, 8, 8)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("whole_mean", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_images_are_the_cpus(backend, shape, whole_mean, storage):
+    import cupy
+
+    cpu = create_backend(threads=1)
+    slot = ImageSlot(*shape)
+    whole = (slot.height + 3, slot.width + 2)
+    mean = np.random.default_rng(1).random((slot.channels, *(whole if whole_mean else (1, 1))), np.float32) * 200
+    memory = random_slot(slot, whole, mirror=True)
+    expected, labels = cpu.zeros(shape), cpu.zeros((slot.count,))
+    host = HostRing(slot.size, 1, 4)
+    host.put(6, 1, [(0, memory)], lambda: None)
+    InputPrimitives.take_images(cpu, host, (6, 0), slot, mean, 0.1, expected, labels)
+    ring = backend.input_ring(slot.size, 1, 4)
+    ring.put(6, 1, [(0, pinned(backend, memory))], lambda: None)
+    device_mean = backend.zeros(mean.shape)
+    backend.from_host(mean, device_mean)
+    for counter in ((6, 0), cupy.array([6, 0], cupy.uint64)):
+        images, found = backend.zeros(shape, storage), backend.zeros((slot.count,))
+        backend.take_images(ring, counter, slot, device_mean, 0.1, images, found)
+        np.testing.assert_array_equal(backend.to_host(images), rounded(expected, storage))
+        np.testing.assert_array_equal(backend.to_host(found), labels)
+    size = int(np.prod(shape))
+    shifted = backend.view(backend.zeros((size + 1,), storage)[1:], shape)
+    backend.take_images(ring, (6, 0), slot, device_mean, 0.1, shifted, None)
+    np.testing.assert_array_equal(backend.to_host(shifted), rounded(expected, storage))
+    settle(backend, ring)
+    ring.close()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (3, 5), (2, 3, 4, 5), (1, 2, 3, 4, 5), (33, 3, 9, 9)])
+def test_values_are_rounded_once(backend, shape, storage):
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 100
+    in_memory = np.ascontiguousarray(values.transpose(0, 2, 3, 1) if len(shape) == 4 else values).reshape(-1)
+    ring = backend.input_ring(256 + aligned_size(4 * values.size), 1, 4)
+    ring.put(3, 1, [(256, pinned(backend, in_memory.view(np.uint8)))], lambda: None)
+    out = backend.zeros(shape, storage)
+    backend.take_values(ring, (3, 0), 256, out)
+    assert out.dtype == storage_dtype(storage)
+    np.testing.assert_array_equal(backend.to_host(out), rounded(values, storage))
+    settle(backend, ring)
+    ring.close()
+
+
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("captured", [False, True])
+def test_slots_are_neither_read_too_early_nor_overwritten_too_early(backend, block, captured):
+    """While the device is busy for long the host goes far ahead; every pass still finds its own data."""
+    import cupy
+
+    slot = ImageSlot(2, 1, 64, 64)
+    ring = backend.input_ring(slot.size, block, 4)
+    mean = backend.zeros((1, 1, 1))
+    images, labels = backend.zeros(slot.shape), backend.zeros((slot.count,))
+    burden = backend.zeros((1 << 26,))
+    passes = 6 * ring.slots
+    history = backend.zeros((passes, 2))
+    numbers = cupy.arange(2 * passes, dtype=cupy.uint64).reshape(passes, 2) // 2
+    counter = cupy.zeros(2, cupy.uint64)
+    kept = backend.zeros((2,))
+
+    def work():
+        backend.take_images(ring, counter, slot, mean, 1.0, images, labels)
+        backend.copy(images[:, 0, 0, 0], kept)
+
+    work()
+    graph = backend.capture(work) if captured else None
+    memories = [pinned(backend, np.zeros(slot.size * block, np.uint8)) for _ in range(ring.blocks + 1)]
+    free = list(range(len(memories)))
+    for number in range(passes):
+        if number % block == 0:
+            deadline = time.monotonic() + 20
+            while not (ring.ready() and free):
+                assert time.monotonic() < deadline
+            which = free.pop()
+            for i in range(block):
+                slot.parts(memories[which][i * slot.size : (i + 1) * slot.size])[2][...] = (number + i) % 251
+            ring.put(number, block, [(0, memories[which])], lambda which=which: free.append(which))
+        backend.copy(numbers[number], counter)
+        backend.fill(burden, 1.0)
+        if graph is not None:
+            graph.launch()
+        else:
+            work()
+        ring.consumed(number)
+        backend.copy(kept, history[number])
+    expected = np.repeat(np.arange(passes) % 251, 2).reshape(passes, 2)
+    np.testing.assert_array_equal(backend.to_host(history), expected)
+    settle(backend, ring)
+    assert sorted(free) == list(range(len(memories)))
+    ring.close()
+    ring.close()
+
+
+def test_going_too_far_ahead_is_our_own_mistake(backend):
+    ring = backend.input_ring(256, 1, 4)
+    memory = pinned(backend, np.zeros(256, np.uint8))
+    for number in range(4):
+        ring.put(number, 1, [(0, memory)], lambda: None)
+    settle(backend, ring)
+    with pytest.raises(AssertionError, match="pass 4 was fed 4 passes after one that is not consumed"):
+        ring.put(4, 1, [(0, memory)], lambda: None)
+    ring.restart()
+    ring.put(9, 1, [(0, memory)], lambda: None)
+    settle(backend, ring)
+    ring.close()
+
+
+# -- whole layers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """LMDBs of bytes, of floats, and of bytes with a float record among them."""
+    path = tmp_path_factory.mktemp("input")
+    images = np.random.default_rng(0).integers(0, 256, (50, 3, 20, 24), dtype=np.uint8)
+
+    def datum(image, label, floats):
+        values = {"float_data": image.ravel().tolist()} if floats else {"data": image.tobytes()}
+        return Datum(channels=3, height=20, width=24, label=label, **values)
+
+    for name, is_float in (("bytes", lambda n: False), ("floats", lambda n: True), ("mixed", lambda n: n == 33)):
+        write_datums(path / name, ((record_key(n), datum(one, n, is_float(n))) for n, one in enumerate(images)))
+    return path
+
+
+def make(backend, source, storage="float32", **context):
+    text = f"name: 'd' type: 'Data' data_param {{ source: '{source}' backend: LMDB batch_size: 8 shuffle: true }}"
+    transform = "transform_param { crop_size: 17 mirror: true mean_value: 104 mean_value: 117 mean_value: 123 }"
+    param = text_format.Parse(f"{text} {transform} top: 'data' top: 'label'", LayerParameter())
+    layer = layer_class("Data")(param, LayerContext(backend, TRAIN, seed=3, **context))
+    blobs = [Blob(backend, name="data", storage=storage), Blob(backend, name="label")]
+    layer.setup([], blobs)
+    return layer, blobs
+
+
+def run(layer, blobs, passes):
+    found = []
+    for number in range(passes):
+        layer.feed(number)
+        layer.forward([], blobs)
+        layer.consumed(number)
+        layer.context.passes.number += 1
+        found.append([blob.host_data() for blob in blobs])
+    layer.close()
+    return found
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("source", ["bytes", "floats", "mixed"])
+def test_layers_give_what_they_give_on_the_cpu(backend, folder, source, storage):
+    expected = run(*make(create_backend(threads=1), folder / source), 90)
+    found = run(*make(backend, folder / source, storage), 90)
+    for (images, labels), (cpu_images, cpu_labels) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(images, rounded(cpu_images, storage))
+        np.testing.assert_array_equal(labels, cpu_labels)
+
+
+@pytest.mark.parametrize("iter_size", [1, 3])
+def test_captured_layers_take_what_they_are_fed(backend, folder, iter_size):
+    """As the solver runs them: the first iteration eagerly, then graphs whose passes are all fed before."""
+    import cupy
+
+    expected = run(*make(create_backend(threads=1), folder / "bytes"), 90)
+    layer, blobs = make(backend, folder / "bytes", iter_size=iter_size)
+    copies = [backend.zeros(blobs[0].shape) for _ in range(iter_size)]
+    counters = [cupy.zeros(2, cupy.uint64) for _ in range(iter_size)]
+    passes = layer.context.passes
+
+    def work():
+        for copy, counter in zip(copies, counters, strict=True):
+            passes.on_device = counter
+            layer.forward([], blobs)
+            backend.copy(blobs[0].data, copy)
+
+    graph = None
+    for first in range(0, 90, iter_size):
+        for i in range(iter_size):
+            backend.from_host(np.array([first + i, 0], np.uint64), counters[i])
+            layer.feed(first + i)
+        assert not layer.outdated()
+        if graph is not None:
+            graph.launch()
+        else:
+            work()
+        for i in range(iter_size):
+            layer.consumed(first + i)
+        passes.number = first + iter_size
+        for i in range(iter_size):
+            np.testing.assert_array_equal(backend.to_host(copies[i]), expected[first + i][0])
+        if graph is None:
+            graph = backend.capture(work)
+    layer.close()
