@@ -23,6 +23,7 @@ __all__ = [
     "device_memory",
     "device_names",
     "device_properties",
+    "free_memory",
     "import_cudnn",
 ]
 
@@ -98,6 +99,17 @@ def device_properties(number: int) -> DeviceProperties:
         driver_version=_version(runtime.driverGetVersion()),
         runtime_version=_version(runtime.runtimeGetVersion()),
     )
+
+
+def free_memory(number: int) -> int:
+    """Bytes of a GPU that nobody uses, this process's own CUDA context being there.
+
+    Raises:
+        DeviceError: there is no such GPU.
+    """
+    check_device(number)
+    with cupy.cuda.Device(number):
+        return int(cupy.cuda.runtime.memGetInfo()[0])
 
 
 def _no_device_reason() -> str:

@@ -10,7 +10,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.base import SOLVERS, Solver
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 
-__all__ = ["SOLVERS", "Action", "SingleDevice", "Solver", "SolverCallback", "create_solver"]
+__all__ = ["SOLVERS", "Action", "SingleDevice", "Solver", "SolverCallback", "create_solver", "solver_class"]
 
 _RULES = ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sgd")
 
@@ -21,6 +21,15 @@ def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> 
     Raises:
         ConfigError: the type is unknown, or the solver or its nets do not hold together.
     """
+    return solver_class(param.type)(param, backend, **keywords)
+
+
+def solver_class(type_name: str) -> type[Solver]:
+    """The class of a solver type.
+
+    Raises:
+        ConfigError: there is no such type; the message offers the nearest name.
+    """
     for rule in _RULES:
         importlib.import_module(f"caffepy.solvers.{rule}")
-    return SOLVERS.get(param.type, "solver")(param, backend, **keywords)
+    return SOLVERS.get(type_name, "solver")

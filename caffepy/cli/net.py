@@ -1,0 +1,295 @@
+"""`caffepy net`: the layers of a net as they are run, and the memory that it takes; needs neither data nor GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from caffepy.cli.options import Parser, add_state_options, positive
+from caffepy.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from caffepy.layers import LayerContext
+    from caffepy.net.memory import MemoryPlan
+    from caffepy.net.wiring import Node
+    from caffepy.proto import caffe_pb2
+
+_DESCRIPTION = """\
+Print a net's layers, or predict the GPU memory that it takes.
+
+  caffepy net --model models/resnet50/train_val.prototxt --fused
+  caffepy net --solver models/resnet50/solver.prototxt --memory --batch 256 --limit 24"""
+
+LARGEST_BLOBS = 12
+"""Rows in the table of blobs."""
+_REMARKS = {
+    "blobs": "outputs, and what holds something between passes",
+    "half copies": "parameters as products want them",
+}
+"""What is said of a kind of memory."""
+MEBIBYTE, GIBIBYTE = 2**20, 2**30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("net", help="show a model's layers and memory", description=_DESCRIPTION)
+    parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (this or --solver is needed)")
+    parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt, whose net is shown")
+    parser.add_argument("--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TRAIN", help="TRAIN or TEST")
+    parser.add_argument("--batch", type=positive, metavar="N", help="batch_size instead of what the prototxt says")
+    parser.add_argument(
+        "--shape", type=_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
+    )
+    parser.add_argument("--fused", action="store_true", help="show the layers as a GPU runs them, several as one")
+    parser.add_argument("--memory", action="store_true", help="predict the memory that is needed on a GPU")
+    parser.add_argument("--no-fuse", action="store_true", help="with --memory: for training with --no-fuse")
+    parser.add_argument("--no-share", action="store_true", help="with --memory: for training with --no-share")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--gpu", type=int, metavar="N", help="with --memory: the largest batch that fits on this GPU")
+    limit.add_argument("--limit", type=float, metavar="GIB", help="with --memory: the largest batch for so many GiB")
+    add_state_options(parser)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = (0,)
+    if min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 3,224,224")
+    return shape
+
+
+@dataclass
+class Subject:
+    """What the command is about.
+
+    Args:
+        param: the net as read, with --batch.
+        context: its surroundings on a GPU that is not there.
+        state: its phase, level and stages.
+        histories: values that the solver keeps for each parameter.
+    """
+
+    param: caffe_pb2.NetParameter
+    context: LayerContext
+    state: caffe_pb2.NetState
+    histories: int = 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables to stdout.
+
+    Raises:
+        ConfigError: not exactly one of --model and --solver.
+        CaffepyError: whatever is wrong with the files.
+    """
+    if (args.model is None) == (args.solver is None):
+        raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
+    subject = _read(args)
+    subject.context = replace(subject.context, sample_shapes=_sample_shapes(subject, args.shape))
+    if args.memory:
+        _print_memory(subject, args)
+    else:
+        _print_layers(subject, args.fused)
+    return 0
+
+
+# -- what is asked for ------------------------------------------------------------------------------------
+
+
+def _read(args: argparse.Namespace) -> Subject:
+    from caffepy.net.capacity import with_batch
+    from caffepy.proto import caffe_pb2
+
+    own = caffe_pb2.NetState(level=args.level, stage=args.stage)
+    phase = caffe_pb2.Phase.Value(args.phase)
+    subject = _read_model(args.model, phase, own) if args.model else _read_solver(args.solver, phase, own)
+    if args.batch is not None:
+        subject.param = with_batch(subject.param, args.batch)
+    return subject
+
+
+def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
+    from caffepy.backend.dry import DryBackend
+    from caffepy.config.filter import net_state
+    from caffepy.config.load import read_net
+    from caffepy.config.paths import PathResolver
+    from caffepy.layers import LayerContext
+
+    param = read_net(path)
+    context = LayerContext(DryBackend(), phase=phase, resolve=PathResolver(path))
+    return Subject(param, context, net_state(phase, param.state, own))
+
+
+def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
+    from caffepy.backend.dry import DryBackend
+    from caffepy.config.filter import net_state
+    from caffepy.config.load import read_solver
+    from caffepy.config.paths import PathResolver
+    from caffepy.data.schedule import Shard
+    from caffepy.proto import caffe_pb2
+    from caffepy.solvers import solver_class
+    from caffepy.solvers.nets import NetFactory
+
+    solver = read_solver(path)
+    factory = NetFactory(solver, DryBackend(), Shard(), PathResolver(path))
+    param, context, state = factory.train_setup()
+    if phase == caffe_pb2.TEST:
+        context = replace(context, phase=phase)
+        state = net_state(phase, param.state, *solver.test_state[:1])
+    state.MergeFrom(own)
+    return Subject(param, context, state, solver_class(solver.type).histories)
+
+
+def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, Sequence[tuple[int, ...]]]:
+    """The shape of a record of each data layer: as given, from the data, or from what is cut out of them."""
+    from caffepy.config.filter import filter_net
+    from caffepy.net.memory import read_sample_shapes
+    from caffepy.proto import caffe_pb2
+
+    shapes: dict[str, Sequence[tuple[int, ...]]] = {}
+    for layer in filter_net(subject.param, subject.state).layer:
+        labels = [()] * (len(layer.top) - 1)
+        if given is not None:
+            shapes[layer.name] = [given, *labels]
+            continue
+        try:
+            alone = caffe_pb2.NetParameter(layer=[layer])
+            shapes |= read_sample_shapes(alone, subject.context, subject.state)
+        except DataError as error:
+            shapes[layer.name] = [_cropped(layer, error), *labels]
+    return shapes
+
+
+def _cropped(layer: caffe_pb2.LayerParameter, error: DataError) -> tuple[int, ...]:
+    """The shape of what a layer cuts out of images that are not there."""
+    transform = layer.transform_param
+    if not transform.crop_size:
+        raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
+    channels = 1 if transform.force_gray else max(len(transform.mean_value), 1)
+    shape = (3 if channels == 1 and not transform.force_gray else channels, transform.crop_size, transform.crop_size)
+    text = ",".join(map(str, shape))
+    print(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from crop_size\n")
+    return shape
+
+
+# -- layers -----------------------------------------------------------------------------------------------
+
+
+def _print_layers(subject: Subject, fused: bool) -> None:
+    from caffepy.net import Net
+
+    net = Net(subject.param, subject.context, subject.state, fused)
+    head = ("layer", "type", "bottoms -> tops", "shape", "parameters", "storage")
+    _print_table([head, *(_row(node) for node in net.schedule)], right=(4,))
+    learned = sum(parameter.blob.count for parameter in net.parameters.parameters if parameter.lr_mult)
+    print(f"\n{len(net.schedule)} layers, {learned:,} learned parameters")
+    net.close()
+
+
+def _row(node: Node) -> tuple[str, ...]:
+    layer = node.layer
+    wires = f"{' '.join(b.name for b in node.bottoms)} -> {' '.join(t.name for t in node.tops)}".strip()
+    shapes = list(dict.fromkeys("x".join(map(str, top.shape)) or "()" for top in node.tops))
+    storages = dict.fromkeys(top.storage for top in node.tops)
+    count = sum(blob.count for blob in layer.blobs)
+    parameters = f"{count:,}" if count else ""
+    return (_short(layer.name), layer.type, wires, ", ".join(shapes), parameters, ", ".join(storages))
+
+
+def _short(name: str) -> str:
+    """A fused layer's name by its first member; its type has them all."""
+    first, *more = name.split(" + ")
+    return f"{first} +{len(more)}" if more else name
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
+    from caffepy.config.filter import filter_net
+    from caffepy.net.capacity import written_batch
+    from caffepy.net.memory import plan_memory
+
+    training = args.phase == "TRAIN"
+    histories = subject.histories if training else 0
+    plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
+    batch = written_batch(filter_net(subject.param, subject.state))
+    print(f"{subject.param.name or 'net'}, {args.phase}, batch {batch}: what it takes on a GPU\n")
+    workspace = subject.context.backend.workspace
+    _print_table(_summary(plan, histories, not args.no_share, workspace), right=(1,))
+    print(f"\nThe most is needed in {_short_step(plan.steps[plan.peak])}. The largest of what is needed there:\n")
+    _print_table(_largest(plan), right=(0,))
+    if available := _available(args):
+        _print_largest_batch(subject, args, histories, available)
+
+
+def _summary(plan: MemoryPlan, histories: int, share: bool, workspace: int) -> Iterable[tuple[str, ...]]:
+    from caffepy.net.shadow import BLOBS
+
+    shared = f"sharing memory; {_mebibytes(plan.alone)} without, {_mebibytes(plan.bound)} are needed at once"
+    yield ("", "MiB", "")
+    yield ("blobs", _mebibytes(plan.arena if share else plan.alone), shared if share else "without sharing")
+    for kind, size in plan.lasting.items():
+        if size >= MEBIBYTE / 20:
+            yield ("other blobs" if kind == BLOBS else kind, _mebibytes(size), _REMARKS.get(kind, ""))
+    if histories:
+        yield ("history", _mebibytes(plan.history(histories)), f"{histories} for each parameter")
+    yield ("in all", _mebibytes(plan.total(histories, share)), "")
+    yield ("workspace", _mebibytes(workspace), "at most; what single primitives take for themselves")
+
+
+def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:
+    yield ("MiB", "blob", "layer", "shape", "storage", "from", "to")
+    for slot in plan.at_peak()[:LARGEST_BLOBS]:
+        shape = "x".join(map(str, slot.shape))
+        steps = [_short_step(plan.steps[step]) for step in (slot.life.first, slot.life.last)]
+        yield (_mebibytes(slot.life.size), slot.title, _short(slot.layer), shape, slot.storage, *steps)
+
+
+def _short_step(step: str) -> str:
+    """A step without the layer's type."""
+    way, _, name = step.rpartition(" (")[0].partition(" of layer ")
+    short = _short(name.strip("'"))
+    return f"{way} {short}"
+
+
+def _available(args: argparse.Namespace) -> int:
+    """Bytes that --gpu or --limit stand for; 0 if neither is given."""
+    if args.limit is not None:
+        return int(args.limit * GIBIBYTE)
+    if args.gpu is None:
+        return 0
+    from caffepy.backend.cuda_device import free_memory
+
+    return free_memory(args.gpu)
+
+
+def _print_largest_batch(subject: Subject, args: argparse.Namespace, histories: int, available: int) -> None:
+    from caffepy.net.capacity import largest_batch
+
+    found = largest_batch(
+        subject.param, subject.context, subject.state, not args.no_fuse, not args.no_share, histories, available
+    )
+    device = "" if args.gpu is None else f" that are free on GPU {args.gpu}"
+    print(f"\nThe largest batch_size for the {available / GIBIBYTE:.1f} GiB{device}: {found or 'none'}")
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / MEBIBYTE:,.1f}"
+
+
+def _print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Rows under each other in columns as wide as their widest entry."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,131 @@
+"""`caffepy net`: its tables, and what it does where data, solver or GPU are not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli.main import main
+
+MODELS = Path(__file__).parents[3] / "models"
+
+NET = """
+name: "tiny"
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TRAIN }
+  transform_param { crop_size: 12 } data_param { source: "train_lmdb" batch_size: 8 backend: LMDB } }
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TEST }
+  transform_param { crop_size: 12 mean_value: 1 mean_value: 2 } data_param { source: "test_lmdb" batch_size: 4 } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" convolution_param { num_output: 6 kernel_size: 3 } }
+layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
+layer { name: "ip" type: "InnerProduct" bottom: "conv" top: "ip" inner_product_param { num_output: 5 } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" include { stage: "deep" } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" exclude { stage: "deep" } }
+"""
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A net whose data are not there, and a solver of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.prototxt").write_text(NET)
+    Path("solver.prototxt").write_text('net: "net.prototxt" type: "Adam" test_iter: 1 test_interval: 5 max_iter: 9')
+
+
+def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """What the command prints, in single spaces."""
+    assert main(["net", *arguments]) == 0
+    return [re.sub(r"\s+", " ", line) for line in capsys.readouterr().out.splitlines()]
+
+
+def number(table: list[str], name: str) -> float:
+    row = next(line for line in table if line.startswith(f"{name} "))
+    return float(row[len(name) + 1 :].split()[0].replace(",", ""))
+
+
+def test_the_layers(capsys: pytest.CaptureFixture[str]):
+    table = lines(capsys, "--model=net.prototxt", "-shape", "3,12,12")
+    assert table == [
+        "layer type bottoms -> tops shape parameters storage",
+        "data Data -> data label 8x3x12x12, 8 float32",
+        "conv Convolution data -> conv 8x6x10x10 168 float32",
+        "relu ReLU conv -> conv 8x6x10x10 float32",
+        "ip InnerProduct conv -> ip 8x5 3,005 float32",
+        "loss SoftmaxWithLoss ip label -> loss () float32",
+        "",
+        "5 layers, 3,173 learned parameters",
+    ]
+
+
+def test_fused_layers_in_half_precision(capsys: pytest.CaptureFixture[str]):
+    Path("net.prototxt").write_text("default_forward_type: FLOAT16 default_backward_type: FLOAT16" + NET)
+    table = lines(capsys, "--model=net.prototxt", "--shape=3,12,12", "--fused", "--batch=16")
+    assert "conv +1 Convolution + ReLU data -> conv 16x6x10x10 168 float16" in table
+    assert any(line.startswith("ip_as_float32 Cast ip -> ip_as_float32 16x5 float32") for line in table)
+
+
+def test_a_crop_tells_the_shape_of_data_that_are_not_there(capsys: pytest.CaptureFixture[str]):
+    table = lines(capsys, "--model=net.prototxt", "--phase=test", "--stage=deep")
+    assert table[0] == "layer 'data': its data are not there; taken as --shape 2,12,12, from crop_size"
+    assert "data Data -> data label 4x2x12x12, 4 float32" in table
+    assert "taken as --shape 3,12,12" in lines(capsys, "--model=net.prototxt")[0]
+
+
+def test_data_that_are_there_are_asked(capsys: pytest.CaptureFixture[str]):
+    assert main(["data", "mnist", "--subset", "--to", "."]) == 0
+    capsys.readouterr()
+    source = next(path.parent for path in Path().rglob("data.mdb"))
+    Path("net.prototxt").write_text(NET.replace("train_lmdb", str(source)).replace("crop_size: 12", ""))
+    assert "data Data -> data label 8x1x28x28, 8 float32" in lines(capsys, "--model=net.prototxt")
+
+
+def test_the_memory_of_a_training(capsys: pytest.CaptureFixture[str]):
+    solver = MODELS / "cifar10/quick_solver.prototxt"
+    table = lines(capsys, f"--solver={solver}", "--shape=3,32,32", "--memory", "--batch=400")
+    assert table[0] == "CIFAR10_quick, TRAIN, batch 400: what it takes on a GPU"
+    assert number(table, "parameters") == number(table, "gradients") == number(table, "history") == 0.6
+    parts = ("blobs", "parameters", "gradients", "layers' buffers", "history")
+    assert number(table, "in all") == pytest.approx(sum(number(table, part) for part in parts), abs=0.3)
+    assert number(table, "blobs") < number(table, "in all") < 100
+    assert "The most is needed in forward pool1. The largest of what is needed there:" in table
+    assert "50.0 conv1 data conv1 400x32x32x32 float32 forward conv1 forward pool1" in table
+    alone = lines(capsys, f"--solver={solver}", "--shape=3,32,32", "--memory", "--batch=400", "--no-share")
+    assert number(alone, "blobs") > 2 * number(table, "blobs")
+    test = lines(capsys, f"--solver={solver}", "--shape=3,32,32", "--memory", "--batch=400", "--phase=TEST")
+    assert number(test, "in all") < number(table, "in all")
+    assert not any(line.startswith(("history", "gradients")) for line in test)
+
+
+def test_the_solvers_rule_says_how_much_history_there_is(capsys: pytest.CaptureFixture[str]):
+    Path("net.prototxt").write_text(NET.replace("num_output: 5", "num_output: 500"))
+    table = lines(capsys, "--solver=solver.prototxt", "--memory")
+    assert number(table, "history") == pytest.approx(2 * number(table, "parameters"), abs=0.1)
+    assert any(line.endswith("2 for each parameter") for line in table)
+
+
+def test_the_largest_batch_that_fits(capsys: pytest.CaptureFixture[str]):
+    model = ["--model", str(MODELS / "resnet50/train_val.prototxt"), "--memory"]
+    table = lines(capsys, *model, "--limit=4")
+    found = int(table[-1].rpartition(" ")[2])
+    assert table[-1] == f"The largest batch_size for the 4.0 GiB: {found}"
+    workspace = number(table, "workspace")
+    assert number(lines(capsys, *model, f"--batch={found}"), "in all") + workspace <= 4096
+    assert number(lines(capsys, *model, f"--batch={found + 1}"), "in all") + workspace > 4096
+    assert lines(capsys, *model, "--limit=0.5")[-1] == "The largest batch_size for the 0.5 GiB: none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "net needs either --model train_val.prototxt or --solver solver.prototxt"),
+        (["--model=net.prototxt", "--solver=solver.prototxt"], "net needs either --model"),
+        (["--model=net.prototxt", "--shape=3,x"], "'3,x' is no shape such as 3,224,224"),
+        (["--model=net.prototxt", "--shape=3,0,4"], "'3,0,4' is no shape"),
+        (["--model=plain.prototxt"], "'train_lmdb' does not exist .*; or give the shape of one record, e.g. --shape"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    Path("plain.prototxt").write_text(NET.replace("crop_size: 12", ""))
+    assert main(["net", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
