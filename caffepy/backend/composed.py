@@ -108,6 +108,12 @@ def drop(x: Each, chance: Each, ratio: Scalar, scale: Scalar) -> Each:
     return x * scale if chance >= ratio else 0.0
 
 
+def _address(array: Array) -> int:
+    """Where an array's memory begins."""
+    interface = getattr(array, "__array_interface__", None) or array.__cuda_array_interface__
+    return int(interface["data"][0])
+
+
 class Composed(Backend):
     """A `Backend` whose larger primitives are made of its elementary ones."""
 
@@ -228,7 +234,8 @@ class Composed(Backend):
         self.apply(drop, (source, chances, ratio, 1 / (1 - ratio)), (destination,))
 
     def total(self, sources: Sequence[Array], destination: Array) -> None:
-        first, second, *more = sources
+        # What lies in the destination has to be read before it is overwritten.
+        first, second, *more = sorted(sources, key=lambda array: _address(array) != _address(destination))
         self.apply(plus, (first, second), (destination,))
         for array in more:
             self.apply(plus, (destination, array), (destination,))

@@ -1,0 +1,105 @@
+// Arrays of channels, put before kernels that walk through them. In memory an array is (rows, columns), one column a
+// channel; with INNER it is (rows / inner, columns, inner).
+//
+// A block is blockDim.x groups of V neighbouring columns by blockDim.y rows. A thread keeps its columns, so that what
+// belongs to a channel stays in registers, and takes ROWS rows at once, so that many loads are under way. Where kernels
+// only go through an array, blocks take tiles of ROWS * blockDim.y rows, the last one first: what was written last is
+// still in the cache. Where they add up over rows (SUMS), there are few blocks, which take turns at strips of blockDim.y
+// rows.
+//
+// Constants that stand before: V, ROWS, THREADS, RESIDENT, INNER, SUMS.
+
+// V neighbouring elements as words. Packs of 16-bit elements would take a register an element from the load on.
+template <typename T>
+struct Elements {
+    static constexpr int EACH = sizeof(T) == 4 || V == 1 ? 1 : 2;
+    Pack<typename Word<EACH * sizeof(T)>::type, V / EACH> words;
+
+    __device__ __forceinline__ void load(const T *from) {
+        words = load_raw<V / EACH>(reinterpret_cast<const typename Word<EACH * sizeof(T)>::type *>(from), 0);
+    }
+
+    __device__ __forceinline__ float operator[](int j) const {
+        if constexpr (sizeof(T) == 4) {
+            return __uint_as_float(words[j]);
+        } else {
+            return to_float(T{(unsigned short)(words[j / EACH] >> j % EACH * 16)});
+        }
+    }
+};
+
+template <bool YES>
+struct Complete {
+    static constexpr bool value = YES;
+};
+
+__device__ __forceinline__ unsigned int own_column() {
+    return (blockIdx.x * blockDim.x + threadIdx.x) * V;
+}
+
+__device__ __forceinline__ unsigned int own_thread() {
+    return threadIdx.y * blockDim.x + threadIdx.x;
+}
+
+__device__ __forceinline__ size_t place(unsigned int row, unsigned int column, unsigned int columns, unsigned int inner) {
+    if constexpr (INNER) return ((size_t)(row / inner) * columns + column) * inner + row % inner;
+    return (size_t)row * columns + column;
+}
+
+// From one of the rows that a thread takes at once to the next.
+__device__ __forceinline__ unsigned int row_step() {
+    return SUMS ? gridDim.y * blockDim.y : blockDim.y;
+}
+
+template <typename Work>
+__device__ __forceinline__ void take(unsigned int row, unsigned int rows, Work work) {
+    if (row + (ROWS - 1) * row_step() < rows)
+        work(row, Complete<true>());
+    else
+        work(row, Complete<false>());
+}
+
+// Calls work(first row, Complete<all ROWS rows exist>()) until all rows of the thread are done.
+template <typename Work>
+__device__ __forceinline__ void walk(unsigned int rows, Work work) {
+    if constexpr (SUMS) {
+        for (unsigned int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += ROWS * row_step())
+            take(row, rows, work);
+    } else {
+        const unsigned int tile = ROWS * blockDim.y, tiles = (rows + tile - 1) / tile;
+        for (unsigned int t = blockIdx.y; t < tiles; t += gridDim.y)
+            take((tiles - 1 - t) * tile + threadIdx.y, rows, work);
+    }
+}
+
+// The values of the thread's columns of an array with one number a channel.
+__device__ __forceinline__ void channels(const float *values, unsigned int column, float (&own)[V]) {
+    if constexpr (V % 4 == 0) {
+#pragma unroll
+        for (int j = 0; j < V; j += 4) {
+            const float4 four = *reinterpret_cast<const float4 *>(values + column + j);
+            own[j] = four.x, own[j + 1] = four.y, own[j + 2] = four.z, own[j + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j) own[j] = values[column + j];
+    }
+}
+
+// Batch normalisation as factor * x + shift. Every kernel that asks whether this is above 0 must get the same bits.
+__device__ __forceinline__ void fold(const float *mean, const float *inverse, const float *scale, const float *bias,
+                                     unsigned int column, float (&factor)[V], float (&shift)[V]) {
+    float m[V], b[V];
+    channels(inverse, column, factor);
+    channels(scale, column, b);
+#pragma unroll
+    for (int j = 0; j < V; ++j) factor[j] = __fmul_rn(factor[j], b[j]);
+    channels(mean, column, m);
+    channels(bias, column, b);
+#pragma unroll
+    for (int j = 0; j < V; ++j) shift[j] = __fmaf_rn(-m[j], factor[j], b[j]);
+}
+
+__device__ __forceinline__ float normalised(float x, float factor, float shift) {
+    return __fmaf_rn(factor, x, shift);
+}

@@ -1,0 +1,48 @@
+// dx = scale * inverse * (g - (sum_dy + normal * sum_dy_x) / m); g = dy, with RELU 0 where the ReLU was off.
+//
+// Standing before, beside what columns.cu needs: X, D (storage of dy), Y (of dx), RELU.
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    normalise_gradient(const X *x, const D *dy, const float *mean, const float *inverse, const float *scale,
+                       const float *bias, const float *sum_dy_x, const float *sum_dy, Y *dx, float per_element,
+                       unsigned int rows, unsigned int columns, unsigned int inner) {
+    const unsigned int column = own_column(), step = row_step();
+    if (column >= columns) return;
+    float factor[V], shift[V], slope[V], offset[V];
+    {
+        float m[V];
+        fold(mean, inverse, scale, bias, column, factor, shift);
+        channels(sum_dy_x, column, slope);
+        channels(inverse, column, m);
+#pragma unroll
+        for (int j = 0; j < V; ++j) slope[j] *= -factor[j] * m[j] * per_element;
+        channels(mean, column, m);
+        channels(sum_dy, column, offset);
+#pragma unroll
+        for (int j = 0; j < V; ++j) offset[j] = -factor[j] * offset[j] * per_element - slope[j] * m[j];
+    }
+    walk(rows, [&](unsigned int row, auto complete) {
+        Elements<X> in[ROWS];
+        Elements<D> gradient[ROWS];
+#pragma unroll
+        for (int u = 0; u < ROWS; ++u) {
+            if (!complete.value && row + u * step >= rows) break;
+            const size_t at = place(row + u * step, column, columns, inner);
+            in[u].load(x + at);
+            gradient[u].load(dy + at);
+        }
+#pragma unroll
+        for (int u = 0; u < ROWS; ++u) {
+            if (!complete.value && row + u * step >= rows) break;
+            Pack<float, V> out;
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+                const float value = in[u][j];
+                float g = gradient[u][j];
+                if (RELU && !(normalised(value, factor[j], shift[j]) > 0.0f)) g = 0.0f;
+                out[j] = fmaf(factor[j], g, fmaf(slope[j], value, offset[j]));
+            }
+            store(dx + place(row + u * step, column, columns, inner), 0, out);
+        }
+    });
+}
