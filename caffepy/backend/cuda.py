@@ -10,11 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from caffepy.backend import cuda_classes, cuda_copy, cuda_elementwise, cuda_memory, cuda_windows
+from caffepy.backend import (
+    cuda_classes,
+    cuda_copy,
+    cuda_elementwise,
+    cuda_memory,
+    cuda_random,
+    cuda_reduce,
+    cuda_windows,
+)
 from caffepy.backend.base import (
     MATH_MODES,
+    STORAGE,
     Array,
     Convolution,
     Counter,
@@ -23,6 +30,7 @@ from caffepy.backend.base import (
     Graph,
     Mailbox,
     Mark,
+    Normalisation,
     RandomStream,
 )
 from caffepy.backend.composed import Composed
@@ -41,7 +49,7 @@ from caffepy.backend.cuda_device import (
 )
 from caffepy.backend.cuda_graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark
 from caffepy.backend.cuda_input import CudaInput
-from caffepy.backend.cuda_kernels import launch, library_kernel
+from caffepy.backend.cuda_normalise import Normaliser
 from caffepy.backend.expression import Expression
 from caffepy.errors import ConfigError
 
@@ -64,6 +72,9 @@ class CudaBackend(CudaInput, Composed):
 
     asynchronous = True
     captures = True
+    storages = STORAGE
+    mask_dtype = "uint8"
+    keeps_lrn_scale = False
 
     def __init__(self, device: int, math: str = "fp32", autotune: bool = True) -> None:
         if math not in MATH_MODES:
@@ -80,6 +91,7 @@ class CudaBackend(CudaInput, Composed):
             self.stream = cupy.cuda.Stream(non_blocking=True)
         with self.activate():
             self._scratch = cuda_memory.Scratch()
+            self._normaliser = Normaliser(self._scratch)
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
@@ -162,7 +174,7 @@ class CudaBackend(CudaInput, Composed):
     def apply(
         self, expression: Expression, inputs: Sequence[Array | float], outputs: Sequence[Array], axis: int = 1
     ) -> None:
-        cuda_elementwise.apply(expression, inputs, outputs, axis)
+        cuda_elementwise.apply(expression, inputs, outputs, axis, self._scratch)
 
     def reduce(
         self,
@@ -172,7 +184,7 @@ class CudaBackend(CudaInput, Composed):
         axis: int = 1,
         accumulate: bool = False,
     ) -> None:
-        cuda_elementwise.reduce(expression, inputs, outputs, axis, accumulate, self._scratch)
+        cuda_reduce.reduce(expression, inputs, outputs, axis, accumulate, self._scratch)
 
     def gemm(
         self,
@@ -210,21 +222,60 @@ class CudaBackend(CudaInput, Composed):
     def lrn_across_forward(
         self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
     ) -> None:
-        cuda_windows.lrn_forward(x, y, scale, size, alpha, beta, k)
+        assert scale is None, "the backward pass works the scale out again"
+        cuda_windows.lrn_forward(x, y, size, alpha, beta, k)
 
     def lrn_across_backward(
         self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
         beta: float, k: float,
     ) -> None:  # fmt: skip
-        cuda_windows.lrn_backward(x, y, scale, dy, dx, size, alpha, beta)
+        assert y is None and scale is None, "they are worked out again"
+        cuda_windows.lrn_backward(x, dy, dx, size, alpha, beta, k)
+
+    # -- normalisation and activation ---------------------------------------------------------------
+
+    def batch_norm_measure(self, x: Array, n: Normalisation) -> None:
+        self._normaliser.measure(x, n)
+
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
+        self._normaliser.measure_sums(sums, elements, n)
+
+    def batch_norm_load(self, n: Normalisation) -> None:
+        self._normaliser.load(n)
+
+    def batch_norm_forward(
+        self, x: Array, n: Normalisation, y: Array, residual: Array | None = None, relu: bool = False,
+        mask: Array | None = None,
+    ) -> None:  # fmt: skip
+        self._normaliser.forward(x, n, y, residual, relu, mask)
+
+    def batch_norm_backward_sums(
+        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool = False,
+        mask: Array | None = None, total: Array | None = None,
+    ) -> None:  # fmt: skip
+        self._normaliser.backward_sums(x, dys, n, sum_dy_x, sum_dy, relu, mask, total)
+
+    def batch_norm_backward_data(
+        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool = False
+    ) -> None:
+        self._normaliser.backward_data(x, dy, n, sum_dy_x, sum_dy, dx, relu)
+
+    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
+        self._normaliser.relu_backward(y, dy, dx, dbias, accumulate)
+
+    def total(self, sources: Sequence[Array], destination: Array) -> None:
+        self._normaliser.total(sources, destination)
+
+    def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
+        cuda_random.dropout(source, destination, ratio, stream, counter)
 
     # -- classes ------------------------------------------------------------------------------------
 
     def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
-        cuda_classes.softmax_forward(x, y, axis)
+        cuda_classes.softmax_forward(x, y, axis, self._scratch)
 
     def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
-        cuda_classes.softmax_backward(y, dy, dx, axis)
+        cuda_classes.softmax_backward(y, dy, dx, axis, self._scratch)
 
     def softmax_loss_forward(
         self,
@@ -249,31 +300,19 @@ class CudaBackend(CudaInput, Composed):
         scale: float,
         divide_by_valid: bool,
     ) -> None:
-        cuda_classes.loss_backward(probabilities, labels, dx, totals, axis, ignore_label, scale, divide_by_valid)
+        cuda_classes.loss_backward(
+            probabilities, labels, dx, totals, axis, ignore_label, scale, divide_by_valid, self._scratch
+        )
 
     def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        cuda_classes.label_ranks(x, labels, ranks, bad_label, axis)
+        cuda_classes.label_ranks(x, labels, ranks, bad_label, axis, self._scratch)
 
     # -- random numbers -----------------------------------------------------------------------------
 
     def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
-        if out.size == 0:
-            return
-        elements = out.size // out.shape[0]
-        pass_number, first_sample = counter
-        keys = ((stream.seed & 0xFFFFFFFF) ^ stream.stream, (stream.seed >> 32) & 0xFFFFFFFF, pass_number & 0xFFFFFFFF)
-        place = (*map(np.uint32, keys), np.uint64(first_sample))
-        if out.ndim == 4 and out.shape[1] > 1 and elements > out.shape[1]:
-            places = out.shape[2] * out.shape[3]
-            quads = places % 4 == 0
-            kernel = library_kernel("philox", "uniform_quads" if quads else "uniform_channels_last")
-            count = out.size // 4 if quads else out.size
-            launch(kernel, count, (cuda_memory.raw(out), places, out.shape[1], *place, count))
-            return
-        count = out.shape[0] * -(-elements // 4)
-        launch(library_kernel("philox", "uniform"), count, (cuda_memory.raw(out), elements, *place, count))
+        cuda_random.uniform(out, stream, counter)
 
     # -- health -------------------------------------------------------------------------------------
 
     def all_finite(self, array: Array) -> bool:
-        return cuda_elementwise.is_finite(array, self._scratch)
+        return cuda_reduce.is_finite(array, self._scratch)
