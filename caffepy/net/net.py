@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from caffepy.backend import Array
 from caffepy.blob import Blob, format_shape
@@ -220,16 +221,25 @@ class Net:
 
     def feed(self, number: int) -> None:
         """Let the data layers bring the data of pass `number` to the device."""
-        for node in self.schedule:
-            if node.layer.feeds:
-                with _named(node.layer):
-                    node.layer.feed(number)
+        for node in self._fed:
+            with _named(node.layer):
+                node.layer.feed(number)
 
     def consumed(self, number: int) -> None:
         """Tell the data layers that all work on the data of pass `number` is on the device's stream."""
-        for node in self.schedule:
-            if node.layer.feeds:
-                node.layer.consumed(number)
+        for node in self._fed:
+            node.layer.consumed(number)
+
+    @cached_property
+    def _fed(self) -> list[Node]:
+        """The data layers that bring their data to the device."""
+        return [node for node in self.schedule if node.layer.feeds]
+
+    @cached_property
+    def _first_readers(self) -> list[Node]:
+        """Those that read what comes from outside: data or inputs."""
+        outside = {top for node in self.schedule if not node.bottoms for top in node.tops}
+        return [node for node in self.schedule if any(bottom in outside for bottom in node.bottoms)]
 
     def forward_node(self, node: Node) -> None:
         """Run one layer of the schedule forward."""
@@ -262,9 +272,9 @@ class Net:
 
     def changed_shapes(self) -> bool:
         """Whether a data layer's new batch has another shape or form than those that its readers were made for."""
-        return any(
-            node.layer.outdated() or [bottom.shape for bottom in node.bottoms] != node.shapes for node in self.schedule
-        )
+        if any(node.layer.outdated() for node in self._fed):
+            return True
+        return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self._first_readers)
 
     def add_loss(self, total: Array, accumulate: bool) -> None:
         """total (+)= the loss of this pass, on the device; `total` has shape ()."""
