@@ -5,8 +5,9 @@ Owns the layout of float batches and the sizes of rings.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -33,6 +34,21 @@ def blocks_for(passes_ahead: int, block: int) -> int:
     """
     blocks = max(_FEWEST_BLOCKS, -(-2 * passes_ahead // block) + (block > 1))
     return 1 << (blocks - 1).bit_length()
+
+
+def expected_bytes(shapes: Sequence[tuple[int, ...]], as_bytes: bool, passes_ahead: int) -> int:
+    """Device memory of a ring for tops of these shapes, before the first batch has come.
+
+    Args:
+        shapes: of the tops.
+        as_bytes: whether images come as bytes.
+        passes_ahead: passes that are fed before the first of them runs.
+    """
+    if as_bytes and len(shapes[0]) == 4:
+        slot = ImageSlot(*shapes[0])
+        block = passes_together(slot)
+        return slot.size * block * blocks_for(passes_ahead, block)
+    return sum(aligned_size(4 * math.prod(shape)) for shape in shapes) * blocks_for(passes_ahead, 1)
 
 
 class Form(ABC):

@@ -13,7 +13,7 @@ from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.base import Blobs, Layer
-from caffepy.layers.feeding import ByteForm, FloatForm, Form, passes_together
+from caffepy.layers.feeding import ByteForm, FloatForm, Form, expected_bytes, passes_together
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,13 @@ class PrefetchingLayer(Layer):
         assert self._form is not None
         self._fed[number] = self._form
         _reshape(self._tops, self._form)
+
+    def ring_bytes(self) -> int:
+        """Device memory that batches pass through on their way to the tops; until the first one came, an estimate."""
+        if self._form is not None:
+            return self._form.ring.slot_size * self._form.ring.slots
+        can_be_bytes = type(self).byte_images is not PrefetchingLayer.byte_images
+        return expected_bytes([top.shape for top in self._tops], can_be_bytes, self.context.iter_size)
 
     def consumed(self, number: int) -> None:
         form = self._fed.pop(number, None)

@@ -6,8 +6,9 @@ description of what a layer reads, writes or allocates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from caffepy.backend.dry import SETUP, DryArray, DryBackend, Memory
@@ -16,7 +17,6 @@ from caffepy.layers.base import Layer, LayerContext, PassCounter
 from caffepy.layers.prefetching import PrefetchingLayer
 from caffepy.layers.temporary import Temporary
 from caffepy.net.net import Net
-from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 
 INPUTS, BLOBS, BUFFERS = "inputs", "blobs", "layers' buffers"
@@ -112,7 +112,8 @@ class Shadow:
         last = 2 * len(net.schedule) - 1
         for number, node in enumerate(net.schedule):
             layer = node.layer
-            forward = layer.forward if node.bottoms else self._source(node)
+            outside = not node.bottoms and not isinstance(layer, PrefetchingLayer)
+            forward = partial(_allocate, node.tops) if outside else layer.forward
             self._replace(layer, "forward", number, forward)
             self._replace(layer, "backward", last - number, layer.backward)
         net.prepare()
@@ -133,22 +134,6 @@ class Shadow:
             method(*arguments)
 
         setattr(layer, name, stepping)
-
-    def _source(self, node: Node) -> Callable[..., None]:
-        """What stands for the forward pass of a layer that brings data from outside: there are none here.
-
-        Layers that read ahead write their tops in every pass. Others, Input and DummyData, may leave there what an
-        earlier pass or somebody else has put there.
-        """
-
-        def forward(*_: Any) -> None:
-            arrays = [top.data for top in node.tops]
-            if isinstance(node.layer, PrefetchingLayer):
-                self.backend.note([], arrays)
-
-        for name in ("feed", "consumed"):
-            setattr(node.layer, name, _nothing)
-        return forward
 
     def _read_afterwards(self) -> Iterator[Blob]:
         """Blobs whose values are looked at when an iteration is over: outputs, losses and labels, for messages."""
@@ -194,6 +179,8 @@ class Shadow:
         for memory in self.backend.memories:
             if memory not in shared:
                 sizes[kinds.get(memory, BUFFERS)] += memory.nbytes
+        readers = (layer for layer in self.net.layers if isinstance(layer, PrefetchingLayer))
+        sizes[INPUTS] += sum(layer.ring_bytes() for layer in readers)
         return sizes
 
     def _kinds(self) -> dict[Memory, str]:
@@ -216,5 +203,7 @@ def _owners(layer: Layer) -> list[Layer]:
     return [layer, *getattr(layer, "members", [])]
 
 
-def _nothing(*_: Any) -> None:
-    """Stands for what needs data."""
+def _allocate(tops: Sequence[Blob], *_: Any) -> None:
+    """Stands for the forward pass of Input and DummyData: what their tops hold may be from an earlier pass."""
+    for top in tops:
+        assert top.data is not None

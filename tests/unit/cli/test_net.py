@@ -85,7 +85,7 @@ def test_the_memory_of_a_training(capsys: pytest.CaptureFixture[str]):
     table = lines(capsys, f"--solver={solver}", "--shape=3,32,32", "--memory", "--batch=400")
     assert table[0] == "CIFAR10_quick, TRAIN, batch 400: what it takes on a GPU"
     assert number(table, "parameters") == number(table, "gradients") == number(table, "history") == 0.6
-    parts = ("blobs", "parameters", "gradients", "layers' buffers", "history")
+    parts = ("blobs", "inputs", "parameters", "gradients", "layers' buffers", "history")
     assert number(table, "in all") == pytest.approx(sum(number(table, part) for part in parts), abs=0.3)
     assert number(table, "blobs") < number(table, "in all") < 100
     assert "The most is needed in forward pool1. The largest of what is needed there:" in table

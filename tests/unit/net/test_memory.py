@@ -16,10 +16,12 @@ from training import CPU
 from caffepy.backend import Backend
 from caffepy.backend.cpu import CpuBackend
 from caffepy.backend.dry import DryBackend
+from caffepy.backend.input import ImageSlot
 from caffepy.config.load import read_net
 from caffepy.config.text import parse_text
 from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.layers.base import LayerContext
+from caffepy.layers.feeding import blocks_for, expected_bytes, passes_together
 from caffepy.net import Net
 from caffepy.net.arena import ALIGNMENT, Lifetime, aligned, assign_offsets, live_bytes
 from caffepy.net.memory import MemoryPlan, describe, plan_memory, sample_shapes
@@ -298,6 +300,11 @@ def test_data_are_not_opened_where_their_shape_is_known():
     shadow = Net(param, replace(known, backend=DryBackend()))
     assert sample_shapes(shadow) == {"mnist": [(1, 28, 28), ()]}
     assert known.first_sample is None
+    slot = ImageSlot(64, 1, 28, 28)
+    block = passes_together(slot)
+    labels = plan.lasting[INPUTS] - slot.size * block * blocks_for(1, block)
+    assert labels == 64 * 4
+    assert expected_bytes([(64, 1, 28, 28), (64,)], False, 1) == 4 * 64 * 4 * (28 * 28 + 1)
 
 
 def test_the_description():
