@@ -38,7 +38,7 @@ class Ends(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
-    alignment: int
+    alignments: tuple[int, int]
     add: bool
     device: int
 
@@ -101,10 +101,10 @@ def in_c_order(array: Array, scratch: Scratch, purpose: str) -> Array:
 
 def _move(source: Array, destination: Array, add: bool) -> None:
     assert tuple(source.shape) == tuple(destination.shape), (source.shape, destination.shape)
-    alignment = math.gcd(int(source.data.ptr), int(destination.data.ptr), 16)
+    alignments = (math.gcd(int(source.data.ptr), 16), math.gcd(int(destination.data.ptr), 16))
     ends = Ends(
         tuple(source.shape), (source.strides, destination.strides), (source.dtype.char, destination.dtype.char),
-        alignment, add, cupy.cuda.runtime.getDevice(),
+        alignments, add, cupy.cuda.runtime.getDevice(),
     )  # fmt: skip
     plan = _plan(ends)
     if plan is not None:
@@ -157,7 +157,7 @@ def _width(ends: Ends, axes: list[Axis], items: list[int]) -> int:
         return 1
     numbers = [inner.size, *(step for axis in axes[:-1] for step in (axis.source, axis.destination))]
     width = widest(numbers, 16 // max(items))
-    while ends.alignment % (width * max(items)):
+    while any(alignment % (width * item) for alignment, item in zip(ends.alignments, items, strict=True)):
         width //= 2
     return width
 

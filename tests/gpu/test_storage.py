@@ -76,7 +76,7 @@ def test_awkward_numbers(backend: Backend, storage: str, target: str) -> None:
     np.testing.assert_array_equal(backend.to_host(result), rounded(rounded(host, storage), target))
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(STORAGE, STORAGE))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(STORAGE, STORAGE)))
 @pytest.mark.parametrize("shape", [(5, 16, 7, 8), (3, 7, 5, 2), (2, 40, 6, 50), (4, 4000)])
 def test_copy_and_add_between_storages(backend: Backend, old: str, new: str, shape: tuple[int, ...]) -> None:
     source, values = stored(backend, 1, shape, old)
