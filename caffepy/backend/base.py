@@ -43,6 +43,9 @@ def storage_dtype(storage: str) -> str:
     return "uint16" if storage == "bfloat16" else storage
 
 
+PRODUCT_WORKSPACE = 32 * 2**20
+"""Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
+
 Counter = Any
 """Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
 in device memory, which a captured graph reads anew each time it runs."""
@@ -199,9 +202,6 @@ class Backend(InputPrimitives, ABC):
     keeps_lrn_scale: bool = True
     """Whether LRN's backward pass needs the scale of its forward pass."""
 
-    workspace: int = 0
-    """Most bytes that primitives take for themselves, beside their arguments and what `zeros` gave out."""
-
     holds_values: bool = True
     """Whether arrays hold numbers; false where a net is only planned, so that nobody need fill them."""
 
@@ -260,6 +260,10 @@ class Backend(InputPrimitives, ABC):
     @abstractmethod
     def flat(self, array: Array) -> Array:
         """The elements of an array of this backend as 1-D view in memory order (inverse of `view`)."""
+
+    def workspace(self, own: int) -> int:
+        """Most bytes that a backend takes for itself if its largest convolution has arrays of `own` bytes."""
+        return 0
 
     def arena(self, size: int) -> Array:
         """Memory of `size` bytes, 1-D uint8, for many arrays at `place`s of their own.
@@ -522,6 +526,16 @@ class Backend(InputPrimitives, ABC):
     @abstractmethod
     def all_finite(self, array: Array) -> bool:
         """Whether no element is NaN or infinite; waits for the device."""
+
+
+def convolution_workspace(own: int) -> int:
+    """Bytes that a convolution on a GPU may use beside its arrays of `own` bytes: small nets should stay small."""
+    return min(2**30, 2**25 + 4 * own)
+
+
+def gpu_workspace(own: int) -> int:
+    """`Backend.workspace` of a GPU: what its largest convolution may use, and what cuBLAS has."""
+    return PRODUCT_WORKSPACE + (convolution_workspace(own) if own else 0)
 
 
 def mask_bytes(size: int) -> int:

@@ -32,6 +32,7 @@ from caffepy.backend.base import (
     Mark,
     Normalisation,
     RandomStream,
+    gpu_workspace,
 )
 from caffepy.backend.composed import Composed
 from caffepy.backend.cuda_autotune import Tuner
@@ -139,6 +140,14 @@ class CudaBackend(CudaInput, Composed):
         return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
 
     # -- memory -------------------------------------------------------------------------------------
+
+    def workspace(self, own: int) -> int:
+        return gpu_workspace(own)
+
+    def arena(self, size: int) -> Array:
+        # Blocks that were freed stay in the pool, where they are too small to be part of an arena.
+        cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
+        return super().arena(size)
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = cuda_memory.allocate(shape, dtype)

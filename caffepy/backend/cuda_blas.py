@@ -10,14 +10,11 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from caffepy.backend.base import Array
+from caffepy.backend.base import PRODUCT_WORKSPACE, Array
 from caffepy.backend.cuda_device import EXTRA, PURPOSE, cupy
 from caffepy.backend.cuda_memory import Scratch
 from caffepy.backend.cuda_small_product import small_product, suits_small_product
 from caffepy.errors import MissingExtraError, RunError
-
-WORKSPACE = 32 * 2**20
-"""Bytes of workspace: what NVIDIA recommends for Hopper and newer."""
 
 DEFAULT_MATH = 0
 TF32_MATH = 3
@@ -67,10 +64,10 @@ class Blas:
         self._tf32 = tf32
         self._handle = ctypes.c_void_p()
         _check(library.cublasCreate_v2(ctypes.byref(self._handle)), "cublasCreate")
-        self._workspace = scratch.get("cuBLAS workspace", WORKSPACE, "uint8")
+        self._workspace = scratch.get("cuBLAS workspace", PRODUCT_WORKSPACE, "uint8")
         _check(library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)), "cublasSetStream")
         pointer = ctypes.c_void_p(self._workspace.data.ptr)
-        size = ctypes.c_size_t(WORKSPACE)
+        size = ctypes.c_size_t(PRODUCT_WORKSPACE)
         _check(library.cublasSetWorkspace_v2(self._handle, pointer, size), "cublasSetWorkspace")
         mode = (TF32_MATH if tf32 else DEFAULT_MATH) | WHOLE_SUMS
         _check(library.cublasSetMathMode(self._handle, mode), "cublasSetMathMode")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from caffepy.backend.base import Array
+from caffepy.backend.base import Array, convolution_workspace
 from caffepy.backend.cuda_convolution import (
     Direction,
     Operands,
@@ -23,12 +23,6 @@ from caffepy.backend.cuda_convolution import (
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_elementwise import apply
 from caffepy.backend.cuda_memory import Scratch, view
-
-WORKSPACE_LIMIT = 2**30
-"""Bytes that a plan may use beside its arrays; engines that want more are left out."""
-
-WORKSPACE_SHARE = 4
-"""How many times the arrays' own bytes a plan may use, above a base of 32 MiB: small nets should stay small."""
 
 MOST_COMPILED = 3
 """Plans of one graph that cuDNN compiles at run time, a third of a second each; the first are the likely best."""
@@ -130,7 +124,7 @@ class CudnnGraph:
         graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in (*notes, "NONDETERMINISTIC")])
         item = 4 if task.problem.storage == "float32" else 2
         own = sum(math.prod(shape) for shape in task.problem.arrays(task.direction)) * item
-        graph.deselect_workspace_greater_than(min(WORKSPACE_LIMIT, 2**25 + WORKSPACE_SHARE * own))
+        graph.deselect_workspace_greater_than(convolution_workspace(own))
 
     def names(self) -> list[tuple[int, str]]:
         """Number and name of each plan, those that were proposed twice once."""

@@ -16,7 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array, Backend, Convolution, Fetch, Geometry, Mailbox, Mark, storage_dtype
+from caffepy.backend.base import (
+    Array,
+    Backend,
+    Convolution,
+    Fetch,
+    Geometry,
+    Mailbox,
+    Mark,
+    gpu_workspace,
+    spatial_output,
+    storage_dtype,
+)
 from caffepy.backend.mailbox import Done, HostMailbox
 
 SETUP = -1
@@ -218,7 +229,9 @@ class DryBackend(Backend):
         self.storages = like.storages if like else ("float32", "float16", "bfloat16")
         self.mask_dtype = like.mask_dtype if like else "uint8"
         self.keeps_lrn_scale = like.keeps_lrn_scale if like else False
-        self.workspace = like.workspace if like else 2**30
+        self._like = like
+        self._largest = 0
+        """Bytes of the arrays of the largest convolution."""
         self.step = SETUP
         """What is under way; set by whoever runs the net."""
         self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
@@ -293,7 +306,17 @@ class DryBackend(Backend):
     def plan_convolution(
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
     ) -> Convolution:
+        g = geometry
+        windows = zip(x_shape[2:], g.kernel, g.stride, g.pad, g.dilation, strict=True)
+        y_shape = (x_shape[0], weights_shape[0], *(spatial_output(*window) for window in windows))
+        item = np.dtype(storage_dtype(storage)).itemsize
+        self._largest = max(self._largest, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
         return DryConvolution(self.note)
+
+    def workspace(self, own: int = 0) -> int:
+        """Of the largest convolution that was planned, or of a larger one."""
+        own = max(own, self._largest)
+        return self._like.workspace(own) if self._like else gpu_workspace(own)
 
     pool_max_forward = _primitive("pool_max_forward", ["x"], ["y", "mask"])
     pool_max_backward = _primitive("pool_max_backward", ["dy", "mask"], ["dx"])

@@ -220,15 +220,14 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
     batch = written_batch(filter_net(subject.param, subject.state))
     print(f"{subject.param.name or 'net'}, {args.phase}, batch {batch}: what it takes on a GPU\n")
-    workspace = subject.context.backend.workspace
-    _print_table(_summary(plan, histories, not args.no_share, workspace), right=(1,))
+    _print_table(_summary(plan, histories, not args.no_share), right=(1,))
     print(f"\nThe most is needed in {_short_step(plan.steps[plan.peak])}. The largest of what is needed there:\n")
     _print_table(_largest(plan), right=(0,))
     if available := _available(args):
         _print_largest_batch(subject, args, histories, available)
 
 
-def _summary(plan: MemoryPlan, histories: int, share: bool, workspace: int) -> Iterable[tuple[str, ...]]:
+def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[str, ...]]:
     from caffepy.net.shadow import BLOBS
 
     shared = f"sharing memory; {_mebibytes(plan.alone)} without, {_mebibytes(plan.bound)} are needed at once"
@@ -240,7 +239,7 @@ def _summary(plan: MemoryPlan, histories: int, share: bool, workspace: int) -> I
     if histories:
         yield ("history", _mebibytes(plan.history(histories)), f"{histories} for each parameter")
     yield ("in all", _mebibytes(plan.total(histories, share)), "")
-    yield ("workspace", _mebibytes(workspace), "at most; what single primitives take for themselves")
+    yield ("workspace", _mebibytes(plan.workspace), "at most; what single primitives take for themselves")
 
 
 def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:

@@ -57,6 +57,7 @@ class MemoryPlan:
         live: for each step the bytes of those that are needed in it.
         steps: the steps in words.
         lasting: bytes of everything else, by what it is for (`caffepy.net.shadow.KINDS`).
+        workspace: most bytes that primitives take for themselves.
     """
 
     net: str
@@ -65,6 +66,7 @@ class MemoryPlan:
     live: Sequence[int]
     steps: Sequence[str]
     lasting: dict[str, int]
+    workspace: int
 
     @property
     def alone(self) -> int:
@@ -86,7 +88,7 @@ class MemoryPlan:
         return self.lasting[PARAMETERS] * histories
 
     def total(self, histories: int = 0, share: bool = True) -> int:
-        """Bytes of everything but what primitives need within one call."""
+        """Bytes of everything but the workspace."""
         return sum(self.lasting.values()) + (self.arena if share else self.alone) + self.history(histories)
 
     def at_peak(self) -> list[Slot]:
@@ -152,7 +154,8 @@ def plan_memory(
         for (place, memory), life, offset in zip(found, lives, offsets, strict=True)
     ]
     steps = [shadow.step_name(step) for step in range(shadow.steps)]
-    return MemoryPlan(param.name, slots, arena, live_bytes(lives), steps, shadow.lasting())
+    workspace = shadow.backend.workspace()
+    return MemoryPlan(param.name, slots, arena, live_bytes(lives), steps, shadow.lasting(), workspace)
 
 
 def sample_shapes(net: Net) -> dict[str, list[tuple[int, ...]]]:
