@@ -112,7 +112,7 @@ def test_the_largest_batch_that_fits(capsys: pytest.CaptureFixture[str]):
     for batch, fits in ((found, True), (found + 1, False)):
         table = lines(capsys, *model, f"--batch={batch}")
         assert (number(table, "in all") + number(table, "workspace") <= 4096) == fits
-    assert lines(capsys, *model, "--limit=0.5")[-1] == "The largest batch_size for the 0.5 GiB: none"
+    assert lines(capsys, *model, "--limit=0.3")[-1] == "The largest batch_size for the 0.3 GiB: none"
 
 
 @pytest.mark.parametrize(
