@@ -232,7 +232,9 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | N
         time = elapsed(lambda: candidate.run(operands), 1)
         if time > max(HOPELESS * best, best + 10):
             return None
-        return elapsed(lambda: candidate.run(operands), max(2, min(10, int(300 / time))))
+        time = elapsed(lambda: candidate.run(operands), max(2, min(10, int(300 / time))))
+        logger.debug("%s takes %.1f us", candidate.name, time)
+        return time
     except (DeviceError, RunError, RuntimeError) as error:
         if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
             raise

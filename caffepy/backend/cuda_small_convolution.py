@@ -246,7 +246,7 @@ def _fits_registers(tiles: int, warps: int) -> bool:
 
 def _for_places(shape: Shape) -> Iterator[Tiling]:
     columns = -(-shape.outputs // 8)
-    choices = {min(columns, 8), -(-columns // 2) if columns > 4 else columns}
+    choices = {min(columns, 8), -(-columns // 2)}
     for (images, rows), tiles_n in itertools.product(_pieces(shape), sorted(c for c in choices if c <= 8)):
         lines = -(-images * rows * shape.out[1] // 16)
         for tiles_m, warps_k in itertools.product((1, 2, 3, 4), (1, 2, 4)):

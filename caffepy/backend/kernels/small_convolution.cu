@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int
 }
 
 // The largest power of two up to 4 that divides a number of elements.
-constexpr int width_for(int elements) {
+__device__ constexpr int width_for(int elements) {
     int width = 4;
     while (elements % width != 0) width /= 2;
     return width;
@@ -117,7 +117,8 @@ __device__ __forceinline__ void load_factors(const Element *weights, unsigned in
             },
             [=](int i) { return factors + i / PACKS * PITCH + i % PACKS * V; });
     }
-    for (int i = threadIdx.x; i < (STEPS * 8 - DEPTH) * COLUMNS; i += THREADS) factors[i % COLUMNS * PITCH + DEPTH + i / COLUMNS] = 0u;
+    constexpr int REST = STEPS * 8 - DEPTH;
+    for (int i = threadIdx.x; i < REST * COLUMNS; i += THREADS) factors[i % COLUMNS * PITCH + DEPTH + i / COLUMNS] = 0u;
 }
 
 // out = image * weights (+ bias), or max(that, 0). Blocks: (pieces of the images, tiles of COLUMNS outputs).
@@ -187,7 +188,8 @@ gather(const Element *image, const Element *weights, const float *bias, Element 
         for (int k = 1; k < WARPS_K; ++k) sum += parts[k * PADDED * COLUMNS + i];
         if (with_bias) sum += bias[first_output + n];
         if (relu) sum = fmaxf(sum, 0.0f);
-        out[((size_t)(own * OUT_HEIGHT + y) * OUT_WIDTH + place % OUT_WIDTH) * OUTPUTS + first_output + n] = Rounded<Element>::one(sum);
+        const size_t pixel = (size_t)(own * OUT_HEIGHT + y) * OUT_WIDTH + place % OUT_WIDTH;
+        out[pixel * OUTPUTS + first_output + n] = Rounded<Element>::one(sum);
     }
 }
 
@@ -199,7 +201,8 @@ constexpr int COLUMNS = WARPS_N * TILES_N * 8;
 static_assert(WARPS_M == 1, "a warp takes all of the block's outputs");
 
 // gradient[place][output] in shared memory, 0 where there is none.
-__device__ __forceinline__ void load_gradient(const Element *dy, unsigned int *gradient, int first, int first_image, int images, int row) {
+__device__ __forceinline__ void load_gradient(const Element *dy, unsigned int *gradient, int first, int first_image, int images,
+                                              int row) {
     constexpr int V = width_for(OUTPUTS), PACKS = OWN_OUTPUTS / V;
     copy_rounded<STEPS * 8 * PACKS, V>(
         [=](int i) -> const Element * {
