@@ -17,11 +17,15 @@ import numpy as np
 from caffepy.backend import cuda_memory
 from caffepy.backend.base import Array, Counter
 from caffepy.backend.cuda_device import GIBIBYTE, cupy
-from caffepy.backend.cuda_kernels import aligned, c_type, divider, launch, library_kernel
+from caffepy.backend.cuda_kernels import THREADS, aligned, c_type, defines, divider, launch, library_kernel
 from caffepy.backend.input import ImageSlot, InputPrimitives, InputRing
 from caffepy.errors import DeviceError
 
 logger = logging.getLogger(__name__)
+
+_TILE_BYTES = 24576
+"""Shared memory of a block; eight such blocks fit a multiprocessor."""
+_FEWEST_BLOCKS = 264
 
 _stuck: list[Any] = []
 """Memory that a copy may still use although nobody waits for it any more; never given back."""
@@ -127,25 +131,36 @@ class CudaInput(InputPrimitives):
         labels: Array | None,
     ) -> None:  # fmt: skip
         whole = mean.shape[1:] != (1, 1)
-        width = 16 // images.itemsize if aligned(images) else 1
-        kernel = library_kernel("input", "images", _defines(images, width, whole))
+        plane = slot.height * slot.width
+        pixels = _pixels_a_thread(slot.count * plane, slot.channels * images.itemsize)
+        tile = pixels * THREADS * slot.channels if pixels and aligned(images) else 0
+        channels = slot.channels if slot.channels <= 4 else 0
+        constants = defines(
+            ELEMENT=c_type(images), WHOLE_MEAN=int(whole), CHANNELS=channels, PIXELS=max(pixels, 1), TILE=tile, WIDTH=1
+        )
         arguments = (
-            *_place(ring, counter), np.uint64(slot.places_at), np.uint64(slot.pixels_at), images.size, slot.count,
-            slot.channels, slot.height, slot.width, divider(slot.channels), divider(slot.height), divider(slot.width),
-            cuda_memory.raw(mean), mean.shape[1], mean.shape[2], float(scale), cuda_memory.raw(images),
+            *_place(ring, counter), np.uint64(slot.places_at), np.uint64(slot.pixels_at), slot.count, slot.channels,
+            slot.width, plane, mean.shape[2], mean.shape[1] * mean.shape[2], divider(plane), divider(slot.width),
+            float(scale), cuda_memory.raw(mean), cuda_memory.raw(images),
             np.uint64(0) if labels is None else cuda_memory.raw(labels),
         )  # fmt: skip
-        launch(kernel, -(-images.size // width), arguments)
+        work = -(-slot.count * plane // max(pixels, 1))
+        launch(library_kernel("input", "images", constants), work, arguments)
 
     def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
         width = 16 // values.itemsize if aligned(values) else 1
-        kernel = library_kernel("input", "values", _defines(values, width, False))
+        constants = defines(ELEMENT=c_type(values), WHOLE_MEAN=0, CHANNELS=0, PIXELS=1, TILE=0, WIDTH=width)
         arguments = (*_place(ring, counter), np.uint64(offset), values.size, cuda_memory.raw(values))
-        launch(kernel, -(-values.size // width), arguments)
+        launch(library_kernel("input", "values", constants), -(-values.size // width), arguments)
 
 
-def _defines(blob: Array, width: int, whole: bool) -> str:
-    return f"#define ELEMENT {c_type(blob)}\n#define WIDTH {width}\n#define WHOLE_MEAN {str(whole).lower()}\n"
+def _pixels_a_thread(pixels: int, pixel_size: int) -> int:
+    """How many pixels each thread makes: enough to hide the way to memory, but all multiprocessors have some.
+
+    0 if not even one for each thread fits the tile.
+    """
+    most = min(_TILE_BYTES // (THREADS * pixel_size), pixels // (THREADS * _FEWEST_BLOCKS), 8)
+    return max(most, 1 if THREADS * pixel_size <= _TILE_BYTES else 0)
 
 
 def _place(ring: InputRing, counter: Counter) -> tuple[Any, ...]:

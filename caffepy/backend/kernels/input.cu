@@ -14,68 +14,89 @@ struct Place {
     int mirrored, top, left;
 };
 
-// images, `count` elements, channels last, from planes of bytes; labels from floats. WHOLE: the mean has one number for
-// each pixel of a whole image, in planes, otherwise one for each channel.
-template <typename T, int V, bool WHOLE>
-__device__ void take_images(
-    const unsigned char *slot, unsigned long long places_at, unsigned long long pixels_at, unsigned int count,
-    unsigned int samples, unsigned int channels, unsigned int height, unsigned int width, Divider by_channels,
-    Divider by_height, Divider by_width, const float *mean, unsigned int mean_height, unsigned int mean_width,
-    float scale, T *images, float *labels) {
+// A batch of images as bytes, and what becomes of it.
+struct Images {
+    unsigned int samples, channels, width, plane, mean_width, mean_plane;
+    Divider by_plane, by_width;
+    float scale;
+};
+
+// Where the first channel of pixel number `pixel` (of the whole batch, as it lies in the blob) comes from, and its mean.
+struct Source {
+    unsigned int pixel, mean;
+};
+
+template <bool WHOLE>
+__device__ __forceinline__ Source source_of(const Images &batch, const Place *places, unsigned int pixel) {
+    const unsigned int sample = batch.by_plane(pixel);
+    unsigned int in_plane = pixel - sample * batch.plane;
+    const bool mirrored = places[sample].mirrored;
+    Source source = {0, 0};
+    if (mirrored || WHOLE) {
+        const unsigned int y = batch.by_width(in_plane);
+        const unsigned int x = in_plane - y * batch.width;
+        const unsigned int column = mirrored ? batch.width - 1 - x : x;
+        in_plane += column - x;
+        if (WHOLE) source.mean = (places[sample].top + y) * batch.mean_width + places[sample].left + column;
+    }
+    source.pixel = sample * batch.channels * batch.plane + in_plane;
+    return source;
+}
+
+template <bool WHOLE>
+__device__ __forceinline__ float value_of(
+    const Images &batch, const unsigned char *pixels, const float *mean, Source source, unsigned int channel) {
+    const float less = WHOLE ? mean[channel * batch.mean_plane + source.mean] : mean[channel];
+    return ((float)pixels[source.pixel + channel * batch.plane] - less) * batch.scale;
+}
+
+// Labels from floats; images, channels last, from planes of bytes. A block makes PIXELS times its threads' pixels at a
+// time in shared memory, so that neighbouring threads read neighbouring bytes and write neighbouring words; with a TILE
+// of 0 they write where they are: for blobs that lie anywhere, and pixels too large for that. CHANNELS is their number,
+// or 0 where only the launch knows it. The mean has one number for each channel or, WHOLE_MEAN, one for each pixel of a
+// whole image.
+extern "C" __global__ void images(
+    const unsigned char *ring, const unsigned long long *counter, unsigned long long number, unsigned int last,
+    unsigned long long slot_size, unsigned long long places_at, unsigned long long pixels_at, unsigned int samples,
+    unsigned int channels, unsigned int width, unsigned int plane, unsigned int mean_width, unsigned int mean_plane,
+    Divider by_plane, Divider by_width, float scale, const float *mean, ELEMENT *images, float *labels) {
+    __shared__ alignas(16) ELEMENT tile[TILE ? TILE : 1];
+    const Images batch = {samples, channels, width, plane, mean_width, mean_plane, by_plane, by_width, scale};
+    const unsigned char *slot = slot_of(ring, counter, number, last, slot_size), *pixels = slot + pixels_at;
     const Place *places = reinterpret_cast<const Place *>(slot + places_at);
-    const unsigned char *pixels = slot + pixels_at;
-    const unsigned int plane = height * width, mean_plane = mean_height * mean_width;
-    EACH_INDEX(i, (count + V - 1) / V) {
-        const unsigned int pixel = by_channels(i * V);
-        unsigned int c = i * V - pixel * channels;
-        unsigned int row = by_width(pixel);
-        unsigned int x = pixel - row * width;
-        unsigned int sample = by_height(row);
-        unsigned int y = row - sample * height;
-        Place place = places[sample];
-        Pack<float, V> values;
+    const unsigned int depth = CHANNELS ? CHANNELS : channels;
+    const unsigned int total = samples * plane, size = PIXELS * blockDim.x;
+    for (unsigned int first = blockIdx.x * size; first < total; first += gridDim.x * size) {
 #pragma unroll
-        for (int k = 0; k < V; ++k) {
-            if (V > 1 && i * V + k >= count) break;
-            const unsigned int column = place.mirrored ? width - 1 - x : x;
-            const float value = pixels[(size_t)(sample * channels + c) * plane + y * width + column];
-            const float less =
-                WHOLE ? mean[c * mean_plane + (place.top + y) * mean_width + place.left + column] : mean[c];
-            values[k] = (value - less) * scale;
-            if (++c == channels) {
-                c = 0;
-                if (++x == width) {
-                    x = 0;
-                    if (++y == height) {
-                        y = 0;
-                        if (++sample < samples) place = places[sample];
-                    }
+        for (int k = 0; k < PIXELS; ++k) {
+            const unsigned int at = k * blockDim.x + threadIdx.x;
+            if (first + at >= total) break;
+            const Source source = source_of<WHOLE_MEAN>(batch, places, first + at);
+#pragma unroll
+            for (unsigned int c = 0; c < depth; ++c) {
+                const Pack<float, 1> value = {{value_of<WHOLE_MEAN>(batch, pixels, mean, source, c)}};
+                if (TILE) {
+                    store<1>(tile, at * depth + c, value);
+                } else {
+                    store<1>(images, (size_t)(first + at) * depth + c, value);
                 }
             }
         }
-        if (V == 1 || (i + 1) * V <= count) {
-            store<V>(images, i, values);
-        } else {
-#pragma unroll
-            for (int k = 0; k < V; ++k) {
-                if (i * V + k < count) store<1>(images, i * V + k, Pack<float, 1>{{values[k]}});
+        if (TILE) {
+            __syncthreads();
+            const unsigned int count = min(size, total - first) * depth;
+            const unsigned int words = count * sizeof(ELEMENT) / 16;
+            ELEMENT *to = images + (size_t)first * depth;
+            for (unsigned int i = threadIdx.x; i < words; i += blockDim.x) {
+                reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(tile)[i];
             }
+            for (unsigned int i = words * 16 / sizeof(ELEMENT) + threadIdx.x; i < count; i += blockDim.x) to[i] = tile[i];
+            __syncthreads();
         }
     }
     if (labels != nullptr) {
         EACH_INDEX(i, samples) labels[i] = reinterpret_cast<const float *>(slot)[i];
     }
-}
-
-extern "C" __global__ void images(
-    const unsigned char *ring, const unsigned long long *counter, unsigned long long number, unsigned int last,
-    unsigned long long slot_size, unsigned long long places_at, unsigned long long pixels_at, unsigned int count,
-    unsigned int samples, unsigned int channels, unsigned int height, unsigned int width, Divider by_channels,
-    Divider by_height, Divider by_width, const float *mean, unsigned int mean_height, unsigned int mean_width,
-    float scale, ELEMENT *images, float *labels) {
-    take_images<ELEMENT, WIDTH, WHOLE_MEAN>(
-        slot_of(ring, counter, number, last, slot_size), places_at, pixels_at, count, samples, channels, height, width,
-        by_channels, by_height, by_width, mean, mean_height, mean_width, scale, images, labels);
 }
 
 extern "C" __global__ void values(
