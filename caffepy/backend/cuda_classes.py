@@ -19,8 +19,14 @@ from caffepy.backend.cuda_kernels import MAX_BLOCKS, argument, defines, launch, 
 from caffepy.backend.cuda_layout import find_period, memory_axes
 from caffepy.backend.cuda_memory import Scratch, raw
 
-ROW_THREADS = 128
-"""Threads of a block that takes a row a warp: few, so that a small batch is spread over many multiprocessors."""
+THREADS = 128
+"""Threads of a block: few, so that a small batch is spread over many multiprocessors."""
+
+ONE_BLOCK = 1024
+"""Places of few classes up to which one block takes them all, so that no block waits for others."""
+
+FEW_CLASSES = 32
+"""Classes up to which one thread may take all of a place."""
 
 MOST_ITEMS = 32
 """Classes that a lane keeps in registers."""
@@ -35,17 +41,26 @@ class Classes:
     places: int
 
     @property
+    def small(self) -> bool:
+        """Whether one block takes a thread a place."""
+        return self.places <= ONE_BLOCK and self.classes <= FEW_CLASSES
+
+    @property
+    def rows(self) -> bool:
+        """Whether a warp takes a place."""
+        return self.inner == 1 and not self.small
+
+    @property
     def blocks(self) -> int:
-        """Blocks for a warp a place if classes are neighbours, else a thread; the same on every device."""
-        threads = self.places * (32 if self.inner == 1 else 1)
-        return max(1, min(-(-threads // ROW_THREADS), MAX_BLOCKS))
+        """How many blocks are launched; the same on every device."""
+        return 1 if self.small else max(1, min(-(-self.places * (32 if self.rows else 1) // THREADS), MAX_BLOCKS))
 
     def launch(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Run the form of a kernel that fits."""
-        rows = self.inner == 1
-        kernel = _kernel(f"{name}_{'rows' if rows else 'columns'}", self._items() if rows else 0)
+        kernel = _kernel(f"{name}_{'rows' if self.rows else 'columns'}", self._items() if self.rows else 0)
+        threads = max(32, -(-self.places // 32) * 32) if self.small else THREADS
         numbers = (np.int32(self.classes), np.int32(self.inner), np.uint32(self.places))
-        kernel((self.blocks,), (ROW_THREADS,), (*map(argument, arguments), *numbers))
+        kernel((self.blocks,), (threads,), (*map(argument, arguments), *numbers))
 
     def _items(self) -> int:
         items = 1 << (-(-self.classes // 32) - 1).bit_length()

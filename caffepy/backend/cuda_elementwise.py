@@ -19,7 +19,7 @@ import numpy as np
 from caffepy.backend.base import Array
 from caffepy.backend.cuda_copy import copy
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import C_TYPES, MAX_BLOCKS, THREADS, compiled, divider, kernel_text
+from caffepy.backend.cuda_kernels import C_TYPES, THREADS, compiled, divider, kernel_text
 from caffepy.backend.cuda_layout import Period, find_period
 from caffepy.backend.cuda_memory import Scratch, is_dense_layout, view
 from caffepy.backend.cuda_source import Access, Variant, apply_text, formula_text
@@ -30,6 +30,9 @@ Argument = Any
 
 MOST_THREADS = 512
 """Threads of a block up to which a period of Channel arguments is worth a block of its own size."""
+
+MOST_BLOCKS = 132 * 32
+"""Blocks beyond which those that load Channel arguments once take more packs instead."""
 
 FEW_PACKS = 2**17
 """Packs below which every one gets a thread of its own, so that small arrays are spread over the whole GPU."""
@@ -176,15 +179,14 @@ def _plan_apply(call: Call) -> Launch | None:
     width = pack_width(call, (*call.of_kind(Kind.EACH).values(), *call.outputs), periods, size)
     packs = size // width
     threads = _threads([repeat for p in periods.values() if (repeat := _repeat(p, width))])
-    index, unroll = index_type(packs), _unroll(call, packs)
-    variant = Variant(
-        call.each_types(), call.output_types(), width, unroll, index, call.device_scalars(),
-        tuple(access(p, width, threads) for p in periods.values()),
-    )  # fmt: skip
+    channels = tuple(access(p, width, threads) for p in periods.values())
+    index, unroll = index_type(packs), _unroll(call, packs, channels)
+    types = (call.each_types(), call.output_types())
+    variant = Variant(*types, width, unroll, index, call.device_scalars(), channels)
     kernel = compiled(kernel_text("common") + apply_text(call.expression, variant), "apply_")
     blocks = -(-packs // (threads * unroll))
     if any(a.once and a.wraps for a in variant.channels):
-        blocks = min(blocks, MAX_BLOCKS)
+        blocks = min(blocks, MOST_BLOCKS)
     return Launch(kernel, (blocks,), (threads,), (count_argument(packs, index),), extras(call, periods, width))
 
 
@@ -274,8 +276,8 @@ def extras(call: Call, periods: Mapping[str, Period], width: int) -> tuple[tuple
     return tuple(found)
 
 
-def _unroll(call: Call, packs: int) -> int:
-    """How many packs a thread loads before it computes any: enough bytes must be on their way at any time."""
-    if packs < FEW_PACKS or any(name in formula_text(call.expression) for name in SLOW_FUNCTIONS):
-        return 1
-    return {1: 4, 2: 2, 3: 2}.get(len(call.of_kind(Kind.EACH)), 1)
+def _unroll(call: Call, packs: int, channels: Sequence[Access]) -> int:
+    """How many packs a thread takes at once: several where they share what is loaded once, else one is fastest."""
+    shared = any(channel.once and channel.wraps for channel in channels)
+    slow = any(name in formula_text(call.expression) for name in SLOW_FUNCTIONS)
+    return 4 if shared and packs >= FEW_PACKS and not slow else 1

@@ -35,24 +35,20 @@ def _run(arrays: tuple[Array, ...], numbers: tuple[Any, ...], stream: RandomStre
         return
     elements = out.size // out.shape[0]
     channels, places = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (elements, 1)
+    axes: tuple[Any, ...]
+    quads = False
     if channels > 1 and places > 1:
-        name, axes, count = _channels_last(channels, places, out.size)
-        quads = False
+        groups = -(-places // 4)
+        axes = (np.uint32(channels), divider(channels), np.uint32(places), np.uint32(groups), divider(groups))
+        name, count = "fill_planes", out.shape[0] * groups * channels
     else:
-        each = -(-elements // 4)
-        name, axes, count = "fill_rows", (np.uint32(elements), np.uint32(each), divider(each)), out.shape[0] * each
+        groups = -(-elements // 4)
+        axes = (np.uint32(elements), np.uint32(groups), divider(groups))
+        name, count = "fill_rows", out.shape[0] * groups
         quads = elements % 4 == 0 and all(int(a.data.ptr) % (4 * a.itemsize) == 0 for a in arrays)
     kernel = library_kernel("philox", name, _defines(*map(c_type, arrays), quads=quads))
     arguments = (*arrays, *numbers, *axes, *_sequence(stream, counter), np.uint32(count))
     kernel((min(-(-count // THREADS), MAX_BLOCKS),), (THREADS,), arguments)
-
-
-def _channels_last(channels: int, places: int, size: int) -> tuple[str, tuple[Any, ...], int]:
-    """Kernel, its arguments that describe the order, and how many threads have work."""
-    quads = places % 4 == 0
-    groups = places // 4 if quads else places
-    axes = (np.uint32(channels), divider(channels), np.uint32(groups), divider(groups))
-    return ("fill_quads", axes, size // 4) if quads else ("fill_channels_last", axes, size)
 
 
 @cache

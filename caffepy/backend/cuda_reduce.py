@@ -48,11 +48,11 @@ SPLIT_BLOCKS = 528
 PACKS_EACH = 8
 """Fewest packs that a thread of a reduction adds up before its sum is worth splitting further."""
 
-UNROLL = 4
+LOADS = 8
 """Packs that a thread loads before it adds up any."""
 
-SMALL = 2**20
-"""Elements up to which a reduction is cut into narrow columns, so that it needs no splitting."""
+SEGMENT = 128
+"""Bytes of a row that a block takes: the fewest that memory gives at once, so that few blocks share a result."""
 
 
 class Plan(NamedTuple):
@@ -110,8 +110,9 @@ def _plan(call: Call, shape: tuple[int, ...]) -> Plan | None:
     aligned = all(p == target or p.size == 1 for p in periods.values())
     span = target.size if by_columns else target.inner
     width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span) if aligned else 1
+    unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)))
     variant = Variant(
-        call.each_types(), call.output_types(), width, UNROLL, index_type(math.prod(shape) // width),
+        call.each_types(), call.output_types(), width, unroll, index_type(math.prod(shape) // width),
         call.device_scalars(), tuple(_access(p, target, width, by_columns) for p in periods.values()),
     )  # fmt: skip
     return (_plan_columns if by_columns else _plan_segments)(call, variant, target, extras(call, periods, width))
@@ -133,8 +134,7 @@ def _text(text: str) -> str:
 def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> Plan:
     rows, packs = target.outer, target.size // variant.width
     item = min(s.item for s in call.of_kind(Kind.EACH).values())
-    segment = 128 if rows * target.size <= SMALL else 256
-    across = min(32, segment // (variant.width * item), 1 << (packs - 1).bit_length())
+    across = min(32, SEGMENT // (variant.width * item), 1 << (packs - 1).bit_length())
     grid = -(-packs // across)
     splits = max(1, min(SPLIT_BLOCKS // grid, -(-rows // (THREADS // across * PACKS_EACH))))
     each = -(-rows // splits)
@@ -147,7 +147,7 @@ def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tupl
 def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> Plan:
     inner, index = target.inner // variant.width, variant.index
     length = target.outer * inner
-    threads = min(THREADS, max(32, 1 << (-(-length // UNROLL) - 1).bit_length()))
+    threads = min(THREADS, max(32, 1 << (-(-length // variant.unroll) - 1).bit_length()))
     splits = max(1, min(SPLIT_BLOCKS // target.size, -(-length // (threads * PACKS_EACH))))
     each = -(-length // splits)
     splits = -(-length // each)

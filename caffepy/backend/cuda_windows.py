@@ -89,7 +89,8 @@ def _plan(case: Pooling) -> Launch | None:
     rows, columns = _places(case, tiles)
     packs = case.image[1] // case.width
     count = case.image[0] * rows * columns * packs
-    assert count <= MOST_PLACES, f"{case.image}: too large for pooling in one piece"
+    largest = max(math.prod(case.image), math.prod(case.pooled)) // case.width
+    assert max(count, largest) <= MOST_PLACES, f"{case.image}: too large for pooling in one piece"
     if count == 0:
         return None
     text = _geometry_text(g) + defines(STORED=case.stored, WIDTH=case.width, TILES=int(tiles))

@@ -1,5 +1,6 @@
 // Softmax, its loss and the rank of a label. An array is (outer, classes, inner) in memory; a place is one of outer * inner.
-// Two forms: `_rows` for inner == 1, one warp a place, so that neighbours load neighbours; `_columns` one thread a place.
+// Two forms: `_rows` for inner == 1, one warp a place, so that neighbours load neighbours; `_columns` one thread a place, also
+// for small arrays of few classes, which then need but one block.
 // The text before defines ITEMS: how many classes a lane of a warp keeps in registers, 0 if they are too many. Stands on
 // reduce.cu.
 
@@ -32,47 +33,56 @@ struct Softmax {
 #define LOWEST (-3.402823466e+38f)
 
 template <bool WARP>
-__device__ Softmax softmax(const float *x, float *y, Line l) {
+__device__ __forceinline__ Softmax measure(const float *x, Line l) {
     Softmax s = {LOWEST, 0.0f};
     for (int c = l.from; c < l.classes; c += l.step) s.top = fmaxf(s.top, x[l.start + (size_t)c * l.stride]);
     if (WARP) s.top = warp_max(s.top);
     for (int c = l.from; c < l.classes; c += l.step) s.sum += expf(x[l.start + (size_t)c * l.stride] - s.top);
     s.sum = total<WARP>(s.sum);
+    return s;
+}
+
+// y may be x.
+__device__ __forceinline__ void write(const float *x, float *y, Line l, Softmax s) {
     for (int c = l.from; c < l.classes; c += l.step) y[l.start + (size_t)c * l.stride] = s(x[l.start + (size_t)c * l.stride]);
-    return s;
 }
 
-// The same for a row, each number of which is loaded once.
-template <int COUNT>
-__device__ Softmax softmax_in_registers(const float *x, float *y, Line l) {
-    float e[COUNT];
-    Softmax s = {LOWEST, 0.0f};
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) {
-        const int c = l.from + 32 * k;
-        e[k] = c < l.classes ? x[l.start + c] : LOWEST;
-        s.top = fmaxf(s.top, e[k]);
-    }
-    s.top = warp_max(s.top);
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) {
-        e[k] = l.from + 32 * k < l.classes ? expf(e[k] - s.top) : 0.0f;
-        s.sum += e[k];
-    }
-    s.sum = warp_sum(s.sum);
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k)
-        if (l.from + 32 * k < l.classes) y[l.start + l.from + 32 * k] = e[k] / s.sum;
-    return s;
-}
-
-__device__ __forceinline__ Softmax softmax_row(const float *x, float *y, Line l) {
+// One row as the lanes of a warp hold it.
 #if ITEMS > 0
-    return softmax_in_registers<ITEMS>(x, y, l);
+
+struct Row {
+    float values[ITEMS];
+
+    __device__ __forceinline__ Row(const float *x, Line l) {
+#pragma unroll
+        for (int k = 0; k < ITEMS; ++k) values[k] = l.from + 32 * k < l.classes ? x[l.start + l.from + 32 * k] : LOWEST;
+    }
+    __device__ __forceinline__ Softmax measure(const float *, Line l) const {
+        Softmax s = {LOWEST, 0.0f};
+#pragma unroll
+        for (int k = 0; k < ITEMS; ++k) s.top = fmaxf(s.top, values[k]);
+        s.top = warp_max(s.top);
+#pragma unroll
+        for (int k = 0; k < ITEMS; ++k) s.sum += l.from + 32 * k < l.classes ? expf(values[k] - s.top) : 0.0f;
+        s.sum = warp_sum(s.sum);
+        return s;
+    }
+    __device__ __forceinline__ void write(const float *, float *y, Line l, Softmax s) const {
+#pragma unroll
+        for (int k = 0; k < ITEMS; ++k)
+            if (l.from + 32 * k < l.classes) y[l.start + l.from + 32 * k] = s(values[k]);
+    }
+};
+
 #else
-    return softmax<true>(x, y, l);
+
+struct Row {
+    __device__ __forceinline__ Row(const float *, Line) {}
+    __device__ __forceinline__ Softmax measure(const float *x, Line l) const { return ::measure<true>(x, l); }
+    __device__ __forceinline__ void write(const float *x, float *y, Line l, Softmax s) const { ::write(x, y, l, s); }
+};
+
 #endif
-}
 
 template <bool WARP>
 __device__ void softmax_gradient(const float *y, const float *dy, float *dx, Line l) {
@@ -113,11 +123,18 @@ __device__ void rank(const float *x, const float *labels, float *ranks, int *bad
          place += gridDim.x * blockDim.x / 32)
 
 extern "C" __global__ void softmax_rows(const float *x, float *y, int classes, int inner, unsigned int places) {
-    ROWS(place) softmax_row(x, y, row_line(place, classes));
+    ROWS(place) {
+        const Line l = row_line(place, classes);
+        const Row row(x, l);
+        row.write(x, y, l, row.measure(x, l));
+    }
 }
 
 extern "C" __global__ void softmax_columns(const float *x, float *y, int classes, int inner, unsigned int places) {
-    EACH_INDEX(place, places) softmax<false>(x, y, column_line(place, classes, inner));
+    EACH_INDEX(place, places) {
+        const Line l = column_line(place, classes, inner);
+        write(x, y, l, measure<false>(x, l));
+    }
 }
 
 extern "C" __global__ void gradient_rows(const float *y, const float *dy, float *dx, int classes, int inner,
@@ -189,11 +206,14 @@ extern "C" __global__ void loss_rows(LOSS_ARGUMENTS) {
     Loss loss = {0.0, 0.0};
     ROWS(place) {
         const Line l = row_line(place, classes);
-        const int label = class_of(labels[place], classes);
+        const float written = labels[place];
+        const Row row(x, l);
+        const Softmax s = row.measure(x, l);
+        const int label = class_of(written, classes);
         const float own = x[l.start + max(label, 0)];
         __syncwarp();
-        const Softmax s = softmax_row(x, probabilities, l);
-        if (l.from == 0) add_loss(loss, s, own, label, ignored(labels[place]), bad_label, place);
+        row.write(x, probabilities, l, s);
+        if (l.from == 0) add_loss(loss, s, own, label, ignored(written), bad_label, place);
     }
     finish_loss(loss, partial, ticket, totals);
 }
@@ -203,10 +223,12 @@ extern "C" __global__ void loss_columns(LOSS_ARGUMENTS) {
     Loss loss = {0.0, 0.0};
     EACH_INDEX(place, places) {
         const Line l = column_line(place, classes, inner);
-        const int label = class_of(labels[place], classes);
+        const float written = labels[place];
+        const Softmax s = measure<false>(x, l);
+        const int label = class_of(written, classes);
         const float own = x[l.start + (size_t)max(label, 0) * inner];
-        const Softmax s = softmax<false>(x, probabilities, l);
-        add_loss(loss, s, own, label, ignored(labels[place]), bad_label, place);
+        write(x, probabilities, l, s);
+        add_loss(loss, s, own, label, ignored(written), bad_label, place);
     }
     finish_loss(loss, partial, ticket, totals);
 }

@@ -12,15 +12,20 @@ __device__ __forceinline__ float inverse_root(float x) {
     return result;
 }
 
-// x to the power of -beta.
-__device__ __forceinline__ float power(float x, float beta) {
-#if defined(BETA) && BETA == 75
-    const float r = inverse_root(x);
-    return r * inverse_root(x * r);
-#elif defined(BETA) && BETA == 50
-    return inverse_root(x);
+// A scale to the power of -beta, and its inverse. These instructions are exact to about 2^-22, and few at a time can run.
+struct Power {
+    float value, inverse;
+};
+
+__device__ __forceinline__ Power power(float scale, float beta) {
+#ifdef BETA
+    const float r = inverse_root(scale);
+    return {BETA == 50 ? r : r * inverse_root(scale * r), r * r};
 #else
-    return exp2f(-beta * log2f(x));
+    float logarithm, value;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(scale));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(-beta * logarithm));
+    return {value, __fdividef(1.0f, scale)};
 #endif
 }
 
@@ -71,7 +76,7 @@ extern "C" __global__ void lrn_forward(const STORED *x, STORED *y, unsigned int 
     Pack<float, WIDTH> result;
 #pragma unroll
     for (int c = 0; c < WIDTH; ++c)
-        result[c] = around[OWN<NEAR> + c] * power(k + alpha * squares(around, OWN<NEAR> + c), beta);
+        result[c] = around[OWN<NEAR> + c] * power(k + alpha * squares(around, OWN<NEAR> + c), beta).value;
     store<WIDTH>(y, number, result);
 }
 
@@ -86,11 +91,11 @@ extern "C" __global__ void lrn_backward(const STORED *x, const STORED *dy, STORE
 #pragma unroll
     for (int j = 0; j < WIDTH + SIZE - 1; ++j) {
         const int c = j - AFTER;
-        const float scale = k + alpha * squares(around, OWN<FAR> + c), p = power(scale, beta);
+        const Power p = power(k + alpha * squares(around, OWN<FAR> + c), beta);
         const int channel = (int)pack * WIDTH + c;
         const bool exists = channel >= 0 && channel < (int)packs * WIDTH;
-        share[j] = exists ? gradient[OWN<NEAR> + c] * around[OWN<FAR> + c] * __fdividef(p, scale) : 0.0f;
-        if (c >= 0 && c < WIDTH) own[c] = p;
+        share[j] = exists ? gradient[OWN<NEAR> + c] * around[OWN<FAR> + c] * p.value * p.inverse : 0.0f;
+        if (c >= 0 && c < WIDTH) own[c] = p.value;
     }
     Pack<float, WIDTH> result;
 #pragma unroll
@@ -115,7 +120,7 @@ __device__ float scale_of(const STORED *row, int c, int channels, float alpha, f
 extern "C" __global__ void lrn_forward(const STORED *x, STORED *y, unsigned int packs, Divider by_packs, float alpha,
                                        float beta, float k, unsigned int count) {
     FIND_PACK
-    y[number] = Rounded<STORED>::one(to_float(x[number]) * power(scale_of(x + row, pack, packs, alpha, k), beta));
+    y[number] = Rounded<STORED>::one(to_float(x[number]) * power(scale_of(x + row, pack, packs, alpha, k), beta).value);
 }
 
 extern "C" __global__ void lrn_backward(const STORED *x, const STORED *dy, STORED *dx, unsigned int packs, Divider by_packs,
@@ -124,10 +129,10 @@ extern "C" __global__ void lrn_backward(const STORED *x, const STORED *dy, STORE
     const int c = pack, channels = packs;
     float sum = 0.0f;
     for (int j = max(c - AFTER, 0); j <= min(c + BEFORE, channels - 1); ++j) {
-        const float scale = scale_of(x + row, j, channels, alpha, k);
-        sum += to_float(dy[row + j]) * to_float(x[row + j]) * power(scale, beta) / scale;
+        const Power p = power(scale_of(x + row, j, channels, alpha, k), beta);
+        sum += to_float(dy[row + j]) * to_float(x[row + j]) * p.value * p.inverse;
     }
-    const float p = power(scale_of(x + row, c, channels, alpha, k), beta);
+    const float p = power(scale_of(x + row, c, channels, alpha, k), beta).value;
     dx[number] = Rounded<STORED>::one(to_float(dy[number]) * p - 2.0f * alpha * beta * to_float(x[number]) * sum);
 }
 

@@ -71,28 +71,27 @@ extern "C" __global__ void fill_rows(TARGET, unsigned int elements, unsigned int
     }
 }
 
-// Arrays of (samples, places, channels) in memory, numbered as (samples, channels, places); one thread an element.
-extern "C" __global__ void fill_channels_last(TARGET, unsigned int channels, Divider by_channels, unsigned int places,
-                                              Divider by_places, SEQUENCE, unsigned int count) {
+// Arrays of (samples, places, channels) in memory, numbered as (samples, channels, places). One thread four places of one
+// channel; their numbers are those of one quad, or of two where places is no multiple of 4.
+extern "C" __global__ void fill_planes(TARGET, unsigned int channels, Divider by_channels, unsigned int places,
+                                       unsigned int groups, Divider by_groups, SEQUENCE, unsigned int count) {
     MAKE_SEQUENCE
     EACH_INDEX(i, count) {
-        const unsigned int over = by_channels(i), row = by_places(over);
-        const unsigned int element = (i - over * channels) * places + (over - row * places);
-        const Pack<float, 4> chances = sequence.quad(element / 4, row);
-        const float low = element & 1 ? chances[1] : chances[0], high = element & 1 ? chances[3] : chances[2];
-        put<1>(PASS_TARGET, i, {element & 2 ? high : low});
-    }
-}
-
-// The same where places is a multiple of 4: one thread four places of one channel, so that each is computed once.
-extern "C" __global__ void fill_quads(TARGET, unsigned int channels, Divider by_channels, unsigned int quads, Divider by_quads,
-                                      SEQUENCE, unsigned int count) {
-    MAKE_SEQUENCE
-    EACH_INDEX(i, count) {
-        const unsigned int over = by_channels(i), c = i - over * channels, row = by_quads(over), quad = over - row * quads;
-        const Pack<float, 4> chances = sequence.quad(c * quads + quad, row);
-        const size_t first = ((size_t)row * quads + quad) * 4 * channels + c;
+        const unsigned int over = by_channels(i), c = i - over * channels, row = by_groups(over), place = 4 * (over - row * groups);
+        const unsigned int element = c * places + place;
+        Pack<float, 4> chances = sequence.quad(element / 4, row);
+        if (element % 4 != 0) {
+            const Pack<float, 4> next = sequence.quad(element / 4 + 1, row);
+            const float all[8] = {chances[0], chances[1], chances[2], chances[3], next[0], next[1], next[2], next[3]};
+            float half[6];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) put<1>(PASS_TARGET, first + k * (size_t)channels, {chances[k]});
+            for (int k = 0; k < 6; ++k) half[k] = element & 2 ? all[k + 2] : all[k];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) chances[k] = element & 1 ? half[k + 1] : half[k];
+        }
+        const size_t first = ((size_t)row * places + place) * channels + c;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            if (place + k < places) put<1>(PASS_TARGET, first + k * (size_t)channels, {chances[k]});
     }
 }

@@ -12,11 +12,12 @@ typedef Pack<MASK, WIDTH> Codes;
 
 struct Sizes {
     int height, width, out_height, out_width, packs;
-    __device__ __forceinline__ size_t in(int n, int row, int column, int pack) const {
-        return (((size_t)n * height + row) * width + column) * packs + pack;
+    // Numbers of packs; there are fewer than 2^31.
+    __device__ __forceinline__ unsigned int in(int n, int row, int column, int pack) const {
+        return ((n * height + row) * width + column) * packs + pack;
     }
-    __device__ __forceinline__ size_t out(int n, int row, int column, int pack) const {
-        return (((size_t)n * out_height + row) * out_width + column) * packs + pack;
+    __device__ __forceinline__ unsigned int out(int n, int row, int column, int pack) const {
+        return ((n * out_height + row) * out_width + column) * packs + pack;
     }
 };
 
@@ -42,10 +43,18 @@ constexpr int UNROLL = SMALL ? KERNEL_H + STRIDE_H : 1;
 
 __device__ __forceinline__ bool within(int i, int size) { return (unsigned int)i < (unsigned int)size; }
 
+// The place nearest to i; loads from there need no branch, and nobody asks for more than a repetition or nothing.
+__device__ __forceinline__ int nearest(int i, int size) { return min(max(i, 0), size - 1); }
+
 #ifdef MASK
 
 // Output rows of one thread of max_forward: windows that overlap share what they load.
 constexpr int TOGETHER = SMALL && KERNEL_H > STRIDE_H ? 2 : 1;
+
+// Number of a place in its window; without padding it is known before, as repetitions at the end are never the first maximum.
+__device__ __forceinline__ int number_of(int kernel_row, int kernel_column, int row, int column, int top, int left) {
+    return (PAD_H ? row - top : kernel_row) * KERNEL_W + (PAD_W ? column - left : kernel_column);
+}
 
 extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, SIZES) {
     FIND_PLACE
@@ -58,14 +67,15 @@ extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, S
         for (int k = 0; k < WIDTH; ++k) best[r][k] = -3.402823466e+38f, where[r][k] = -1;
 #pragma unroll UNROLL
     for (int h = 0; h < (TOGETHER - 1) * STRIDE_H + KERNEL_H; ++h) {
+        const int row = nearest(top + h, height);
 #pragma unroll UNROLL
         for (int from = 0; from < KERNEL_W; from += SPAN) {
             Raw raw[SPAN];
-            bool inside[SPAN];
+            int column[SPAN];
 #pragma unroll
             for (int c = 0; c < SPAN; ++c) {
-                inside[c] = from + c < KERNEL_W && within(top + h, height) && within(left + from + c, width);
-                if (inside[c]) raw[c] = load_raw<WIDTH>(x, s.in(p.n, top + h, left + from + c, p.pack));
+                column[c] = nearest(left + min(from + c, KERNEL_W - 1), width);
+                raw[c] = load_raw<WIDTH>(x, s.in(p.n, row, column[c], p.pack));
             }
 #pragma unroll
             for (int c = 0; c < SPAN; ++c) {
@@ -73,14 +83,12 @@ extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, S
                 for (int r = 0; r < TOGETHER; ++r) {
                     const int i = h - r * STRIDE_H;
                     if (i < 0 || i >= KERNEL_H) continue;
-                    const int code =
-                        sizeof(MASK) == 1 ? i * KERNEL_W + from + c : (top + h) * width + left + from + c;
+                    const int code = sizeof(MASK) == 1 ? number_of(i, from + c, row, column[c], top + r * STRIDE_H, left)
+                                                       : row * width + column[c];
 #pragma unroll
                     for (int k = 0; k < WIDTH; ++k) {
                         const float value = to_float(raw[c][k]);
-                        const bool better = inside[c] && value > best[r][k];
-                        best[r][k] = better ? value : best[r][k];
-                        where[r][k] = better ? code : where[r][k];
+                        if (value > best[r][k]) best[r][k] = value, where[r][k] = code;
                     }
                 }
             }
@@ -92,7 +100,7 @@ extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, S
         Codes codes;
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) codes[k] = (MASK)where[r][k];
-        const size_t at = s.out(p.n, first + r, p.column, p.pack);
+        const unsigned int at = s.out(p.n, first + r, p.column, p.pack);
         store<WIDTH>(y, at, best[r]);
         store_raw(mask, at, codes);
     }
@@ -106,9 +114,9 @@ __device__ __forceinline__ float area(Sizes s, int row, int column) {
     return (float)((min(top + KERNEL_H, s.height + PAD_H) - top) * (min(left + KERNEL_W, s.width + PAD_W) - left));
 }
 
-extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
-    FIND_PLACE
-    const int top = p.row * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
+// The sum over a window that begins at (top, left); WHOLE if none of it is outside of the image.
+template <bool WHOLE>
+__device__ __forceinline__ Values window_sum(const STORED *x, Place p, Sizes s, int top, int left) {
     Values sum = {};
 #pragma unroll UNROLL
     for (int h = 0; h < KERNEL_H; ++h) {
@@ -117,7 +125,7 @@ extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
             Raw raw[SPAN] = {};
 #pragma unroll
             for (int c = 0; c < SPAN; ++c)
-                if (from + c < KERNEL_W && within(top + h, height) && within(left + from + c, width))
+                if (from + c < KERNEL_W && (WHOLE || (within(top + h, s.height) && within(left + from + c, s.width))))
                     raw[c] = load_raw<WIDTH>(x, s.in(p.n, top + h, left + from + c, p.pack));
 #pragma unroll
             for (int c = 0; c < SPAN; ++c)
@@ -125,9 +133,17 @@ extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
                 for (int k = 0; k < WIDTH; ++k) sum[k] += to_float(raw[c][k]);
         }
     }
+    return sum;
+}
+
+extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
+    FIND_PLACE
+    const int top = p.row * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
+    const bool whole = top >= 0 && left >= 0 && top + KERNEL_H <= height && left + KERNEL_W <= width;
+    Values sum = whole ? window_sum<true>(x, p, s, top, left) : window_sum<false>(x, p, s, top, left);
     const float size = area(s, p.row, p.column);
 #pragma unroll
-    for (int k = 0; k < WIDTH; ++k) sum[k] /= size;
+    for (int k = 0; k < WIDTH; ++k) sum[k] = __fdividef(sum[k], size);
     store<WIDTH>(y, s.out(p.n, p.row, p.column, p.pack), sum);
 }
 
@@ -139,22 +155,26 @@ extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
 // where, is known before: the NEAR windows that end with the tile's own.
 constexpr int NEAR_H = (KERNEL_H - 1) / STRIDE_H + 1, NEAR_W = (KERNEL_W - 1) / STRIDE_W + 1, NEAR = NEAR_H * NEAR_W;
 
-// Row and column of near window number a.
+// Row and column of near window number a, and whether there is one.
 __device__ __forceinline__ int near_row(Place p, int a) { return p.row - (NEAR_H - 1) + a / NEAR_W; }
 __device__ __forceinline__ int near_column(Place p, int a) { return p.column - (NEAR_W - 1) + a % NEAR_W; }
+__device__ __forceinline__ bool exists(Place p, Sizes s, int a) {
+    return within(near_row(p, a), s.out_height) && within(near_column(p, a), s.out_width);
+}
 
-// Packs of the near windows; what windows that do not exist have stays as it was.
+// Packs of the near windows; for one that does not exist, of another.
 template <typename T>
 __device__ __forceinline__ void load_near(const T *from, Place p, Sizes s, Pack<T, WIDTH> (&to)[NEAR]) {
 #pragma unroll
-    for (int a = 0; a < NEAR; ++a)
-        if (within(near_row(p, a), s.out_height) && within(near_column(p, a), s.out_width))
-            to[a] = load_raw<WIDTH>(from, s.out(p.n, near_row(p, a), near_column(p, a), p.pack));
+    for (int a = 0; a < NEAR; ++a) {
+        const int row = nearest(near_row(p, a), s.out_height), column = nearest(near_column(p, a), s.out_width);
+        to[a] = load_raw<WIDTH>(from, s.out(p.n, row, column, p.pack));
+    }
 }
 
-// dx = for each place (h, w) of a tile the sum of share(a, number of the place in near window a, h, w, channel).
+// dx = for each place (h, w) of a tile what add(sum, a, number of the place in near window a, h, w) adds up.
 template <typename F>
-__device__ __forceinline__ void gather(STORED *dx, Place p, Sizes s, F share) {
+__device__ __forceinline__ void gather(STORED *dx, Place p, Sizes s, F add) {
 #pragma unroll
     for (int i = 0; i < STRIDE_H; ++i) {
 #pragma unroll
@@ -164,9 +184,7 @@ __device__ __forceinline__ void gather(STORED *dx, Place p, Sizes s, F share) {
 #pragma unroll
             for (int a = 0; a < NEAR; ++a) {
                 const int row = i + (NEAR_H - 1 - a / NEAR_W) * STRIDE_H, column = j + (NEAR_W - 1 - a % NEAR_W) * STRIDE_W;
-                if (row >= KERNEL_H || column >= KERNEL_W) continue;
-#pragma unroll
-                for (int k = 0; k < WIDTH; ++k) sum[k] += share(a, row * KERNEL_W + column, h, w, k);
+                if (row < KERNEL_H && column < KERNEL_W) add(sum, a, row * KERNEL_W + column, h, w);
             }
             if (within(h, s.height) && within(w, s.width)) store<WIDTH>(dx, s.in(p.n, h, w, p.pack), sum);
         }
@@ -177,13 +195,15 @@ __device__ __forceinline__ void gather(STORED *dx, Place p, Sizes s, F share) {
 
 extern "C" __global__ void max_backward(const STORED *dy, const MASK *mask, STORED *dx, SIZES) {
     FIND_PLACE
-    Raw gradient[NEAR] = {};
-    Codes codes[NEAR] = {};
-    load_near(dy, p, s, gradient);
+    Raw gradient[NEAR];
+    Codes codes[NEAR];
     load_near(mask, p, s, codes);
-    gather(dx, p, s, [&](int a, int number, int h, int w, int k) {
-        const MASK code = (MASK)(sizeof(MASK) == 1 ? number : h * width + w);
-        return codes[a][k] == code ? to_float(gradient[a][k]) : 0.0f;
+    load_near(dy, p, s, gradient);
+    gather(dx, p, s, [&](Values &sum, int a, int number, int h, int w) {
+        const int code = !exists(p, s, a) ? -2 : sizeof(MASK) == 1 ? number : h * width + w;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k)
+            if ((int)codes[a][k] == code) sum[k] += to_float(gradient[a][k]);
     });
 }
 
@@ -191,16 +211,19 @@ extern "C" __global__ void max_backward(const STORED *dy, const MASK *mask, STOR
 
 extern "C" __global__ void average_backward(const STORED *dy, STORED *dx, SIZES) {
     FIND_PLACE
-    Raw gradient[NEAR] = {};
+    Raw gradient[NEAR];
     load_near(dy, p, s, gradient);
     Values parts[NEAR];
 #pragma unroll
     for (int a = 0; a < NEAR; ++a) {
-        const float size = area(s, near_row(p, a), near_column(p, a));
+        const float part = __fdividef(1.0f, area(s, near_row(p, a), near_column(p, a)));
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) parts[a][k] = to_float(gradient[a][k]) / size;
+        for (int k = 0; k < WIDTH; ++k) parts[a][k] = exists(p, s, a) ? to_float(gradient[a][k]) * part : 0.0f;
     }
-    gather(dx, p, s, [&](int a, int, int, int, int k) { return parts[a][k]; });
+    gather(dx, p, s, [&](Values &sum, int a, int, int, int) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) sum[k] += parts[a][k];
+    });
 }
 
 #endif
@@ -225,7 +248,7 @@ extern "C" __global__ void max_backward(const STORED *dy, const MASK *mask, STOR
     FIND_PLACE
     Values sum = {};
     EACH_WINDOW(row, column) {
-        const size_t at = s.out(p.n, row, column, p.pack);
+        const unsigned int at = s.out(p.n, row, column, p.pack);
         const int number = (h - row * STRIDE_H) * KERNEL_W + w - column * STRIDE_W;
         const MASK code = (MASK)(sizeof(MASK) == 1 ? number : p.row * width + p.column);
         const Values gradient = load<WIDTH>(dy, at);
@@ -243,9 +266,9 @@ extern "C" __global__ void average_backward(const STORED *dy, STORED *dx, SIZES)
     Values sum = {};
     EACH_WINDOW(row, column) {
         const Values gradient = load<WIDTH>(dy, s.out(p.n, row, column, p.pack));
-        const float size = area(s, row, column);
+        const float part = __fdividef(1.0f, area(s, row, column));
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) sum[k] += gradient[k] / size;
+        for (int k = 0; k < WIDTH; ++k) sum[k] += gradient[k] * part;
     }
     store<WIDTH>(dx, s.in(p.n, p.row, p.column, p.pack), sum);
 }
