@@ -227,6 +227,9 @@ class Backend(InputPrimitives, ABC):
         """
         raise AssertionError(f"{self.name} captures no graphs")
 
+    def trim(self) -> None:
+        """Give the system back what is allocated and not used; nothing changes for what is."""
+
     @abstractmethod
     def mailbox(self, values: int, counters: int) -> Mailbox:
         """Room for so many numbers and counters."""

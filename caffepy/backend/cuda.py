@@ -126,6 +126,10 @@ class CudaBackend(CudaInput, Composed):
     def capture(self, work: Callable[[], None]) -> Graph:
         return CudaGraph(self.stream, work)
 
+    def trim(self) -> None:
+        self.stream.synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
+
     def mailbox(self, values: int, counters: int) -> Mailbox:
         return CudaMailbox(self.stream, values, counters)
 

@@ -336,6 +336,7 @@ class Solver(ABC):
         """Make graphs of an iteration that has just run eagerly, if the device can."""
         if not self.backend.captures or self.engine.eager or self.param.debug_info:
             return
+        self.backend.trim()  # what tuning and compiling the first iteration took
         number = self.net.context.passes.number
         self.program = Program(self.backend, self._steps())
         try:
