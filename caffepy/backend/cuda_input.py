@@ -17,7 +17,16 @@ import numpy as np
 from caffepy.backend import cuda_memory
 from caffepy.backend.base import Array, Counter
 from caffepy.backend.cuda_device import GIBIBYTE, cupy
-from caffepy.backend.cuda_kernels import THREADS, aligned, c_type, defines, divider, launch, library_kernel
+from caffepy.backend.cuda_kernels import (
+    THREADS,
+    aligned,
+    c_type,
+    defines,
+    divider,
+    launch,
+    launch_blocks,
+    library_kernel,
+)
 from caffepy.backend.input import ImageSlot, InputPrimitives, InputRing
 from caffepy.errors import DeviceError
 
@@ -26,6 +35,8 @@ logger = logging.getLogger(__name__)
 _TILE_BYTES = 24576
 """Shared memory of a block; eight such blocks fit a multiprocessor."""
 _FEWEST_BLOCKS = 264
+_MOST_PIXELS = 2
+"""Of a thread. On an H200 a CaffeNet batch takes 51 us in float16 with 2, 72 with 1, 61 with 4 and 75 with 8."""
 
 _stuck: list[Any] = []
 """Memory that a copy may still use although nobody waits for it any more; never given back."""
@@ -144,8 +155,8 @@ class CudaInput(InputPrimitives):
             float(scale), cuda_memory.raw(mean), cuda_memory.raw(images),
             np.uint64(0) if labels is None else cuda_memory.raw(labels),
         )  # fmt: skip
-        work = -(-slot.count * plane // max(pixels, 1))
-        launch(library_kernel("input", "images", constants), work, arguments)
+        blocks = -(-slot.count * plane // (max(pixels, 1) * THREADS))
+        launch_blocks(library_kernel("input", "images", constants), (blocks,), (THREADS,), arguments)
 
     def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
         width = 16 // values.itemsize if aligned(values) else 1
@@ -159,7 +170,7 @@ def _pixels_a_thread(pixels: int, pixel_size: int) -> int:
 
     0 if not even one for each thread fits the tile.
     """
-    most = min(_TILE_BYTES // (THREADS * pixel_size), pixels // (THREADS * _FEWEST_BLOCKS), 8)
+    most = min(_TILE_BYTES // (THREADS * pixel_size), pixels // (THREADS * _FEWEST_BLOCKS), _MOST_PIXELS)
     return max(most, 1 if THREADS * pixel_size <= _TILE_BYTES else 0)
 
 

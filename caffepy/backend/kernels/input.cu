@@ -14,11 +14,10 @@ struct Place {
     int mirrored, top, left;
 };
 
-// A batch of images as bytes, and what becomes of it.
+// The shape of a batch of images, and the width of the mean.
 struct Images {
-    unsigned int samples, channels, width, plane, mean_width, mean_plane;
+    unsigned int channels, width, plane, mean_width;
     Divider by_plane, by_width;
-    float scale;
 };
 
 // Where the first channel of pixel number `pixel` (of the whole batch, as it lies in the blob) comes from, and its mean.
@@ -43,42 +42,49 @@ __device__ __forceinline__ Source source_of(const Images &batch, const Place *pl
     return source;
 }
 
-template <bool WHOLE>
-__device__ __forceinline__ float value_of(
-    const Images &batch, const unsigned char *pixels, const float *mean, Source source, unsigned int channel) {
-    const float less = WHOLE ? mean[channel * batch.mean_plane + source.mean] : mean[channel];
-    return ((float)pixels[source.pixel + channel * batch.plane] - less) * batch.scale;
-}
-
 // Labels from floats; images, channels last, from planes of bytes. A block makes PIXELS times its threads' pixels at a
-// time in shared memory, so that neighbouring threads read neighbouring bytes and write neighbouring words; with a TILE
-// of 0 they write where they are: for blobs that lie anywhere, and pixels too large for that. CHANNELS is their number,
-// or 0 where only the launch knows it. The mean has one number for each channel or, WHOLE_MEAN, one for each pixel of a
-// whole image.
+// time in shared memory, so that neighbouring threads read neighbouring bytes and write neighbouring words. All bytes of
+// a thread are asked for before the first is used: memory is far. With a TILE of 0 threads write where they are, for
+// blobs that lie anywhere and pixels too large for that. CHANNELS is their number, or 0 where only the launch knows it.
+// The mean has one number for each channel or, WHOLE_MEAN, one for each pixel of a whole image.
 extern "C" __global__ void images(
     const unsigned char *ring, const unsigned long long *counter, unsigned long long number, unsigned int last,
     unsigned long long slot_size, unsigned long long places_at, unsigned long long pixels_at, unsigned int samples,
     unsigned int channels, unsigned int width, unsigned int plane, unsigned int mean_width, unsigned int mean_plane,
     Divider by_plane, Divider by_width, float scale, const float *mean, ELEMENT *images, float *labels) {
     __shared__ alignas(16) ELEMENT tile[TILE ? TILE : 1];
-    const Images batch = {samples, channels, width, plane, mean_width, mean_plane, by_plane, by_width, scale};
+    const Images batch = {channels, width, plane, mean_width, by_plane, by_width};
     const unsigned char *slot = slot_of(ring, counter, number, last, slot_size), *pixels = slot + pixels_at;
     const Place *places = reinterpret_cast<const Place *>(slot + places_at);
+    constexpr int TOGETHER = CHANNELS ? CHANNELS : 1;
     const unsigned int depth = CHANNELS ? CHANNELS : channels;
     const unsigned int total = samples * plane, size = PIXELS * blockDim.x;
     for (unsigned int first = blockIdx.x * size; first < total; first += gridDim.x * size) {
+        Source sources[PIXELS];
 #pragma unroll
         for (int k = 0; k < PIXELS; ++k) {
-            const unsigned int at = k * blockDim.x + threadIdx.x;
-            if (first + at >= total) break;
-            const Source source = source_of<WHOLE_MEAN>(batch, places, first + at);
+            const unsigned int pixel = first + k * blockDim.x + threadIdx.x;
+            sources[k] = source_of<WHOLE_MEAN>(batch, places, min(pixel, total - 1));
+        }
+        for (unsigned int c = 0; c < depth; c += TOGETHER) {
+            unsigned char bytes[PIXELS][TOGETHER];
+            float means[PIXELS][TOGETHER];
 #pragma unroll
-            for (unsigned int c = 0; c < depth; ++c) {
-                const Pack<float, 1> value = {{value_of<WHOLE_MEAN>(batch, pixels, mean, source, c)}};
+            for (int i = 0; i < PIXELS * TOGETHER; ++i) {
+                const int k = i / TOGETHER, d = i % TOGETHER;
+                bytes[k][d] = pixels[sources[k].pixel + (c + d) * plane];
+                means[k][d] = mean[WHOLE_MEAN ? (c + d) * mean_plane + sources[k].mean : c + d];
+            }
+#pragma unroll
+            for (int i = 0; i < PIXELS * TOGETHER; ++i) {
+                const int k = i / TOGETHER, d = i % TOGETHER;
+                const unsigned int at = k * blockDim.x + threadIdx.x;
+                if (first + at >= total) break;
+                const Pack<float, 1> value = {{((float)bytes[k][d] - means[k][d]) * scale}};
                 if (TILE) {
-                    store<1>(tile, at * depth + c, value);
+                    store<1>(tile, at * depth + c + d, value);
                 } else {
-                    store<1>(images, (size_t)(first + at) * depth + c, value);
+                    store<1>(images, (size_t)(first + at) * depth + c + d, value);
                 }
             }
         }
