@@ -31,9 +31,6 @@ Argument = Any
 MOST_THREADS = 512
 """Threads of a block up to which a period of Channel arguments is worth a block of its own size."""
 
-MOST_BLOCKS = 132 * 32
-"""Blocks beyond which those that load Channel arguments once take more packs instead."""
-
 FEW_PACKS = 2**17
 """Packs below which every one gets a thread of its own, so that small arrays are spread over the whole GPU."""
 
@@ -185,8 +182,6 @@ def _plan_apply(call: Call) -> Launch | None:
     variant = Variant(*types, width, unroll, index, call.device_scalars(), channels)
     kernel = compiled(kernel_text("common") + apply_text(call.expression, variant), "apply_")
     blocks = -(-packs // (threads * unroll))
-    if any(a.once and a.wraps for a in variant.channels):
-        blocks = min(blocks, MOST_BLOCKS)
     return Launch(kernel, (blocks,), (threads,), (count_argument(packs, index),), extras(call, periods, width))
 
 

@@ -49,7 +49,7 @@ PACKS_EACH = 8
 """Fewest packs that a thread of a reduction adds up before its sum is worth splitting further."""
 
 LOADS = 8
-"""Packs that a thread loads before it adds up any."""
+"""Packs that a thread loads before it adds up any; half as many of columns, each of which has a sum of its own."""
 
 SEGMENT = 128
 """Bytes of a row that a block takes: the fewest that memory gives at once, so that few blocks share a result."""
@@ -110,7 +110,7 @@ def _plan(call: Call, shape: tuple[int, ...]) -> Plan | None:
     aligned = all(p == target or p.size == 1 for p in periods.values())
     span = target.size if by_columns else target.inner
     width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span) if aligned else 1
-    unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)))
+    unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)) // (2 if by_columns else 1))
     variant = Variant(
         call.each_types(), call.output_types(), width, unroll, index_type(math.prod(shape) // width),
         call.device_scalars(), tuple(_access(p, target, width, by_columns) for p in periods.values()),

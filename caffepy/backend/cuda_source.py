@@ -195,23 +195,21 @@ def apply_text(expression: Expression, variant: Variant) -> str:
     return f"""{HELPERS}{formula_text(expression)}
 extern "C" __global__ void __launch_bounds__(512) apply_({", ".join(parameters)}) {{
     {lines_of(before, 4)}
-    const {variant.index} block_ = blockDim.x * {variant.unroll}, step_ = gridDim.x * block_;
-    for ({variant.index} first_ = blockIdx.x * block_ + threadIdx.x; first_ < n_; first_ += step_) {{
-        {lines_of(registers(expression, variant), 8)}
+    const {variant.index} first_ = ({variant.index})blockIdx.x * (blockDim.x * {variant.unroll}) + threadIdx.x;
+    {lines_of(registers(expression, variant), 4)}
+    #pragma unroll
+    for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
+        const {variant.index} i_ = min(({variant.index})(first_ + u_ * blockDim.x), n_ - 1);
+        {lines_of(load_lines(expression, variant, "[u_]", "i_"), 8)}
+    }}
+    #pragma unroll
+    for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
+        const {variant.index} i_ = first_ + u_ * blockDim.x;
+        Pack<float, {variant.width}> {outputs};
         #pragma unroll
-        for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
-            const {variant.index} i_ = min(({variant.index})(first_ + u_ * blockDim.x), n_ - 1);
-            {lines_of(load_lines(expression, variant, "[u_]", "i_"), 12)}
-        }}
-        #pragma unroll
-        for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
-            const {variant.index} i_ = first_ + u_ * blockDim.x;
-            Pack<float, {variant.width}> {outputs};
-            #pragma unroll
-            for (int k_ = 0; k_ < {variant.width}; ++k_) {call(expression, variant, "[u_]")}
-            if (i_ < n_) {{
-                {lines_of([f"store<{variant.width}>({name}p_, i_, {name});" for name in names], 16)}
-            }}
+        for (int k_ = 0; k_ < {variant.width}; ++k_) {call(expression, variant, "[u_]")}
+        if (i_ < n_) {{
+            {lines_of([f"store<{variant.width}>({name}p_, i_, {name});" for name in names], 12)}
         }}
     }}
 }}

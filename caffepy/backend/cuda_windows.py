@@ -22,15 +22,15 @@ MOST_WINDOWS = 9
 """Windows around a tile, and places in it, up to which gradients are gathered by tiles."""
 
 SMALL_AREA = 9
-"""Places of a window up to which overlapping windows are taken two at a time (see kernels/pooling.cu)."""
+"""Places of a window up to which overlapping windows are taken two at a time."""
+
+FEW_CHANNELS = 4
+"""Channels of a thread up to which it has registers for that."""
 
 LARGE_SIZE = 32
 """Channels around one beyond which LRN's windows are walked in loops."""
 
 MOST_PLACES = 2**31 - 1
-
-SHORT_POWERS = {0.75: 75, 0.5: 50}
-"""Values of LRN's beta that are square roots, in hundredths."""
 
 
 class Pooling(NamedTuple):
@@ -94,7 +94,7 @@ def _plan(case: Pooling) -> Launch | None:
     if count == 0:
         return None
     text = _geometry_text(g) + defines(STORED=case.stored, WIDTH=case.width, TILES=int(tiles))
-    text += defines(MASK=case.mask) if case.mask else ""
+    text += defines(MASK=case.mask, TOGETHER=_together(case)) if case.mask else ""
     walk = [argument for n in (packs, columns, rows) for argument in (np.uint32(n), divider(n))]
     sizes = tuple(np.int32(n) for n in (*case.image[2:], *case.pooled[2:]))
     return Launch(library_kernel("pooling", case.name, text), -(-count // THREADS), (*sizes, *walk, np.uint32(count)))
@@ -107,8 +107,15 @@ def _places(case: Pooling, tiles: bool) -> tuple[int, int]:
         if not tiles:
             return height, width
         return -(-(height + g.pad[0]) // g.stride[0]), -(-(width + g.pad[1]) // g.stride[1])
-    shared = case.name == "max_forward" and g.kernel[0] > g.stride[0] and math.prod(g.kernel) <= SMALL_AREA
-    return -(-case.pooled[2] // (2 if shared else 1)), case.pooled[3]
+    together = _together(case) if case.name == "max_forward" else 1
+    return -(-case.pooled[2] // together), case.pooled[3]
+
+
+def _together(case: Pooling) -> int:
+    """Rows of windows that a thread takes the maxima of."""
+    g = case.geometry
+    overlap = g.kernel[0] > g.stride[0] and math.prod(g.kernel) <= SMALL_AREA
+    return 2 if overlap and case.width <= FEW_CHANNELS else 1
 
 
 def _geometry_text(g: Geometry) -> str:
@@ -144,17 +151,11 @@ def _normalise(name: str, arrays: tuple[Array, ...], size: int, alpha: float, be
     if count == 0:
         return
     assert count <= MOST_PLACES, f"{arrays[0].shape}: too large for LRN in one piece"
-    text = _normalisation_text(c_type(arrays[0]), width, size, large, beta)
+    text = defines(STORED=c_type(arrays[0]), WIDTH=width, SIZE=size, LARGE=int(large))
     packs = channels // width
     numbers = map(np.float32, (alpha / size, beta, k))
     arguments = (*map(raw, arrays), np.uint32(packs), divider(packs), *numbers, np.uint32(count))
     library_kernel("lrn", name, text)((-(-count // THREADS),), (THREADS,), arguments)
-
-
-@lru_cache(maxsize=1024)
-def _normalisation_text(stored: str, width: int, size: int, large: bool, beta: float) -> str:
-    text = defines(STORED=stored, WIDTH=width, SIZE=size, LARGE=int(large))
-    return text + (defines(BETA=SHORT_POWERS[beta]) if beta in SHORT_POWERS else "")
 
 
 def lrn_forward(x: Array, y: Array, size: int, alpha: float, beta: float, k: float) -> None:

@@ -24,22 +24,21 @@ __device__ __forceinline__ float total(float value) {
     return WARP ? warp_sum(value) : value;
 }
 
-// What turns a number of one line into its probability: exp(x - top) / sum.
+// What turns a number of one line into its probability, exp(x - top) / sum of that.
 struct Softmax {
-    float top, sum;
-    __device__ __forceinline__ float operator()(float x) const { return expf(x - top) / sum; }
+    float top, inverse;
+    __device__ __forceinline__ float operator()(float x) const { return expf(x - top) * inverse; }
 };
 
 #define LOWEST (-3.402823466e+38f)
 
 template <bool WARP>
 __device__ __forceinline__ Softmax measure(const float *x, Line l) {
-    Softmax s = {LOWEST, 0.0f};
-    for (int c = l.from; c < l.classes; c += l.step) s.top = fmaxf(s.top, x[l.start + (size_t)c * l.stride]);
-    if (WARP) s.top = warp_max(s.top);
-    for (int c = l.from; c < l.classes; c += l.step) s.sum += expf(x[l.start + (size_t)c * l.stride] - s.top);
-    s.sum = total<WARP>(s.sum);
-    return s;
+    float top = LOWEST, sum = 0.0f;
+    for (int c = l.from; c < l.classes; c += l.step) top = fmaxf(top, x[l.start + (size_t)c * l.stride]);
+    if (WARP) top = warp_max(top);
+    for (int c = l.from; c < l.classes; c += l.step) sum += expf(x[l.start + (size_t)c * l.stride] - top);
+    return {top, 1.0f / total<WARP>(sum)};
 }
 
 // y may be x.
@@ -57,20 +56,23 @@ struct Row {
 #pragma unroll
         for (int k = 0; k < ITEMS; ++k) values[k] = l.from + 32 * k < l.classes ? x[l.start + l.from + 32 * k] : LOWEST;
     }
-    __device__ __forceinline__ Softmax measure(const float *, Line l) const {
-        Softmax s = {LOWEST, 0.0f};
+    // The values are exp(x - top) from then on.
+    __device__ __forceinline__ Softmax measure(const float *, Line l) {
+        float top = LOWEST, sum = 0.0f;
 #pragma unroll
-        for (int k = 0; k < ITEMS; ++k) s.top = fmaxf(s.top, values[k]);
-        s.top = warp_max(s.top);
+        for (int k = 0; k < ITEMS; ++k) top = fmaxf(top, values[k]);
+        top = warp_max(top);
 #pragma unroll
-        for (int k = 0; k < ITEMS; ++k) s.sum += l.from + 32 * k < l.classes ? expf(values[k] - s.top) : 0.0f;
-        s.sum = warp_sum(s.sum);
-        return s;
+        for (int k = 0; k < ITEMS; ++k) {
+            values[k] = l.from + 32 * k < l.classes ? expf(values[k] - top) : 0.0f;
+            sum += values[k];
+        }
+        return {top, 1.0f / warp_sum(sum)};
     }
     __device__ __forceinline__ void write(const float *, float *y, Line l, Softmax s) const {
 #pragma unroll
         for (int k = 0; k < ITEMS; ++k)
-            if (l.from + 32 * k < l.classes) y[l.start + l.from + 32 * k] = s(values[k]);
+            if (l.from + 32 * k < l.classes) y[l.start + l.from + 32 * k] = values[k] * s.inverse;
     }
 };
 
@@ -125,8 +127,9 @@ __device__ void rank(const float *x, const float *labels, float *ranks, int *bad
 extern "C" __global__ void softmax_rows(const float *x, float *y, int classes, int inner, unsigned int places) {
     ROWS(place) {
         const Line l = row_line(place, classes);
-        const Row row(x, l);
-        row.write(x, y, l, row.measure(x, l));
+        Row row(x, l);
+        const Softmax s = row.measure(x, l);
+        row.write(x, y, l, s);
     }
 }
 
@@ -167,6 +170,19 @@ struct Loss {
     double sum, counted;
 };
 
+// The losses of a block's threads; only thread 0's result counts.
+__device__ __forceinline__ Loss block_loss(Loss loss) {
+    __shared__ Loss shared[32];
+    const unsigned int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    loss = {warp_sum(loss.sum), warp_sum(loss.counted)};
+    __syncthreads();
+    if (lane == 0) shared[threadIdx.x / 32] = loss;
+    __syncthreads();
+    if (threadIdx.x >= 32) return loss;
+    loss = lane < warps ? shared[lane] : Loss{0.0, 0.0};
+    return {warp_sum(loss.sum), warp_sum(loss.counted)};
+}
+
 // Adds the loss of one place; `own` is what x had there for the label's class before the softmax may have overwritten it.
 __device__ __forceinline__ void add_loss(Loss &loss, Softmax s, float own, int label, bool ignored, int *bad_label,
                                          unsigned int place) {
@@ -181,16 +197,19 @@ __device__ __forceinline__ void add_loss(Loss &loss, Softmax s, float own, int l
 
 // totals = the sums over all blocks, of which the last to finish adds them up. partial is 2 * gridDim.x.
 __device__ void finish_loss(Loss loss, double *partial, unsigned int *ticket, float *totals) {
-    loss.sum = block_sum(loss.sum);
-    loss.counted = block_sum(loss.counted);
+    loss = block_loss(loss);
     if (gridDim.x > 1) {
         if (threadIdx.x == 0) {
             partial[2 * blockIdx.x] = loss.sum;
             partial[2 * blockIdx.x + 1] = loss.counted;
         }
         if (!is_last_block(ticket, gridDim.x)) return;
-        loss.sum = split_total(partial, gridDim.x, 2);
-        loss.counted = split_total(partial + 1, gridDim.x, 2);
+        loss = {0.0, 0.0};
+        for (unsigned int b = threadIdx.x; b < gridDim.x; b += blockDim.x) {
+            loss.sum += __ldcg(partial + 2 * b);
+            loss.counted += __ldcg(partial + 2 * b + 1);
+        }
+        loss = block_loss(loss);
     }
     if (threadIdx.x == 0) {
         totals[0] = (float)loss.sum;
@@ -207,7 +226,7 @@ extern "C" __global__ void loss_rows(LOSS_ARGUMENTS) {
     ROWS(place) {
         const Line l = row_line(place, classes);
         const float written = labels[place];
-        const Row row(x, l);
+        Row row(x, l);
         const Softmax s = row.measure(x, l);
         const int label = class_of(written, classes);
         const float own = x[l.start + max(label, 0)];

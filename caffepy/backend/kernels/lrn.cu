@@ -1,32 +1,17 @@
 // Local response normalisation across the channels of channels-last arrays (Krizhevsky et al., NIPS 2012). A window of SIZE
-// channels begins BEFORE channels before its middle. The text before defines STORED, WIDTH, SIZE, LARGE, and BETA if the power
-// is one that has a short form. Nothing but x is kept for the gradient: scale and power cost less to work out than to load.
+// channels begins BEFORE channels before its middle. The text before defines STORED, WIDTH, SIZE and LARGE. Nothing but x is
+// kept for the gradient: scale and power cost less to work out than to load.
 // A thread takes WIDTH channels of one place and what it needs of its neighbours' channels, which lie in the cache; with LARGE
 // windows it takes one and reads the others in loops.
 
 constexpr int BEFORE = (SIZE - 1) / 2, AFTER = SIZE - 1 - BEFORE;
 
-__device__ __forceinline__ float inverse_root(float x) {
-    float result;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
-// A scale to the power of -beta, and its inverse. These instructions are exact to about 2^-22, and few at a time can run.
-struct Power {
-    float value, inverse;
-};
-
-__device__ __forceinline__ Power power(float scale, float beta) {
-#ifdef BETA
-    const float r = inverse_root(scale);
-    return {BETA == 50 ? r : r * inverse_root(scale * r), r * r};
-#else
-    float logarithm, value;
+// A scale to a power; exact to about 2^-22, as a scale is seldom far from 1.
+__device__ __forceinline__ float power(float scale, float exponent) {
+    float logarithm, result;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(scale));
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(-beta * logarithm));
-    return {value, __fdividef(1.0f, scale)};
-#endif
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent * logarithm));
+    return result;
 }
 
 #define FIND_PACK                                                                  \
@@ -76,7 +61,7 @@ extern "C" __global__ void lrn_forward(const STORED *x, STORED *y, unsigned int 
     Pack<float, WIDTH> result;
 #pragma unroll
     for (int c = 0; c < WIDTH; ++c)
-        result[c] = around[OWN<NEAR> + c] * power(k + alpha * squares(around, OWN<NEAR> + c), beta).value;
+        result[c] = around[OWN<NEAR> + c] * power(k + alpha * squares(around, OWN<NEAR> + c), -beta);
     store<WIDTH>(y, number, result);
 }
 
@@ -91,11 +76,11 @@ extern "C" __global__ void lrn_backward(const STORED *x, const STORED *dy, STORE
 #pragma unroll
     for (int j = 0; j < WIDTH + SIZE - 1; ++j) {
         const int c = j - AFTER;
-        const Power p = power(k + alpha * squares(around, OWN<FAR> + c), beta);
+        const float scale = k + alpha * squares(around, OWN<FAR> + c);
         const int channel = (int)pack * WIDTH + c;
         const bool exists = channel >= 0 && channel < (int)packs * WIDTH;
-        share[j] = exists ? gradient[OWN<NEAR> + c] * around[OWN<FAR> + c] * p.value * p.inverse : 0.0f;
-        if (c >= 0 && c < WIDTH) own[c] = p.value;
+        share[j] = exists ? gradient[OWN<NEAR> + c] * around[OWN<FAR> + c] * power(scale, -beta - 1.0f) : 0.0f;
+        if (c >= 0 && c < WIDTH) own[c] = power(scale, -beta);
     }
     Pack<float, WIDTH> result;
 #pragma unroll
@@ -120,7 +105,7 @@ __device__ float scale_of(const STORED *row, int c, int channels, float alpha, f
 extern "C" __global__ void lrn_forward(const STORED *x, STORED *y, unsigned int packs, Divider by_packs, float alpha,
                                        float beta, float k, unsigned int count) {
     FIND_PACK
-    y[number] = Rounded<STORED>::one(to_float(x[number]) * power(scale_of(x + row, pack, packs, alpha, k), beta).value);
+    y[number] = Rounded<STORED>::one(to_float(x[number]) * power(scale_of(x + row, pack, packs, alpha, k), -beta));
 }
 
 extern "C" __global__ void lrn_backward(const STORED *x, const STORED *dy, STORED *dx, unsigned int packs, Divider by_packs,
@@ -129,10 +114,9 @@ extern "C" __global__ void lrn_backward(const STORED *x, const STORED *dy, STORE
     const int c = pack, channels = packs;
     float sum = 0.0f;
     for (int j = max(c - AFTER, 0); j <= min(c + BEFORE, channels - 1); ++j) {
-        const Power p = power(scale_of(x + row, j, channels, alpha, k), beta);
-        sum += to_float(dy[row + j]) * to_float(x[row + j]) * p.value * p.inverse;
+        sum += to_float(dy[row + j]) * to_float(x[row + j]) * power(scale_of(x + row, j, channels, alpha, k), -beta - 1.0f);
     }
-    const float p = power(scale_of(x + row, c, channels, alpha, k), beta).value;
+    const float p = power(scale_of(x + row, c, channels, alpha, k), -beta);
     dx[number] = Rounded<STORED>::one(to_float(dy[number]) * p - 2.0f * alpha * beta * to_float(x[number]) * sum);
 }
 

@@ -1,7 +1,7 @@
 // Pooling over channels-last arrays. Windows are Caffe's: clipped to the image for the maximum; for the average the area counts
 // padding but ends at size + pad. The text before defines STORED, WIDTH (the channels of a thread), TILES (whether gradients go by
-// tiles or by places), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum MASK (int: place
-// in the plane; unsigned char: number in the window), without which the kernels are those of the average.
+// tiles or by places), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum TOGETHER and
+// MASK (int: place in the plane; unsigned char: number in the window), without which the kernels are those of the average.
 // Loads come before what needs them, so that a thread has many on their way. Gradients are gathered: no atomics are needed.
 
 typedef Pack<STORED, WIDTH> Raw;
@@ -48,8 +48,7 @@ __device__ __forceinline__ int nearest(int i, int size) { return min(max(i, 0), 
 
 #ifdef MASK
 
-// Output rows of one thread of max_forward: windows that overlap share what they load.
-constexpr int TOGETHER = SMALL && KERNEL_H > STRIDE_H ? 2 : 1;
+// TOGETHER output rows are one thread's: windows that overlap share what they load.
 
 // Number of a place in its window; without padding it is known before, as repetitions at the end are never the first maximum.
 __device__ __forceinline__ int number_of(int kernel_row, int kernel_column, int row, int column, int top, int left) {
