@@ -8,6 +8,12 @@ cache, so this is not about disks. Prints images a second of the reader alone fo
 also the time of a batch's copy and of its transformation, beside the time that its bytes need at the card's peak; and,
 for a layer that is replayed from a CUDA graph beside a kernel that keeps the GPU busy as long as a net would, by how
 much the data make an iteration longer.
+
+One H200 and 16 cores of its host (Xeon): 4.0 million images/s of 28 x 28 with one thread; of the large ones 31,000
+with one, 66,000 with two, 125,000 with four and 176,000 with eight threads. LeNet at 0.136 ms an iteration (471,000
+images/s) waits for 0.1 % of the time, CaffeNet at 6.1 ms (42,000) for 0.5 to 1 %. On two cores of an EPYC one thread
+gave 246,000 small or 6,700 large images a second as long as batches were floats and LMDB was asked for each record; now
+it gives 1.2 to 2.1 million and 29,000 to 49,000.
 """
 
 from __future__ import annotations
