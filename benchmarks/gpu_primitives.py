@@ -1,9 +1,28 @@
-"""Times of the CUDA backend's primitives at ResNet-50's shapes, beside PyTorch's in the same run.
+"""Times of the CUDA backend's primitives beside the time that their bytes need, and beside PyTorch's in the same run.
 
     python benchmarks/gpu_primitives.py [batch]
 
-Prints milliseconds (median of 20), the bandwidth or arithmetic rate that they mean, and PyTorch's milliseconds for the
-same work in channels-last layout if PyTorch is installed.
+For each primitive and storage: microseconds within a CUDA graph (median of 5 launches of 10 calls), the floor, which is
+the bytes that must move at the rate of a device copy measured first, floor / time, and PyTorch's microseconds for the
+same work in channels-last layout if PyTorch is installed. Arrays that are smaller than the cache may be faster than the
+floor; of the small ones at the end the latency is what counts.
+
+What was learnt on an H200 (132 multiprocessors, 4.3 TB/s), and what the kernels therefore do:
+
+- Formulas reach 97 to 100 % with one pack of 16 bytes a thread and as many threads as packs. More packs a thread, or a
+  grid that fits the GPU once and loops, cost 2 to 8 %. Where Channel arguments are as wide as a pack, loading them once
+  for four packs is worth it: 93 to 95 %.
+- A load under a condition becomes a branch around it, and loads behind branches wait for each other: max pooling 3x3 / 2
+  of float16 went from 31 to 89 % by loading the nearest place instead of none.
+- A tile of the gradient as large as the stride knows its windows beforehand: each is loaded once, without any search.
+- Divisions by numbers that the compiler does not know outweigh a load: multiply (`Divider`), or compile the number in.
+  Without IEEE divisions of each element average pooling's gradient takes a third of its time.
+- LRN's gradient needs scale and power at twelve channels for eight of its own; in float32 that hides behind the loads,
+  in float16 it costs a quarter.
+- Sums are held back by a number of blocks that does not fit the GPU once, by what the last block must add up, and by
+  conversions to double; a thread therefore adds a few values in float first. To split a sum among blocks within one
+  launch costs about 4 us.
+- A small kernel of a captured graph takes about 1 us, one that reads something and adds it up 1.5.
 """
 
 from __future__ import annotations
@@ -16,6 +35,7 @@ from typing import Any
 import cupy
 
 from caffepy.backend import Channel, Each, Geometry, RandomStream, Scalar, expression
+from caffepy.backend.base import STORAGE
 from caffepy.backend.cuda import CudaBackend
 
 try:
@@ -23,6 +43,8 @@ try:
     import torch.nn.functional as F
 except ImportError:
     torch = None
+
+CALLS, GROUPS = 10, 5
 
 
 @expression
@@ -40,162 +62,235 @@ def moments(x: Each) -> tuple[Each, Each]:
     return x, x * x
 
 
-def milliseconds(work: Callable[[], Any], stream: Any) -> float:
-    """Median time of 20 runs on a stream after three more."""
-    times = []
-    for run in range(23):
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record(stream)
-        work()
-        end.record(stream)
-        end.synchronize()
-        if run >= 3:
-            times.append(cupy.cuda.get_elapsed_time(start, end))
-    return statistics.median(times)
+@expression
+def same(x: Each) -> Each:
+    return x
+
+
+@expression
+def update(
+    data: Each, diff: Each, history: Each, rate: Channel, decay: Channel, momentum: Scalar
+) -> tuple[Each, Each, Each]:
+    step = momentum * history + rate * (diff + decay * data)
+    return data - step, step, data - step
 
 
 class Table:
     """Prints one line a primitive."""
 
     def __init__(self, backend: CudaBackend) -> None:
-        self.stream = backend.stream
-        print(f"{backend.device_description()}, math {backend.math}")
-        print(f"{'primitive':<72}{'ms':>9}{'rate':>16}{'PyTorch ms':>12}")
+        self.backend = backend
+        self.rate = 0.0
+        x, y = normal(backend, (2**28,)), backend.zeros((2**28,))
+        self.rate = 2 * x.nbytes / self.microseconds(lambda: backend.copy(x, y))
+        print(f"{backend.device_description()}, a copy moves {self.rate / 1e6:.2f} TB/s")
+        print(f"{'primitive':<66}{'storage':<10}{'us':>9}{'floor':>9}{'share':>7}{'PyTorch':>9}")
 
-    def line(
-        self, name: str, ours: Callable[[], Any], gigabytes: float = 0, teraflop: float = 0, theirs: Any = None
-    ) -> None:
-        """Time both; the rate is what ours achieves of the bytes or operations that the work needs."""
-        time = milliseconds(ours, self.stream)
-        rate = f"{gigabytes / time * 1e3:.0f} GB/s" if gigabytes else f"{teraflop / time * 1e3:.1f} TFLOP/s"
-        peer = f"{milliseconds(theirs, cupy.cuda.Stream.null):.3f}" if theirs and torch else "-"
-        print(f"{name:<72}{time:>9.3f}{rate:>16}{peer:>12}", flush=True)
+    def microseconds(self, work: Callable[[], Any]) -> float:
+        """Median time of a call within a graph of several."""
+        work()
+        stream = self.backend.stream
+        stream.begin_capture()
+        for _ in range(CALLS):
+            work()
+        graph = stream.end_capture()
+        return self._median(lambda: graph.launch(stream), stream)
+
+    def _median(self, launch: Callable[[], Any], stream: Any) -> float:
+        times = []
+        for _ in range(GROUPS + 1):
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            launch()
+            end.record(stream)
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, end) * 1e3 / CALLS)
+        return statistics.median(times[1:])
+
+    def peer(self, work: Callable[[], Any]) -> float:
+        """The same of PyTorch's work."""
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                work()
+        return self._median(graph.replay, cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream))
+
+    def line(self, name: str, storage: str, moved: float, ours: Callable[[], Any], theirs: Any = None) -> None:
+        """Time both; `moved` are the bytes that the work must read and write."""
+        time, floor = self.microseconds(ours), moved / self.rate
+        peer = f"{self.peer(theirs):.1f}" if theirs and torch else "-"
+        print(f"{name:<66}{storage:<10}{time:>9.1f}{floor:>9.1f}{floor / time:>7.0%}{peer:>9}", flush=True)
 
 
-def normal(backend: CudaBackend, shape: tuple[int, ...]) -> Any:
+def normal(backend: CudaBackend, shape: tuple[int, ...], storage: str = "float32") -> Any:
     """Random numbers on the device."""
-    array = backend.zeros(shape)
-    backend.random_uniform(array, RandomStream(1, 2), (0, 0))
-    array -= 0.5
+    numbers = backend.zeros(shape)
+    backend.random_uniform(numbers, RandomStream(1, 2), (0, 0))
+    numbers -= 0.5
+    array = backend.zeros(shape, storage)
+    backend.copy(numbers, array)
     return array
 
 
 def peer(array: Any) -> Any:
     """The same memory as a PyTorch tensor."""
-    return torch.from_dlpack(array) if torch else None
+    if torch is None:
+        return None
+    tensor = torch.from_dlpack(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
-def elementwise(backend: CudaBackend, table: Table, batch: int) -> None:
-    """Memory-bound work over (batch, 256, 56, 56)."""
-    x = normal(backend, (batch, 256, 56, 56))
-    y, gain, sums, squares = backend.zeros(x.shape), normal(backend, (256,)), *(backend.zeros((256,)) for _ in "ab")
-    total = backend.zeros(())
-    size = x.nbytes / 1e9
-    tx, ty, tg = peer(x), peer(y), peer(gain.reshape(1, 256, 1, 1))
-    table.line("copy", lambda: backend.copy(x, y), 2 * size, theirs=lambda: ty.copy_(tx))
-    table.line("relu", lambda: backend.apply(relu, (x, 0.0), (y,)), 2 * size, theirs=lambda: F.relu(tx))
-    table.line("add", lambda: backend.add(x, y), 3 * size, theirs=lambda: ty.add_(tx))
+def elementwise(table: Table, storage: str, batch: int) -> None:
+    """Formulas and sums over (batch, 256, 56, 56)."""
+    backend = table.backend
+    x, y = normal(backend, (batch, 256, 56, 56), storage), backend.zeros((batch, 256, 56, 56), storage)
+    gain, sums, squares, total = normal(backend, (256,)), *(backend.zeros(s) for s in ((256,), (256,), ()))
+    tx, ty = peer(x), peer(y)
+    size = x.nbytes
+    table.line("relu", storage, 2 * size, lambda: backend.apply(relu, (x, 0.0), (y,)), lambda: F.relu(tx))
+    table.line("add", storage, 3 * size, lambda: backend.add(x, y), lambda: ty.add_(tx))
     table.line(
-        "scale and shift a channel",
-        lambda: backend.apply(scale_and_shift, (x, gain, gain), (y,)), 2 * size, theirs=lambda: tg * tx + tg,
+        "scale and shift a channel", storage, 2 * size, lambda: backend.apply(scale_and_shift, (x, gain, gain), (y,))
+    )
+    table.line(
+        "sum and sum of squares a channel", storage, size, lambda: backend.reduce(moments, (x,), (sums, squares)),
+        lambda: torch.var_mean(tx, (0, 2, 3)),
     )  # fmt: skip
     table.line(
-        "sum and sum of squares a channel",
-        lambda: backend.reduce(moments, (x,), (sums, squares)), size, theirs=lambda: torch.var_mean(tx, (0, 2, 3)),
+        "sum and sum of squares of all", storage, size, lambda: backend.reduce(moments, (x,), (total, total)),
+        lambda: torch.linalg.vector_norm(tx),
     )  # fmt: skip
-    table.line(
-        "sum of squares of all",
-        lambda: backend.reduce(moments, (x,), (total, total)), size, theirs=lambda: torch.linalg.vector_norm(tx),
-    )  # fmt: skip
-    table.line(
-        "random numbers",
-        lambda: backend.random_uniform(y, RandomStream(1, 2), (3, 4)), size, theirs=lambda: ty.uniform_(),
-    )  # fmt: skip
+    if storage != "float32":
+        wide = normal(backend, x.shape)
+        twide = peer(wide)
+        table.line("cast from float32", storage, 3 * size, lambda: backend.copy(wide, y), lambda: ty.copy_(twide))
 
 
-def windows(backend: CudaBackend, table: Table, batch: int) -> None:
-    """Pooling after the first convolution, LRN at CaffeNet's shape."""
-    x, y = normal(backend, (batch, 64, 112, 112)), backend.zeros((batch, 64, 56, 56))
-    mask, dx = backend.zeros(y.shape, "int32"), backend.zeros(x.shape)
-    g = Geometry((3, 3), (2, 2), (0, 0), (1, 1))
-    size, small = x.nbytes / 1e9, y.nbytes / 1e9
+def copies(table: Table, storage: str, batch: int) -> None:
+    """Concat's copy, and the copy before a fully connected layer."""
+    backend = table.backend
+    part, whole = normal(backend, (batch, 192, 28, 28), storage), backend.zeros((batch, 480, 28, 28), storage)
+    table.line("192 of 480 channels at 28", storage, 2 * part.nbytes, lambda: backend.copy(part, whole[:, 64:256]))
+    x, row = normal(backend, (batch, 512, 7, 7), storage), backend.zeros((batch, 512, 7, 7), storage)
+    row = backend.flat(row).reshape(x.shape)
+    table.line("channels last to C order, 512 at 7", storage, 2 * x.nbytes, lambda: backend.copy(x, row))
+
+
+def updates(table: Table) -> None:
+    """An update of flat buffers that writes a half copy of the data as well."""
+    backend = table.backend
+    for count in (25557032, 138357544):
+        shape = (count // 64, 64)
+        data, diff, history = (normal(backend, shape) for _ in range(3))
+        half, rate = backend.zeros(shape, "float16"), normal(backend, shape[:1])
+        inputs = (data, diff, history, rate, rate, 0.9)
+        table.line(
+            f"update of {count / 1e6:.0f} million parameters", "mixed", 22 * data.size,
+            lambda i=inputs, o=(data, history, half): backend.apply(update, i, o, 0),
+        )  # fmt: skip
+
+
+def pooling(table: Table, storage: str, shape: tuple[int, ...], kernel: int, stride: int) -> None:
+    """Maximum and average, forward and backward."""
+    backend = table.backend
+    out = -(-(shape[2] - kernel) // stride) + 1
+    x, y = normal(backend, shape, storage), backend.zeros((*shape[:2], out, out), storage)
+    mask = backend.zeros(y.shape, "uint8")
+    g = Geometry((kernel,) * 2, (stride,) * 2, (0, 0), (1, 1))
+    tx, size, name = peer(x), x.nbytes + y.nbytes, f"pooling {kernel}x{kernel} / {stride} of {shape}"
+    table.line(
+        f"max {name}", storage, size + mask.nbytes, lambda: backend.pool_max_forward(x, y, mask, g),
+        lambda: F.max_pool2d(tx, kernel, stride, ceil_mode=True, return_indices=True),
+    )  # fmt: skip
+    table.line("  backward", storage, size + mask.nbytes, lambda: backend.pool_max_backward(y, mask, x, g))
+    table.line(
+        f"average {name}", storage, size, lambda: backend.pool_average_forward(x, y, g),
+        lambda: F.avg_pool2d(tx, kernel, stride, ceil_mode=True),
+    )  # fmt: skip
+    table.line("  backward", storage, size, lambda: backend.pool_average_backward(y, x, g))
+
+
+def normalisation(table: Table, storage: str, shape: tuple[int, ...]) -> None:
+    """LRN over five channels."""
+    backend = table.backend
+    x, dy, y = normal(backend, shape, storage), normal(backend, shape, storage), backend.zeros(shape, storage)
     tx = peer(x)
     table.line(
-        "max pooling 3x3 / 2",
-        lambda: backend.pool_max_forward(x, y, mask, g), size + 2 * small,
-        theirs=lambda: F.max_pool2d(tx, 3, 2, ceil_mode=True, return_indices=True),
-    )  # fmt: skip
-    table.line("  backward", lambda: backend.pool_max_backward(y, mask, dx, g), size + 2 * small)
-    table.line("average pooling 3x3 / 2", lambda: backend.pool_average_forward(x, y, g), size + small)
-    x, y, scale = normal(backend, (batch, 96, 55, 55)), *(backend.zeros((batch, 96, 55, 55)) for _ in "ab")
-    tx = peer(x)
-    table.line(
-        "LRN over 5 channels",
-        lambda: backend.lrn_across_forward(x, y, scale, 5, 1e-4, 0.75, 1.0), 3 * x.nbytes / 1e9,
-        theirs=lambda: F.local_response_norm(tx, 5, 1e-4, 0.75, 1.0),
+        f"LRN of {shape}", storage, 2 * x.nbytes,
+        lambda: backend.lrn_across_forward(x, y, None, 5, 1e-4, 0.75, 1.0),
+        lambda: F.local_response_norm(tx, 5, 1e-4, 0.75, 1.0),
     )  # fmt: skip
     table.line(
-        "  backward",
-        lambda: backend.lrn_across_backward(x, y, scale, x, y, 5, 1e-4, 0.75, 1.0), 5 * x.nbytes / 1e9,
+        "  backward", storage, 3 * x.nbytes,
+        lambda: backend.lrn_across_backward(x, None, None, dy, y, 5, 1e-4, 0.75, 1.0),
     )  # fmt: skip
 
 
-def products(backend: CudaBackend, table: Table, batch: int) -> None:
-    """Convolutions and a fully connected layer."""
-    if torch:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = backend.math == "tf32"
-    for channels, outputs, size, kernel, stride, group in [
-        (3, 64, 224, 7, 2, 1), (64, 64, 56, 3, 1, 1), (256, 512, 56, 1, 2, 1), (256, 256, 14, 3, 1, 1),
-        (96, 256, 27, 5, 1, 2), (128, 128, 28, 3, 1, 128),
-    ]:  # fmt: skip
-        convolution(backend, table, (batch, channels, size, size), (outputs, channels // group, kernel, kernel), stride)
-    a, b, out = normal(backend, (batch, 4096)), normal(backend, (4096, 4096)), backend.zeros((batch, 4096))
-    ta, tb = peer(a), peer(b)
+def dropping(table: Table, storage: str, shape: tuple[int, ...]) -> None:
+    """Dropout with numbers made on the way."""
+    backend = table.backend
+    x, y = normal(backend, shape, storage), backend.zeros(shape, storage)
+    counter, tx = backend.zeros((2,), "uint64"), peer(x)
     table.line(
-        f"product of {batch} x 4096 and 4096 x 4096",
-        lambda: backend.gemm(a, b, out, transpose_b=True), teraflop=2 * batch * 4096**2 / 1e12,
-        theirs=lambda: ta @ tb.T,
+        f"dropout of {shape}", storage, 2 * x.nbytes,
+        lambda: backend.dropout(x, y, 0.5, RandomStream(1, 2), counter), lambda: F.dropout(tx, 0.5),
     )  # fmt: skip
 
 
-def convolution(
-    backend: CudaBackend, table: Table, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], stride: int
-) -> None:
-    """The three directions of one convolution."""
-    from caffepy.backend.cuda_convolution import Direction
+def small(table: Table) -> None:
+    """What LeNet and the classifiers of larger nets ask for; here the latency counts."""
+    backend = table.backend
+    for shape in [(64, 10), (64, 500), (256, 1000), (64, 20, 24, 24)]:
+        channel_sums(backend, table, shape)
+    for shape in [(64, 10), (256, 1000)]:
+        loss(backend, table, shape)
 
-    kernel, group = weights_shape[2], x_shape[1] // weights_shape[1]
-    geometry = Geometry((kernel,) * 2, (stride,) * 2, (kernel // 2,) * 2, (1, 1), group)
-    plan: Any = backend.plan_convolution(x_shape, weights_shape, geometry)
-    x, weights, y = normal(backend, x_shape), normal(backend, weights_shape), normal(backend, plan.problem.y)
-    dx, dweights = backend.zeros(x_shape), backend.zeros(weights_shape)
-    work = 2 * y.size * weights[0].size / 1e12
-    settings = {"stride": stride, "padding": kernel // 2, "groups": group}
-    tx, tw, ty = peer(x), peer(weights), peer(y)
-    name = f"{kernel}x{kernel}/{stride} {x_shape[1]}->{weights_shape[0]} at {x_shape[2]}, groups {group},"
-    for direction, ours, theirs in [
-        (Direction.FORWARD, lambda: plan.forward(x, weights, None, y), lambda: F.conv2d(tx, tw, **settings)),
-        (Direction.DATA, lambda: plan.backward_data(y, weights, dx),
-         lambda: torch.nn.grad.conv2d_input(tx.shape, tw, ty, **settings)),
-        (Direction.WEIGHTS, lambda: plan.backward_weights(x, y, dweights, False),
-         lambda: torch.nn.grad.conv2d_weight(tx, tw.shape, ty, **settings)),
-    ]:  # fmt: skip
-        way = plan.way(direction).name
-        table.line(f"{name} {direction.name.lower()} ({way})", ours, teraflop=work, theirs=theirs)
+
+def channel_sums(backend: CudaBackend, table: Table, shape: tuple[int, ...]) -> None:
+    """A bias's gradient."""
+    x, sums = normal(backend, shape), backend.zeros((shape[1],))
+    tx, summed = peer(x), tuple(a for a in range(len(shape)) if a != 1)
+    name = f"sums of {shape} for each channel"
+    table.line(name, "float32", x.nbytes, lambda: backend.reduce(same, (x,), (sums,)), lambda: tx.sum(summed))
+
+
+def loss(backend: CudaBackend, table: Table, shape: tuple[int, ...]) -> None:
+    """Softmax with its loss."""
+    x, labels, totals = normal(backend, shape), backend.zeros(shape[:1]), backend.zeros((2,))
+    probabilities, bad, tx = backend.zeros(shape), backend.zeros((1,), "int32"), peer(x)
+    forward = (x, labels, probabilities, totals, bad, 1, None)
+    backward = (probabilities, labels, x, totals, 1, None, 1.0, True)
+    targets = None if torch is None else torch.zeros(shape[0], dtype=torch.int64, device="cuda")
+    table.line(
+        f"softmax with loss of {shape}", "float32", 2 * x.nbytes, lambda: backend.softmax_loss_forward(*forward),
+        lambda: F.cross_entropy(tx, targets),
+    )  # fmt: skip
+    table.line("  backward", "float32", 2 * x.nbytes, lambda: backend.softmax_loss_backward(*backward))
 
 
 def main() -> None:
-    """Everything, in both math modes where it matters."""
-    batch = int(sys.argv[1]) if len(sys.argv) > 1 else 64
-    for math in ("fp32", "tf32"):
-        backend = CudaBackend(0, math=math)
-        with backend.activate():
-            table = Table(backend)
-            if math == "fp32":
-                elementwise(backend, table, batch)
-                windows(backend, table, batch)
-            products(backend, table, batch)
-        backend.close()
+    """Everything."""
+    batch = int(sys.argv[1]) if len(sys.argv) > 1 else 128
+    backend = CudaBackend(0)
+    with backend.activate():
+        table = Table(backend)
+        for storage in STORAGE:
+            elementwise(table, storage, batch)
+            copies(table, storage, batch)
+            for shape, kernel, stride in [
+                ((2 * batch, 64, 112, 112), 3, 2), ((2 * batch, 96, 55, 55), 3, 2), ((batch, 64, 224, 224), 2, 2)
+            ]:  # fmt: skip
+                pooling(table, storage, shape, kernel, stride)
+            for channels, size in [(96, 55), (96, 27), (256, 13)]:
+                normalisation(table, storage, (2 * batch, channels, size, size))
+            dropping(table, storage, (2 * batch, 4096))
+        updates(table)
+        small(table)
+    backend.close()
 
 
 if __name__ == "__main__":
