@@ -10,10 +10,10 @@ floor; of the small ones at the end the latency is what counts.
 What was learnt on an H200 (132 multiprocessors, 4.3 TB/s), and what the kernels therefore do:
 
 - Formulas reach 97 to 100 % with one pack of 16 bytes a thread and as many threads as packs. More packs a thread, or a
-  grid that fits the GPU once and loops, cost 2 to 8 %. Where Channel arguments are as wide as a pack, loading them once
-  for four packs is worth it: 93 to 95 %.
-- A load under a condition becomes a branch around it, and loads behind branches wait for each other: max pooling 3x3 / 2
-  of float16 went from 31 to 89 % by loading the nearest place instead of none.
+  grid that fits the GPU once and loops, cost 2 to 8 %. Where Channel arguments are as wide as a pack, it is worth it to
+  load them once for four packs: 93 to 95 %.
+- A load under a condition becomes a branch around it, and loads behind branches wait for each other: max pooling
+  3x3 / 2 of float16 went from 31 to 89 % by loading the nearest place instead of none.
 - A tile of the gradient as large as the stride knows its windows beforehand: each is loaded once, without any search.
 - Divisions by numbers that the compiler does not know outweigh a load: multiply (`Divider`), or compile the number in.
   Without IEEE divisions of each element average pooling's gradient takes a third of its time.
