@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from caffepy.backend.dry import SETUP, DryArray, DryBackend, Memory
+from caffepy.backend.dry import DryBackend
+from caffepy.backend.dry_array import SETUP, DryArray, Memory
 from caffepy.blob import Blob
 from caffepy.layers.base import Layer, LayerContext, PassCounter
 from caffepy.layers.prefetching import PrefetchingLayer

@@ -8,7 +8,8 @@ import pytest
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.base import Backend, Normalisation, RandomStream
-from caffepy.backend.dry import SETUP, DryArray, DryBackend
+from caffepy.backend.dry import DryBackend
+from caffepy.backend.dry_array import SETUP, DryArray
 
 NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "size", "alpha", "beta", "k", "relu",
            "elements", "ratio", "stream", "counter", "ignore_label", "scale", "divide_by_valid", "geometry",
