@@ -22,12 +22,18 @@ from caffepy.backend.cuda_memory import raw
 MOST_MULTIPLICATIONS = 2**30
 """Beyond so many, cuDNN's kernels are ahead."""
 
-MOST_CANDIDATES = 4
+MOST_CANDIDATES = 3
 SHARED_LIMIT = 220 * 1024
 """Bytes of shared memory that a block may have (of 227 KiB on Hopper; smaller GPUs have less and refuse)."""
 
 PLACES = (32, 64, 128, 256)
 """How many places of a result a block may take at once, about."""
+
+MOST_CHANNELS = 64
+"""Channels and outputs beyond which cuDNN's tensor cores have enough to do at once."""
+
+WORDS_A_CLOCK = 5.5
+"""What a multiprocessor of an H200 gets from the second-level cache while all others ask as well."""
 
 TENSOR_CORES = 80
 """Compute capability, times ten, from which on tensor cores take TF32."""
@@ -110,6 +116,8 @@ def suits_small_kernels(task: Task, resources: Resources) -> bool:
         return False
     if problem.storage == "float32" and not resources.tf32:
         return False
+    if max(problem.x[1], problem.weights[0]) > MOST_CHANNELS or math.prod(g.kernel) == 1:
+        return False
     if task.direction is Direction.DATA and g.stride != (1, 1):
         return False
     return int(cupy.cuda.Device().compute_capability) >= TENSOR_CORES
@@ -154,9 +162,10 @@ class Layout:
         self.patch = _up(tiling.images * math.prod(size) * self.pixel, 4)
         self.lines = tiling.tiles_m * tiling.warps_m * 16
         self.columns = tiling.tiles_n * tiling.warps_n * 8
-        self.pitch = self.lines + 8 if weights else _up(shape.depth, 8) + 4
-        if weights and self.pitch % 16 == 0:
-            self.pitch += 8
+        self.pitch = _up(shape.depth, 8) + 4
+        if weights or shape.flipped:
+            rows = self.lines if weights else self.columns
+            self.pitch = rows + 8 if rows % 16 == 0 else rows
         self.depth_steps = -(-shape.depth // 8)
         self.place_steps = -(-self.places // 8)
         self.pieces = -(-shape.images // tiling.images) * -(-shape.out[0] // tiling.rows)
@@ -165,7 +174,8 @@ class Layout:
     def words(self) -> int:
         """Words of shared memory: patch, factors and table, or the warps' sums after them."""
         steps = self.place_steps if self.weights else self.depth_steps
-        factors = steps * 8 * self.pitch if self.weights else self.columns * self.pitch
+        rows = steps * 8 if self.weights or self.shape.flipped else self.columns
+        factors = rows * self.pitch
         return max(self.patch + factors + steps * 8, self.tiling.warps_k * self.lines * self.columns)
 
     @property
@@ -179,19 +189,19 @@ class Layout:
     def time(self, multiprocessors: int) -> float:
         """About how many clocks it takes: loading, reading shared memory or multiplying, and starting blocks."""
         t, blocks = self.tiling, math.prod(self.grid)
-        loaded = self.patch + (self.place_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth)
+        factors = self.place_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth
+        loading = (self.patch + factors) / WORDS_A_CLOCK
         steps = -(-(self.place_steps if self.weights else self.depth_steps) // t.warps_k)
         products = t.tiles_m * t.tiles_n
         reads = 4 * t.tiles_m + 2 * t.tiles_n + 2
-        busy = t.warps * steps * max(1.7 * products, reads)
+        busy = t.warps * steps * max(2 * products, reads)
         waits = steps * (40 + 4 * products)
         rounds = -(-self.pieces // self.grid[0]) if self.weights else 1
         together = max(1, min(232448 // (4 * self.words + 1024), 2048 // (32 * t.warps), -(-blocks // multiprocessors)))
-        work = rounds * (loaded / 10 + busy)
-        alone = rounds * (1200 + loaded / 10 + max(busy, waits))
+        alone = rounds * (1500 + loading + max(busy, waits))
         waves = -(-blocks // (multiprocessors * together))
-        written = self.grid[0] * self.shape.outputs * self.shape.depth / (multiprocessors * 8) if self.weights else 0
-        return float(waves * max(alone, together * work) + 2 * written)
+        written = self.grid[0] * self.shape.outputs * self.shape.depth / (multiprocessors * WORDS_A_CLOCK)
+        return float(waves * max(alone, together * rounds * (loading + busy)) + (2 * written if self.weights else 0))
 
     def defines(self, dtype: str) -> str:
         """The text that the kernel expects before its own."""

@@ -11,13 +11,22 @@
 //   TILES_M, TILES_N, WARPS_M, WARPS_N, WARPS_K   tiles of 16 x 8 that a warp adds up, and how warps divide the work,
 //   PITCH                                 distance of two rows in shared memory: of the weights; of dy.
 
-constexpr int THREADS = 32 * WARPS_M * WARPS_N * WARPS_K;
+constexpr int WARPS = WARPS_M * WARPS_N * WARPS_K;
+constexpr int THREADS = 32 * WARPS;
 constexpr int PLACES = IMAGES * ROWS * OUT_WIDTH;
 constexpr int ROW_TILES = (OUT_HEIGHT + ROWS - 1) / ROWS;
 constexpr int PATCH_H = (ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
 constexpr int PATCH_W = (OUT_WIDTH - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int PATCH = (IMAGES * PATCH_H * PATCH_W * PIXEL + 3) / 4 * 4;
-constexpr int DEPTH = KERNEL_H * KERNEL_W * CHANNELS;
+constexpr int TAPS = KERNEL_H * KERNEL_W, DEPTH = TAPS * CHANNELS;
+constexpr int TILES = TILES_M * TILES_N;
+constexpr int MOST_TOGETHER = 8;
+
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int quotient_up(int a, int b) { return (a + b - 1) / b; }
+
+// The largest power of two up to 4 that divides a number of elements.
+__device__ constexpr int width_for(int elements) { return elements % 4 == 0 ? 4 : elements % 2 == 0 ? 2 : 1; }
 
 __device__ __forceinline__ unsigned int tf32(float x) {
     unsigned int result;
@@ -31,30 +40,19 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The largest power of two up to 4 that divides a number of elements.
-__device__ constexpr int width_for(int elements) {
-    int width = 4;
-    while (elements % width != 0) width /= 2;
-    return width;
-}
-
-// Where the window of a place begins in the patch.
-__device__ __forceinline__ int window_of(int place) {
-    const int x = place % OUT_WIDTH, row = place / OUT_WIDTH;
-    return ((row / ROWS * PATCH_H + row % ROWS * STRIDE_H) * PATCH_W + x * STRIDE_W) * PIXEL;
-}
-
-// Where element k of a window (row, column, channel) lies from the window's beginning.
-__device__ __forceinline__ int element_of(int k) {
-    const int tap = k / CHANNELS;
-    return k < DEPTH ? (tap / KERNEL_W * DILATION_H * PATCH_W + tap % KERNEL_W * DILATION_W) * PIXEL + k % CHANNELS : 0;
+template <int V>
+__device__ __forceinline__ void store_rounded(unsigned int *to, const Pack<float, V> &values) {
+    alignas(16) Pack<unsigned int, V> words;
+#pragma unroll
+    for (int v = 0; v < V; ++v) words[v] = tf32(values[v]);
+    move_bytes<4 * V>(to, &words);
 }
 
 // Copies COUNT packs of V elements, rounded to TF32, many loads before the first store. `from(i)` is where pack i lies, or null
 // for zeros; `to(i)` where it goes.
 template <int COUNT, int V, typename From, typename To>
 __device__ __forceinline__ void copy_rounded(From from, To to) {
-    constexpr int TOGETHER = 8;
+    constexpr int TOGETHER = smaller(quotient_up(COUNT, THREADS), MOST_TOGETHER);
     for (int start = threadIdx.x; start < COUNT; start += THREADS * TOGETHER) {
         Pack<float, V> values[TOGETHER];
 #pragma unroll
@@ -66,27 +64,99 @@ __device__ __forceinline__ void copy_rounded(From from, To to) {
 #pragma unroll
         for (int u = 0; u < TOGETHER; ++u) {
             const int i = start + u * THREADS;
-            if (i >= COUNT) break;
-            alignas(16) Pack<unsigned int, V> words;
-#pragma unroll
-            for (int v = 0; v < V; ++v) words[v] = tf32(values[u][v]);
-            move_bytes<4 * V>(to(i), &words);
+            if (i < COUNT) store_rounded<V>(to(i), values[u]);
         }
     }
 }
 
-// The part of the images under ROWS rows of windows, 0 outside.
+// The part of the images under ROWS rows of windows, 0 outside; a warp takes whole rows of it.
 __device__ __forceinline__ void load_patch(const Element *image, unsigned int *patch, int first_image, int images, int row) {
-    constexpr int V = width_for(CHANNELS), PACKS = CHANNELS / V;
+    constexpr int V = width_for(CHANNELS), PACKS = CHANNELS / V, COUNT = PATCH_W * PACKS, TRIPS = quotient_up(COUNT, 32);
+    constexpr int AT_ONCE = smaller(TRIPS, MOST_TOGETHER), LINES = MOST_TOGETHER / AT_ONCE;
     static_assert(PIXEL % V == 0, "a pixel's packs must be aligned");
-    copy_rounded<IMAGES * PATCH_H * PATCH_W * PACKS, V>(
-        [=](int i) -> const Element * {
-            const int pixel = i / PACKS, n = first_image + pixel / (PATCH_H * PATCH_W);
-            const int y = row * STRIDE_H - PAD_H + pixel / PATCH_W % PATCH_H, x = pixel % PATCH_W - PAD_W;
-            const bool inside = n < images && y >= 0 && y < HEIGHT && x >= 0 && x < WIDTH;
-            return inside ? image + ((size_t)(n * HEIGHT + y) * WIDTH + x) * CHANNELS + i % PACKS * V : nullptr;
-        },
-        [=](int i) { return patch + i / PACKS * PIXEL + i % PACKS * V; });
+    const int lane = threadIdx.x % 32;
+    for (int first = threadIdx.x / 32; first < IMAGES * PATCH_H; first += WARPS * LINES) {
+        for (int start = lane; start < COUNT; start += 32 * AT_ONCE) {
+            Pack<float, V> values[LINES][AT_ONCE];
+#pragma unroll
+            for (int r = 0; r < LINES; ++r) {
+                const int line = first + r * WARPS, n = first_image + line / PATCH_H;
+                const int y = row * STRIDE_H - PAD_H + line % PATCH_H;
+                const bool inside = line < IMAGES * PATCH_H && n < images && y >= 0 && y < HEIGHT;
+                const Element *const source = image + ((long long)(n * HEIGHT + y) * WIDTH - PAD_W) * CHANNELS;
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; ++u) {
+                    const int i = start + 32 * u, x = i / PACKS - PAD_W;
+                    const bool there = inside && i < COUNT && x >= 0 && x < WIDTH;
+                    values[r][u] = there ? load<V>(source + i * V, 0) : Pack<float, V>{};
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < LINES; ++r) {
+                const int line = first + r * WARPS;
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; ++u) {
+                    const int i = start + 32 * u;
+                    if (line >= IMAGES * PATCH_H || i >= COUNT) continue;
+                    store_rounded<V>(patch + (line * PATCH_W + i / PACKS) * PIXEL + i % PACKS * V, values[r][u]);
+                }
+            }
+        }
+    }
+}
+
+// Where the window of a place begins in the patch.
+__device__ __forceinline__ int window_of(int place) {
+    const int x = place % OUT_WIDTH, row = place / OUT_WIDTH;
+    return ((row / ROWS * PATCH_H + row % ROWS * STRIDE_H) * PATCH_W + x * STRIDE_W) * PIXEL;
+}
+
+// Where element k of a window lies from the window's beginning: they are counted as (row, column, channel), or where FLIPPED as
+// (channel, last to first row, last to first column), the order of the weights in memory.
+__device__ __forceinline__ int element_of(int k) {
+    if (k >= DEPTH) return 0;
+    const int tap = FLIPPED ? TAPS - 1 - k % TAPS : k / CHANNELS, c = FLIPPED ? k / TAPS : k % CHANNELS;
+    return (tap / KERNEL_W * DILATION_H * PATCH_W + tap % KERNEL_W * DILATION_W) * PIXEL + c;
+}
+
+// How many of a block's places there are: fewer than PLACES at the last rows and images. They follow each other in memory.
+__device__ __forceinline__ int places_there(int first_image, int images, int row) {
+    return IMAGES > 1 ? min(IMAGES, images - first_image) * ROWS * OUT_WIDTH : min(ROWS, OUT_HEIGHT - row) * OUT_WIDTH;
+}
+
+// Adds up the tiles that WARPS_K warps have of the same places; afterwards warp number k of them has the sums of tiles k,
+// k + WARPS_K, ... `group` tells apart warps of different places.
+__device__ __forceinline__ void add_warps(float (&sums)[TILES][4], float4 *shared, int group, int groups, int warp_k) {
+    const int lane = threadIdx.x % 32;
+    __syncthreads();
+#pragma unroll
+    for (int q = 0; q < TILES; ++q) {
+        const float4 own = make_float4(sums[q][0], sums[q][1], sums[q][2], sums[q][3]);
+        shared[((warp_k * groups + group) * TILES + q) * 32 + lane] = own;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int q = 0; q < TILES; ++q) {
+        if (q % WARPS_K != warp_k) continue;
+        float4 sum = shared[(group * TILES + q) * 32 + lane];
+#pragma unroll
+        for (int k = 1; k < WARPS_K; ++k) {
+            const float4 more = shared[((k * groups + group) * TILES + q) * 32 + lane];
+            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        }
+        sums[q][0] = sum.x, sums[q][1] = sum.y, sums[q][2] = sum.z, sums[q][3] = sum.w;
+    }
+}
+
+// Two neighbours of a line of `length` elements.
+template <typename T, int LENGTH>
+__device__ __forceinline__ void store_pair(T *line, int at, float first, float second) {
+    if constexpr (LENGTH % 2 == 0) {
+        if (at < LENGTH) store<2>(line + at, 0, Pack<float, 2>{first, second});
+    } else {
+        if (at < LENGTH) line[at] = Rounded<T>::one(first);
+        if (at + 1 < LENGTH) line[at + 1] = Rounded<T>::one(second);
+    }
 }
 
 #ifdef GATHER
@@ -95,30 +165,27 @@ constexpr int STEPS = (DEPTH + 7) / 8;
 constexpr int COLUMNS = TILES_N * 8;
 static_assert(WARPS_N == 1, "a warp takes all columns");
 
-// factors[n][k]: what element k of a window is multiplied by for output n.
+// What element k of a window is multiplied by for output n: factors[n * PITCH + k], or factors[k * PITCH + n] where FLIPPED.
 __device__ __forceinline__ void load_factors(const Element *weights, unsigned int *factors, int first) {
+    constexpr int REST = STEPS * 8 - DEPTH;
     if constexpr (FLIPPED != 0) {
-        constexpr int TAPS = KERNEL_H * KERNEL_W;
-        copy_rounded<DEPTH * COLUMNS, 1>(
+        constexpr int V = width_for(OUTPUTS), PACKS = COLUMNS / V;
+        copy_rounded<DEPTH * PACKS, V>(
             [=](int i) -> const Element * {
-                const int n = first + i % COLUMNS;
-                return n < OUTPUTS ? weights + (size_t)(i / COLUMNS) * OUTPUTS + n : nullptr;
+                const int n = first + i % PACKS * V;
+                return n < OUTPUTS ? weights + i / PACKS * OUTPUTS + n : nullptr;
             },
-            [=](int i) {
-                const int tap = i / COLUMNS % TAPS, c = i / COLUMNS / TAPS;
-                return factors + i % COLUMNS * PITCH + (TAPS - 1 - tap) * CHANNELS + c;
-            });
+            [=](int i) { return factors + i / PACKS * PITCH + i % PACKS * V; });
+        for (int i = threadIdx.x; i < REST * PITCH; i += THREADS) factors[DEPTH * PITCH + i] = 0u;
     } else {
         constexpr int V = width_for(DEPTH), PACKS = DEPTH / V;
         copy_rounded<PACKS * COLUMNS, V>(
             [=](int i) -> const Element * {
-                const int n = first + i / PACKS;
-                return n < OUTPUTS ? weights + (size_t)n * DEPTH + i % PACKS * V : nullptr;
+                return first + i / PACKS < OUTPUTS ? weights + (size_t)first * DEPTH + i * V : nullptr;
             },
             [=](int i) { return factors + i / PACKS * PITCH + i % PACKS * V; });
+        for (int i = threadIdx.x; i < REST * COLUMNS; i += THREADS) factors[i % COLUMNS * PITCH + DEPTH + i / COLUMNS] = 0u;
     }
-    constexpr int REST = STEPS * 8 - DEPTH;
-    for (int i = threadIdx.x; i < REST * COLUMNS; i += THREADS) factors[i % COLUMNS * PITCH + DEPTH + i / COLUMNS] = 0u;
 }
 
 // out = image * weights (+ bias), or max(that, 0). Blocks: (pieces of the images, tiles of COLUMNS outputs).
@@ -127,69 +194,69 @@ gather(const Element *image, const Element *weights, const float *bias, Element 
     extern __shared__ uint4 shared_words[];
     unsigned int *const patch = reinterpret_cast<unsigned int *>(shared_words);
     unsigned int *const factors = patch + PATCH;
-    int *const elements = reinterpret_cast<int *>(factors + COLUMNS * PITCH);
+    int2 *const elements = reinterpret_cast<int2 *>(factors + (FLIPPED ? STEPS * 8 : COLUMNS) * PITCH);
     const int first_image = blockIdx.x / ROW_TILES * IMAGES, row = blockIdx.x % ROW_TILES * ROWS;
     const int first_output = blockIdx.y * COLUMNS;
     load_patch(image, patch, first_image, images, row);
     load_factors(weights, factors, first_output);
-    for (int k = threadIdx.x; k < STEPS * 8; k += THREADS) elements[k] = element_of(k);
+    for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) {
+        const int k = i / 4 * 8 + i % 4;
+        elements[i] = make_int2(element_of(k), element_of(k + 4));
+    }
     __syncthreads();
 
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     const int warp_m = warp % WARPS_M, warp_k = warp / WARPS_M;
-    int windows[TILES_M][2];
+    const unsigned int *windows[TILES_M][2];
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) {
         const int place = (warp_m * TILES_M + i) * 16 + g;
-        windows[i][0] = window_of(min(place, PLACES - 1));
-        windows[i][1] = window_of(min(place + 8, PLACES - 1));
+        windows[i][0] = patch + window_of(min(place, PLACES - 1));
+        windows[i][1] = patch + window_of(min(place + 8, PLACES - 1));
     }
-    float sums[TILES_M][TILES_N][4] = {};
-#pragma unroll 2
+    const unsigned int *const column = factors + (FLIPPED ? t * PITCH + g : g * PITCH + t);
+    constexpr int STEP_PITCH = FLIPPED ? 8 * PITCH : 8, TILE_PITCH = FLIPPED ? 8 : 8 * PITCH, HALF_PITCH = FLIPPED ? 4 * PITCH : 4;
+    float sums[TILES][4] = {};
+#pragma unroll 4
     for (int step = warp_k; step < STEPS; step += WARPS_K) {
-        const int k = step * 8 + t, low = elements[k], high = elements[k + 4];
+        const int2 place = elements[step * 4 + t];
         unsigned int a[TILES_M][4];
 #pragma unroll
         for (int i = 0; i < TILES_M; ++i) {
-            a[i][0] = patch[windows[i][0] + low];
-            a[i][1] = patch[windows[i][1] + low];
-            a[i][2] = patch[windows[i][0] + high];
-            a[i][3] = patch[windows[i][1] + high];
+            a[i][0] = windows[i][0][place.x];
+            a[i][1] = windows[i][1][place.x];
+            a[i][2] = windows[i][0][place.y];
+            a[i][3] = windows[i][1][place.y];
         }
 #pragma unroll
         for (int j = 0; j < TILES_N; ++j) {
-            const unsigned int *const column = factors + (j * 8 + g) * PITCH + k;
-            const unsigned int b[2] = {column[0], column[4]};
+            const unsigned int *const factor = column + step * STEP_PITCH + j * TILE_PITCH;
+            const unsigned int b[2] = {factor[0], factor[HALF_PITCH]};
 #pragma unroll
-            for (int i = 0; i < TILES_M; ++i) multiply_add(sums[i][j], a[i], b);
+            for (int i = 0; i < TILES_M; ++i) multiply_add(sums[i * TILES_N + j], a[i], b);
         }
     }
+    if constexpr (WARPS_K > 1) add_warps(sums, reinterpret_cast<float4 *>(shared_words), warp_m, WARPS_M, warp_k);
 
-    // The warps' sums, by parts of the depth, in the memory of patch and weights.
-    constexpr int PADDED = WARPS_M * TILES_M * 16;
-    float *const parts = reinterpret_cast<float *>(shared_words);
-    __syncthreads();
+    const int there = places_there(first_image, images, row);
+    Element *const first_place = out + (size_t)(first_image * OUT_HEIGHT + row) * OUT_WIDTH * OUTPUTS;
 #pragma unroll
-    for (int i = 0; i < TILES_M; ++i) {
+    for (int j = 0; j < TILES_N; ++j) {
+        const int n = first_output + j * 8 + 2 * t;
+        const float low = with_bias && n < OUTPUTS ? bias[n] : 0.0f, high = with_bias && n + 1 < OUTPUTS ? bias[n + 1] : 0.0f;
 #pragma unroll
-        for (int j = 0; j < TILES_N; ++j) {
-            float *const to = parts + ((warp_k * PADDED + (warp_m * TILES_M + i) * 16 + g) * COLUMNS + j * 8 + 2 * t);
-            *reinterpret_cast<float2 *>(to) = make_float2(sums[i][j][0], sums[i][j][1]);
-            *reinterpret_cast<float2 *>(to + 8 * COLUMNS) = make_float2(sums[i][j][2], sums[i][j][3]);
+        for (int i = 0; i < TILES_M; ++i) {
+            const int q = i * TILES_N + j;
+            if (WARPS_K > 1 && q % WARPS_K != warp_k) continue;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int place = (warp_m * TILES_M + i) * 16 + g + 8 * h;
+                const float first = sums[q][2 * h] + low, second = sums[q][2 * h + 1] + high;
+                if (place >= there) continue;
+                store_pair<Element, OUTPUTS>(first_place + place * OUTPUTS, n, relu ? fmaxf(first, 0.0f) : first,
+                                             relu ? fmaxf(second, 0.0f) : second);
+            }
         }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < PLACES * COLUMNS; i += THREADS) {
-        const int n = i % COLUMNS, place = i / COLUMNS;
-        const int at = place / OUT_WIDTH, own = first_image + at / ROWS, y = row + at % ROWS;
-        if (first_output + n >= OUTPUTS || own >= images || y >= OUT_HEIGHT) continue;
-        float sum = parts[i];
-#pragma unroll
-        for (int k = 1; k < WARPS_K; ++k) sum += parts[k * PADDED * COLUMNS + i];
-        if (with_bias) sum += bias[first_output + n];
-        if (relu) sum = fmaxf(sum, 0.0f);
-        const size_t pixel = (size_t)(own * OUT_HEIGHT + y) * OUT_WIDTH + place % OUT_WIDTH;
-        out[pixel * OUTPUTS + first_output + n] = Rounded<Element>::one(sum);
     }
 }
 
@@ -200,16 +267,13 @@ constexpr int OWN_OUTPUTS = TILES_M * 16;
 constexpr int COLUMNS = WARPS_N * TILES_N * 8;
 static_assert(WARPS_M == 1, "a warp takes all of the block's outputs");
 
-// gradient[place][output] in shared memory, 0 where there is none.
-__device__ __forceinline__ void load_gradient(const Element *dy, unsigned int *gradient, int first, int first_image, int images,
-                                              int row) {
-    constexpr int V = width_for(OUTPUTS), PACKS = OWN_OUTPUTS / V;
+// gradient[place][output] in shared memory, 0 for places that there are not.
+__device__ __forceinline__ void load_gradient(const Element *dy, unsigned int *gradient, int first, int there) {
+    constexpr int V = width_for(OUTPUTS), PACKS = smaller(OWN_OUTPUTS, OUTPUTS) / V;
     copy_rounded<STEPS * 8 * PACKS, V>(
         [=](int i) -> const Element * {
-            const int o = first + i % PACKS * V, place = i / PACKS;
-            const int at = place / OUT_WIDTH, n = first_image + at / ROWS, y = row + at % ROWS;
-            const bool inside = place < PLACES && o < OUTPUTS && n < images && y < OUT_HEIGHT;
-            return inside ? dy + ((size_t)(n * OUT_HEIGHT + y) * OUT_WIDTH + place % OUT_WIDTH) * OUTPUTS + o : nullptr;
+            const int place = i / PACKS, o = first + i % PACKS * V;
+            return place < there && o < OUTPUTS ? dy + place * OUTPUTS + o : nullptr;
         },
         [=](int i) { return gradient + i / PACKS * PITCH + i % PACKS * V; });
 }
@@ -221,63 +285,64 @@ weights(const Element *image, const Element *dy, float *parts, int images, int p
     extern __shared__ uint4 shared_words[];
     unsigned int *const patch = reinterpret_cast<unsigned int *>(shared_words);
     unsigned int *const gradient = patch + PATCH;
-    int *const places = reinterpret_cast<int *>(gradient + STEPS * 8 * PITCH);
+    int2 *const places = reinterpret_cast<int2 *>(gradient + STEPS * 8 * PITCH);
     const int first_output = blockIdx.z * OWN_OUTPUTS;
-    for (int i = threadIdx.x; i < STEPS * 8; i += THREADS) places[i] = window_of(min(i, PLACES - 1));
+    for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) {
+        const int place = i / 4 * 8 + i % 4;
+        places[i] = make_int2(window_of(min(place, PLACES - 1)), window_of(min(place + 4, PLACES - 1)));
+    }
 
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const int first_column = blockIdx.y * COLUMNS + warp_n * TILES_N * 8;
-    int elements[TILES_N];
+    const unsigned int *elements[TILES_N];
 #pragma unroll
-    for (int j = 0; j < TILES_N; ++j) elements[j] = element_of(first_column + j * 8 + g);
-    float sums[TILES_M][TILES_N][4] = {};
+    for (int j = 0; j < TILES_N; ++j) elements[j] = patch + element_of(first_column + j * 8 + g);
+    const unsigned int *const outputs = gradient + t * PITCH + g;
+    float sums[TILES][4] = {};
     for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         const int first_image = piece / ROW_TILES * IMAGES, row = piece % ROW_TILES * ROWS;
         __syncthreads();
         load_patch(image, patch, first_image, images, row);
-        load_gradient(dy, gradient, first_output, first_image, images, row);
+        load_gradient(dy + (size_t)(first_image * OUT_HEIGHT + row) * OUT_WIDTH * OUTPUTS, gradient, first_output,
+                      places_there(first_image, images, row));
         __syncthreads();
-#pragma unroll 2
+#pragma unroll 4
         for (int step = warp_k; step < STEPS; step += WARPS_K) {
-            const int k = step * 8 + t, low = places[k], high = places[k + 4];
+            const int2 place = places[step * 4 + t];
             unsigned int a[TILES_M][4];
 #pragma unroll
             for (int i = 0; i < TILES_M; ++i) {
-                const unsigned int *const outputs = gradient + k * PITCH + i * 16 + g;
-                a[i][0] = outputs[0];
-                a[i][1] = outputs[8];
-                a[i][2] = outputs[4 * PITCH];
-                a[i][3] = outputs[4 * PITCH + 8];
+                const unsigned int *const from = outputs + step * 8 * PITCH + i * 16;
+                a[i][0] = from[0];
+                a[i][1] = from[8];
+                a[i][2] = from[4 * PITCH];
+                a[i][3] = from[4 * PITCH + 8];
             }
 #pragma unroll
             for (int j = 0; j < TILES_N; ++j) {
-                const unsigned int b[2] = {patch[low + elements[j]], patch[high + elements[j]]};
+                const unsigned int b[2] = {elements[j][place.x], elements[j][place.y]};
 #pragma unroll
-                for (int i = 0; i < TILES_M; ++i) multiply_add(sums[i][j], a[i], b);
+                for (int i = 0; i < TILES_M; ++i) multiply_add(sums[i * TILES_N + j], a[i], b);
             }
         }
     }
+    if constexpr (WARPS_K > 1) add_warps(sums, reinterpret_cast<float4 *>(shared_words), warp_n, WARPS_N, warp_k);
 
-    float *const own = reinterpret_cast<float *>(shared_words);
-    __syncthreads();
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) {
 #pragma unroll
         for (int j = 0; j < TILES_N; ++j) {
-            float *const to = own + ((warp_k * OWN_OUTPUTS + i * 16 + g) * COLUMNS + (warp_n * TILES_N + j) * 8 + 2 * t);
-            *reinterpret_cast<float2 *>(to) = make_float2(sums[i][j][0], sums[i][j][1]);
-            *reinterpret_cast<float2 *>(to + 8 * COLUMNS) = make_float2(sums[i][j][2], sums[i][j][3]);
-        }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < OWN_OUTPUTS * COLUMNS; i += THREADS) {
-        const int k = blockIdx.y * COLUMNS + i % COLUMNS, o = first_output + i / COLUMNS;
-        if (k >= DEPTH || o >= OUTPUTS) continue;
-        float sum = own[i];
+            const int q = i * TILES_N + j;
+            if (WARPS_K > 1 && q % WARPS_K != warp_k) continue;
 #pragma unroll
-        for (int w = 1; w < WARPS_K; ++w) sum += own[w * OWN_OUTPUTS * COLUMNS + i];
-        parts[((size_t)blockIdx.x * OUTPUTS + o) * DEPTH + k] = sum;
+            for (int h = 0; h < 2; ++h) {
+                const int o = first_output + i * 16 + g + 8 * h;
+                if (o >= OUTPUTS) continue;
+                float *const line = parts + (size_t)(blockIdx.x * OUTPUTS + o) * DEPTH;
+                store_pair<float, DEPTH>(line, first_column + j * 8 + 2 * t, sums[q][2 * h], sums[q][2 * h + 1]);
+            }
+        }
     }
 }
 
