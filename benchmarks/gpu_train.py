@@ -3,9 +3,9 @@
     python benchmarks/gpu_train.py [--rows resnet50:FLOAT16,lenet:FLOAT] [--ours-only] [--kernels]
 
 Every figure is the median of five groups of iterations: forward, loss, backward, SGD with momentum and weight decay,
-images already on the device. Memory is what our process holds of the device while it trains, and PyTorch's peak. Each runs
-in a process of its own. PyTorch runs eagerly, as one CUDA graph and compiled; our ratio is to the best of these. `--kernels`
-prints where our iteration's time goes (PyTorch's profiler is needed).
+images already on the device. Memory is what our process holds of the device while it trains, and PyTorch's peak. Each
+runs in a process of its own. PyTorch runs eagerly, as one CUDA graph and compiled; our ratio is to the best of these.
+`--kernels` prints where our iteration's time goes (PyTorch's profiler is needed).
 """
 
 from __future__ import annotations

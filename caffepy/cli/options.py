@@ -132,7 +132,7 @@ def add_device_options(parser: argparse._ActionsContainer, default: str) -> None
         "--math",
         choices=MATH_MODES,
         default="tf32",
-        help="how GPUs multiply in FLOAT: tf32, on tensor cores, factors rounded to 10 bits (default), or in full (fp32)",
+        help="how GPUs multiply in FLOAT: on tensor cores, factors rounded to 10 bits (tf32, default), or fully (fp32)",
     )
 
 

@@ -1,4 +1,4 @@
-"""The switches of the GPU engine change nothing but the speed: captured or eager, fused or not, shared or not, half or full."""
+"""The switches of the GPU engine change nothing but the speed: graphs, fused layers, shared memory, half precision."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def test_nothing_is_changed_after_two_dashes():
     assert normalise(["-a_b", "--", "-a_b"]) == ["--a-b", "--", "-a_b"]
 
 
-def test_math_is_exact_by_default():
-    assert parse("train").math == parse("time").math == "fp32"
+def test_math_is_on_tensor_cores_by_default():
+    assert parse("train").math == parse("time").math == "tf32"
     assert parse("train", "-math=tf32").math == "tf32"
     with pytest.raises(ConfigError, match="invalid choice: 'fp8'"):
         parse("train", "--math", "fp8")
