@@ -5,7 +5,8 @@
 extern "C" __global__ void find_non_finite(const TYPE *x, unsigned long long n, int *flag) {
     bool bad = false;
     const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
-    for (unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; first < n; first += EACH * step) {
+    const unsigned long long own = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
+    for (unsigned long long first = own; first < n; first += EACH * step) {
         Pack<TYPE, WIDTH> values[EACH];
 #pragma unroll
         for (int u = 0; u < EACH; ++u) values[u] = load_raw<WIDTH>(x, min(first + u * step, n - 1));

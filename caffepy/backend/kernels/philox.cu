@@ -77,7 +77,8 @@ extern "C" __global__ void fill_planes(TARGET, unsigned int channels, Divider by
                                        unsigned int groups, Divider by_groups, SEQUENCE, unsigned int count) {
     MAKE_SEQUENCE
     EACH_INDEX(i, count) {
-        const unsigned int over = by_channels(i), c = i - over * channels, row = by_groups(over), place = 4 * (over - row * groups);
+        const unsigned int over = by_channels(i), c = i - over * channels, row = by_groups(over);
+        const unsigned int place = 4 * (over - row * groups);
         const unsigned int element = c * places + place;
         Pack<float, 4> chances = sequence.quad(element / 4, row);
         if (element % 4 != 0) {

@@ -1,6 +1,6 @@
 // Pooling over channels-last arrays. Windows are Caffe's: clipped to the image for the maximum; for the average the area counts
-// padding but ends at size + pad. The text before defines STORED, WIDTH (the channels of a thread), TILES (whether gradients go by
-// tiles or by places), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum TOGETHER and
+// padding but ends at size + pad. The text before defines STORED, WIDTH (the channels of a thread), TILES (whether gradients go
+// by tiles or by places), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum TOGETHER and
 // MASK (int: place in the plane; unsigned char: number in the window), without which the kernels are those of the average.
 // Loads come before what needs them, so that a thread has many on their way. Gradients are gathered: no atomics are needed.
 
