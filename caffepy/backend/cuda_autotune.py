@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from caffepy.backend.base import Array
@@ -35,7 +36,10 @@ WAIT = 120.0
 """Seconds that a thread waits for another one that tries the same task, before it tries for itself."""
 
 HOPELESS = 1.6
-"""A candidate whose first run takes so many times the best one's time is not run again."""
+"""A candidate whose first timed run takes so many times the best one's time is not run again."""
+
+PATIENCE = 1.0
+"""Seconds that a candidate's very first run, with the loading of its kernel, may take."""
 
 DELAY = 40_000
 """Nanoseconds of idling put before timed work for each run, so that its launches wait in line behind it."""
@@ -159,9 +163,11 @@ class Tuner:
                     return found
             if is_capturing():
                 return _first(sources)
+            begin = monotonic()
             decision, chosen = self._try_all(task, sources, operands, resources)
             self._decisions.put(key, decision)
-        logger.debug("%s: %s, %.1f us", key, decision.name, decision.microseconds)
+        took = monotonic() - begin
+        logger.debug("%s: %s, %.1f us, found in %.2f s", key, decision.name, decision.microseconds, took)
         return chosen
 
     def time_of(self, task: Task, resources: Resources) -> float | None:
@@ -228,7 +234,11 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | N
     try:
         if not candidate.prepare():
             return None
+        begin = monotonic()
         candidate.run(operands)
+        cupy.cuda.get_current_stream().synchronize()
+        if monotonic() - begin > PATIENCE and best < PATIENCE * 1e6:
+            return None
         time = elapsed(lambda: candidate.run(operands), 1)
         if time > max(HOPELESS * best, best + 10):
             return None

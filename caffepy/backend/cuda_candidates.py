@@ -20,7 +20,7 @@ from caffepy.backend.cuda_convolution import (
     is_pointwise,
     rectify,
 )
-from caffepy.backend.cuda_cudnn import CopiedCudnn, cudnn_candidates
+from caffepy.backend.cuda_cudnn import CopiedCudnn, Plans, cudnn_candidates, split_candidates
 from caffepy.backend.cuda_elementwise import apply
 from caffepy.backend.cuda_folding import folded_sources
 from caffepy.backend.cuda_im2col import Im2colConvolution
@@ -60,14 +60,17 @@ class Apart:
 
 def sources(task: Task, convolution: CudaConvolution, resources: Resources) -> list[Source]:
     """All sources of candidates for a task, in the order in which they are tried without tuning."""
+    found = [*folded_sources(task, resources), _cudnn(task, resources, Plans.READY)]
     if task.sums:
-        return [*folded_sources(task, resources), _cudnn(task, resources)]
-    with_epilogue = task != task.plain
-    found = [*folded_sources(task, resources), _cudnn(task, resources)]
+        return found
     if suits_small_kernels(task, resources):
         found.insert(0, Source("small", lambda: small_candidates(task, resources)))
-    if with_epilogue:
+    if task.problem.geometry.group > 1:
+        found.append(Source("split", lambda: split_candidates(task, resources)))
+    found.append(_cudnn(task, resources, Plans.COMPILED))
+    if task != task.plain:
         return [*found, Source("apart", lambda: [Apart(task, convolution)])]
+    found.append(_cudnn(task, resources, Plans.FALLBACK))
     copied = Source("copied", lambda: _copied(task, resources), last_resort=True)
     preferred = _prefers_products(task, resources)
     unrolling = not (preferred or is_pointwise(task.problem.geometry))
@@ -75,8 +78,9 @@ def sources(task: Task, convolution: CudaConvolution, resources: Resources) -> l
     return [products, *found, copied] if preferred else [*found, copied, products]
 
 
-def _cudnn(task: Task, resources: Resources) -> Source:
-    return Source("cuDNN", lambda: cudnn_candidates(task, resources))
+def _cudnn(task: Task, resources: Resources, kind: Plans) -> Source:
+    last_resort = kind is Plans.FALLBACK or (kind is Plans.COMPILED and task.problem.geometry.group == 1)
+    return Source(kind.value, lambda: cudnn_candidates(task, resources, kind), last_resort)
 
 
 def _copied(task: Task, resources: Resources) -> list[Candidate]:

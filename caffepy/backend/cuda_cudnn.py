@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 from caffepy.backend.base import Array, convolution_workspace
@@ -24,8 +25,11 @@ from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_elementwise import apply
 from caffepy.backend.cuda_memory import Scratch, view
 
+MOST_PLANS = 20
+"""Plans of one graph that are candidates; the heuristics' first ten nearly always have the best among them."""
+
 MOST_COMPILED = 3
-"""Plans of one graph that cuDNN compiles at run time, a third of a second each; the first are the likely best."""
+"""The same where cuDNN compiles them at run time, which takes a third of a second each."""
 
 MOST_SPLIT_GROUPS = 8
 """Groups up to which one convolution for each may be faster than cuDNN's engines for groups."""
@@ -68,6 +72,14 @@ def _at_least_four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) > 3 else (shape[0], shape[1], 1, shape[2])
 
 
+class Plans(Enum):
+    """Kinds of plans that cuDNN proposes."""
+
+    READY = "cuDNN"  # heuristics' choice among its own kernels
+    COMPILED = "compiled cuDNN"  # heuristics' choice among kernels that it compiles at run time
+    FALLBACK = "fallback cuDNN"  # what works for many shapes, mostly slowly
+
+
 class CudnnGraph:
     """One operation graph with the plans that heuristics propose for it.
 
@@ -77,24 +89,28 @@ class CudnnGraph:
         channels_last: how the arrays lie.
         split: compute one group, its channels among those of the whole arrays.
         rounded_bias: take the bias in the problem's storage, which more engines can do.
+        x_strides: of x, where its places overlap.
     """
 
     def __init__(
-        self, task: Task, resources: Resources, channels_last: bool, split: bool = False, rounded_bias: bool = False
-    ) -> None:
+        self, task: Task, resources: Resources, channels_last: bool, split: bool = False, rounded_bias: bool = False,
+        x_strides: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.task = task
         self.resources = resources
         self.groups = task.problem.geometry.group if split else 1
         self.rounded_bias = rounded_bias
+        self._x_strides = x_strides
         self._channels_last = channels_last
         cudnn = resources.cudnn
         types = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
         self._type = getattr(cudnn.data_type, types[task.problem.storage])
         self.graph: Any = None
 
-    def build(self) -> bool:
+    def build(self, kind: Plans) -> bool:
         """Write the graph and ask for plans; False if cuDNN has none."""
         cudnn = self.resources.cudnn
+        modes = [cudnn.heur_mode.FALLBACK] if kind is Plans.FALLBACK else [cudnn.heur_mode.A, cudnn.heur_mode.B]
         single = cudnn.data_type.FLOAT
         graph = self.graph = cudnn.pygraph(
             io_data_type=self._type,
@@ -107,7 +123,7 @@ class CudnnGraph:
             graph.validate()
             graph.build_operation_graph()
             # In one call: release 1.18 mixes up the notes of plans that were asked for in several.
-            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
+            graph.create_execution_plans(modes)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
             return False
         self._bar(graph)
@@ -126,15 +142,16 @@ class CudnnGraph:
         own = sum(math.prod(shape) for shape in task.problem.arrays(task.direction)) * item
         graph.deselect_workspace_greater_than(convolution_workspace(own))
 
-    def names(self) -> list[tuple[int, str]]:
-        """Number and name of each plan, those that were proposed twice once."""
+    def names(self, kind: Plans) -> list[tuple[int, str]]:
+        """Number and name of each plan of a kind, those that were proposed twice once."""
         seen: dict[str, int] = {}
         for index in range(self.graph.get_execution_plan_count()):
-            seen.setdefault(self.graph.get_plan_name_at_index(index), index)
-        return [(index, name) for name, index in seen.items()]
+            if kind is Plans.FALLBACK or self._is_compiled(index) is (kind is Plans.COMPILED):
+                seen.setdefault(self.graph.get_plan_name_at_index(index), index)
+        most = MOST_COMPILED if kind is Plans.COMPILED else MOST_PLANS
+        return [(index, name) for name, index in seen.items()][:most]
 
-    def is_compiled(self, index: int) -> bool:
-        """Whether cuDNN compiles a plan's kernel at run time."""
+    def _is_compiled(self, index: int) -> bool:
         notes = self.graph.get_behavior_notes_for_plan_at_index(index)
         return self.resources.cudnn.behavior_note.RUNTIME_COMPILATION in notes
 
@@ -149,6 +166,8 @@ class CudnnGraph:
         return [_at_least_four(shape) for shape in one.arrays(self.task.direction)]
 
     def _strides(self, shape: tuple[int, ...], position: int) -> list[int]:
+        if self._x_strides is not None and position == 0:
+            return list(self._x_strides)
         is_weights = position == (2 if self.task.direction is Direction.WEIGHTS else 1)
         return strides_of(shape, self._channels_last, shape[1] * (1 if is_weights else self.groups))
 
@@ -275,39 +294,40 @@ class CudnnPlan:
         return {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias}.get(uid, 0)
 
 
-def cudnn_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
+def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY) -> Iterator[CudnnPlan]:
     """Plans over the blobs as they lie: channels last for two spatial axes, C order otherwise."""
     problem = task.problem
-    if len(problem.x) not in (3, 4, 5):
-        return
-    if task.sums and problem.weights[0] % 4:
+    if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
         return
     last = len(problem.x) == 4
-    if task.bias and problem.storage != "float32":
-        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), "rounded bias ")
-    yield from _plans(CudnnGraph(task, resources, last), "")
-    if last and _splits(problem) and not task.sums:
-        yield from _plans(CudnnGraph(task, resources, last, split=True), "split ")
+    if task.bias and problem.storage != "float32" and kind is Plans.READY:
+        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{kind.value} rounded bias ")
+    yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ")
 
 
-def _plans(graph: CudnnGraph, prefix: str) -> Iterator[CudnnPlan]:
-    if not graph.build():
-        return
-    compiled = 0
-    for index, name in graph.names():
-        if graph.is_compiled(index):
-            compiled += 1
-            if compiled > MOST_COMPILED:
-                continue
-        yield CudnnPlan(graph, index, f"cuDNN {prefix}{name}")
-
-
-def _splits(problem: Problem) -> bool:
-    """Whether each group's channels begin where cuDNN's wide loads may."""
-    groups = problem.geometry.group
+def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
+    """Plans that compute one group, run for each: faster than cuDNN's engines for a few large groups."""
+    problem = task.problem
     item = 4 if problem.storage == "float32" else 2
+    groups = problem.geometry.group
     sizes = (problem.x[1] // groups, problem.weights[0] // groups)
-    return 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes)
+    if len(problem.x) == 4 and 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes):
+        rounded = task.bias and problem.storage != "float32"
+        graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounded)
+        yield from _plans(graph, Plans.READY, "split cuDNN ")
+
+
+def overlapped_candidates(task: Task, resources: Resources, x_strides: tuple[int, ...]) -> Iterator[CudnnPlan]:
+    """Plans for an x whose places share memory, which only reading allows."""
+    rounded = task.bias and task.problem.storage != "float32"
+    graph = CudnnGraph(task, resources, True, rounded_bias=rounded, x_strides=x_strides)
+    yield from _plans(graph, Plans.READY, "cuDNN ")
+
+
+def _plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
+    if graph.build(kind):
+        for index, name in graph.names(kind):
+            yield CudnnPlan(graph, index, prefix + name)
 
 
 class CopiedCudnn:
@@ -328,7 +348,8 @@ class CopiedCudnn:
     def prepare(self) -> bool:
         """Build the first plan that can be built."""
         if self._plan is None:
-            plans = _plans(CudnnGraph(self._task, self._resources, channels_last=False), "")
+            graph = CudnnGraph(self._task, self._resources, channels_last=False)
+            plans = (plan for kind in (Plans.READY, Plans.FALLBACK) for plan in _plans(graph, kind, ""))
             self._plan = next((plan for plan in plans if plan.prepare()), None)
         return self._plan is not None
 

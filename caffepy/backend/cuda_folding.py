@@ -1,8 +1,10 @@
 """Convolutions over blobs with more channels than they have: one or three, as first layers have, are few for cuDNN.
 
-Owns two changes of a problem that leave its result alone. Padding: channels of zeros are added up to a number that
+Owns three changes of a problem that leave its result alone. Padding: channels of zeros are added up to a number that
 engines like. Folding: where windows step by s, each s x s block of places becomes one place of s * s times as many
-channels, and a window of k x k a window of ceil(k / s) x ceil(k / s) that steps by 1.
+channels, and a window of k x k a window of ceil(k / s) x ceil(k / s) that steps by 1. Widening, after folding: the
+places of a window's row, which follow each other in memory, are read as channels of one place, so that x's places
+overlap and windows are one place wide.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 from caffepy.backend.base import Array, Geometry
 from caffepy.backend.cuda_convolution import Candidate, Direction, Operands, Problem, Resources, Source, Task
-from caffepy.backend.cuda_cudnn import cudnn_candidates
+from caffepy.backend.cuda_cudnn import cudnn_candidates, overlapped_candidates
 from caffepy.backend.cuda_kernels import c_type, defines, launch, library_kernel
 from caffepy.backend.cuda_memory import Scratch, raw, view
 
@@ -73,12 +75,14 @@ class FoldedProblem:
         x: how x becomes its x.
         weights: likewise.
         y: likewise; only channels are added.
+        x_strides: of the problem's x, where its places overlap.
     """
 
     problem: Problem
     x: Folding
     weights: Folding
     y: Folding
+    x_strides: tuple[int, ...] | None = None
 
     def of(self, direction: Direction) -> tuple[Folding, Folding, Folding]:
         """Those of the two inputs and of the output."""
@@ -141,7 +145,11 @@ def _source(name: str, task: Task, folded: FoldedProblem, resources: Resources) 
     inner_task = Task(folded.problem, task.direction, task.bias, task.relu, task.sums)
 
     def candidates() -> Iterator[Candidate]:
-        for inner in cudnn_candidates(inner_task, resources):
+        if folded.x_strides is None:
+            plans = cudnn_candidates(inner_task, resources)
+        else:
+            plans = overlapped_candidates(inner_task, resources, folded.x_strides)
+        for inner in plans:
             yield FoldedPlan(task, folded, inner, f"{name}{inner.name}", resources)
 
     return Source(name, candidates)
@@ -153,10 +161,13 @@ def _foldings(problem: Problem, direction: Direction) -> Iterator[tuple[str, Fol
     unit = 16 // item
     channels, outputs = problem.x[1], _up(problem.weights[0], unit)
     step = problem.geometry.stride[0]
-    inner = channels * step * step
+    inner = _up(channels * step * step, unit)
     if _can_fold(problem) and inner <= MOST_FOLDED_CHANNELS:
-        for padded in sorted({_up(inner, unit), _up(inner, 2 * unit)}):
-            yield f"folded {padded} ", fold(problem, padded, outputs)
+        folded = fold(problem, inner, outputs)
+        if direction is not Direction.DATA and folded.problem.geometry.kernel[1] > 1 and channels < unit:
+            yield f"widened {inner} ", widen(folded)
+        if step > 1:
+            yield f"folded {inner} ", folded
     widths = {_up(channels, unit)} | ({_up(channels, 4)} if channels < 4 else set())
     for width in sorted(widths):
         if (width, outputs) != (channels, problem.weights[0]):
@@ -170,7 +181,7 @@ def _up(number: int, unit: int) -> int:
 def _can_fold(problem: Problem) -> bool:
     g = problem.geometry
     step = g.stride[0]
-    return step > 1 and g.stride[1] == step and g.dilation == (1, 1) and min(g.kernel) >= step
+    return g.stride[1] == step and g.dilation == (1, 1) and min(g.kernel) >= step
 
 
 def pad(problem: Problem, channels: int, outputs: int) -> FoldedProblem:
@@ -195,3 +206,18 @@ def fold(problem: Problem, channels: int, outputs: int) -> FoldedProblem:
         Folding(w, w_folded, step),
         Folding(y, (y[0], outputs, *y[2:])),
     )
+
+
+def widen(folded: FoldedProblem) -> FoldedProblem:
+    """A folded problem with the places of a window's row as channels."""
+    problem = folded.problem
+    n, channels, height, width = problem.x
+    kernel_h, kernel_w = problem.geometry.kernel
+    inner = Problem(
+        (n, kernel_w * channels, height, width - kernel_w + 1),
+        (problem.weights[0], kernel_w * channels, kernel_h, 1),
+        Geometry((kernel_h, 1), (1, 1), (0, 0), (1, 1)),
+        problem.storage,
+    )
+    strides = (height * width * channels, 1, width * channels, channels)
+    return FoldedProblem(inner, folded.x, folded.weights, folded.y, strides)

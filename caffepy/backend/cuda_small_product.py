@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from caffepy.backend.base import Array
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import c_type, defines, launch_blocks, library_kernel
+from caffepy.backend.cuda_kernels import aligned, c_type, defines, launch_blocks, library_kernel
 
 MOST_RESULTS = 2**17
 """Elements of a product up to which it may be small."""
@@ -21,7 +21,8 @@ MOST_MULTIPLICATIONS = 2**26
 TENSOR_CORES = 80
 """Compute capability, times ten, from which on tensor cores take TF32."""
 
-WARPS = 8
+FEW_WARPS, MANY_WARPS = 8, 16
+"""Warps of a block: each takes 32 of the depth at a time."""
 
 
 def suits_small_product(shape: tuple[int, ...], depth: int) -> bool:
@@ -38,13 +39,16 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     tiles = _tiles(rows, columns)
     a_first, a_pitch = _lines(a)
     b_first, b_pitch = _lines(b.T)
+    warps = FEW_WARPS if depth <= 32 * FEW_WARPS else MANY_WARPS
     text = defines(
-        In=c_type(a), Out=c_type(out), TILES=tiles, WARPS=WARPS, A_DEPTH_FIRST=int(a_first), B_DEPTH_FIRST=int(b_first)
-    )
+        In=c_type(a), Out=c_type(out), TILES=tiles, WARPS=warps, A_DEPTH_FIRST=int(a_first), B_DEPTH_FIRST=int(b_first),
+        A_VECTORS=int(a_first and _in_vectors(a, a_pitch, depth)),
+        B_VECTORS=int(b_first and _in_vectors(b, b_pitch, depth)),
+    )  # fmt: skip
     out_row, out_column = (stride // out.itemsize for stride in out.strides)
     grid = (-(-rows // 16), -(-columns // (8 * tiles)))
     arguments = (a, b, out, rows, columns, depth, a_pitch, b_pitch, out_row, out_column, accumulate)
-    launch_blocks(library_kernel("small_product", "product", text), grid, (32 * WARPS,), arguments)
+    launch_blocks(library_kernel("small_product", "product", text), grid, (32 * warps,), arguments)
 
 
 def _tiles(rows: int, columns: int) -> int:
@@ -53,6 +57,11 @@ def _tiles(rows: int, columns: int) -> int:
         if -(-rows // 16) * -(-columns // (8 * tiles)) >= 96:
             return tiles
     return 2 if columns > 8 else 1
+
+
+def _in_vectors(matrix: Array, pitch: int, depth: int) -> bool:
+    """Whether every fourth element along the depth begins where a load of four may."""
+    return pitch % 4 == 0 and depth % 4 == 0 and aligned(matrix)
 
 
 def _lines(matrix: Array) -> tuple[bool, int]:

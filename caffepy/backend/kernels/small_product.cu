@@ -1,8 +1,9 @@
 // Products of matrices so small that a block for each 16 x (8 TILES) of the result, its warps dividing the depth among them, is
 // enough. Factors are rounded to TF32 on their way from memory. Needs compute capability 8.0.
 //
-// The text before this file defines the types In and Out and the constants TILES, WARPS, and A_DEPTH_FIRST, B_DEPTH_FIRST: whether
-// neighbours in memory of a factor are neighbours along the depth.
+// The text before this file defines the types In and Out and the constants TILES, WARPS, A_DEPTH_FIRST, B_DEPTH_FIRST (whether
+// neighbours in memory of a factor are neighbours along the depth) and A_VECTORS, B_VECTORS (whether four of them can be loaded at
+// once everywhere).
 
 __device__ __forceinline__ unsigned int tf32(float x) {
     unsigned int result;
@@ -16,43 +17,47 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Element (line, k) of a factor whose lines have so many elements in memory, 0 beyond its edges.
-template <bool DEPTH_FIRST>
-__device__ __forceinline__ float element(const In *factor, int line, int k, int lines, int depth, int pitch) {
-    if (line >= lines || k >= depth) return 0.0f;
-    return to_float(factor[DEPTH_FIRST ? (size_t)line * pitch + k : (size_t)k * pitch + line]);
+// Elements (line, k) to (line, k + 7) of a factor whose lines have so many elements in memory, 0 beyond its edges.
+template <bool DEPTH_FIRST, bool VECTORS>
+__device__ __forceinline__ void load_eight(float (&to)[8], const In *factor, int line, int k, int lines, int depth, int pitch) {
+#pragma unroll
+    for (int v = 0; v < 8; v += VECTORS ? 4 : 1) {
+        const bool inside = line < lines && k + v < depth;
+        if constexpr (VECTORS) {
+            const Pack<float, 4> values = inside ? load<4>(factor + (size_t)line * pitch + k + v, 0) : Pack<float, 4>{};
+            to[v] = values[0], to[v + 1] = values[1], to[v + 2] = values[2], to[v + 3] = values[3];
+        } else {
+            const size_t at = DEPTH_FIRST ? (size_t)line * pitch + k + v : (size_t)(k + v) * pitch + line;
+            to[v] = inside ? to_float(factor[at]) : 0.0f;
+        }
+    }
 }
 
 // out (+)= a * b: a is (rows, depth), b (depth, columns), out (rows, columns) with any strides. Blocks: (row tiles, column tiles).
+// A warp takes 32 of the depth at a time, eight neighbours a lane: which of them go into one instruction does not matter to a sum.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 product(const In *a, const In *b, Out *out, int rows, int columns, int depth, int a_pitch, int b_pitch, int out_row, int out_column,
         int accumulate) {
-    constexpr int AT_ONCE = 4;
     __shared__ float parts[WARPS][16][TILES * 8 + 2];
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     const int row = blockIdx.x * 16, column = blockIdx.y * (TILES * 8);
     float sums[TILES][4] = {};
-    for (int start = warp * 8 * AT_ONCE; start < depth; start += WARPS * 8 * AT_ONCE) {
-        float left[AT_ONCE][4], right[AT_ONCE][TILES][2];
+    for (int start = warp * 32; start < depth; start += WARPS * 32) {
+        float left[2][8], right[TILES][8];
 #pragma unroll
-        for (int s = 0; s < AT_ONCE; ++s) {
-            const int k = start + s * 8 + t;
-            left[s][0] = element<A_DEPTH_FIRST>(a, row + g, k, rows, depth, a_pitch);
-            left[s][1] = element<A_DEPTH_FIRST>(a, row + g + 8, k, rows, depth, a_pitch);
-            left[s][2] = element<A_DEPTH_FIRST>(a, row + g, k + 4, rows, depth, a_pitch);
-            left[s][3] = element<A_DEPTH_FIRST>(a, row + g + 8, k + 4, rows, depth, a_pitch);
-#pragma unroll
-            for (int j = 0; j < TILES; ++j) {
-                right[s][j][0] = element<B_DEPTH_FIRST>(b, column + j * 8 + g, k, columns, depth, b_pitch);
-                right[s][j][1] = element<B_DEPTH_FIRST>(b, column + j * 8 + g, k + 4, columns, depth, b_pitch);
-            }
+        for (int h = 0; h < 2; ++h) {
+            load_eight<A_DEPTH_FIRST, A_VECTORS>(left[h], a, row + g + 8 * h, start + t * 8, rows, depth, a_pitch);
         }
 #pragma unroll
-        for (int s = 0; s < AT_ONCE; ++s) {
-            const unsigned int x[4] = {tf32(left[s][0]), tf32(left[s][1]), tf32(left[s][2]), tf32(left[s][3])};
+        for (int j = 0; j < TILES; ++j) {
+            load_eight<B_DEPTH_FIRST, B_VECTORS>(right[j], b, column + j * 8 + g, start + t * 8, columns, depth, b_pitch);
+        }
+#pragma unroll
+        for (int s = 0; s < 8; s += 2) {
+            const unsigned int x[4] = {tf32(left[0][s]), tf32(left[1][s]), tf32(left[0][s + 1]), tf32(left[1][s + 1])};
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
-                const unsigned int y[2] = {tf32(right[s][j][0]), tf32(right[s][j][1])};
+                const unsigned int y[2] = {tf32(right[j][s]), tf32(right[j][s + 1])};
                 multiply_add(sums[j], x, y);
             }
         }
