@@ -1,6 +1,6 @@
 """Data-parallel training: images/s on one device, on several in one process, and on as many ranks of mpirun.
 
-    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,resnet50] [--iterations 60] [--math tf32]
+    python benchmarks/scaling.py --gpus 0,1 [--nets lenet,resnet50] [--iterations 60] [--math fp32] [--type FLOAT16]
     python benchmarks/scaling.py --cpu 2
 
 Each line is one run of `caffepy train` as a user would type it, on synthetic images, with as many for each device
@@ -22,7 +22,7 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from caffepy.config.load import read_net
-from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, NetParameter, SolverParameter, Type
 
 ROOT = Path(__file__).resolve().parent.parent
 NETS = {
@@ -37,7 +37,7 @@ LIMIT = 240
 """Seconds that one run may take."""
 
 
-def synthetic_net(prototxt: Path, shape: tuple[int, ...]) -> NetParameter:
+def synthetic_net(prototxt: Path, shape: tuple[int, ...], kind: str) -> NetParameter:
     """The training net of a prototxt with made-up images in place of its data layers."""
     net = read_net(prototxt)
     layers = [layer for layer in net.layer if layer.type != "Data"]
@@ -49,14 +49,16 @@ def synthetic_net(prototxt: Path, shape: tuple[int, ...]) -> NetParameter:
     source.dummy_data_param.data_filler.append(FillerParameter(type="constant", value=0.5))
     source.dummy_data_param.data_filler.append(FillerParameter(type="constant", value=1))
     net.layer.extend(layers)
+    net.default_forward_type = net.default_backward_type = Type.Value(kind)
     return net
 
 
-def write_solver(folder: Path, name: str, iterations: int) -> Path:
+def write_solver(folder: Path, name: str, iterations: int, kind: str, batch: int) -> Path:
     """A solver of a synthetic net; returns its path."""
     prototxt, shape = NETS[name]
+    shape = (batch or shape[0], *shape[1:])
     param = SolverParameter(
-        net_param=synthetic_net(ROOT / "models" / prototxt, shape), base_lr=0.001, lr_policy="fixed", momentum=0.9,
+        net_param=synthetic_net(ROOT / "models" / prototxt, shape, kind), base_lr=0.001, lr_policy="fixed", momentum=0.9,
         weight_decay=0.0005, max_iter=iterations, random_seed=1, snapshot_after_train=False, type="SGD",
     )  # fmt: skip
     path = folder / f"{name}_solver.prototxt"
@@ -83,10 +85,10 @@ def images_per_second(command: list[str], folder: Path) -> float:
     return float(figures[-1])
 
 
-def measure(name: str, devices: list[str] | int, iterations: int, math: str, folder: Path) -> None:
+def measure(name: str, devices: list[str] | int, arguments: argparse.Namespace, folder: Path) -> None:
     """Print one net's lines."""
-    program = [sys.executable, "-m", "caffepy", "train", "--math", math]
-    program += ["--solver", str(write_solver(folder, name, iterations))]
+    solver = write_solver(folder, name, arguments.iterations, arguments.type, arguments.batch)
+    program = [sys.executable, "-m", "caffepy", "train", "--math", arguments.math, "--solver", str(solver)]
     if isinstance(devices, int):
         count = devices
         threads = max((os.cpu_count() or count) // count, 1)
@@ -115,12 +117,14 @@ def main() -> None:
     parser.add_argument("--cpu", type=int, help="number of CPU solvers")
     parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--math", choices=("fp32", "tf32"), default="fp32")
+    parser.add_argument("--math", choices=("fp32", "tf32"), default="tf32")
+    parser.add_argument("--type", choices=("FLOAT", "FLOAT16", "BFLOAT16"), default="FLOAT", help="what blobs are kept in")
+    parser.add_argument("--batch", type=int, default=0, help="images of a device, in place of the net's own")
     arguments = parser.parse_args()
     devices = arguments.gpus.split(",") if arguments.gpus else arguments.cpu or 2
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.nets.split(","):
-            measure(name, devices, arguments.iterations, arguments.math, Path(folder))
+            measure(name, devices, arguments, Path(folder))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ class Wiring:
         bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
         pairs = zip(bottoms, layer.param.bottom, strict=True)
         shared = [blob.storage for blob, name in pairs if name in layer.param.top]
+        if shared and not layer.half and shared[0] != "float32":
+            raise layer.error(
+                f"computes in float32 and cannot work in place on a blob kept in {shared[0]}; give its top another name"
+            )
         layer.storage = precision.storage(layer, [b.storage for b in bottoms], shared[0] if shared else None)
         tops = [self._make_top(layer, j) for j in range(len(layer.param.top))]
         if layer.auto_tops:

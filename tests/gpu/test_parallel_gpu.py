@@ -12,6 +12,7 @@ from caffepy.backend import create_backend
 
 ITERATIONS = 30
 TOLERANCE = 1e-4
+EXACT = ("--math", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 @pytest.fixture(scope="module")
 def alone(laboratory: Laboratory) -> Outcome:
     """One process with GPU 0."""
-    outcome = laboratory.train(devices=("--gpus", "0"), iterations=ITERATIONS)
+    outcome = laboratory.train(devices=("--gpus", "0", *EXACT), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     return outcome
 
@@ -40,21 +41,21 @@ def test_one_gpu_agrees_with_the_cpu(laboratory: Laboratory, alone: Outcome) -> 
 
 
 def test_tf32_trains_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
-    rounded = laboratory.train("--math", "tf32", devices=("--gpus", "0"), iterations=ITERATIONS)
+    rounded = laboratory.train(devices=("--gpus", "0"), iterations=ITERATIONS)
     assert rounded.status == 0, rounded.log
     assert_same_weights(rounded, alone, ITERATIONS, 1e-2)
     ours, exact = rounded.weights(ITERATIONS), alone.weights(ITERATIONS)
-    assert any((ours[name] != exact[name]).any() for name in exact), "--math tf32 changed nothing"
+    assert any((ours[name] != exact[name]).any() for name in exact), "--math fp32 changed nothing"
 
 
 def test_one_rank_of_mpirun_is_a_single_process(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(devices=("--gpus", "0"), ranks=1, iterations=ITERATIONS)
+    outcome = laboratory.train(devices=("--gpus", "0", *EXACT), ranks=1, iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
 
 
 def test_two_ranks_that_name_the_same_gpu_are_refused(laboratory: Laboratory) -> None:
-    outcome = laboratory.train(devices=("--gpus", "0"), ranks=2, batch=32)
+    outcome = laboratory.train(devices=("--gpus", "0", *EXACT), ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert re.match(
@@ -87,7 +88,7 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
 def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, ranks: int, gpus: str) -> None:
     need_gpus(2)
-    outcome = laboratory.train(devices=("--gpus", gpus), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
+    outcome = laboratory.train(devices=("--gpus", gpus, *EXACT), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
     assert len(outcome.logged("Solver performance on device ")) == 2
@@ -96,7 +97,7 @@ def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, rank
 def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome) -> None:
     need_gpus(4)
     # 64 a pass: 2 ranks of 32, 2 threads of 16 each.
-    outcome = laboratory.train(devices=("--gpus", "{2*rank},{2*rank+1}"), ranks=2, batch=32, iterations=ITERATIONS)
+    outcome = laboratory.train(devices=("--gpus", "{2*rank},{2*rank+1}", *EXACT), ranks=2, batch=32, iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
 
@@ -104,7 +105,7 @@ def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: 
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
 def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gpus: str) -> None:
     need_gpus(2)
-    outcome = laboratory.train(devices=("--gpus", gpus), ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
+    outcome = laboratory.train(devices=("--gpus", gpus, *EXACT), ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = outcome.errors()
@@ -115,7 +116,7 @@ def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gp
 def test_a_rank_that_falls_out_is_named(laboratory: Laboratory, kind: str, words: str) -> None:
     need_gpus(2)
     outcome = laboratory.train(
-        "--timeout", "5", devices=("--gpus", "{rank}"), ranks=2, batch=32, iterations=LONG, FAULT=f"{kind} 1 20"
+        "--timeout", "5", devices=("--gpus", "{rank}", *EXACT), ranks=2, batch=32, iterations=LONG, FAULT=f"{kind} 1 20"
     )  # fmt: skip
     assert outcome.status != 0
     assert outcome.seconds_after_fault() < 5 + LIMIT

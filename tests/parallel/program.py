@@ -24,6 +24,9 @@ from caffepy.proto.caffe_pb2 import TRAIN
 class FaultLayer(Layer):
     """Hands its blob on, in place."""
 
+    def not_captured(self) -> str:
+        return "it fails on the host"
+
     def reshape(self, bottom: list[Blob], top: list[Blob]) -> None:
         assert bottom[0] is top[0]
 
