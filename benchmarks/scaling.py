@@ -58,8 +58,8 @@ def write_solver(folder: Path, name: str, iterations: int, kind: str, batch: int
     prototxt, shape = NETS[name]
     shape = (batch or shape[0], *shape[1:])
     param = SolverParameter(
-        net_param=synthetic_net(ROOT / "models" / prototxt, shape, kind), base_lr=0.001, lr_policy="fixed", momentum=0.9,
-        weight_decay=0.0005, max_iter=iterations, random_seed=1, snapshot_after_train=False, type="SGD",
+        net_param=synthetic_net(ROOT / "models" / prototxt, shape, kind), base_lr=0.001, lr_policy="fixed",
+        momentum=0.9, weight_decay=0.0005, max_iter=iterations, random_seed=1, snapshot_after_train=False, type="SGD",
     )  # fmt: skip
     path = folder / f"{name}_solver.prototxt"
     path.write_text(text_format.MessageToString(param))
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--math", choices=("fp32", "tf32"), default="tf32")
-    parser.add_argument("--type", choices=("FLOAT", "FLOAT16", "BFLOAT16"), default="FLOAT", help="what blobs are kept in")
+    parser.add_argument("--type", choices=("FLOAT", "FLOAT16", "BFLOAT16"), default="FLOAT", help="storage of blobs")
     parser.add_argument("--batch", type=int, default=0, help="images of a device, in place of the net's own")
     arguments = parser.parse_args()
     devices = arguments.gpus.split(",") if arguments.gpus else arguments.cpu or 2

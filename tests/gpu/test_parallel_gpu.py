@@ -88,7 +88,8 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
 def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, ranks: int, gpus: str) -> None:
     need_gpus(2)
-    outcome = laboratory.train(devices=("--gpus", gpus, *EXACT), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
+    devices = ("--gpus", gpus, *EXACT)
+    outcome = laboratory.train(devices=devices, ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
     assert len(outcome.logged("Solver performance on device ")) == 2
@@ -97,7 +98,8 @@ def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, rank
 def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome) -> None:
     need_gpus(4)
     # 64 a pass: 2 ranks of 32, 2 threads of 16 each.
-    outcome = laboratory.train(devices=("--gpus", "{2*rank},{2*rank+1}", *EXACT), ranks=2, batch=32, iterations=ITERATIONS)
+    devices = ("--gpus", "{2*rank},{2*rank+1}", *EXACT)
+    outcome = laboratory.train(devices=devices, ranks=2, batch=32, iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
 
@@ -105,7 +107,8 @@ def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: 
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
 def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gpus: str) -> None:
     need_gpus(2)
-    outcome = laboratory.train(devices=("--gpus", gpus, *EXACT), ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
+    devices = ("--gpus", gpus, *EXACT)
+    outcome = laboratory.train(devices=devices, ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
     assert outcome.status == 1
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = outcome.errors()
