@@ -130,9 +130,9 @@ class DummyDataLayer(Layer):
         values = np.empty(shape, np.float32)
         samples = values.reshape(shape[0] if shape else 1, *shape[1:])
         first = self.first_sample()
-        for i, sample in enumerate(samples):
+        for i in range(len(samples)):
             key = zlib.crc32(f"{self.name}/{index}/{first + i}".encode())
-            sample[...] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), where)[0]
+            samples[i] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), where)[0]
         return values
 
 

@@ -1,0 +1,68 @@
+"""Cutting a list of steps into graphs, with a backend that records what it is asked to capture."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from caffepy.net.capture import Program, Step
+
+
+class Recorder:
+    """Stands for a backend: a captured step is run when its graph is launched, and not before."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+        self.done: list[str] = []
+        self.capturing: list[str] | None = None
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        self.capturing = []
+        work()
+        names, self.capturing = self.capturing, None
+        self.graphs.append(names)
+        recorder = self
+
+        class Graph:
+            def launch(self) -> None:
+                recorder.done.extend(f"{name}*" for name in names)
+
+        return Graph()
+
+    def step(self, name: str, reason: str = "") -> Step:
+        def run() -> None:
+            (self.done if self.capturing is None else self.capturing).append(name)
+
+        return Step(name, run, reason)
+
+
+def test_steps_run_in_order_and_graphs_leave_out_what_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    steps = [recorder.step("a"), recorder.step("b"), recorder.step("c", "it asks the user"), recorder.step("d")]
+    program = Program(recorder, steps)  # type: ignore[arg-type]
+    program.run()
+    assert recorder.done == ["a", "b", "c", "d"]
+    assert not program.captured
+    recorder.done.clear()
+    with caplog.at_level(logging.DEBUG, "caffepy"):
+        program.capture()
+    assert program.captured
+    assert recorder.graphs == [["a", "b"], ["d"]]
+    assert recorder.done == []
+    assert "c runs outside of the captured graphs: it asks the user" in [r.getMessage() for r in caplog.records]
+    for _ in range(2):
+        program.run()
+    assert recorder.done == ["a*", "b*", "c", "d*"] * 2
+
+
+def test_a_dropped_program_runs_step_by_step() -> None:
+    recorder = Recorder()
+    program = Program(recorder, [recorder.step("a")])  # type: ignore[arg-type]
+    program.capture()
+    program.drop()
+    program.run()
+    assert recorder.done == ["a"]
+    assert not program.captured
