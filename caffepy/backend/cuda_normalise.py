@@ -20,7 +20,7 @@ from caffepy.backend.cuda_kernels import C_TYPES, argument, compiled, kernel_tex
 from caffepy.backend.cuda_layout import find_period
 from caffepy.backend.cuda_memory import Scratch, raw
 
-SUM_BLOCKS = 264
+SUM_BLOCKS = 132
 """Blocks that add up channels; fixed, so that the order of a sum depends on no device."""
 
 SUM_GROUPS = 32
@@ -40,23 +40,26 @@ class Tuning:
     Args:
         threads: most threads of a block.
         rows: rows that a thread loads before it works on the first.
-        resident: blocks that a multiprocessor should hold, which limits a thread's registers.
+        width: columns that a thread takes at most; 8 needs an array of 16-bit numbers.
         sums: whether the kernel adds up over rows, for which there are few blocks.
     """
 
     threads: int
     rows: int
-    resident: int = 1
+    width: int = 4
     sums: bool = False
 
 
-FORWARD = Tuning(256, 4)
-DATA = Tuning(256, 4)
-FLAT = Tuning(256, 4)
-TOTAL = Tuning(256, 2)
-MEASURE = Tuning(512, 4, 2, sums=True)
-SUMS = Tuning(512, 2, 1, sums=True)
-BIAS = Tuning(512, 2, 2, sums=True)
+FORWARD = Tuning(128, 4)
+FORWARD_RESIDUAL = Tuning(128, 4, width=8)
+DATA = Tuning(128, 4)
+RELU = Tuning(128, 4)
+TOTAL = Tuning(128, 4)
+TOTAL_OF_MANY = Tuning(128, 1)
+MEASURE = Tuning(1024, 8, sums=True)
+SUMS = Tuning(1024, 4, sums=True)
+SUMS_OF_MANY = Tuning(1024, 2, sums=True)
+RELU_AND_BIAS = Tuning(1024, 4, sums=True)
 
 
 @dataclass(frozen=True)
@@ -95,24 +98,25 @@ class Plan:
         self.kernel(self.grid, self.block, tuple(map(argument, (*arguments, *place))))
 
 
-def find_layout(arrays: Sequence[Array], per_channel: Sequence[Array]) -> Layout:
+def find_layout(arrays: Sequence[Array], per_channel: Sequence[Array], widest: int) -> Layout:
     """How arrays of one shape lie in memory, and how many columns a thread can take at once."""
     shape = arrays[0].shape
     period = find_period(tuple(shape), (shape[1],), 1)
     assert period is not None, shape
     rows = period.outer * period.inner
-    width = 1 if period.inner > 1 else _width(period.size, arrays, per_channel)
+    width = 1 if period.inner > 1 else _width(period.size, arrays, per_channel, widest)
     return Layout(rows, period.size, period.inner, width)
 
 
-def flat_layout(arrays: Sequence[Array]) -> Layout:
+def flat_layout(arrays: Sequence[Array], widest: int) -> Layout:
     """Arrays without channels: as many columns as a thread takes at once."""
-    width = _width(arrays[0].size, arrays, ())
+    width = _width(arrays[0].size, arrays, (), widest)
     return Layout(arrays[0].size // width, width, 1, width)
 
 
-def _width(columns: int, arrays: Sequence[Array], per_channel: Sequence[Array]) -> int:
-    for width in (8, 4) if any(a.itemsize == 2 for a in arrays) else (4,):
+def _width(columns: int, arrays: Sequence[Array], per_channel: Sequence[Array], widest: int) -> int:
+    narrow = any(a.itemsize == 2 for a in arrays)
+    for width in (8, 4) if narrow and widest == 8 else (4,):
         fits = all(a.data.ptr % min(16, width * a.itemsize) == 0 for a in arrays)
         if fits and columns % width == 0 and all(a.data.ptr % 16 == 0 for a in per_channel):
             return width
@@ -134,7 +138,7 @@ def _plan(
     settings: tuple[tuple[str, Any], ...], device: int,
 ) -> Plan:  # fmt: skip
     constants = {
-        "V": layout.width, "ROWS": tuning.rows, "THREADS": tuning.threads, "RESIDENT": tuning.resident,
+        "V": layout.width, "ROWS": tuning.rows, "THREADS": tuning.threads, "GROUPS": SUM_GROUPS,
         "INNER": layout.inner > 1, "SUMS": tuning.sums, **dict(settings),
     }  # fmt: skip
     lines = [f"using {letter} = {C_TYPES[char]};\n" for letter, char in storage]
@@ -156,7 +160,7 @@ def _cut(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, in
     down = tuning.threads // across
     tiles = -(-layout.rows // (tuning.rows * down))
     most = max(1, SUM_BLOCKS // column_blocks) if tuning.sums else 65535
-    return (column_blocks, min(tiles, most)), (across, down)
+    return (column_blocks, max(1, min(tiles, most))), (across, down)
 
 
 class Normaliser:
@@ -171,7 +175,7 @@ class Normaliser:
 
     def measure(self, x: Array, n: Normalisation) -> None:
         """See `Backend.batch_norm_measure`."""
-        plan = make_plan("normalise_measure", find_layout((x,), ()), MEASURE, {"X": x}, "measure")
+        plan = make_plan("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
         plan.launch(
             raw(x), *plan.between_blocks(self._scratch), n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count,
             float(n.epsilon), float(n.fraction),
@@ -195,11 +199,12 @@ class Normaliser:
         """See `Backend.batch_norm_forward`."""
         other = x if residual is None else residual
         arrays, per_channel = (raw(x), raw(other), raw(y)), (n.mean, n.inverse, n.scale, n.bias)
-        layout = find_layout(arrays, per_channel)
+        tuning = FORWARD if residual is None else FORWARD_RESIDUAL
+        layout = find_layout(arrays, per_channel, tuning.width)
         whole_bytes = layout.width > 1 and layout.columns % 8 == 0
         by_bits = mask is not None and not whole_bytes
         plan = make_plan(
-            "normalise_forward", layout, FORWARD, {"X": x, "R": other, "Y": y},
+            "normalise_forward", layout, tuning, {"X": x, "R": other, "Y": y},
             "normalise_forward_bits" if by_bits else "normalise_forward",
             RESIDUAL=residual is not None, RELU=relu, MASK=mask is not None,
         )  # fmt: skip
@@ -219,9 +224,10 @@ class Normaliser:
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one storage"
         assert total is not None or len(dys) == 1, "several gradients need a place for their sum"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
+        tuning = SUMS if total is None else SUMS_OF_MANY
         plan = make_plan(
-            "normalise_sums", find_layout(arrays, per_channel), SUMS, {"X": x, "D": dys[0]}, SOURCES=len(dys),
-            RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
+            "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
+            SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
         )  # fmt: skip
         sources = [*dys, *[dys[0]] * (4 - len(dys))]
         out = dys[0] if total is None else total
@@ -233,19 +239,20 @@ class Normaliser:
     ) -> None:
         """See `Backend.batch_norm_backward_data`."""
         per_channel = (n.mean, n.inverse, n.scale, n.bias, sum_dy_x, sum_dy)
-        layout = find_layout((raw(x), raw(dy), raw(dx)), per_channel)
+        layout = find_layout((raw(x), raw(dy), raw(dx)), per_channel, DATA.width)
         plan = make_plan("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
-        plan.launch(x, dy, *per_channel, dx, 1.0 / layout.rows)
+        plan.launch(x, dy, *per_channel, dx, 1.0 / max(layout.rows, 1))
 
     def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
         """See `Backend.relu_backward`."""
         arrays = (raw(y), raw(dy), raw(dx))
         types = {"X": y, "D": dy, "Y": dx}
         if dbias is None:
-            plan = make_plan("relu_gradient", flat_layout(arrays), FLAT, types, BIASED=False)
+            plan = make_plan("relu_gradient", flat_layout(arrays, RELU.width), RELU, types, BIASED=False)
             plan.launch(y, dy, dx, dx, False, dx, dx)
         else:
-            plan = make_plan("relu_gradient", find_layout(arrays, ()), BIAS, types, BIASED=True)
+            layout = find_layout(arrays, (), RELU_AND_BIAS.width)
+            plan = make_plan("relu_gradient", layout, RELU_AND_BIAS, types, BIASED=True)
             plan.launch(y, dy, dx, dbias, accumulate, *plan.between_blocks(self._scratch))
 
     def total(self, sources: Sequence[Array], destination: Array) -> None:
@@ -255,6 +262,7 @@ class Normaliser:
         assert len({a.dtype for a in left}) == 1, "sources are of one storage"
         while len(left) > 1:
             now, left = left[:MOST_SOURCES], [destination, *left[MOST_SOURCES:]]
-            layout = flat_layout((*now, raw(destination)))
-            plan = make_plan("total", layout, TOTAL, {"D": now[0], "Y": destination}, SOURCES=len(now))
+            tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
+            layout = flat_layout((*now, raw(destination)), tuning.width)
+            plan = make_plan("total", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
             plan.launch(*now, *[now[0]] * (MOST_SOURCES - len(now)), destination)

@@ -142,6 +142,20 @@ def test_forward_and_backward_agree_on_where_the_relu_was_on(backend: Backend, s
         assert np.array_equal(masked, recomputed)
 
 
+@pytest.mark.parametrize("shape", [(0, 8, 5, 5), (0, 3), (2, 3, 0)])
+def test_arrays_without_elements(backend: Backend, shape: tuple[int, ...]) -> None:
+    s = checks.statistics(backend, shape[1])
+    x, sums = backend.zeros(shape), [dirty(backend, (shape[1],)) for _ in range(3)]
+    backend.batch_norm_measure(x, s.device)
+    backend.batch_norm_forward(x, s.device, x, x, True, backend.zeros((checks.mask_bytes(0),), "uint8"))
+    backend.batch_norm_backward_sums(x, [x], s.device, *sums[:2], True)
+    backend.batch_norm_backward_data(x, x, s.device, *sums[:2], x, True)
+    backend.relu_backward(x, x, x, sums[2], False)
+    backend.total([x, x], x)
+    for zero in (s.device.mean, *sums):
+        assert not backend.to_host(zero).any()
+
+
 def test_slices_of_flat_buffers_at_any_offset(backend: Backend) -> None:
     buffer = place(backend, normal(1, (40000,)), "float16")
     for offset in (1, 2, 4, 6):

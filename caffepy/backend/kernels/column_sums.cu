@@ -1,46 +1,63 @@
 // Two sums for each channel over all rows, in one launch; put after columns.cu and before the kernels that need sums.
 //
-// Each block adds up its tiles and leaves two numbers a column in `partial`, (splits, columns). The block of a column
-// block that is last to finish adds those of all. Every sum is made in an order that depends on the shape alone.
+// After walking through its rows a block adds up what its threads have and leaves two numbers a column in `partial`,
+// (splits, columns), where blockIdx.y is the split. The block that is the last to do so for its columns adds up those
+// of all. Every sum is made in an order that depends on the shape alone.
+//
+// Standing before, beside what columns.cu needs: GROUPS, the most groups of columns that a block has.
 
-// Columns of a block at most, as cuda_normalise.py cuts arrays.
-constexpr int MOST_COLUMNS = 32 * V;
+constexpr int SHARED_DOUBLES = THREADS * (V > 2 ? V : 2);
 
-// Memory for both trees.
-constexpr int SHARED_DOUBLES = (V > 2 ? V : 2) * THREADS / 2;
+// How threads share the columns of a block once they are through their rows: each has one, `parts` of them the same.
+struct Share {
+    unsigned int width, slot, part, parts, column;
+};
 
-// Adds up both values of equal `slot` over part = 0 .. parts - 1, which need not be a power of two. Results are in part 0.
-template <typename A, int N>
-__device__ __forceinline__ void add_parts(A (&first)[N], A (&second)[N], unsigned int part, unsigned int parts,
-                                          unsigned int slot, unsigned int width, A *shared) {
-    while (parts > 1) {
-        const unsigned int half = (parts + 1) / 2;
+__device__ __forceinline__ Share own_share() {
+    const unsigned int width = blockDim.x * V, slot = own_thread() % width;
+    return {width, slot, own_thread() / width, max(blockDim.y / V, 1u), blockIdx.x * width + slot};
+}
+
+// Adds up the values of all parts of a column; the results are in part 0.
+template <typename A>
+__device__ __forceinline__ void add_parts(A &first, A &second, const Share &own, A *shared) {
+    for (unsigned int parts = own.parts; parts > 1;) {
+        const unsigned int left = (parts + 15) / 16;
+        A *const at = shared + 2 * own.slot;
         __syncthreads();
-        if (part >= half && part < parts) {
-            A *to = shared + (part - half) * width + slot;
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                to[2 * j * (THREADS / 2)] = first[j];
-                to[(2 * j + 1) * (THREADS / 2)] = second[j];
-            }
+        if (own.part >= left && own.part < parts) {
+            at[2 * own.part * own.width] = first;
+            at[2 * own.part * own.width + 1] = second;
         }
         __syncthreads();
-        if (part + half < parts) {
-            const A *from = shared + part * width + slot;
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                first[j] += from[2 * j * (THREADS / 2)];
-                second[j] += from[(2 * j + 1) * (THREADS / 2)];
+        if (own.part < left) {
+            for (unsigned int p = own.part + left; p < parts; p += left) {
+                first += at[2 * p * own.width];
+                second += at[2 * p * own.width + 1];
             }
         }
-        parts = half;
+        parts = left;
     }
 }
 
-// Adds up over the rows of a block; the results are in threads with threadIdx.y == 0.
-__device__ __forceinline__ void add_rows(float (&first)[V], float (&second)[V], double *shared) {
-    add_parts<float, V>(first, second, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x,
-                        reinterpret_cast<float *>(shared));
+// The block's sums of the thread's column, in part 0, from those of each thread for its V columns.
+__device__ __forceinline__ float2 add_rows(const Pack<float, V> &first, const Pack<float, V> &second, const Share &own,
+                                           double *shared) {
+    float *const lines = reinterpret_cast<float *>(shared);
+    const unsigned int line = 2 * own.width;
+    float *const to = lines + threadIdx.y * line + threadIdx.x * V;
+    store_raw(to, 0, first);
+    store_raw(to + own.width, 0, second);
+    __syncthreads();
+    float2 sums = make_float2(0.0f, 0.0f);
+    if (own.part < own.parts) {
+        for (unsigned int row = own.part; row < blockDim.y; row += own.parts) {
+            sums.x += lines[row * line + own.slot];
+            sums.y += lines[row * line + own.width + own.slot];
+        }
+    }
+    add_parts(sums.x, sums.y, own, lines);
+    return sums;
 }
 
 // How many rows the blocks with blockIdx.y == split have: from 1 to strips * blockDim.y.
@@ -51,54 +68,49 @@ __device__ __forceinline__ unsigned int rows_of(unsigned int split, unsigned int
     return (each + (split < more)) * down - (split == last ? strips * down - rows : 0);
 }
 
-// Leaves the block's sums, which are in threads with threadIdx.y == 0, in `partial`; whether all blocks of this column
-// block have. The tickets are 0 again afterwards.
-__device__ __forceinline__ bool leave_sums(const float (&first)[V], const float (&second)[V], float2 *partial,
-                                           unsigned int *tickets, unsigned int columns) {
-    __shared__ unsigned int ticket;
-    const unsigned int column = own_column();
-    if (threadIdx.y == 0 && column < columns) {
-#pragma unroll
-        for (int j = 0; j < V; ++j)
-            partial[(size_t)blockIdx.y * columns + column + j] = make_float2(first[j], second[j]);
-    }
-    __syncthreads();
-    if (gridDim.y == 1) return true;
-    if (own_thread() == 0) {
-        __threadfence();
-        ticket = atomicInc(tickets + blockIdx.x, gridDim.y - 1);
-        __threadfence();
-    }
-    __syncthreads();
-    return ticket == gridDim.y - 1;
+// The next ticket, from 0 to gridDim.y - 1 and then from 0 again. Who draws a later one sees what was written before.
+__device__ __forceinline__ unsigned int draw(unsigned int *tickets) {
+    unsigned int ticket;
+#if __CUDA_ARCH__ >= 700
+    asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;"
+                 : "=r"(ticket)
+                 : "l"(tickets), "r"(gridDim.y - 1)
+                 : "memory");
+#else
+    __threadfence();
+    ticket = atomicInc(tickets, gridDim.y - 1);
+    __threadfence();
+#endif
+    return ticket;
 }
 
-// For each column of the block: add(value of a split, split, sums...) over the splits, then finish(column, its number
-// within the block, sums...).
+// Given the block's sums of the thread's column in part 0: add(sums of a split, split, a, b) for all splits, then once
+// a column finish(own, a, b, old0[column], old1[column]). All threads of a block must come here.
 template <typename Add, typename Finish>
-__device__ __forceinline__ void add_splits(const float2 *partial, unsigned int columns, double *shared, Add add,
-                                           Finish finish) {
-    const unsigned int start = blockIdx.x * blockDim.x * V, width = min(blockDim.x * V, columns - start);
-    const unsigned int slot = own_thread() % width, part = own_thread() / width;
-    const unsigned int parts = min(blockDim.x * blockDim.y / width, gridDim.y);
-    double first[1] = {0.0}, second[1] = {0.0};
-    partial += start + slot;
-    if (part < parts) {
-#pragma unroll 8
-        for (unsigned int s = part; s < gridDim.y; s += parts)
-            add(__ldcg(partial + (size_t)s * columns), s, first[0], second[0]);
+__device__ __forceinline__ void finish_columns(float2 sums, const Share &own, float2 *partial, unsigned int *tickets,
+                                               unsigned int columns, const float *old0, const float *old1,
+                                               double *shared, Add add, Finish finish) {
+    __shared__ unsigned int ticket;
+    const bool exists = own.part < own.parts && own.column < columns, holds = exists && own.part == 0;
+    double a = 0.0, b = 0.0;
+    if (gridDim.y > 1) {
+        if (holds) partial[(size_t)blockIdx.y * columns + own.column] = sums;
+        __syncthreads();
+        if (own_thread() == 0) ticket = draw(tickets + blockIdx.x);
+        __syncthreads();
+        if (ticket != gridDim.y - 1) return;
     }
-    add_parts<double, 1>(first, second, part, parts, slot, width, shared);
-    if (part == 0) finish(start + slot, slot, first[0], second[0]);
-}
-
-// The whole second stage for plain sums: finish(column, sum of first, sum of second) once a column.
-template <typename Finish>
-__device__ __forceinline__ void finish_sums(float (&first)[V], float (&second)[V], float2 *partial,
-                                            unsigned int *tickets, unsigned int columns, double *shared, Finish finish) {
-    add_rows(first, second, shared);
-    if (!leave_sums(first, second, partial, tickets, columns)) return;
-    add_splits(
-        partial, columns, shared, [](float2 value, unsigned int, double &a, double &b) { a += value.x, b += value.y; },
-        [=](unsigned int column, unsigned int, double a, double b) { finish(column, a, b); });
+    const float kept0 = holds ? old0[own.column] : 0.0f, kept1 = holds ? old1[own.column] : 0.0f;
+    if (gridDim.y == 1) {
+        add(sums, 0, a, b);
+    } else {
+        if (exists) {
+            const float2 *const from = partial + own.column;
+#pragma unroll 8
+            for (unsigned int s = own.part; s < gridDim.y; s += own.parts)
+                add(__ldcg(from + (size_t)s * columns), s, a, b);
+        }
+        add_parts(a, b, own, shared);
+    }
+    if (holds) finish(own, a, b, kept0, kept1);
 }

@@ -4,10 +4,10 @@
 // A block is blockDim.x groups of V neighbouring columns by blockDim.y rows. A thread keeps its columns, so that what
 // belongs to a channel stays in registers, and takes ROWS rows at once, so that many loads are under way. Where kernels
 // only go through an array, blocks take tiles of ROWS * blockDim.y rows, the last one first: what was written last is
-// still in the cache. Where they add up over rows (SUMS), there are few blocks, which take turns at strips of blockDim.y
-// rows.
+// still in the cache. Where they add up over rows (SUMS), there are few blocks, which take turns at strips of
+// blockDim.y rows.
 //
-// Constants that stand before: V, ROWS, THREADS, RESIDENT, INNER, SUMS.
+// Constants that stand before: V, ROWS, THREADS, INNER, SUMS.
 
 // V neighbouring elements as words. Packs of 16-bit elements would take a register an element from the load on.
 template <typename T>
@@ -41,7 +41,8 @@ __device__ __forceinline__ unsigned int own_thread() {
     return threadIdx.y * blockDim.x + threadIdx.x;
 }
 
-__device__ __forceinline__ size_t place(unsigned int row, unsigned int column, unsigned int columns, unsigned int inner) {
+__device__ __forceinline__ size_t place(unsigned int row, unsigned int column, unsigned int columns,
+                                        unsigned int inner) {
     if constexpr (INNER) return ((size_t)(row / inner) * columns + column) * inner + row % inner;
     return (size_t)row * columns + column;
 }

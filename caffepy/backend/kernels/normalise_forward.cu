@@ -1,4 +1,5 @@
-// y = (x - mean) * inverse * scale + bias (+ residual), or the maximum of that and 0; and a bit for each element above 0.
+// y = (x - mean) * inverse * scale + bias (+ residual), or the maximum of that and 0; and a bit an element: whether it
+// was above 0.
 //
 // Standing before, beside what columns.cu needs: X, R, Y (storage), RESIDUAL, RELU, MASK.
 
@@ -18,7 +19,7 @@ __device__ __forceinline__ float rectified(float value) {
     return value <= 0.0f ? 0.0f : value;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
     normalise_forward(const X *x, const float *mean, const float *inverse, const float *scale, const float *bias,
                       const R *residual, Y *y, unsigned char *mask, unsigned int rows, unsigned int columns,
                       unsigned int inner) {

@@ -2,7 +2,7 @@
 //
 // Standing before, beside what columns.cu needs: X, D (storage of dy), Y (of dx), RELU.
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
     normalise_gradient(const X *x, const D *dy, const float *mean, const float *inverse, const float *scale,
                        const float *bias, const float *sum_dy_x, const float *sum_dy, Y *dx, float per_element,
                        unsigned int rows, unsigned int columns, unsigned int inner) {

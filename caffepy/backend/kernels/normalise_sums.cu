@@ -4,7 +4,7 @@
 // Standing before, beside what columns.cu needs: X, D (storage of the gradients and the total), SOURCES (1 to 4),
 // RELU (0 none, 1 as the mask says, 2 as x says), TOTAL.
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
     normalise_sums(const X *x, const D *dy0, const D *dy1, const D *dy2, const D *dy3, const float *mean,
                    const float *inverse, const float *scale, const float *bias, const unsigned char *mask, D *total,
                    float *sum_dy_x, float *sum_dy, float2 *partial, unsigned int *tickets, unsigned int rows,
@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     __shared__ double shared[SHARED_DOUBLES];
     const D *const sources[4] = {dy0, dy1, dy2, dy3};
     const unsigned int column = own_column(), step = row_step();
-    float first[V] = {}, second[V] = {};
+    Pack<float, V> first = {}, second = {};
     if (column < columns) {
         float centre[V], factor[V], shift[V];
         channels(mean, column, centre);
@@ -49,8 +49,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
         });
     }
-    finish_sums(first, second, partial, tickets, columns, shared, [=](unsigned int c, double a, double b) {
-        sum_dy[c] = (float)a;
-        sum_dy_x[c] = (float)(b * inverse[c]);
-    });
+    const Share own = own_share();
+    finish_columns(
+        add_rows(first, second, own, shared), own, partial, tickets, columns, inverse, inverse, shared,
+        [](float2 block, unsigned int, double &a, double &b) { a += block.x, b += block.y; },
+        [=](const Share &own, double a, double b, float inverse, float) {
+            sum_dy[own.column] = (float)a;
+            sum_dy_x[own.column] = (float)(b * inverse);
+        });
 }

@@ -1,12 +1,13 @@
-// dx = dy where y > 0, else 0; and the sums of dx for each channel if BIASED; without it the arrays are seen as rows of V columns.
+// dx = dy where y > 0, else 0; and the sums of dx for each channel if BIASED. Without it the arrays are seen as rows of
+// V columns.
 //
 // Standing before, beside what columns.cu needs: X (storage of y), D (of dy), Y (of dx), BIASED.
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
     relu_gradient(const X *y, const D *dy, Y *dx, float *dbias, int accumulate, float2 *partial,
                   unsigned int *tickets, unsigned int rows, unsigned int columns, unsigned int inner) {
     const unsigned int column = own_column(), step = row_step();
-    float sums[V] = {}, unused[V] = {};
+    Pack<float, V> sums = {};
     if (column < columns) walk(rows, [&](unsigned int row, auto complete) {
         Elements<X> in[ROWS];
         Elements<D> gradient[ROWS];
@@ -31,8 +32,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     });
     if constexpr (BIASED) {
         __shared__ double shared[SHARED_DOUBLES];
-        finish_sums(sums, unused, partial, tickets, columns, shared, [=](unsigned int c, double sum, double) {
-            dbias[c] = (float)((accumulate ? (double)dbias[c] : 0.0) + sum);
-        });
+        const Share own = own_share();
+        finish_columns(
+            add_rows(sums, sums, own, shared), own, partial, tickets, columns, dbias, dbias, shared,
+            [](float2 block, unsigned int, double &a, double &b) { a += block.x, b += block.y; },
+            [=](const Share &own, double sum, double, float old, float) {
+                dbias[own.column] = (float)(sum + (accumulate ? old : 0.0f));
+            });
     }
 }

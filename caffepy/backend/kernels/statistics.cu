@@ -5,15 +5,19 @@ struct Statistics {
     float epsilon, fraction;
 };
 
-// Takes in a channel with m elements; the thread that is the only one to say `counts` takes in the batch.
+// Takes in a channel with m elements.
 __device__ __forceinline__ void keep(const Statistics &s, unsigned int c, double mean, double variance, unsigned int m,
-                                     bool counts) {
+                                     float old_mean, float old_variance) {
     variance = fmax(variance, 0.0);
     s.mean[c] = (float)mean;
     s.inverse[c] = (float)rsqrt(variance + s.epsilon);
-    s.sum_mean[c] = s.fraction * s.sum_mean[c] + (float)mean;
-    s.sum_variance[c] = s.fraction * s.sum_variance[c] + (float)variance * (m > 1 ? (float)m / (m - 1) : 1.0f);
-    if (counts) *s.count = s.fraction * *s.count + 1.0f;
+    s.sum_mean[c] = s.fraction * old_mean + (float)mean;
+    s.sum_variance[c] = s.fraction * old_variance + (float)variance * (m > 1 ? (float)m / (m - 1) : 1.0f);
+}
+
+// Takes in the batch; for one thread.
+__device__ __forceinline__ void keep_count(const Statistics &s) {
+    *s.count = s.fraction * *s.count + 1.0f;
 }
 
 // From the sums of x and of x^2.
@@ -24,8 +28,9 @@ extern "C" __global__ void measure_sums(const float *sums, float *mean, float *i
     const double share = 1.0 / max(elements, 1u);
     EACH_INDEX(c, columns) {
         const double first = sums[c] * share, second = sums[columns + c] * share;
-        keep(statistics, c, first, second - first * first, elements, c == 0);
+        keep(statistics, c, first, second - first * first, elements, sum_mean[c], sum_variance[c]);
     }
+    if (blockIdx.x == 0 && threadIdx.x == 0) keep_count(statistics);
 }
 
 // From the running sums.

@@ -1,0 +1,206 @@
+"""Times of batch normalisation, ReLU's gradient and sums of arrays on one GPU, beside the time that their bytes need.
+
+    python benchmarks/gpu_normalise.py [batch] [storage ...]
+
+For each kernel at ResNet-50's shapes: milliseconds (median of 5 groups of launches within a CUDA graph, walking through
+several sets of arrays, so that no cache holds them), the floor, which is the bytes that must move at 4.3 TB/s (a device
+copy on an H200), and floor / time. Then the same kernels at the size of small nets, in microseconds. PyTorch's
+batch normalisation stands beside ours if it is installed.
+
+What was measured on an H200 in float16 at batch 256 when the cut into threads (`Tuning` in cuda_normalise.py) was
+chosen, as floor / time at (256, 56, 56), (512, 28, 28), (2048, 7, 7) and (64, 56, 56):
+
+    forward, ReLU                   0.98  0.97  0.88  0.93     4 columns a thread, 128 threads; 8 and 256: 0.96 to 0.87
+    forward, residual, ReLU, mask   1.02  1.01  0.94  0.98     8 columns a thread, 128 threads
+    data, ReLU                      1.02  1.01  0.95  0.99     4 columns a thread, 128 threads
+    sums, ReLU                      1.02  0.97  0.79  0.88     4 columns, 4 rows, 132 blocks of 1024 threads
+    measure                         0.96  0.88  0.60  0.72     4 columns, 8 rows, 132 blocks of 1024 threads
+
+Float32 at (256, 56, 56) and (2048, 7, 7): forward 0.98 and 0.92, data 1.03 and 0.98, sums 1.06 and 0.92, measure 1.02
+and 0.79, each with the best cut of those tried, of which not all are the ones in use. A device copy ran at 4.1 TB/s.
+
+- One tile a block beats blocks that walk on with a grid stride. A single row a thread costs a third.
+- Hints that loads or stores are not needed again gained nothing; on loads they cost up to a tenth.
+- Kernels with sums took 7 to 9 microseconds beyond their bytes, at every size, those without about 3. 132 blocks beat
+  264, whose sums take longer to read. Registers that spill cost a factor of five.
+- The sums' second stage was rewritten after these figures were taken, and blocks take turns at rows since: measure and
+  sums are to be measured again. ReLU's gradient, totals and the small shapes were not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import cupy
+
+from caffepy.backend.base import Normalisation, mask_bytes
+from caffepy.backend.cuda import CudaBackend
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError:
+    torch = None
+
+BANDWIDTH = 4.3e12
+RESNET = [(64, 112, 112), (64, 56, 56), (256, 56, 56), (512, 28, 28), (1024, 14, 14), (2048, 7, 7)]
+SMALL = [(64, 500), (100, 32, 16, 16), (100, 64, 8, 8), (128, 16, 32, 32)]
+CACHE = 400e6
+"""Bytes that a round through all sets of arrays moves at least."""
+
+
+class Case:
+    """Arrays of one shape and storage, in several sets."""
+
+    def __init__(self, backend: CudaBackend, shape: tuple[int, ...], storage: str) -> None:
+        self.backend, self.shape, self.storage = backend, shape, storage
+        example = backend.zeros(shape, storage)
+        self.size, self.bytes = example.size, example.nbytes
+        self.sets = [self._arrays() for _ in range(max(1, min(8, int(CACHE / (3 * example.nbytes)) + 1)))]
+        channel = self._random((shape[1],), "float32")
+        ones = backend.zeros((shape[1],))
+        backend.fill(ones, 1)
+        self.n = Normalisation(channel, ones, ones, channel, *self.per_channel(2), backend.zeros((1,)), 1e-5, 0.9)
+        self.sums = self.per_channel(2)
+
+    def per_channel(self, count: int) -> list[Any]:
+        return [self.backend.zeros((self.shape[1],)) for _ in range(count)]
+
+    def _random(self, shape: tuple[int, ...], storage: str) -> Any:
+        array, numbers = self.backend.zeros(shape, storage), cupy.random.standard_normal(1 << 20, dtype="float32")
+        flat = self.backend.flat(array)
+        for start in range(0, flat.size, numbers.size):
+            part = flat[start : start + numbers.size]
+            self.backend.copy(numbers[: part.size], part)
+        return array
+
+    def _arrays(self) -> dict[str, Any]:
+        arrays = {name: self._random(self.shape, self.storage) for name in "abcd"}
+        arrays["mask"] = cupy.random.randint(0, 256, mask_bytes(self.size), dtype="uint8")
+        return arrays
+
+    def kernels(self) -> Iterator[tuple[str, Callable[[dict[str, Any]], None], float]]:
+        """Name, work on one set of arrays, and the bytes that it must move, in arrays' sizes."""
+        b, n, (dscale, dbias) = self.backend, self.n, self.sums
+        bit = self.size / 8 / self.bytes
+        yield "measure", lambda s: b.batch_norm_measure(s["a"], n), 1
+        yield "forward", lambda s: b.batch_norm_forward(s["a"], n, s["b"], relu=True), 2
+        yield (
+            "forward, residual and mask",
+            lambda s: b.batch_norm_forward(s["a"], n, s["b"], s["c"], True, s["mask"]), 3 + bit,
+        )  # fmt: skip
+        yield "sums", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, dscale, dbias), 2
+        yield "sums, ReLU", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, dscale, dbias, True), 2
+        yield (
+            "sums, two gradients and mask",
+            lambda s: b.batch_norm_backward_sums(
+                s["a"], [s["b"], s["c"]], n, dscale, dbias, True, s["mask"], s["d"]
+            ), 4 + bit,
+        )  # fmt: skip
+        yield "data", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, dscale, dbias, s["c"]), 3
+        yield "data, ReLU", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, dscale, dbias, s["c"], True), 3
+        yield "ReLU's gradient", lambda s: b.relu_backward(s["a"], s["b"], s["c"], None, False), 3
+        yield "ReLU's gradient and bias", lambda s: b.relu_backward(s["a"], s["b"], s["c"], dbias, False), 3
+        yield "total of two", lambda s: b.total([s["a"], s["b"]], s["c"]), 3
+
+    def milliseconds(self, work: Callable[[dict[str, Any]], None]) -> float:
+        """Of one launch, within a graph of at least ten."""
+        rounds = -(-10 // len(self.sets))
+
+        def all_sets() -> None:
+            for _ in range(rounds):
+                for arrays in self.sets:
+                    work(arrays)
+
+        work(self.sets[0])
+        graph = self.backend.capture(all_sets)
+        graph.launch()
+        return _median(graph.launch, self.backend.stream) / (rounds * len(self.sets))
+
+
+def _median(launch: Callable[[], Any], stream: Any) -> float:
+    times = []
+    for _ in range(5):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record(stream)
+        launch()
+        end.record(stream)
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, end))
+    return statistics.median(times)
+
+
+def large(backend: CudaBackend, batch: int, storage: str) -> None:
+    """All kernels at ResNet-50's shapes."""
+    print(f"{'kernel, ' + storage:<32}" + "".join(f"{'x'.join(map(str, s)):>24}" for s in RESNET))
+    print(f"{'':<32}" + f"{'ms':>10}{'floor':>8}{'':>6}" * len(RESNET))
+    lines: dict[str, list[str]] = {}
+    for shape in RESNET:
+        case = Case(backend, (batch, *shape), storage)
+        for name, work, arrays in case.kernels():
+            time, floor = case.milliseconds(work), arrays * case.bytes / BANDWIDTH * 1e3
+            lines.setdefault(name, []).append(f"{time:>10.4f}{floor:>8.4f}{floor / time:>6.2f}")
+    for name, cells in lines.items():
+        print(f"{name:<32}" + "".join(cells), flush=True)
+
+
+def small(backend: CudaBackend, storage: str) -> None:
+    """All kernels at shapes of small nets."""
+    print(f"{'kernel, ' + storage + ', microseconds':<40}" + "".join(f"{'x'.join(map(str, s)):>16}" for s in SMALL))
+    lines: dict[str, list[str]] = {}
+    for shape in SMALL:
+        case = Case(backend, shape, storage)
+        for name, work, _ in case.kernels():
+            lines.setdefault(name, []).append(f"{case.milliseconds(work) * 1e3:>16.2f}")
+    for name, cells in lines.items():
+        print(f"{name:<40}" + "".join(cells), flush=True)
+
+
+def _peer_forward(x: Any, mean: Any, variance: Any, scale: Any, bias: Any) -> Any:
+    return F.relu(F.batch_norm(x, mean, variance, scale, bias, training=True), inplace=True)
+
+
+def _peer_both(forward: Callable[[], Any], dy: Any) -> None:
+    forward().backward(dy)
+
+
+def peer(batch: int) -> None:
+    """PyTorch's batch normalisation with ReLU in training, float16, channels last."""
+    print(f"{'PyTorch, float16, ms':<32}" + "".join(f"{'x'.join(map(str, s)):>24}" for s in RESNET))
+    cells: dict[str, list[str]] = {"forward": [], "forward and backward": []}
+    for shape in RESNET:
+        x = torch.randn((batch, *shape), device="cuda", dtype=torch.half).to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        scale, bias = (torch.ones(shape[0], device="cuda", requires_grad=True) for _ in "ab")
+        mean, variance = torch.zeros(shape[0], device="cuda"), torch.ones(shape[0], device="cuda")
+        dy = torch.randn_like(x)
+        forward = partial(_peer_forward, x, mean, variance, scale, bias)
+        both = partial(_peer_both, forward, dy)
+        for name, work in (("forward", forward), ("forward and backward", both)):
+            work()
+            cells[name].append(f"{_median(work, cupy.cuda.Stream.null):>24.4f}")
+    for name, line in cells.items():
+        print(f"{name:<32}" + "".join(line), flush=True)
+
+
+def main() -> None:
+    """Every table."""
+    batch = int(sys.argv[1]) if len(sys.argv) > 1 else 256
+    storages = sys.argv[2:] or ["float16", "float32"]
+    backend = CudaBackend(0)
+    with backend.activate():
+        print(backend.device_description())
+        for storage in storages:
+            large(backend, batch, storage)
+            small(backend, storage)
+    backend.close()
+    if torch:
+        peer(batch)
+
+
+if __name__ == "__main__":
+    main()
