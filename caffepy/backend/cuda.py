@@ -37,7 +37,7 @@ from caffepy.backend.base import (
 from caffepy.backend.composed import Composed
 from caffepy.backend.cuda_autotune import Tuner
 from caffepy.backend.cuda_blas import Blas
-from caffepy.backend.cuda_convolution import CudaConvolution, Problem, Resources
+from caffepy.backend.cuda_convolution import CudaConvolution, Resources
 from caffepy.backend.cuda_device import (
     GIBIBYTE,
     DeviceProperties,
@@ -51,6 +51,7 @@ from caffepy.backend.cuda_device import (
 from caffepy.backend.cuda_graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark
 from caffepy.backend.cuda_input import CudaInput
 from caffepy.backend.cuda_normalise import Normaliser
+from caffepy.backend.cuda_problem import Problem
 from caffepy.backend.expression import Expression
 from caffepy.errors import ConfigError
 

@@ -1,39 +1,29 @@
 """The choice among candidates: each is tried on the device once for a task, the fastest is kept and remembered.
 
-Owns the clock, the memory that trying needs, and the file of decisions in the user's cache folder. Nothing is tried
-while a stream is captured.
+Owns the clock, the memory that trying needs, and the check that candidates agree. Nothing is tried while a stream is
+captured.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from caffepy.backend.base import Array
+from caffepy.backend.cuda_decisions import Decision, cache_file, decisions
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import launch, launch_blocks, library_kernel
-from caffepy.backend.cuda_memory import Scratch, allocate, flat, is_capturing
+from caffepy.backend.cuda_kernels import c_type, launch, launch_blocks, library_kernel
+from caffepy.backend.cuda_memory import Scratch, allocate, flat, is_capturing, raw
+from caffepy.backend.cuda_problem import Direction, Task
 from caffepy.errors import DeviceError, RunError
 
 if TYPE_CHECKING:
-    from caffepy.backend.cuda_convolution import Candidate, Operands, Resources, Source, Task
+    from caffepy.backend.cuda_convolution import Candidate, Operands, Resources, Source
 
 logger = logging.getLogger(__name__)
-
-VERSION = 1
-"""To be raised when candidates change so that old decisions no longer hold."""
-
-WAIT = 120.0
-"""Seconds that a thread waits for another one that tries the same task, before it tries for itself."""
 
 HOPELESS = 1.6
 """A candidate whose first timed run takes so many times the best one's time is not run again."""
@@ -47,92 +37,11 @@ DELAY = 40_000
 FINALISTS = 4
 """How many of the fastest candidates are timed once more."""
 
+TOLERANCE = 0.02
+"""How far two candidates' results may be apart, relative to the largest: several roundings to eight bits."""
 
-@dataclass(frozen=True)
-class Decision:
-    """What was found for a task.
-
-    Args:
-        name: the fastest candidate's; None if none can do it.
-        microseconds: what it takes.
-    """
-
-    name: str | None
-    microseconds: float
-
-
-class Decisions:
-    """Decisions of this process and of earlier ones, shared by all solver threads.
-
-    Args:
-        path: file that they are kept in; read once, written whenever there is a new one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._turns: dict[str, threading.Lock] = {}
-        self._known = self._read()
-
-    def get(self, key: str) -> Decision | None:
-        """What was decided, if anything."""
-        return self._known.get(key)
-
-    def put(self, key: str, decision: Decision) -> None:
-        """Remember; a file that cannot be written is no reason to stop."""
-        with self._lock:
-            self._known = {**self._read(), **self._known, key: decision}
-            try:
-                self._write()
-            except OSError as error:
-                logger.debug("%s: autotuning is not remembered: %s", self._path, error)
-
-    @contextmanager
-    def turn(self, key: str) -> Iterator[None]:
-        """Let one thread at a time look into a task, so that the others find its decision."""
-        with self._lock:
-            lock = self._turns.setdefault(key, threading.Lock())
-        held = lock.acquire(timeout=WAIT)
-        try:
-            yield
-        finally:
-            if held:
-                lock.release()
-
-    def _read(self) -> dict[str, Decision]:
-        try:
-            stored = json.loads(self._path.read_text(encoding="utf-8"))
-            return {str(key): Decision(_name(name), float(time)) for key, (name, time) in stored.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            logger.warning("%s: not a file of autotuning decisions, ignored: %s", self._path, error)
-            return {}
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}")
-        stored = {key: (d.name, round(d.microseconds, 2)) for key, d in sorted(self._known.items())}
-        temporary.write_text(json.dumps(stored, indent=0), encoding="utf-8")
-        os.replace(temporary, self._path)
-
-
-def _name(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"a candidate's name is {value!r}")
-    return value
-
-
-def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where decisions are kept: caffepy's folder in XDG_CACHE_HOME, or in ~/.cache."""
-    home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "caffepy" / f"autotune-{VERSION}.json"
-
-
-@cache
-def decisions(path: Path) -> Decisions:
-    """The decisions of a file, the same for all threads."""
-    return Decisions(path)
+SMALLEST_STEP = 2.0**-23
+"""And how far besides: float16 numbers near zero are 2^-24 apart."""
 
 
 class Tuner:
@@ -157,23 +66,20 @@ class Tuner:
         key = self._key(task, resources)
         with self._decisions.turn(key):
             known = self._decisions.get(key)
-            if known is not None:
-                found = None if known.name is None else _find(known.name, sources)
-                if found is not None or known.name is None:
-                    return found
+            found = None if known is None else _find(known.name, sources)
+            if found is not None:
+                return found
             if is_capturing():
                 return _first(sources)
             begin = monotonic()
-            decision, chosen = self._try_all(task, sources, operands, resources)
-            self._decisions.put(key, decision)
-        took = monotonic() - begin
-        logger.debug("%s: %s, %.1f us, found in %.2f s", key, decision.name, decision.microseconds, took)
+            chosen, microseconds, certain = _try_all(task, sources, operands, resources)
+            if chosen is not None:
+                chosen = _find(chosen.name, sources) or chosen  # anew, without the plans that were not chosen
+                if certain:
+                    self._decisions.put(key, Decision(chosen.name, microseconds))
+        name = "nothing" if chosen is None else chosen.name
+        logger.debug("%s: %s, %.1f us, found in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
-
-    def time_of(self, task: Task, resources: Resources) -> float | None:
-        """Microseconds that a task was found to take."""
-        known = self._decisions.get(self._key(task, resources)) if self._enabled else None
-        return None if known is None else known.microseconds
 
     def _key(self, task: Task, resources: Resources) -> str:
         p, g = task.problem, task.problem.geometry
@@ -182,51 +88,104 @@ class Tuner:
         arithmetic = f"{p.storage}{' tf32' if resources.tf32 else ''}"
         return f"{self._device}; {arithmetic} {task.direction.value}{flags}; {shapes}"
 
-    def _try_all(
-        self, task: Task, sources: Sequence[Source], operands: Operands | None, resources: Resources
-    ) -> tuple[Decision, Candidate | None]:
-        """Time every candidate, the fastest ones twice."""
-        lasting = resources.scratch
-        resources.scratch = Scratch()
-        try:
-            tried = operands_for(task, operands)
-            times = list(self._times(sources, tried))
-            times.sort(key=lambda pair: pair[0])
-            finals = [(measure(candidate, tried, time), candidate) for time, candidate in times[:FINALISTS]]
-        finally:
-            resources.scratch = lasting
-        if not finals:
-            return Decision(None, 0.0), None
-        best, chosen = min(finals, key=lambda pair: pair[0])
-        return Decision(chosen.name, best), chosen
-
-    def _times(self, sources: Sequence[Source], operands: Operands) -> Iterator[tuple[float, Candidate]]:
-        best = float("inf")
-        for source in sources:
-            if source.last_resort and best < float("inf"):
-                continue
-            for candidate in source.candidates():
-                time = _attempt(candidate, operands, best)
-                if time is not None:
-                    best = min(best, time)
-                    yield time, candidate
-
 
 def _first(sources: Sequence[Source]) -> Candidate | None:
+    """The first candidate that can do the task, of those that need no check."""
     for source in sources:
-        for candidate in source.candidates():
+        for candidate in () if source.checked else source.candidates():
             if candidate.prepare():
                 return candidate
     return None
 
 
 def _find(name: str, sources: Sequence[Source]) -> Candidate | None:
+    """The candidate of a name, if it is still there."""
     for source in sources:
         if name.startswith(source.name):
             for candidate in source.candidates():
                 if candidate.name == name and candidate.prepare():
                     return candidate
     return None
+
+
+def _try_all(
+    task: Task, sources: Sequence[Source], operands: Operands | None, resources: Resources
+) -> tuple[Candidate | None, float, bool]:
+    """The fastest candidate, its microseconds, and whether all that might be faster could be checked."""
+    lasting = resources.scratch
+    resources.scratch = Scratch()
+    try:
+        trial = Trial(operands_for(task, operands))
+        for source in sorted(sources, key=lambda source: source.checked):
+            trial.add(source)
+        return *trial.best(), trial.certain
+    finally:
+        resources.scratch = lasting
+
+
+class Trial:
+    """The candidates of one task against each other.
+
+    Args:
+        operands: the arrays that all are run on.
+    """
+
+    def __init__(self, operands: Operands) -> None:
+        self.certain = True
+        self._operands = operands
+        self._times: list[tuple[float, Candidate]] = []
+        self._trusted: list[Candidate] = []
+        self._expected: list[Array] = []
+
+    def add(self, source: Source) -> None:
+        """Time a source's candidates."""
+        if source.last_resort and self._times:
+            return
+        for candidate in source.candidates():
+            best = min((time for time, _ in self._times), default=float("inf"))
+            time = _attempt(candidate, self._operands, best)
+            if time is not None:
+                self._times.append((time, candidate))
+                self._trusted += [] if source.checked else [candidate]
+
+    def best(self) -> tuple[Candidate | None, float]:
+        """The fastest whose result is right, after the first few were timed with more care."""
+        left = sorted(self._times, key=lambda pair: pair[0])
+        while left:
+            first, left = left[:FINALISTS], left[FINALISTS:]
+            again = [(measure(candidate, self._operands, time), candidate) for time, candidate in first]
+            for time, candidate in sorted(again, key=lambda pair: pair[0]):
+                if candidate in self._trusted or self._is_right(candidate):
+                    return candidate, time
+        return None, 0.0
+
+    def _results(self) -> list[Array]:
+        sums = self._operands.sums
+        return [self._operands.out] if sums is None else [self._operands.out, sums]
+
+    def _expect(self) -> bool:
+        """Keep the result of a candidate that needs no check; False if there is none, or it tells nothing."""
+        if not self._expected and self._trusted:
+            self._trusted[0].run(self._operands)
+            try:
+                self._expected = [result.copy() for result in map(flat, self._results())]
+            except cupy.cuda.memory.OutOfMemoryError:
+                return False
+        return bool(self._expected) and all(0.0 < largest(kept) < float("inf") for kept in self._expected)
+
+    def _is_right(self, candidate: Candidate) -> bool:
+        if not self._expect():
+            self.certain = False
+            return False
+        for result in self._results():
+            result.data.memset_async(0xFF, result.nbytes, cupy.cuda.get_current_stream())
+        candidate.run(self._operands)
+        for result, kept in zip(self._results(), self._expected, strict=True):
+            apart, limit = difference(flat(result), kept), TOLERANCE * largest(kept) + SMALLEST_STEP
+            if apart > limit:
+                logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, apart, limit)
+                return False
+        return True
 
 
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | None:
@@ -273,20 +232,17 @@ def measure(candidate: Candidate, operands: Operands, about: float) -> float:
 
 def operands_for(task: Task, given: Operands | None) -> Operands:
     """Arrays to try candidates on: those of the call, but for dweights, which others add to; else new ones."""
-    from caffepy.backend.cuda_convolution import Direction, Operands
+    from caffepy.backend.cuda_convolution import Operands
 
     problem = task.problem
     shapes = problem.arrays(task.direction)
     weights = task.direction is Direction.WEIGHTS
-    out = allocate(shapes[2], "float32") if weights or given is None else given.out
-    if weights and given is not None:
-        return replace(given, out=out, accumulate=False)
     if given is not None:
-        return given
+        return replace(given, out=allocate(shapes[2]), accumulate=False) if weights else given
     first, second = (noise(shape, problem.dtype) for shape in shapes[:2])
     outputs = problem.weights[0]
     return Operands(
-        first, second, out if weights else allocate(shapes[2], problem.dtype),
+        first, second, allocate(shapes[2], "float32" if weights else problem.dtype),
         noise((outputs,), "float32") if task.bias else None,
         allocate((2, outputs)) if task.sums else None,
     )  # fmt: skip
@@ -295,6 +251,23 @@ def operands_for(task: Task, given: Operands | None) -> Operands:
 def noise(shape: tuple[int, ...], dtype: str) -> Array:
     """An array of ordinary numbers: what a GPU multiplies has a say in how fast it does."""
     array = allocate(shape, dtype)
-    name = {"float32": "noise_float", "float16": "noise_float16", "uint16": "noise_bfloat16"}[dtype]
-    launch(library_kernel("tuning", name), array.size, (flat(array), array.size))
+    kernel = library_kernel("tuning", "noise", f"#define Element {c_type(array)}\n")
+    launch(kernel, array.size, (flat(array), array.size))
     return array
+
+
+def largest(array: Array) -> float:
+    """The largest magnitude in a flat array, infinity if it has a NaN; waits for the device."""
+    return _greatest("largest", array, array)
+
+
+def difference(array: Array, expected: Array) -> float:
+    """The largest distance of two flat arrays' elements, infinity if there is a NaN; waits for the device."""
+    return _greatest("difference", array, expected)
+
+
+def _greatest(kernel: str, array: Array, expected: Array) -> float:
+    bits = cupy.zeros(1, "uint32")
+    compiled = library_kernel("tuning", kernel, f"#define Element {c_type(array)}\n")
+    launch(compiled, array.size, (raw(array), raw(expected), bits, array.size))
+    return float(bits.view("float32").get()[0])

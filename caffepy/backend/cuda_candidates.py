@@ -7,52 +7,68 @@ a pass for bias and ReLU.
 
 from __future__ import annotations
 
-from caffepy.backend.cuda_convolution import (
-    Candidate,
-    CudaConvolution,
-    Direction,
-    Operands,
-    Resources,
-    Source,
-    Task,
-    add_bias,
-    add_bias_and_rectify,
-    is_pointwise,
-    rectify,
-)
-from caffepy.backend.cuda_cudnn import CopiedCudnn, Plans, cudnn_candidates, split_candidates
+from caffepy.backend.cuda_convolution import APART, Candidate, CudaConvolution, Operands, Resources, Source
+from caffepy.backend.cuda_cudnn import Plans
+from caffepy.backend.cuda_cudnn_plans import CopiedCudnn, cudnn_candidates, split_candidates
 from caffepy.backend.cuda_elementwise import apply
-from caffepy.backend.cuda_folding import folded_sources
+from caffepy.backend.cuda_folded import folded_sources
 from caffepy.backend.cuda_im2col import Im2colConvolution
+from caffepy.backend.cuda_problem import Direction, Task, is_pointwise
+from caffepy.backend.cuda_reduce import reduce
 from caffepy.backend.cuda_small_convolution import small_candidates, suits_small_kernels
+from caffepy.backend.expression import Channel, Each, expression
 
 MOST_GROUPS = 4
 """Groups up to which one matrix product per group is worth its launches."""
 
 
+@expression
+def add_bias(y: Each, bias: Channel) -> Each:
+    return y + bias
+
+
+@expression
+def rectify(y: Each) -> Each:
+    return max(y, 0.0)
+
+
+@expression
+def add_bias_and_rectify(y: Each, bias: Channel) -> Each:
+    return max(y + bias, 0.0)
+
+
+@expression
+def moments(y: Each) -> tuple[Each, Each]:
+    return y, y * y
+
+
 class Apart:
-    """The convolution, and then one pass over y for bias and ReLU.
+    """The convolution, and then one pass over y for bias and ReLU, or for sums.
 
     Args:
-        task: with bias, ReLU or both.
+        task: with bias, ReLU or sums.
         convolution: carries out the plain task.
+        resources: scratch memory.
     """
 
-    name = "apart"
+    name = APART
 
-    def __init__(self, task: Task, convolution: CudaConvolution) -> None:
+    def __init__(self, task: Task, convolution: CudaConvolution, resources: Resources) -> None:
         self._task = task
         self._convolution = convolution
+        self._resources = resources
 
     def prepare(self) -> bool:
         """Always possible."""
         return True
 
     def run(self, operands: Operands) -> None:
-        """Convolve, add, rectify."""
+        """Convolve, and read y once more."""
         self._convolution.run(self._task.plain, operands)
         y = operands.out
-        if operands.bias is None:
+        if operands.sums is not None:
+            reduce(moments, (y,), (operands.sums[0], operands.sums[1]), 1, False, self._resources.scratch)
+        elif operands.bias is None:
             apply(rectify, (y,), (y,), axis=1)
         else:
             apply(add_bias_and_rectify if self._task.relu else add_bias, (y, operands.bias), (y,), axis=1)
@@ -60,16 +76,16 @@ class Apart:
 
 def sources(task: Task, convolution: CudaConvolution, resources: Resources) -> list[Source]:
     """All sources of candidates for a task, in the order in which they are tried without tuning."""
-    found = [*folded_sources(task, resources), _cudnn(task, resources, Plans.READY)]
-    if task.sums:
-        return found
+    found = [_cudnn(task, resources, Plans.READY)]
+    if task.problem.geometry.group > 1 and not task.sums:
+        found.append(Source("split", lambda: split_candidates(task, resources), checked=True))
+    if not task.sums:
+        found.append(_cudnn(task, resources, Plans.COMPILED))
     if suits_small_kernels(task, resources):
-        found.insert(0, Source("small", lambda: small_candidates(task, resources)))
-    if task.problem.geometry.group > 1:
-        found.append(Source("split", lambda: split_candidates(task, resources)))
-    found.append(_cudnn(task, resources, Plans.COMPILED))
+        found.append(Source("small", lambda: small_candidates(task, resources), checked=True))
+    found += folded_sources(task, resources)
     if task != task.plain:
-        return [*found, Source("apart", lambda: [Apart(task, convolution)])]
+        return [*found, Source(APART, lambda: [Apart(task, convolution, resources)])]
     found.append(_cudnn(task, resources, Plans.FALLBACK))
     copied = Source("copied", lambda: _copied(task, resources), last_resort=True)
     preferred = _prefers_products(task, resources)

@@ -1,102 +1,31 @@
 """Convolutions on the GPU: what is to be computed, and which of many ways computes it.
 
-Owns the vocabulary (problem, task, candidate) and `CudaConvolution`, which keeps one candidate for each task. Which
-candidates there are is `cuda_candidates.py`'s, which of them is best `cuda_autotune.py`'s.
+Owns `CudaConvolution`, which keeps one candidate for each task, and what candidates are. Which there are is
+`cuda_candidates.py`'s, which of them is best `cuda_autotune.py`'s.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from caffepy.backend.base import Array, Geometry, spatial_output, storage_dtype
+from caffepy.backend.base import Array
 from caffepy.backend.cuda_blas import Blas
-from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_elementwise import apply
 from caffepy.backend.cuda_kernels import aligned
 from caffepy.backend.cuda_memory import Scratch, flat, raw, view
-from caffepy.backend.expression import Channel, Each, expression
+from caffepy.backend.cuda_problem import Direction, Problem, Task
+from caffepy.backend.expression import Each, expression
 from caffepy.errors import RunError
 
 if TYPE_CHECKING:
     from caffepy.backend.cuda_autotune import Tuner
 
-logger = logging.getLogger(__name__)
-
-STATISTICS_RATE = 4.0e12
-"""Bytes a second at which a pass of its own would add up y for each channel."""
-
-
-class Direction(Enum):
-    """What a convolution computes, and from which two arrays."""
-
-    FORWARD = "forward"  # x, weights -> y
-    DATA = "backward to data"  # dy, weights -> dx
-    WEIGHTS = "backward to weights"  # x, dy -> dweights
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A convolution's shapes.
-
-    Args:
-        x: (N, C, spatial...).
-        weights: (num_output, C / group, kernel...).
-        geometry: how the window moves.
-        storage: what x, y and the weights are kept in.
-    """
-
-    x: tuple[int, ...]
-    weights: tuple[int, ...]
-    geometry: Geometry
-    storage: str = "float32"
-
-    @cached_property
-    def y(self) -> tuple[int, ...]:
-        """(N, num_output, spatial...)."""
-        g = self.geometry
-        windows = zip(self.x[2:], g.kernel, g.stride, g.pad, g.dilation, strict=True)
-        return (self.x[0], self.weights[0], *(spatial_output(*window) for window in windows))
-
-    @property
-    def dtype(self) -> str:
-        """dtype of the arrays in that storage."""
-        return storage_dtype(self.storage)
-
-    @property
-    def multiplications(self) -> int:
-        """How many there are in each direction, those with padding counted."""
-        return math.prod(self.y) * math.prod(self.weights[1:])
-
-    def arrays(self, direction: Direction) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the two inputs and of the output."""
-        if direction is Direction.FORWARD:
-            return self.x, self.weights, self.y
-        if direction is Direction.DATA:
-            return self.y, self.weights, self.x
-        return self.x, self.y, self.weights
-
-
-@dataclass(frozen=True)
-class Task:
-    """One direction of a problem, and what is done to the forward pass's result on its way to memory."""
-
-    problem: Problem
-    direction: Direction
-    bias: bool = False
-    relu: bool = False
-    sums: bool = False
-
-    @property
-    def plain(self) -> Task:
-        """The same without anything done to the result."""
-        return Task(self.problem, self.direction)
-
+APART = "apart"
+"""Name of the candidate that does what follows a forward pass in a pass of its own."""
 
 @dataclass(frozen=True)
 class Operands:
@@ -140,11 +69,13 @@ class Source:
         name: what the candidates' names begin with.
         candidates: all of them, likely best first.
         last_resort: whether they are only for tasks that no source before can do.
+        checked: whether a candidate's result must agree with that of a source without this mark before it is used.
     """
 
     name: str
     candidates: Callable[[], Iterable[Candidate]]
     last_resort: bool = False
+    checked: bool = False
 
 
 @dataclass
@@ -176,21 +107,6 @@ def identity(x: Each) -> Each:
 @expression
 def add_to(total: Each, value: Each) -> Each:
     return total + value
-
-
-@expression
-def add_bias(y: Each, bias: Channel) -> Each:
-    return y + bias
-
-
-@expression
-def rectify(y: Each) -> Each:
-    return max(y, 0.0)
-
-
-@expression
-def add_bias_and_rectify(y: Each, bias: Channel) -> Each:
-    return max(y + bias, 0.0)
 
 
 class CudaConvolution:
@@ -228,14 +144,8 @@ class CudaConvolution:
         exact = self.problem.storage == "float32" and not self._resources.tf32
         if exact or len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
             return False
-        task = Task(self.problem, Direction.FORWARD, sums=True)
-        if self.candidate(task, None) is None:
-            return False
-        tuner = self._resources.tuner
-        self.candidate(task.plain, None)
-        with_sums, without = tuner.time_of(task, self._resources), tuner.time_of(task.plain, self._resources)
-        bytes_read = math.prod(self.problem.y) * cupy.dtype(self.problem.dtype).itemsize
-        return with_sums is None or without is None or with_sums <= without + bytes_read / STATISTICS_RATE * 1e6
+        chosen = self.candidate(Task(self.problem, Direction.FORWARD, sums=True), None)
+        return chosen is not None and chosen.name != APART
 
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
@@ -296,9 +206,3 @@ def write_gradient(gradient: Array, operands: Operands) -> None:
         apply(add_to, (target, source), (target,), axis=0)
     else:
         apply(identity, (source,), (target,), axis=0)
-
-
-def is_pointwise(geometry: Geometry) -> bool:
-    """Whether each window is one place and the windows are all places, so that nothing need be unrolled."""
-    g = geometry
-    return all(k == 1 and s == 1 and p == 0 for k, s, p in zip(g.kernel, g.stride, g.pad, strict=True))

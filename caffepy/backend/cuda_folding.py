@@ -3,21 +3,17 @@
 Owns three changes of a problem that leave its result alone. Padding: channels of zeros are added up to a number that
 engines like. Folding: where windows step by s, each s x s block of places becomes one place of s * s times as many
 channels, and a window of k x k a window of ceil(k / s) x ceil(k / s) that steps by 1. Widening, after folding: the
-places of a window's row, which follow each other in memory, are read as channels of one place, so that x's places
-overlap and windows are one place wide.
+channels of all places in a window's row become channels of its first, so that windows are one place wide.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from caffepy.backend.base import Array, Geometry
-from caffepy.backend.cuda_convolution import Candidate, Direction, Operands, Problem, Resources, Source, Task
-from caffepy.backend.cuda_cudnn import cudnn_candidates, overlapped_candidates
-from caffepy.backend.cuda_kernels import c_type, defines, launch, library_kernel
-from caffepy.backend.cuda_memory import Scratch, raw, view
+from caffepy.backend.base import Geometry, convolution_workspace
+from caffepy.backend.cuda_problem import Direction, Problem
 
 MOST_FOLDED_CHANNELS = 64
 """Channels after folding up to which it is offered: an input with many channels needs no folding."""
@@ -32,38 +28,14 @@ class Folding:
         folded: shape afterwards.
         step: places a side that become one.
         shift: zeros before the first row and column.
+        width: places that are then put together, each with those that follow it.
     """
 
     plain: tuple[int, ...]
     folded: tuple[int, ...]
     step: int = 1
     shift: tuple[int, int] = (0, 0)
-
-    def fold(self, array: Array, scratch: Scratch, purpose: str) -> Array:
-        """The folded array in scratch memory, or the array itself if folding does not change it."""
-        if self.plain == self.folded:
-            return array
-        out = view(scratch.get(purpose, math.prod(self.folded), array.dtype.name), self.folded)
-        width = 16 // out.itemsize
-        while self.folded[1] % width:
-            width //= 2
-        kernel = library_kernel("folding", "fold", self._defines(array, out, width))
-        count = out.size // width
-        launch(kernel, count, (raw(array), out, self.plain[0], count))
-        return out
-
-    def unfold(self, folded: Array, plain: Array, accumulate: bool = False) -> None:
-        """plain (+)= what was folded."""
-        kernel = library_kernel("folding", "unfold", self._defines(folded, plain, 1))
-        launch(kernel, plain.size, (folded, raw(plain), accumulate, plain.size))
-
-    def _defines(self, source: Array, target: Array, width: int) -> str:
-        (_, channels, height, columns), (_, folded_channels, folded_height, folded_columns) = self.plain, self.folded
-        return defines(
-            In=c_type(source), Out=c_type(target), HEIGHT=height, WIDTH=columns, CHANNELS=channels,
-            FOLDED_HEIGHT=folded_height, FOLDED_WIDTH=folded_columns, FOLDED_CHANNELS=folded_channels,
-            STEP=self.step, SHIFT_H=self.shift[0], SHIFT_W=self.shift[1], PACK=width,
-        )  # fmt: skip
+    width: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,14 +47,12 @@ class FoldedProblem:
         x: how x becomes its x.
         weights: likewise.
         y: likewise; only channels are added.
-        x_strides: of the problem's x, where its places overlap.
     """
 
     problem: Problem
     x: Folding
     weights: Folding
     y: Folding
-    x_strides: tuple[int, ...] | None = None
 
     def of(self, direction: Direction) -> tuple[Folding, Folding, Folding]:
         """Those of the two inputs and of the output."""
@@ -93,70 +63,10 @@ class FoldedProblem:
         return self.x, self.y, self.weights
 
 
-class FoldedPlan:
-    """A candidate of the folded problem between folding and unfolding.
-
-    Args:
-        task: of the plain problem.
-        folded: the other problem.
-        inner: carries out the task for that.
-        name: the candidate's.
-        resources: scratch memory.
-    """
-
-    def __init__(
-        self, task: Task, folded: FoldedProblem, inner: Candidate, name: str, resources: Resources
-    ) -> None:
-        self.name = name
-        self._task = task
-        self._folded = folded
-        self._inner = inner
-        self._resources = resources
-        self.prepare = inner.prepare
-
-    def run(self, operands: Operands) -> None:
-        """Fold the inputs, compute, unfold the output."""
-        first, second, out = self._folded.of(self._task.direction)
-        scratch = self._resources.scratch
-        a = first.fold(operands.first, scratch, "folded first")
-        b = second.fold(operands.second, scratch, "folded second")
-        dtype = self._task.problem.dtype
-        if out.plain == out.folded and operands.out.dtype == dtype and not operands.accumulate:
-            self._inner.run(Operands(a, b, operands.out, operands.bias, operands.sums))
-            return
-        result = view(scratch.get("folded result", math.prod(out.folded), dtype), out.folded)
-        self._inner.run(Operands(a, b, result, operands.bias, operands.sums))
-        out.unfold(result, operands.out, operands.accumulate)
-
-
-def folded_sources(task: Task, resources: Resources) -> list[Source]:
-    """Sources of candidates for a problem with few channels, or with odd numbers of them."""
-    problem = task.problem
+def foldings(problem: Problem, direction: Direction) -> Iterator[tuple[str, FoldedProblem]]:
+    """Names and problems: widened or folded if channels are few, padded if there are odd numbers of them."""
     if len(problem.x) != 4 or problem.geometry.group != 1:
-        return []
-    sources = []
-    for name, folded in _foldings(problem, task.direction):
-        if task == task.plain or folded.y.plain == folded.y.folded:
-            sources.append(_source(name, task, folded, resources))
-    return sources
-
-
-def _source(name: str, task: Task, folded: FoldedProblem, resources: Resources) -> Source:
-    inner_task = Task(folded.problem, task.direction, task.bias, task.relu, task.sums)
-
-    def candidates() -> Iterator[Candidate]:
-        if folded.x_strides is None:
-            plans = cudnn_candidates(inner_task, resources)
-        else:
-            plans = overlapped_candidates(inner_task, resources, folded.x_strides)
-        for inner in plans:
-            yield FoldedPlan(task, folded, inner, f"{name}{inner.name}", resources)
-
-    return Source(name, candidates)
-
-
-def _foldings(problem: Problem, direction: Direction) -> Iterator[tuple[str, FoldedProblem]]:
-    """Names and problems: folded if windows step alike both ways and channels are few; padded if channels are odd."""
+        return
     item = 4 if problem.storage == "float32" else 2
     unit = 16 // item
     channels, outputs = problem.x[1], _up(problem.weights[0], unit)
@@ -164,8 +74,11 @@ def _foldings(problem: Problem, direction: Direction) -> Iterator[tuple[str, Fol
     inner = _up(channels * step * step, unit)
     if _can_fold(problem) and inner <= MOST_FOLDED_CHANNELS:
         folded = fold(problem, inner, outputs)
-        if direction is not Direction.DATA and folded.problem.geometry.kernel[1] > 1 and channels < unit:
-            yield f"widened {inner} ", widen(folded)
+        if direction is not Direction.DATA and channels < unit and folded.problem.geometry.kernel[1] > 1:
+            widened = widen(folded)
+            arrays = math.prod(problem.x) + math.prod(problem.y)
+            if math.prod(widened.x.folded) * item <= convolution_workspace(arrays * item) // 2:
+                yield f"widened {widened.problem.x[1]} ", widened
         if step > 1:
             yield f"folded {inner} ", folded
     widths = {_up(channels, unit)} | ({_up(channels, 4)} if channels < 4 else set())
@@ -209,15 +122,11 @@ def fold(problem: Problem, channels: int, outputs: int) -> FoldedProblem:
 
 
 def widen(folded: FoldedProblem) -> FoldedProblem:
-    """A folded problem with the places of a window's row as channels."""
+    """A folded problem with the places of a window's row as channels of one; the weights lie in memory as they did."""
     problem = folded.problem
     n, channels, height, width = problem.x
     kernel_h, kernel_w = problem.geometry.kernel
-    inner = Problem(
-        (n, kernel_w * channels, height, width - kernel_w + 1),
-        (problem.weights[0], kernel_w * channels, kernel_h, 1),
-        Geometry((kernel_h, 1), (1, 1), (0, 0), (1, 1)),
-        problem.storage,
-    )
-    strides = (height * width * channels, 1, width * channels, channels)
-    return FoldedProblem(inner, folded.x, folded.weights, folded.y, strides)
+    x = (n, kernel_w * channels, height, width - kernel_w + 1)
+    weights = (problem.weights[0], kernel_w * channels, kernel_h, 1)
+    inner = Problem(x, weights, Geometry((kernel_h, 1), (1, 1), (0, 0), (1, 1)), problem.storage)
+    return FoldedProblem(inner, replace(folded.x, folded=x, width=kernel_w), folded.weights, folded.y)

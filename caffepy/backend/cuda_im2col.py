@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 from caffepy.backend.base import Array
-from caffepy.backend.cuda_convolution import Direction, Operands, Problem, Resources, Task, is_pointwise
+from caffepy.backend.cuda_convolution import Operands, Resources
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import C_TYPES, launch, library_kernel
+from caffepy.backend.cuda_problem import Direction, Problem, Task, is_pointwise
 
 COLUMNS_LIMIT = 2**26
 """Elements of unrolled windows held at once; larger batches are taken in parts."""

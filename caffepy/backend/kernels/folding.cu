@@ -2,16 +2,17 @@
 //
 // The text before this file defines the types In and Out and the constants HEIGHT, WIDTH, CHANNELS of the plain array,
 // FOLDED_HEIGHT, FOLDED_WIDTH, FOLDED_CHANNELS of the folded one, STEP (places a side that become one), SHIFT_H, SHIFT_W (zeros
-// before the first place) and PACK (folded channels a thread writes).
+// before the first place), TOGETHER (places that are put together) and PACK (folded channels a thread writes).
 
-// folded[n][i][j][(a, b, c)] = plain[n][i * STEP + a - SHIFT_H][j * STEP + b - SHIFT_W][c], 0 outside and for n >= rows.
-// One thread for PACK channels.
+// folded[n][i][j][(d, a, b, c)] = plain[n][i * STEP + a - SHIFT_H][(j + d) * STEP + b - SHIFT_W][c], 0 outside and for n >= rows;
+// d counts the places put together, (a, b, c) the channels of one, with zeros after the last. One thread for PACK channels.
 extern "C" __global__ void fold(const In *plain, Out *folded, unsigned int rows, unsigned int count) {
-    constexpr unsigned int PACKS = FOLDED_CHANNELS / PACK;
+    constexpr unsigned int PACKS = FOLDED_CHANNELS / PACK, OWN = FOLDED_CHANNELS / TOGETHER;
     EACH_INDEX(i, count) {
-        const int first = i % PACKS * PACK;
+        const unsigned int at = i % PACKS * PACK;
+        const int first = at % OWN;
         unsigned int rest = i / PACKS;
-        const int x = (int)(rest % FOLDED_WIDTH) * STEP - SHIFT_W;
+        const int x = (int)(rest % FOLDED_WIDTH + at / OWN) * STEP - SHIFT_W;
         rest /= FOLDED_WIDTH;
         const int y = (int)(rest % FOLDED_HEIGHT) * STEP - SHIFT_H;
         const unsigned int n = rest / FOLDED_HEIGHT;
