@@ -60,6 +60,17 @@ def test_lenets_losses_are_caffes(lenet: Path) -> None:
     np.testing.assert_allclose(losses, golden[:130], rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16", "BFLOAT16"])
+def test_lenet_reaches_the_same_accuracy_in_every_storage(lenet: Path, kind: str) -> None:
+    net = lenet.with_name("train_test.prototxt")
+    net.write_text(f"default_forward_type: {kind} default_backward_type: {kind}\n" + net.read_text())
+    with open_solver(lenet, test_initialization=False) as solver:
+        solver.load_weights([lenet.with_name("init.caffemodel")])
+        solver.step(200)
+        assert solver.program.captured
+        assert solver.test_all()[0]["accuracy"] == pytest.approx(0.958, abs=0.015)
+
+
 def _train(path: Path, stops: list[int]) -> dict[str, np.ndarray]:
     """The weights after training up to each stop in turn, with a snapshot and a new solver between."""
     state = None
