@@ -21,13 +21,16 @@ __all__ = [
 ]
 
 
-def create_backend(device: int | None = None, threads: int | None = None, math: str = "fp32") -> Backend:
+def create_backend(
+    device: int | None = None, threads: int | None = None, math: str = "fp32", autotune: bool = True
+) -> Backend:
     """A backend of one device for one solver thread.
 
     Args:
         device: number of a CUDA device, or None for the CPU.
         threads: CPU threads that the backend may use; None takes all that the process may use.
         math: one of MATH_MODES; the CPU computes in full float32 whatever it says.
+        autotune: whether a GPU tries ways of computing each convolution and keeps the fastest.
 
     Raises:
         DeviceError: the device is not there.
@@ -39,4 +42,4 @@ def create_backend(device: int | None = None, threads: int | None = None, math: 
         return CpuBackend(threads)
     from caffepy.backend.cuda import CudaBackend
 
-    return CudaBackend(device, math)
+    return CudaBackend(device, math, autotune)

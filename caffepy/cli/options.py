@@ -136,6 +136,16 @@ def add_device_options(parser: argparse._ActionsContainer, default: str) -> None
     )
 
 
+def add_autotune_option(parser: argparse._ActionsContainer) -> None:
+    """--autotune and --no-autotune."""
+    parser.add_argument(
+        "--autotune",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="try ways of computing each convolution on the GPU once and remember the fastest (default)",
+    )
+
+
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     """--level and --stage, which choose among the layers' include and exclude rules."""
     parser.add_argument("--level", type=int, metavar="N", help="the net's level, for include and exclude rules")

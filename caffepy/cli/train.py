@@ -7,7 +7,15 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_state_options, file_list, positive, positive_seconds
+from caffepy.cli.options import (
+    Parser,
+    add_autotune_option,
+    add_device_options,
+    add_state_options,
+    file_list,
+    positive,
+    positive_seconds,
+)
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
     engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
     engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
+    add_autotune_option(engine)
     add_state_options(parser)
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
         parser.add_argument(
@@ -121,7 +130,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         sigterm_effect=args.sigterm_effect,
         threads=args.threads,
         math=args.math,
-        engine=Engine(eager=args.eager, fuse=not args.no_fuse, share=not args.no_share),
+        engine=Engine(args.eager, fuse=not args.no_fuse, share=not args.no_share, autotune=args.autotune),
     )
 
 

@@ -169,7 +169,9 @@ class P2PSync:
 
     def _run(self) -> None:
         try:
-            self._backend = create_backend(self.place.device, self.place.threads, self._options.math)
+            self._backend = create_backend(
+                self.place.device, self.place.threads, self._options.math, self._options.engine.autotune
+            )
             with self._backend.activate():
                 self._train(self._backend)
         except BaseException as error:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Engine:
-    """Switches of what makes training fast on a GPU; results are the same to rounding whatever they say.
+    """Switches of what makes training fast on a GPU; results are the same to rounding with each.
 
     Args:
         eager: put every primitive on the stream by itself, instead of replaying captured graphs.
         fuse: compute groups of layers as one.
         share: let blobs that are never needed at the same time have the same memory.
+        autotune: try ways of computing each convolution and keep the fastest.
     """
 
     eager: bool = False
     fuse: bool = True
     share: bool = True
+    autotune: bool = True
