@@ -127,6 +127,13 @@ class Mark(Protocol):
         """Wait until everything before it is done."""
 
 
+class Stamp(Protocol):
+    """A place in the backend's work, with the time at which it came there."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds from an earlier stamp of the same backend to this one; waits until this place is reached."""
+
+
 class Fetch(Protocol):
     """An array on its way to the host."""
 
@@ -237,6 +244,10 @@ class Backend(InputPrimitives, ABC):
     @abstractmethod
     def mark(self) -> Mark:
         """This place in the backend's work."""
+
+    @abstractmethod
+    def stamp(self) -> Stamp:
+        """This place in the backend's work, with its time; cannot be captured."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:
@@ -413,6 +424,10 @@ class Backend(InputPrimitives, ABC):
     @abstractmethod
     def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
         """The same from a convolution's `sums`, each over so many elements."""
+
+    @abstractmethod
+    def batch_norm_finish(self, variance: Array, elements: int, n: Normalisation) -> None:
+        """n.inverse, and the running sums as above, from n.mean and a variance (C,) over so many elements a channel."""
 
     @abstractmethod
     def batch_norm_load(self, n: Normalisation) -> None:

@@ -137,14 +137,14 @@ class Composed(Backend):
         variance = self._buffer("variance", n.mean.shape)
         self.reduce(scaled, (x, per_element), (n.mean,))
         self.reduce(squared_distance, (x, n.mean, per_element), (variance,))
-        self._finish(variance, elements, n)
+        self.batch_norm_finish(variance, elements, n)
 
     def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
         variance = self._buffer("variance", n.mean.shape)
         self.apply(moments, (sums[0], sums[1], 1 / max(elements, 1)), (n.mean, variance), axis=0)
-        self._finish(variance, elements, n)
+        self.batch_norm_finish(variance, elements, n)
 
-    def _finish(self, variance: Array, elements: int, n: Normalisation) -> None:
+    def batch_norm_finish(self, variance: Array, elements: int, n: Normalisation) -> None:
         correction = elements / (elements - 1) if elements > 1 else 1.0
         inputs = (n.mean, variance, n.sum_mean, n.sum_variance, n.fraction, correction, n.epsilon)
         self.apply(finished, inputs, (n.inverse, n.sum_mean, n.sum_variance), axis=0)

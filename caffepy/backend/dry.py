@@ -23,12 +23,13 @@ from caffepy.backend.base import (
     Geometry,
     Mailbox,
     Mark,
+    Stamp,
     gpu_workspace,
     spatial_output,
     storage_dtype,
 )
 from caffepy.backend.dry_array import SETUP, DryArray, Memory
-from caffepy.backend.mailbox import Done, HostMailbox
+from caffepy.backend.mailbox import Done, HostMailbox, HostStamp
 
 
 def _arrays(values: Iterable[Any]) -> Iterator[DryArray]:
@@ -120,6 +121,9 @@ class DryBackend(Backend):
     def mark(self) -> Mark:
         return Done()
 
+    def stamp(self) -> Stamp:
+        return HostStamp()
+
     def fetch(self, array: Array) -> Fetch:
         raise AssertionError("a dry run computes nothing that could be fetched")
 
@@ -186,6 +190,7 @@ class DryBackend(Backend):
 
     batch_norm_measure = _primitive("batch_norm_measure", ["x", *_RUNNING], [*_STATISTICS, *_RUNNING])
     batch_norm_measure_sums = _primitive("batch_norm_measure_sums", ["sums", *_RUNNING], [*_STATISTICS, *_RUNNING])
+    batch_norm_finish = _primitive("batch_norm_finish", ["variance", "mean", *_RUNNING], ["inverse", *_RUNNING])
     batch_norm_load = _primitive("batch_norm_load", _RUNNING, _STATISTICS)
     batch_norm_forward = _primitive("batch_norm_forward", ["x", *_NORMAL, "residual"], ["y", "mask"])
     batch_norm_backward_sums = _primitive(

@@ -61,6 +61,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
     engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
     add_autotune_option(engine)
+    devices.add_argument(
+        "--sync-bn", action="store_true", help="BatchNorm takes its statistics from all devices' batches together"
+    )
     add_state_options(parser)
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
         parser.add_argument(
@@ -130,6 +133,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         sigterm_effect=args.sigterm_effect,
         threads=args.threads,
         math=args.math,
+        sync_bn=args.sync_bn,
         engine=Engine(args.eager, fuse=not args.no_fuse, share=not args.no_share, autotune=args.autotune),
     )
 

@@ -84,6 +84,8 @@ class LayerContext:
     """Names the record at a place (second) of the device's batch of a pass (first), set by the first data layer."""
     sample_shapes: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     """Shapes of one sample of each top, by layer, for data layers that are not to open their data: a planned net's."""
+    average: Callable[[Array], None] | None = None
+    """Averages an array over all devices, in place; set where BatchNorm's statistics are to be global."""
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.base import Normalisation
+from caffepy.backend.composed import scaled, squared_distance
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.temporary import Temporary
 from caffepy.proto import caffe_pb2
@@ -78,6 +79,37 @@ class BatchNormLayer(Layer):
         """Whether the layer has NVIDIA Caffe's own scale and bias."""
         return self._scale_bias
 
+    def not_captured(self) -> str:
+        together = self.context.average is not None and not self._use_stored
+        return "it averages statistics over all devices" if together else ""
+
+    def measure(self, x: Array, n: Normalisation) -> None:
+        """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""
+        average = self.context.average
+        if average is None:
+            self.backend.batch_norm_measure(x, n)
+            return
+        elements, variance = x.size // self._channels, self._sum_dy
+        # The variance is around the global mean: squares of large means would swallow the digits that count.
+        self.backend.reduce(scaled, (x, 1 / elements), (n.mean,))
+        average(n.mean)
+        self.backend.reduce(squared_distance, (x, n.mean, 1 / elements), (variance,))
+        average(variance)
+        self.backend.batch_norm_finish(variance, elements * self.context.shard.world_size, n)
+
+    def averaged(self, sum_dy_x: Array, sum_dy: Array) -> tuple[Array, Array]:
+        """The sums that the bottom's gradient needs: this device's, or where statistics are global all devices' mean.
+
+        Each device's gradients are those of its own mean loss, and are averaged afterwards.
+        """
+        if self.context.average is None:
+            return sum_dy_x, sum_dy
+        for own, total in ((sum_dy_x, self._sum_dy_x), (sum_dy, self._sum_dy)):
+            if own is not total:
+                self.backend.copy(own, total)
+            self.context.average(total)
+        return self._sum_dy_x, self._sum_dy
+
     def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> Normalisation:
         """The layer's arrays, with a Scale layer's parameters where there is one."""
         param = self.param.batch_norm_param
@@ -102,7 +134,7 @@ class BatchNormLayer(Layer):
         if self._use_stored:
             self.backend.batch_norm_load(n)
         else:
-            self.backend.batch_norm_measure(x, n)
+            self.measure(x, n)
         self.backend.batch_norm_forward(x, n, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -123,7 +155,7 @@ class BatchNormLayer(Layer):
         if self._use_stored:
             self.backend.apply(stored_input_gradient, (dy, n.inverse, n.scale), (dx,))
         else:
-            self.backend.batch_norm_backward_data(x, dy, n, self._sum_dy_x, self._sum_dy, dx)
+            self.backend.batch_norm_backward_data(x, dy, n, *self.averaged(self._sum_dy_x, self._sum_dy), dx)
 
     def _wants(self, index: int) -> bool:
         return self._scale_bias and self.propagate_to_params[index]

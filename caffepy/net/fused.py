@@ -141,7 +141,7 @@ class FusedNormalisation(FusedLayer):
             assert self.sums is not None
             self.backend.batch_norm_measure_sums(self.sums, x.count // x.shape[1], n)
         else:
-            self.backend.batch_norm_measure(x.data, n)
+            self._norm.measure(x.data, n)
         self._measured = False
         residual = bottom[1].data if self._adds else None
         y = top[0].data
@@ -162,7 +162,8 @@ class FusedNormalisation(FusedLayer):
         if propagate_down[0]:
             dy = dys[0] if total is None else total
             masked = self._relu and total is None
-            self.backend.batch_norm_backward_data(x, dy, n, scale, bias, bottom[0].diff, masked)
+            sums = self._norm.averaged(scale, bias)
+            self.backend.batch_norm_backward_data(x, dy, n, *sums, bottom[0].diff, masked)
 
     def _learned(self) -> list[tuple[Layer, int]]:
         """Which parameters are scale and bias: (layer, index)."""
@@ -201,7 +202,8 @@ class MeasuredConvolution(FusedLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         first, plan = self._convolution, self._convolution.plan
-        sums = self._normalisation.sums_for(top[0].shape[1]) if plan.gives_sums else None
+        alone = self.context.average is None
+        sums = self._normalisation.sums_for(top[0].shape[1]) if alone and plan.gives_sums else None
         plan.forward(bottom[0].data, first.weights(), None, top[0].data, sums=sums)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

@@ -39,6 +39,7 @@ class TrainOptions:
         threads: CPU threads of each solver; None divides the cores among all solvers of the host.
         math: how GPUs multiply, one of backend.MATH_MODES.
         engine: how iterations are run.
+        sync_bn: BatchNorm's statistics are those of all devices' batches together.
     """
 
     solver: SolverParameter
@@ -57,6 +58,7 @@ class TrainOptions:
     threads: int | None = None
     math: str = "tf32"
     engine: Engine = field(default_factory=Engine)
+    sync_bn: bool = False
 
     @property
     def local_devices(self) -> list[int | None]:

@@ -130,7 +130,7 @@ class P2PSync:
             self._connected.all_reduce(solver.net.parameters.diff, average=True)
 
     def not_captured(self) -> str:
-        return ""
+        return "devices that train together exchange gradients between two graphs" if self.world_size > 1 else ""
 
     def settle(self, wait: Callable[[], None]) -> None:
         if self.world_size == 1:
@@ -150,6 +150,11 @@ class P2PSync:
             return
         with self.progress.waiting("a barrier"):
             self._connected.barrier()
+
+    def _average(self, array: Any) -> None:
+        """What layers call whose statistics are those of all devices."""
+        with self.progress.waiting("BatchNorm's statistics"):
+            self._connected.all_reduce(array, average=True)
 
     @property
     def _connected(self) -> Communicator:
@@ -198,6 +203,8 @@ class P2PSync:
                 raise AbortedError("training was stopped before it began")
         with self.progress.waiting("the connection of the devices"):
             self._communicator = self._connect()
+        if self._options.sync_bn and self.world_size > 1:
+            self.solver.net.context.average = self._average
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.barrier()

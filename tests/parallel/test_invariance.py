@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from laboratory import Laboratory, Outcome, assert_same_weights
+from laboratory import NORMALISED_NET, Laboratory, Outcome, assert_same_weights
 
 ITERATIONS = 50
 
@@ -39,6 +40,23 @@ def test_threads_and_ranks_train_as_one_device_does(
     assert (
         outcome.logged("Batch: ")[-1] == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
     )
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(0, 2), (2, 2)])
+def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory, ranks: int, threads: int) -> None:
+    options = ("--cpu-solvers", str(threads))
+    one = laboratory.train(iterations=30, net_text=NORMALISED_NET)
+    assert one.status == 0, one.log
+    results = [
+        laboratory.train(
+            *options, *extra, ranks=ranks, batch=64 // max(ranks, 1), iterations=30, net_text=NORMALISED_NET
+        )
+        for extra in (("--sync-bn",), ())
+    ]
+    assert results[0].status == 0, results[0].log
+    assert_same_weights(results[0], one, 30, 2e-4)
+    own, theirs = results[1].weights(30), one.weights(30)
+    assert any(np.abs(own[name] - theirs[name]).max() > 1e-3 for name in theirs), "per device should differ"
 
 
 def test_an_mpi_that_the_main_thread_alone_may_call(laboratory: Laboratory, alone: Outcome) -> None:
