@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cpu_lrn, cpu_pooling, cpu_random, cpu_softmax
-from caffepy.backend.base import Array, Convolution, Counter, Fetch, Geometry, Mailbox, Mark, RandomStream
+from caffepy.backend.base import Array, Convolution, Counter, Fetch, Geometry, Mailbox, Mark, RandomStream, Stamp
 from caffepy.backend.composed import Composed
 from caffepy.backend.cpu_blas import BLAS
 from caffepy.backend.cpu_convolution import TileConvolution
@@ -21,7 +21,7 @@ from caffepy.backend.cpu_input import CpuInput
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
-from caffepy.backend.mailbox import Done, HostFetch, HostMailbox
+from caffepy.backend.mailbox import Done, HostFetch, HostMailbox, HostStamp
 from caffepy.errors import DeviceError, OutOfMemoryError
 
 _LAST = (0, 2, 3, 1)
@@ -84,6 +84,9 @@ class CpuBackend(CpuInput, Composed):
 
     def mark(self) -> Mark:
         return Done()
+
+    def stamp(self) -> Stamp:
+        return HostStamp()
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(array)

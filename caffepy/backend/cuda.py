@@ -32,6 +32,7 @@ from caffepy.backend.base import (
     Mark,
     Normalisation,
     RandomStream,
+    Stamp,
     gpu_workspace,
 )
 from caffepy.backend.composed import Composed
@@ -48,7 +49,7 @@ from caffepy.backend.cuda_device import (
     device_properties,
     import_cudnn,
 )
-from caffepy.backend.cuda_graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark
+from caffepy.backend.cuda_graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark, CudaStamp
 from caffepy.backend.cuda_input import CudaInput
 from caffepy.backend.cuda_normalise import Normaliser
 from caffepy.backend.cuda_problem import Problem
@@ -136,6 +137,9 @@ class CudaBackend(CudaInput, Composed):
 
     def mark(self) -> Mark:
         return CudaMark(self.stream)
+
+    def stamp(self) -> Stamp:
+        return CudaStamp(self.stream)
 
     def fetch(self, array: Array) -> Fetch:
         return CudaFetch(self.stream, array)

@@ -108,6 +108,19 @@ class CudaMark:
         self.event.synchronize()
 
 
+class CudaStamp:
+    """A place on a stream whose time is taken."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event = cupy.cuda.Event()
+        self.event.record(stream)
+
+    def seconds_since(self, earlier: CudaStamp) -> float:
+        """Seconds of the device's clock between the two; waits for this one."""
+        self.event.synchronize()
+        return float(cupy.cuda.get_elapsed_time(earlier.event, self.event)) * 1e-3
+
+
 class CudaFetch:
     """A small array on its way to the host.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,17 @@ class HostFetch:
     def get(self) -> Array:
         """The array."""
         return self._copy
+
+
+class HostStamp:
+    """A `Stamp` of work that is finished already."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def seconds_since(self, earlier: HostStamp) -> float:
+        """Seconds between the two."""
+        return self._time - earlier._time
 
 
 class Done:

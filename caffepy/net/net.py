@@ -34,6 +34,7 @@ from caffepy.net.wiring import (
     prune_backward,
 )
 from caffepy.proto import caffe_pb2
+from caffepy.trace import NO_TRACE
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Net:
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
         """Called with a node of the schedule when the gradients of the parameters that it owns are final."""
+        self.trace = NO_TRACE
+        """Takes the times of the layers."""
         self.keeps_copies = True
         """Whether `forward` brings the half-precision copies of the parameters up to date; a solver does it itself."""
         self.nodes: list[Node] = []
@@ -222,7 +225,7 @@ class Net:
     def feed(self, number: int) -> None:
         """Let the data layers bring the data of pass `number` to the device."""
         for node in self._fed:
-            with _named(node.layer):
+            with self.trace.span("feed", node.layer.name), _named(node.layer):
                 node.layer.feed(number)
 
     def consumed(self, number: int) -> None:
@@ -245,7 +248,7 @@ class Net:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             self._reshape(node)
-        with _named(node.layer):
+        with self.trace.span("forward", node.layer.name), _named(node.layer):
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
                 node.layer.check()
@@ -263,7 +266,7 @@ class Net:
     def backward_node(self, node: Node) -> None:
         """Run one layer of the schedule backward, if it has to."""
         if node.need_backward:
-            with _named(node.layer):
+            with self.trace.span("backward", node.layer.name), _named(node.layer):
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:
                 debug.log_backward(node)

@@ -44,6 +44,7 @@ from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.state import history_arrays, restore_state, save_state
 from caffepy.solvers.testing import run_test
 from caffepy.solvers.update import Update
+from caffepy.trace import NO_TRACE, NoTrace
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Solver(ABC):
         request: asked once an iteration what somebody outside wants.
         keep_going: log a loss that is not finite instead of stopping.
         engine: how iterations are run.
+        trace: takes the times of what this device does.
 
     Raises:
         ConfigError: solver and nets do not hold together.
@@ -92,6 +94,7 @@ class Solver(ABC):
         request: Callable[[], Action] | None = None,
         keep_going: bool = False,
         engine: Engine | None = None,
+        trace: NoTrace = NO_TRACE,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -100,6 +103,7 @@ class Solver(ABC):
         self.callback: SolverCallback = callback or SingleDevice()
         self.keep_going = keep_going
         self.engine = engine or Engine()
+        self.trace = trace
         self._request = request
         _refuse_unsupported(self.param)
         if self.param.random_seed < 0:
@@ -128,6 +132,7 @@ class Solver(ABC):
     def _build_nets(self) -> None:
         factory = self._factory
         self.net = factory.train_net()
+        self.net.trace = self.trace
         for names in self.param.weights:
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
@@ -209,6 +214,7 @@ class Solver(ABC):
     def _iterate(self) -> None:
         display = self._due(self.param.display)
         self.net.debug_info = display and self.param.debug_info
+        self.trace.begin(self.iteration)
         self._poll()
         self._send_numbers()
         if self.program.captured:
@@ -223,9 +229,11 @@ class Solver(ABC):
         self._compute_gradients(display or self._needs_loss())
         if display:
             self.display.show_iteration()
-        self._exchange_gradients()
+        with self.trace.span("exchange"):
+            self._exchange_gradients()
         self._hear_requests()
-        self._apply_update(display)
+        with self.trace.span("update"):
+            self._apply_update(display)
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
@@ -238,10 +246,12 @@ class Solver(ABC):
         loss = 0.0
         for index in range(self.param.iter_size):
             self._begin_pass(index)
-            self.net.forward()
+            with self.trace.span("forward"):
+                self.net.forward()
             if read_loss:
                 loss += self._read_loss()
-            self.net.backward()
+            with self.trace.span("backward"):
+                self.net.backward()
         if read_loss:
             self.losses.add(loss / self.param.iter_size)
         if self.backend.asynchronous:
@@ -340,7 +350,8 @@ class Solver(ABC):
         number = self.net.context.passes.number
         self.program = Program(self.backend, self._steps())
         try:
-            self.program.capture()
+            with self.trace.paused():
+                self.program.capture()
         except RunError as error:
             self.program.drop()
             self.engine = replace(self.engine, eager=True)
@@ -356,7 +367,8 @@ class Solver(ABC):
         if net.changed_shapes():
             self._recapture(display)
             return
-        self.program.run()
+        with self.trace.span("iteration"):
+            self.program.run()
         for number in passes:
             net.consumed(number)
         net.context.passes.number = passes.stop
@@ -468,7 +480,7 @@ class Solver(ABC):
         A stop that is asked for meanwhile ends the tests where this device trains alone.
         """
         self._settle()
-        with self._not_training():
+        with self._not_training(), self.trace.span("test"):
             scores = []
             for index in range(len(self.test_nets)):
                 score = run_test(self, index)
@@ -502,7 +514,7 @@ class Solver(ABC):
             RunError: it could not be written; the older snapshots are as they were.
         """
         self._settle()
-        with self._not_training():
+        with self._not_training(), self.trace.span("snapshot"):
             self._refuse_to_save_nonsense()
             state = save_state(self)
             weights, path = self._snapshot_paths()
