@@ -155,7 +155,7 @@ class ParameterBuffer:
 
     Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What the blobs
     hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all others: they
-    too are broadcast and saved, but no update touches them.
+    too are broadcast and saved, but no update touches them. Between the two, gradients have room for a few flags.
 
     Args:
         backend: where the memory is.
@@ -163,13 +163,13 @@ class ParameterBuffer:
     """
 
     FLAGS = 64
-    """Elements at the end of `diff` beyond all parameters; they travel with the gradients' all-reduce."""
+    """Elements behind the learned parameters' gradients; they travel with these."""
 
     def __init__(self, backend: Backend, parameters: list[Parameter]) -> None:
         self.backend = backend
         self.parameters = parameters
         self.size = self._lay_out()
-        self.data = backend.zeros((max(self.size, 1),))
+        self.data = backend.zeros((self.size,))
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
         """`data` in other storages, for layers that want them so; see `refresh`."""
@@ -177,13 +177,9 @@ class ParameterBuffer:
             self._move(parameter)
 
     def _lay_out(self) -> int:
-        start = self.learned = 0
-        for parameter in sorted(_backward_order(self.parameters), key=lambda p: p.lr_mult == 0):
-            parameter.start, parameter.stop = start, start + parameter.blob.count
-            start = -(-parameter.stop // ALIGNMENT) * ALIGNMENT
-            if parameter.lr_mult != 0:
-                self.learned = start
-        return start
+        order = _backward_order(self.parameters)
+        self.learned = _place([p for p in order if p.lr_mult != 0], 0)
+        return _place([p for p in order if p.lr_mult == 0], self.learned + self.FLAGS)
 
     def blocks(self, flat: Array) -> Array:
         """The learned part of a flat array as (blocks, ALIGNMENT): a block belongs to one parameter."""
@@ -225,7 +221,7 @@ class ParameterBuffer:
     def diff(self) -> Array:
         """Flat gradients and the flags; allocated on first use, since testing needs none."""
         if self._diff is None:
-            self._diff = self.backend.zeros((self.size + self.FLAGS,))
+            self._diff = self.backend.zeros((self.size,))
             for parameter in self.parameters:
                 parameter.blob.bind(diff=self.view(self._diff, parameter))
                 for blob in parameter.sharers:
@@ -234,21 +230,34 @@ class ParameterBuffer:
 
     @property
     def gradients(self) -> Array:
-        """`diff` without the flags."""
-        return self.diff[: self.size]
+        """The learned parameters' part of `diff`."""
+        return self.diff[: self.learned]
 
     @property
     def flags(self) -> Array:
-        """The end of `diff`: [0] stop requests, [1] snapshot requests."""
-        return self.diff[self.size :]
+        """What travels behind the gradients: [0] stop requests, [1] snapshot requests."""
+        return self.diff[self.learned : self.learned + self.FLAGS]
+
+    @property
+    def exchanged(self) -> Array:
+        """What devices that train together average: gradients and flags."""
+        return self.diff[: self.learned + self.FLAGS]
 
     def new_history(self) -> Array:
         """Zeros laid out as the parameters are."""
-        return self.backend.zeros((max(self.size, 1),))
+        return self.backend.zeros((self.size,))
 
     def view(self, flat: Array, parameter: Parameter) -> Array:
         """The part of a flat array that belongs to a parameter, in the parameter's shape."""
         return self.backend.view(flat[parameter.start : parameter.stop], parameter.blob.shape)
+
+
+def _place(parameters: list[Parameter], start: int) -> int:
+    """Give each parameter its place from `start` on; returns where the next would begin."""
+    for parameter in parameters:
+        parameter.start, parameter.stop = start, start + parameter.blob.count
+        start = -(-parameter.stop // ALIGNMENT) * ALIGNMENT
+    return start
 
 
 def _backward_order(parameters: list[Parameter]) -> list[Parameter]:

@@ -127,7 +127,7 @@ class P2PSync:
         if self.world_size == 1:
             return
         with self.progress.waiting("the gradients' all-reduce"):
-            self._connected.all_reduce(solver.net.parameters.diff, average=True)
+            self._connected.all_reduce(solver.net.parameters.exchanged, average=True)
 
     def not_captured(self) -> str:
         return "devices that train together exchange gradients between two graphs" if self.world_size > 1 else ""

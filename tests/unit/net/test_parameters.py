@@ -33,7 +33,8 @@ def test_the_last_layer_comes_first_and_starts_are_aligned() -> None:
     assert places == {("b", 0): (0, 9), ("b", 1): (64, 67), ("a", 0): (128, 137), ("a", 1): (192, 195)}
     assert all(p.start % ALIGNMENT == 0 for p in buffer.parameters)
     assert [p.name for p in buffer.parameters] == ["a[0]", "a[1]", "b[0]", "b[1]"]
-    assert buffer.diff.shape == (buffer.size + ParameterBuffer.FLAGS,)
+    assert (buffer.learned, buffer.size) == (256, 256 + ParameterBuffer.FLAGS)
+    assert buffer.diff.shape == (buffer.size,)
     for name, values in weights_of(net).items():
         np.testing.assert_array_equal(values, before[name])
 

@@ -88,6 +88,6 @@ def test_what_is_not_learned_lies_behind_what_is() -> None:
         parameters = solver.net.parameters
         weights, bias = parameters.parameters
         assert (bias.start, bias.stop, parameters.learned) == (0, 3, 64)
-        assert weights.start == 64
+        assert weights.start == 128
         lr_mult, decay_mult = parameters.multipliers()
         assert (lr_mult.tolist(), decay_mult.tolist()) == ([2.0], [0.0])

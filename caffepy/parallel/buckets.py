@@ -1,0 +1,65 @@
+"""Which slices of the flat gradients are exchanged at once, and when each of them is complete.
+
+Owns the cutting, for `P2PSync`. Gradients lie in the order in which the backward pass finishes them, so a bucket is a
+slice, and the last layers' bucket is complete while the first layers' gradients are still being computed (Li et al.,
+VLDB 2020; NVIDIA Caffe's `reduce_buckets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from caffepy.net import Net
+from caffepy.net.parameters import Parameter, ParameterBuffer
+from caffepy.net.wiring import Node
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A slice of the flat gradients.
+
+    Args:
+        start: its first element.
+        stop: one past its last.
+        node: index in the net's schedule of the layer whose backward pass completes it.
+    """
+
+    start: int
+    stop: int
+    node: int
+
+
+def cut_buckets(net: Net, count: int) -> list[Bucket]:
+    """About `count` buckets of about equal size, in the order in which they are completed.
+
+    A bucket ends at the end of a parameter; the last one also holds the flags. A parameter that several layers share is
+    complete with the one that comes first in the net.
+    """
+    buffer = net.parameters
+    learned = sorted((p for p in buffer.parameters if p.lr_mult != 0), key=lambda p: p.start)
+    places = _places(net.schedule)
+    groups: list[list[Parameter]] = [[]]
+    for parameter in learned:
+        if groups[-1] and (parameter.start - groups[-1][0].start) * count >= buffer.learned:
+            groups.append([])
+        groups[-1].append(parameter)
+    if not learned:
+        return [Bucket(buffer.learned, buffer.learned + ParameterBuffer.FLAGS, 0)]
+    starts = [group[0].start for group in groups]
+    stops = [*starts[1:], buffer.learned + ParameterBuffer.FLAGS]
+    # Communicators take operations in one order, so no bucket may be complete before those in front of it.
+    found: list[Bucket] = []
+    for start, stop, group in zip(starts, stops, groups, strict=True):
+        node = min(places[parameter.layer] for parameter in group)
+        found.append(Bucket(start, stop, min(node, found[-1].node) if found else node))
+    return found
+
+
+def _places(schedule: Sequence[Node]) -> dict[str, int]:
+    """Where in the schedule each layer is computed, by itself or as a member of a group."""
+    places = {}
+    for index, node in enumerate(schedule):
+        for layer in getattr(node.layer, "members", [node.layer]):
+            places[layer.name] = index
+    return places
