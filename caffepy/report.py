@@ -18,12 +18,17 @@ class Performance:
         iterations: iterations that were timed.
         seconds: what they took, tests and snapshots left out.
         device: what the report calls the device: ``0`` for a GPU's number, ``CPU``, ``CPU 1`` for a second CPU solver.
+        communication: seconds of them in which gradients were exchanged, whether or not the device computed meanwhile;
+            None where nobody trains with it, or nobody knows.
+        exposed: those in which the device waited for the exchange.
     """
 
     batch: int = 0
     iterations: int = 0
     seconds: float = 0.0
     device: str = "CPU"
+    communication: float | None = None
+    exposed: float | None = None
 
     @property
     def iterations_per_second(self) -> float:
@@ -35,33 +40,59 @@ class Performance:
         """iterations / seconds * batch."""
         return self.iterations_per_second * self.batch
 
+    def single_rate(self, measured: float | None = None) -> float | None:
+        """Images a second of such a device alone.
 
-def format_performance(performance: Performance) -> str:
-    """``Solver performance on device 0: 51.2 * 64 = 3277 img/sec (998 itr in 19.5 sec)``."""
+        Args:
+            measured: what one device was seen to do; None: what this one would have done without waiting for others,
+                None again if that is not known.
+        """
+        if measured is not None:
+            return measured
+        if self.exposed is None or not self.seconds > self.exposed:
+            return None
+        return self.iterations * self.batch / (self.seconds - self.exposed)
+
+
+def format_performance(performance: Performance, measured: float | None = None) -> str:
+    """One device's line; columns that are not known are left out.
+
+    ``Solver performance on device 0: 51.2 * 64 = 3277 img/sec (998 itr in 19.5 sec), communication 3.1 sec, exposed
+    0.5 sec, scaling 0.974``
+
+    Args:
+        performance: the device's.
+        measured: images a second of one device that trains alone.
+    """
     return (
         f"Solver performance on device {performance.device}: "
         f"{_significant(performance.iterations_per_second)} * {performance.batch} = "
         f"{_significant(performance.images_per_second)} img/sec "
         f"({performance.iterations} itr in {_significant(performance.seconds)} sec)"
+        f"{_communication(performance)}{_scaling([performance], measured)}"
     )
 
 
-def format_report(ranks: Sequence[Sequence[Performance]]) -> list[str]:
+def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None = None) -> list[str]:
     """The whole report: a line a device, a line a rank where it has several devices, one for all.
 
     Args:
         ranks: the performance of each rank's devices, in the order of the ranks.
+        measured: images a second of one device that trains alone, for the columns of scaling; None: each device's
+            without the time in which it waited for the others.
     """
     lines = []
     for rank, devices in enumerate(ranks):
         node = f"Node {{{rank}}} " if len(ranks) > 1 else ""
         for i, performance in enumerate(devices):
             root = "root " if i == 0 else "     "
-            lines.append(f"{node}{root if node else root.capitalize()}{format_performance(performance)}")
+            lines.append(f"{node}{root if node else root.capitalize()}{format_performance(performance, measured)}")
         if node and len(devices) > 1:
-            lines.append(f"{node}performance: {_significant(_total(devices))} img/sec")
-    if sum(map(len, ranks)) > 1:
-        lines.append(f"Overall performance: {_significant(sum(map(_total, ranks)))} img/sec")
+            lines.append(f"{node}performance: {_significant(_total(devices))} img/sec{_scaling(devices, measured)}")
+    everybody = [performance for devices in ranks for performance in devices]
+    if len(everybody) > 1:
+        rate = _significant(_total(everybody))
+        lines.append(f"Overall performance: {rate} img/sec{_scaling(everybody, measured)}")
     return lines
 
 
@@ -69,6 +100,24 @@ def _total(devices: Sequence[Performance]) -> float:
     return sum(p.images_per_second for p in devices)
 
 
+def _communication(performance: Performance) -> str:
+    if performance.communication is None or performance.exposed is None:
+        return ""
+    seconds = map(_significant, (performance.communication, performance.exposed))
+    return ", communication {} sec, exposed {} sec".format(*seconds)
+
+
+def _scaling(devices: Sequence[Performance], measured: float | None) -> str:
+    """images/s of all devices / (their number * images/s of one alone)."""
+    alone = [performance.single_rate(measured) for performance in devices]
+    known = [rate for rate in alone if rate is not None]
+    if len(known) < len(alone) or not sum(known) > 0:
+        return ""
+    return f", scaling {_total(devices) / sum(known):.3f}"
+
+
 def _significant(value: float) -> str:
     """Four significant digits, as NVIDIA Caffe prints, but never with an exponent."""
+    if value < 1e-4:
+        return "0"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

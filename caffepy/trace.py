@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,8 +20,10 @@ from caffepy.files import atomic_write
 if TYPE_CHECKING:
     from caffepy.backend.base import Stamp
 
-ROWS = ("feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
+ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
 """What a device does, in the order in which the rows are shown; others, such as buckets', come after them."""
+ON_DEVICE = ("iteration", "forward", "backward", "exchange", "update")
+"""Rows whose work a device may do behind the host."""
 FIRST = 5
 """Iterations after the start that the default window leaves out: they allocate, compile and plan."""
 LENGTH = 10
@@ -96,7 +99,14 @@ class Trace(NoTrace):
         self._epoch = time.time() - time.perf_counter()
 
     def watch_device(self, stamp: Callable[[], Stamp], synchronize: Callable[[], None]) -> None:
-        """Take the device's own times too; called once, before training, where the device works behind the host."""
+        """Take the device's own times too.
+
+        Called once, before training, where the device works behind the host.
+
+        Args:
+            stamp: `Backend.stamp`.
+            synchronize: `Backend.synchronize`.
+        """
         self._stamp = stamp
         synchronize()
         self._origin = (time.perf_counter(), stamp())
@@ -108,16 +118,18 @@ class Trace(NoTrace):
         self.active = iteration in self._window
 
     def span(self, row: str, name: str = "") -> AbstractContextManager[None]:
-        return self._timed(row, name or row) if self.active else _NOTHING
+        if not self.active:
+            return _NOTHING
+        return self._timed(row, name or row, self._stamp if row in ON_DEVICE else None)
 
     @contextmanager
-    def _timed(self, row: str, name: str) -> Iterator[None]:
-        first = self._stamp() if self._stamp is not None else None
+    def _timed(self, row: str, name: str, stamp: Callable[[], Stamp] | None) -> Iterator[None]:
+        first = stamp() if stamp is not None else None
         start = time.perf_counter()
         yield
         self._spans.append(Span(row, name, self._iteration, start, time.perf_counter()))
-        if first is not None and self._stamp is not None:
-            self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, self._stamp()))
+        if first is not None and stamp is not None:
+            self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, stamp()))
 
     def add(self, row: str, name: str, start: float, end: float) -> None:
         if self.active:
@@ -175,7 +187,7 @@ class Trace(NoTrace):
 def write_trace(path: Path, devices: Iterable[Sequence[dict[str, Any]]]) -> int:
     """Write the events of all devices as one file; returns the number of spans.
 
-    Times are counted from the earliest span.
+    Times are counted from the earliest span, by the clocks of the machines.
 
     Raises:
         RunError: it cannot be written.
@@ -188,6 +200,17 @@ def write_trace(path: Path, devices: Iterable[Sequence[dict[str, Any]]]) -> int:
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
     return len(spans)
+
+
+def pack_events(devices: Sequence[Sequence[dict[str, Any]]]) -> bytes:
+    """The events of a process's devices, small enough to be sent to the root."""
+    return zlib.compress(json.dumps(devices).encode())
+
+
+def unpack_events(packed: bytes) -> list[list[dict[str, Any]]]:
+    """The inverse of `pack_events`."""
+    devices: list[list[dict[str, Any]]] = json.loads(zlib.decompress(packed))
+    return devices
 
 
 def _in_order(rows: set[str]) -> list[str]:

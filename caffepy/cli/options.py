@@ -98,6 +98,36 @@ def positive_seconds(text: str) -> float:
     return seconds
 
 
+def positive_number(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
+
+
+def iteration_range(text: str) -> range:
+    """``20:40``, the iterations from 20 on that come before 40."""
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range of iterations such as 20:40")
+    return range(int(match[1]), int(match[2]))
+
+
+def record_shape(text: str) -> tuple[int, ...]:
+    """The dimensions of one record, divided by commas."""
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = (0,)
+    if min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 3,224,224")
+    return shape
+
+
 def gpu_list(text: str) -> list[int] | str:
     """GPU numbers divided by commas, or `all`."""
     if text.strip().lower() == "all":

@@ -13,7 +13,9 @@ from caffepy.cli.options import (
     add_device_options,
     add_state_options,
     file_list,
+    iteration_range,
     positive,
+    positive_number,
     positive_seconds,
 )
 from caffepy.errors import ConfigError
@@ -63,6 +65,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_autotune_option(engine)
     devices.add_argument(
         "--sync-bn", action="store_true", help="BatchNorm takes its statistics from all devices' batches together"
+    )
+    seeing = parser.add_argument_group("seeing what it does")
+    seeing.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a timeline of all devices, for https://ui.perfetto.dev"
+    )
+    seeing.add_argument(
+        "--trace-iterations",
+        type=iteration_range,
+        metavar="A:B",
+        help="iterations of the timeline, the last not included (default: ten, after the first five)",
+    )
+    seeing.add_argument(
+        "--single-rate",
+        type=positive_number,
+        metavar="IMG_S",
+        help="images a second of one device alone, for the report's scaling (default: as if nobody waited for others)",
     )
     add_state_options(parser)
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
@@ -134,6 +152,9 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         threads=args.threads,
         math=args.math,
         sync_bn=args.sync_bn,
+        trace=args.trace,
+        trace_iterations=args.trace_iterations,
+        single_rate=args.single_rate,
         engine=Engine(args.eager, fuse=not args.no_fuse, share=not args.no_share, autotune=args.autotune),
     )
 
@@ -145,6 +166,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--snapshot and --weights exclude each other: a snapshot brings its own weights; leave one of them out"
         )
+    if args.trace_iterations is not None and args.trace is None:
+        raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
     if args.gpus is not None and args.cpu_solvers > 1:
         raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver a GPU")
 

@@ -39,6 +39,9 @@ class TrainOptions:
         threads: CPU threads of each solver; None divides the cores among all solvers of the host.
         math: how GPUs multiply, one of backend.MATH_MODES.
         engine: how iterations are run.
+        trace: file for a timeline of what every device does; None: none.
+        trace_iterations: iterations that it shows; None: a few after the first ones.
+        single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
     """
 
@@ -59,6 +62,9 @@ class TrainOptions:
     math: str = "tf32"
     engine: Engine = field(default_factory=Engine)
     sync_bn: bool = False
+    trace: Path | None = None
+    trace_iterations: range | None = None
+    single_rate: float | None = None
 
     @property
     def local_devices(self) -> list[int | None]:

@@ -36,6 +36,7 @@ from caffepy.parallel.world import World, create_world, find_launcher
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import format_report
 from caffepy.solvers.callbacks import Action
+from caffepy.trace import pack_events, unpack_events, write_trace
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class P2PManager:
         world = self._world
         options = world.call_on_all(self._options)
         self._verbose = options.verbose
+        world.call_on_all(partial(_check_trace, options, world.rank))
         cores = self._take_cores(options)
         options = self._settle(options)
         signals = SignalRequests(
@@ -217,7 +219,8 @@ class P2PManager:
             sync.go()
         self._wait(lambda sync: sync.finished.is_set())
         self._raise_failure()
-        self._report()
+        self._report(options)
+        self._write_trace(options)
 
     def _check_nets(self) -> None:
         """Refuse ranks that read different files under the same name."""
@@ -243,11 +246,23 @@ class P2PManager:
             elif not all(reached(sync) for sync in self._syncs):
                 self._changed.wait(_POLL)
 
-    def _report(self) -> None:
+    def _report(self, options: TrainOptions) -> None:
         ranks = self._world.all_gather([sync.performance for sync in self._syncs])
         if self._world.rank == 0:
-            for line in format_report(ranks):
+            for line in format_report(ranks, options.single_rate):
                 logger.info("%s", line)
+
+    def _write_trace(self, options: TrainOptions) -> None:
+        """Gather all devices' events at the root, which writes them as one file."""
+        if options.trace is None:
+            return
+        gathered = self._world.all_gather(pack_events([sync.events for sync in self._syncs]))
+        if self._world.rank == 0:
+            spans = write_trace(options.trace, (device for rank in gathered for device in unpack_events(rank)))
+            if spans == 0:
+                logger.warning("%s is empty: no iteration of --trace-iterations was trained", options.trace)
+            else:
+                logger.info("Wrote a trace of %d spans to %s: open it in https://ui.perfetto.dev", spans, options.trace)
 
     # -- failures -----------------------------------------------------------------------------------
 
@@ -333,6 +348,12 @@ class P2PManager:
     def _interrupted_again(self) -> None:
         logger.error("interrupted again: ending at once")
         self._world.end(_INTERRUPTED)
+
+
+def _check_trace(options: TrainOptions, rank: int) -> None:
+    """Refuse a trace that the root could not write once training is over."""
+    if rank == 0 and options.trace is not None and not options.trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {options.trace}: there is no folder {options.trace.parent}; make it first")
 
 
 def _nothing() -> Action:

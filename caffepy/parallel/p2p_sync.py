@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from caffepy.backend import Backend, create_backend
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
+from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.watchdog import Progress
@@ -19,6 +22,7 @@ from caffepy.report import Performance
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action
+from caffepy.trace import NO_TRACE, NoTrace, Trace
 
 _START_SECONDS = 60.0
 """How much longer than the watchdog's timeout a thread waits for all others to have built their nets."""
@@ -41,6 +45,12 @@ class Place:
     label: str
     threads: int | None
     shard: Shard
+
+    @property
+    def full_name(self) -> str:
+        """The device as the trace calls it: ``rank 1 on host7: GPU 0``."""
+        device = self.label if self.device is None else f"GPU {self.label}"
+        return f"rank {self.shard.rank // self.shard.devices_per_rank} on {socket.gethostname()}: {device}"
 
 
 class P2PSync:
@@ -71,6 +81,11 @@ class P2PSync:
         self.progress = Progress(place.label, self._iteration)
         self.solver: Solver | None = None
         self.error: BaseException | None = None
+        self.trace: NoTrace = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
+        self.events: list[dict[str, Any]] = []
+        """The trace's events, once training is over."""
+        self.communication: CommunicationClock | None = None
+        """Where the exchange of gradients is timed."""
         self.ready = threading.Event()
         self.finished = threading.Event()
         self._options = options
@@ -110,15 +125,14 @@ class P2PSync:
     def performance(self) -> Performance:
         """What the solver did, under the device's name."""
         assert self.solver is not None
-        found = self.solver.performance
-        return Performance(found.batch, found.iterations, found.seconds, self.place.label)
+        return replace(self.solver.performance, device=self.place.label)
 
     # -- for the solver: SolverCallback -------------------------------------------------------------
 
     def on_start(self, solver: Solver) -> None:
         if self.world_size == 1:
             return
-        with self.progress.waiting("the root's weights"):
+        with self._waiting("the root's weights"):
             for array in (solver.net.parameters.data, *solver.history):
                 self._connected.broadcast(array, root=0)
             self._settle()
@@ -126,7 +140,8 @@ class P2PSync:
     def on_gradients_ready(self, solver: Solver) -> None:
         if self.world_size == 1:
             return
-        with self.progress.waiting("the gradients' all-reduce"):
+        assert self.communication is not None
+        with self._waiting("the gradients' all-reduce"), self.communication.exposed():
             self._connected.all_reduce(solver.net.parameters.exchanged, average=True)
 
     def not_captured(self) -> str:
@@ -136,25 +151,31 @@ class P2PSync:
         if self.world_size == 1:
             wait()
             return
-        with self.progress.waiting("the gradients' all-reduce"):
+        with self._waiting("the gradients' all-reduce"):
             self._settle(wait)
 
     def sum_over_devices(self, values: Any) -> Any:
         if self.world_size == 1:
             return np.array(values, np.float64)
-        with self.progress.waiting("the sum of scores"):
+        with self._waiting("the sum of scores"):
             return self._connected.sum(np.asarray(values, np.float64))
 
     def barrier(self) -> None:
         if self.world_size == 1:
             return
-        with self.progress.waiting("a barrier"):
+        with self._waiting("a barrier"):
             self._connected.barrier()
 
     def _average(self, array: Any) -> None:
         """What layers call whose statistics are those of all devices."""
-        with self.progress.waiting("BatchNorm's statistics"):
+        with self._waiting("BatchNorm's statistics"):
             self._connected.all_reduce(array, average=True)
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Mark an operation that waits for all devices, for the watchdog and in the trace."""
+        with self.progress.waiting(what), self.trace.span("waits", what):
+            yield
 
     @property
     def _connected(self) -> Communicator:
@@ -208,6 +229,14 @@ class P2PSync:
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.barrier()
+        self._take_times(self.solver)
+
+    def _take_times(self, solver: Solver) -> None:
+        """Look at the device's clock, which is gone with the backend."""
+        if self.world_size > 1 and self.communication is not None:
+            solver.performance.communication, solver.performance.exposed = self.communication.totals()
+        if isinstance(self.trace, Trace):
+            self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
 
     def _build(self, backend: Backend) -> Solver:
         options = self._options
@@ -220,8 +249,12 @@ class P2PSync:
             request=self._request,
             keep_going=options.keep_going,
             engine=options.engine,
+            trace=self.trace,
         )
         self.solver = solver
+        self.communication = CommunicationClock(backend, lambda: solver.clock.counting)
+        if isinstance(self.trace, Trace) and backend.asynchronous:
+            self.trace.watch_device(backend.stamp, backend.synchronize)
         if options.snapshot is not None:
             solver.restore(options.snapshot)
         elif self.is_root:

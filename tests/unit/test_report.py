@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from caffepy.report import Performance, format_performance, format_report
 
 
@@ -29,3 +31,27 @@ def test_ranks_and_devices_add_up() -> None:
     assert lines[5] == "Node {1} performance: 200 img/sec"
     assert lines[6] == "Overall performance: 400 img/sec"
     assert len(lines) == 7
+
+
+def test_communication_comes_behind_what_parsers_read() -> None:
+    device = Performance(batch=10, iterations=20, seconds=2.0, device="0", communication=0.5, exposed=0.2)
+    line = format_performance(device)
+    plain = "Solver performance on device 0: 10 * 10 = 100 img/sec (20 itr in 2 sec)"
+    assert line == f"{plain}, communication 0.5 sec, exposed 0.2 sec, scaling 0.900"
+    assert format_performance(replace(device, communication=None, exposed=None)) == plain
+
+
+def test_scaling_is_against_a_device_that_was_measured_alone() -> None:
+    device = Performance(batch=10, iterations=20, seconds=2.0, device="0")
+    lines = format_report([[device, device], [device, replace(device, seconds=4.0)]], 125.0)
+    assert [line.rsplit(", ", 1)[1] for line in lines] == [
+        *["scaling 0.800"] * 3, "scaling 0.800", "scaling 0.400", "scaling 0.600", "scaling 0.700"
+    ]  # fmt: skip
+    assert lines[-1].startswith("Overall performance: 350 img/sec, ")
+
+
+def test_a_device_that_only_waited_has_no_scaling() -> None:
+    waited = Performance(batch=10, iterations=20, seconds=2.0, communication=2.5, exposed=2.5)
+    assert format_performance(waited).endswith(", communication 2.5 sec, exposed 2.5 sec")
+    short = Performance(batch=10, communication=0.0, exposed=0.0)
+    assert format_performance(short).endswith("(0 itr in 0 sec), communication 0 sec, exposed 0 sec")
