@@ -7,9 +7,12 @@ others.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from caffepy.backend.base import Array
+
+if TYPE_CHECKING:
+    from caffepy.parallel.operations import Operation, Work
 
 
 class Communicator(Protocol):
@@ -48,3 +51,22 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Give back what the connection holds; callable twice."""
+
+
+class GroupCommunicator(Communicator, Protocol):
+    """A communicator with every operation there is, for `caffepy.distributed`. Each may go on while others begin."""
+
+    memory: str
+    """Where its arrays lie: ``host`` or ``gpu``."""
+
+    def start(self, operation: Operation) -> Work:
+        """Begin an operation; its arrays are left alone until it has ended. All devices begin the same collectives in
+        the same order.
+
+        Raises:
+            AbortedError: another device failed.
+            PeerError: the connection failed.
+        """
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new contiguous array in its memory."""

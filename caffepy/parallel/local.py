@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.errors import AbortedError
+from caffepy.parallel.operations import Operation, Work
 from caffepy.parallel.shared_scores import SharedScores
+from caffepy.parallel.store import MemoryStore, RankStore
+from caffepy.parallel.store_operations import StoreOperations
 
 PATIENCE = 30.0
 """Seconds by which a wait outlasts the watchdog's timeout, so that the watchdog speaks first."""
@@ -27,6 +30,7 @@ class LocalGroup:
         self.size = size
         self.scores = scores or SharedScores(size)
         self.arrays: list[Any] = [None] * size
+        self.store = MemoryStore(size)
         self._barrier = threading.Barrier(size)
         self._timeout = timeout + PATIENCE
 
@@ -44,10 +48,11 @@ class LocalGroup:
     def abort(self) -> None:
         """End all waits, now and later."""
         self._barrier.abort()
+        self.store.fail("another thread failed")
 
 
 class LocalCommunicator:
-    """A `Communicator` of host arrays among the threads of one process.
+    """A `GroupCommunicator` of host arrays among the threads of one process.
 
     Sums run over the threads in the order of their ranks, each thread doing its part of the elements: the result
     depends neither on timing nor on which thread is asked.
@@ -57,10 +62,19 @@ class LocalCommunicator:
         rank: this thread's number.
     """
 
+    memory = "host"
+
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self.group = group
         self.rank = rank
         self.size = group.size
+        self._operations = StoreOperations(RankStore(group.store, rank), rank, group.size)
+
+    def start(self, operation: Operation) -> Work:
+        return self._operations.start(operation)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return np.empty(shape, dtype)
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
         if self.size == 1:

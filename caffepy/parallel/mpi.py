@@ -17,7 +17,8 @@ import numpy as np
 
 from caffepy.errors import AbortedError, MissingExtraError, PeerError, UserError
 from caffepy.parallel.communicator import Communicator
-from caffepy.parallel.world import Launcher, World, flush_streams
+from caffepy.parallel.mpi_operations import MpiOperations
+from caffepy.parallel.world import Launcher, World, flush_streams, machine_identity
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class MpiWorld(World):
         self.rank = int(self._control.rank)
         self.size = int(self._control.size)
         check_launcher(launcher, self.size, self._mpi.Get_library_version())
-        machines = self.all_gather((socket.gethostname(), _machine()))
+        machines = self.all_gather((socket.gethostname(), machine_identity()))
         self.hosts = [host for host, _ in machines]
         self.machines = ["/".join(machine) for machine in machines]
         own = machines[self.rank]
@@ -167,8 +168,8 @@ def check_launcher(launcher: Launcher, size: int, library: str) -> None:
     )
 
 
-class MpiCommunicator:
-    """A `Communicator` of host arrays, one device a process.
+class MpiCommunicator(MpiOperations):
+    """A `GroupCommunicator` of host arrays, one device a process.
 
     Args:
         mpi: mpi4py's module.
@@ -177,9 +178,7 @@ class MpiCommunicator:
     """
 
     def __init__(self, mpi: Any, comm: Any, calls: CallService) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._calls = calls
+        super().__init__(mpi, comm, calls)
         self.rank = int(comm.rank)
         self.size = int(comm.size)
 
@@ -217,11 +216,3 @@ class MpiCommunicator:
         request = self._comm.Ibarrier()
         while not request.Test():
             time.sleep(_POLL)
-
-
-def _machine() -> str:
-    """Tells machines apart whose host names are the same, as containers' often are."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

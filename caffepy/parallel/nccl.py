@@ -10,6 +10,8 @@ from typing import Any
 from caffepy.backend.base import Array
 from caffepy.errors import AbortedError, MissingExtraError, PeerError
 from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.nccl_operations import NcclWork, enqueue, nccl_operator, nccl_type
+from caffepy.parallel.operations import Operation, Operator, Work
 
 try:
     import cupy
@@ -20,8 +22,6 @@ except ImportError as error:
 UniqueId = Any
 """NCCL's 128 bytes, as CuPy hands them out: bytes, before CuPy 14 a tuple."""
 
-_AVERAGE = getattr(nccl, "NCCL_AVG", 4)
-"""ncclAvg; CuPy had no name for it before version 14."""
 _ERRORS = (nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError, KeyError, AttributeError)
 """What CuPy raises: KeyError at statuses that it cannot name, AttributeError once `close` let the communicator go."""
 _LOCK_SECONDS = 1.0
@@ -50,7 +50,7 @@ def gpu_identity(device: int) -> str:
 
 
 class NcclCommunicator:
-    """A `Communicator` of arrays on GPUs.
+    """A `GroupCommunicator` of arrays on GPUs.
 
     Made by all solver threads of all ranks at about the same time, each with its GPU current. Operations are put on
     the thread's current stream and return at once, so they may be captured into a graph. What the host waits for goes
@@ -68,6 +68,8 @@ class NcclCommunicator:
         PeerError: NCCL could not connect them.
     """
 
+    memory = "gpu"
+
     def __init__(self, size: int, unique_id: UniqueId, rank: int, host: Communicator) -> None:
         check_nccl()
         self.rank = rank
@@ -82,13 +84,21 @@ class NcclCommunicator:
     def all_reduce(self, array: Array, average: bool = True) -> None:
         with self._translated("NCCL's all-reduce"), self._using:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
-            operation = _AVERAGE if average else nccl.NCCL_SUM
-            self._comm.allReduce(pointer, pointer, array.size, _nccl_type(array), operation, stream)
+            operation = nccl_operator(Operator.AVG if average else Operator.SUM)
+            self._comm.allReduce(pointer, pointer, array.size, nccl_type(array), operation, stream)
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         with self._translated("NCCL's broadcast"), self._using:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
-            self._comm.broadcast(pointer, pointer, array.size, _nccl_type(array), root, stream)
+            self._comm.broadcast(pointer, pointer, array.size, nccl_type(array), root, stream)
+
+    def start(self, operation: Operation) -> Work:
+        with self._translated(f"NCCL's {operation.name}"), self._using:
+            event = enqueue(self._comm, operation, self.rank, self.size)
+        return NcclWork(lambda: self._done(event), operation)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return cupy.empty(shape, dtype)
 
     def wait(self, until: Callable[[], None] | None = None) -> None:
         """Wait until the current stream's operations are done, or for what `until` waits for.
@@ -128,6 +138,12 @@ class NcclCommunicator:
                 self._comm.destroy()
             self._comm = None
 
+    def _done(self, event: Any) -> bool:
+        with self._translated("the GPU's work"):
+            if not self._aborted.is_set():
+                self._comm.check_async_error()
+            return bool(event.done)
+
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         if self._aborted.is_set():
@@ -140,8 +156,3 @@ class NcclCommunicator:
             raise PeerError(f"{what} failed: {error}") from error
         if self._aborted.is_set():
             raise AbortedError("another solver thread failed")
-
-
-def _nccl_type(array: Array) -> int:
-    names = {"float32": nccl.NCCL_FLOAT32, "float16": nccl.NCCL_FLOAT16, "float64": nccl.NCCL_FLOAT64}
-    return int(names[str(array.dtype)])

@@ -1,0 +1,137 @@
+"""Every operation in terms of NCCL's calls on the current stream; used by `nccl.NcclCommunicator`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from caffepy.backend.base import Array
+from caffepy.errors import MissingExtraError
+from caffepy.parallel.operations import Operation, Operator, piece_of
+
+try:
+    import cupy
+    from cupy.cuda import nccl
+except ImportError as error:
+    raise MissingExtraError("CuPy", "cuda13", "to train on GPUs") from error
+
+_TYPES = {
+    "float16": "NCCL_FLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "uint8": "NCCL_UINT8",
+}
+_OPERATORS = {
+    Operator.SUM: "NCCL_SUM",
+    Operator.PRODUCT: "NCCL_PROD",
+    Operator.MIN: "NCCL_MIN",
+    Operator.MAX: "NCCL_MAX",
+    Operator.AVG: "NCCL_AVG",
+}
+_SLEEPS = (0.00005, 0.002)
+"""Shortest and longest pause between looks at an event."""
+
+
+def nccl_type(array: Array) -> int:
+    """NCCL's number for an array's dtype."""
+    return int(getattr(nccl, _TYPES[str(array.dtype)]))
+
+
+def nccl_operator(operator: Operator) -> int:
+    """NCCL's number for an operator; CuPy had no name for ncclAvg, 4, before version 14."""
+    return int(getattr(nccl, _OPERATORS[operator], 4))
+
+
+def enqueue(comm: Any, operation: Operation, rank: int, size: int) -> Any:
+    """Put an operation on the current stream and return an event that comes when it is done.
+
+    What follows on the stream sees the result without any wait of the host.
+
+    Args:
+        comm: CuPy's communicator.
+        operation: the operation; arrays on the current GPU.
+        rank: this device.
+        size: the number of devices.
+    """
+    stream = cupy.cuda.get_current_stream().ptr
+    if operation.name == "barrier":
+        token = cupy.zeros(1, cupy.float32)
+        operation = Operation("all_reduce", token, token, Operator.SUM)
+    if operation.name in ("gather", "scatter", "all_to_all"):
+        _exchange(comm, operation, rank, size, stream)
+    else:
+        _call(comm, operation, stream)
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record()
+    return event
+
+
+def _call(comm: Any, operation: Operation, stream: int) -> None:
+    """What NCCL has a call for."""
+    sent, received, peer = operation.sent, operation.received, operation.peer
+    one: Array = sent if sent is not None else received
+    other: Array = one if received is None else received
+    kind = nccl_type(one)
+    operator = None if operation.operator is None else nccl_operator(operation.operator)
+    # NCCL does not look at the pointer of a side that has nothing to send or receive.
+    source, target = one.data.ptr, other.data.ptr
+    calls: dict[str, Callable[[], None]] = {
+        "all_reduce": lambda: comm.allReduce(source, target, one.size, kind, operator, stream),
+        "reduce": lambda: comm.reduce(source, target, one.size, kind, operator, peer, stream),
+        "reduce_scatter": lambda: comm.reduceScatter(source, target, other.size, kind, operator, stream),
+        "broadcast": lambda: comm.broadcast(source, target, one.size, kind, peer, stream),
+        "all_gather": lambda: comm.allGather(source, target, one.size, kind, stream),
+        "send": lambda: comm.send(source, one.size, kind, peer, stream),
+        "receive": lambda: comm.recv(target, one.size, kind, peer, stream),
+    }
+    calls[operation.name]()
+
+
+def _exchange(comm: Any, operation: Operation, rank: int, size: int, stream: int) -> None:
+    """What NCCL has no call for: pieces from rank to rank, in one group, so that none waits for another."""
+    what = operation.kind
+    assert what is not None
+    senders, receivers = what.senders(size, operation.peer), what.receivers(size, operation.peer)
+    nccl.groupStart()
+    try:
+        if rank in senders:
+            for receiver in receivers:
+                piece = piece_of(operation, receiver, size)
+                comm.send(piece.data.ptr, piece.size, nccl_type(piece), receiver, stream)
+        if rank in receivers:
+            assert operation.received is not None
+            for sender, piece in zip(senders, operation.received.reshape(len(senders), -1), strict=True):
+                comm.recv(piece.data.ptr, piece.size, nccl_type(piece), sender, stream)
+    finally:
+        nccl.groupEnd()
+
+
+class NcclWork:
+    """An operation on a stream.
+
+    Args:
+        done: whether it has ended; raises what the connection or an abort has to say.
+        operation: what was called; its arrays must not be freed before.
+    """
+
+    def __init__(self, done: Callable[[], bool], operation: Operation) -> None:
+        self._done = done
+        self._operation = operation
+
+    @property
+    def waits_for(self) -> list[int]:
+        peer = self._operation.peer
+        return [peer] if self._operation.kind is None and peer is not None else []
+
+    def wait(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        pause = _SLEEPS[0]
+        while not self._done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _SLEEPS[1])
+        return True
