@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_state_options, positive
+from caffepy.cli.options import Parser, add_state_options, positive, record_shape
 from caffepy.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TRAIN", help="TRAIN or TEST")
     parser.add_argument("--batch", type=positive, metavar="N", help="batch_size instead of what the prototxt says")
     parser.add_argument(
-        "--shape", type=_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
+        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
     )
     parser.add_argument("--fused", action="store_true", help="show the layers as a GPU runs them, several as one")
     parser.add_argument("--memory", action="store_true", help="predict the memory that is needed on a GPU")
@@ -51,16 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     limit.add_argument("--gpu", type=int, metavar="N", help="with --memory: the largest batch that fits on this GPU")
     limit.add_argument("--limit", type=float, metavar="GIB", help="with --memory: the largest batch for so many GiB")
     add_state_options(parser)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        shape = (0,)
-    if min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 3,224,224")
-    return shape
 
 
 @dataclass

@@ -33,6 +33,7 @@ LEVELS = {
     "snapshot": 8,
     "solvers": 9,
     "parallel": 10,
+    "plan": 10,
     "cli": 11,
     "__main__": 12,
     "__init__": 12,
@@ -45,10 +46,11 @@ ALLOWED = {
     "cudnn": ("backend/cuda*.py",),
     "mpi4py": ("parallel/mpi.py",),
     "tqdm": ("cli/*.py",),
+    "matplotlib": ("plan/report.py",),
 }
 """Where optional libraries may be imported at all."""
 
-HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy")
+HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib")
 """What `import caffepy` and `caffepy --help` must not load."""
 
 

@@ -1,0 +1,1 @@
+"""Predicts how fast a net trains on more devices: profile, cost of an all-reduce, overlap, table and plot."""

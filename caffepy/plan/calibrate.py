@@ -1,0 +1,140 @@
+"""Finds alpha and beta of a link from measured all-reduces, as `caffepy bench allreduce` prints them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from caffepy.errors import ConfigError
+from caffepy.plan.model import ALGORITHMS, Cluster, Link
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All-reduces that somebody timed.
+
+    Args:
+        devices: how many took part.
+        samples: (bytes, seconds) of each.
+    """
+
+    devices: int
+    samples: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A link, and how well it tells the times that it was made from.
+
+    Args:
+        link: alpha and beta.
+        error: the largest relative difference between a measured time and the model's.
+    """
+
+    link: Link
+    error: float
+
+
+def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> Fit:
+    """Find alpha and beta by least squares of the relative errors, so that short messages count as much as long ones.
+
+    Every algorithm of the model costs a * alpha + b * n * beta among devices with one kind of link, so that this is
+    a linear problem in two unknowns; none may be negative.
+
+    Args:
+        measured: at least two sizes.
+        algorithm: what the all-reduces are taken to have been.
+        between: devices of different nodes, one in each; else all in one node.
+
+    Raises:
+        ConfigError: one device, or one size.
+    """
+    if measured.devices < 2 or len({size for size, _ in measured.samples}) < 2:
+        raise ConfigError(
+            f"all-reduces of {len(measured.samples)} sizes among {measured.devices} devices say nothing about a link; "
+            "at least two sizes and two devices are needed"
+        )
+    sizes, seconds = np.array(measured.samples, np.float64).T
+    messages, share = _coefficients(algorithm, measured.devices, between)
+    columns = np.stack([np.full_like(sizes, messages), share * sizes], axis=1) / seconds[:, None]
+    alpha, beta = _non_negative(columns)
+    error = float(np.abs(columns @ (alpha, beta) - 1).max())
+    return Fit(Link(alpha, 1 / beta if beta > 0 else math.inf), error)
+
+
+def _coefficients(algorithm: str, devices: int, between: bool) -> tuple[float, float]:
+    """Messages, and times that the data are sent."""
+    cost = ALGORITHMS[algorithm]
+
+    def cluster(link: Link) -> Cluster:
+        return Cluster(devices if between else 1, 1 if between else devices, link, link)
+
+    return cost(1.0, cluster(Link(1.0, math.inf))), cost(1.0, cluster(Link(0.0, 1.0)))
+
+
+def _non_negative(columns: np.ndarray) -> tuple[float, float]:
+    """The x >= 0 that brings columns @ x nearest to 1: with both unknowns, or else the better one alone."""
+    ones = np.ones(len(columns))
+    both = np.linalg.lstsq(columns, ones, rcond=None)[0]
+    if both.min() >= 0:
+        return float(both[0]), float(both[1])
+    alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
+    left = [float(((column * x - 1) ** 2).sum()) for column, x in zip(columns.T, alone, strict=True)]
+    return (float(alone[0]), 0.0) if left[0] < left[1] else (0.0, float(alone[1]))
+
+
+_SIZE = re.compile(r"(\d+)(?: ?(B|KiB|MiB|GiB))?")
+_UNITS = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_DEVICES = re.compile(r"(\d+) (?:devices?|ranks?|GPUs?|threads?)\b", re.IGNORECASE)
+_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def read_measurements(path: Path) -> Measurements:
+    """What `caffepy bench allreduce` printed: a line that says how many devices, a head, a line for each size.
+
+    Columns stand two spaces apart. One is called size or bytes, one time, with its unit (us if none is given).
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        lines = [line.strip().lstrip("#").strip() for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; save what caffepy bench allreduce prints") from error
+    devices = next((int(found[1]) for line in lines if (found := _DEVICES.search(line))), None)
+    head = next((i for i, line in enumerate(lines) if _columns(line) is not None), None)
+    if devices is None or head is None:
+        lacks = "how many devices took part" if devices is None else "a head with columns for size and time"
+        raise ConfigError(f"{path}: does not say {lacks}; save all that caffepy bench allreduce prints")
+    columns = _columns(lines[head])
+    assert columns is not None
+    samples = tuple(sample for line in lines[head + 1 :] if (sample := _sample(line, *columns)))
+    return Measurements(devices, samples)
+
+
+def _columns(line: str) -> tuple[int, int, float] | None:
+    """Where size and time stand, and the time's unit in seconds; None if this is no head."""
+    cells = [cell.lower() for cell in re.split(r"\s{2,}|\t", line)]
+    sizes = [i for i, cell in enumerate(cells) if re.match(r"size|bytes", cell)]
+    times = [i for i, cell in enumerate(cells) if cell.startswith("time")]
+    if not sizes or not times:
+        return None
+    unit = re.search(r"\b(us|µs|ms|s)\b", cells[times[0]])
+    return sizes[0], times[0], _TIMES[unit[1] if unit else "us"]
+
+
+def _sample(line: str, size: int, time: int, unit: float) -> tuple[float, float] | None:
+    """Bytes and seconds of a line, None if it is no line of the table."""
+    cells = re.split(r"\s{2,}|\t", line)
+    if len(cells) <= max(size, time):
+        return None
+    matched = _SIZE.fullmatch(cells[size].replace(",", ""))
+    try:
+        seconds = float(cells[time].replace(",", "")) * unit
+    except ValueError:
+        return None
+    return (float(int(matched[1]) * _UNITS[matched[2]]), seconds) if matched and seconds > 0 else None

@@ -1,0 +1,256 @@
+"""Makes profiles: by training a net for a few iterations here, or from times that somebody knows."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from caffepy.backend import Backend
+from caffepy.backend.dry import DryBackend
+from caffepy.config.load import read_solver
+from caffepy.config.paths import PathResolver
+from caffepy.config.solver_check import check_solver
+from caffepy.data.schedule import Shard
+from caffepy.errors import ConfigError
+from caffepy.layers.base import LayerContext, layer_class
+from caffepy.layers.prefetching import PrefetchingLayer
+from caffepy.net import Net
+from caffepy.net.capacity import READERS, with_batch
+from caffepy.net.parameters import ALIGNMENT
+from caffepy.net.timing import measure, milliseconds_since
+from caffepy.net.wiring import Node
+from caffepy.plan.profile import Gradient, LayerProfile, Profile
+from caffepy.proto import caffe_pb2
+from caffepy.solvers import Solver, create_solver
+from caffepy.solvers.nets import NetFactory
+
+WARM_UP = 3
+"""Iterations before the clock starts: they allocate, compile, tune and capture."""
+GROUPS = 5
+"""Groups of iterations that are timed; their median counts."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A solver's training, and nothing but that: no tests, no snapshots, no lines in the log.
+
+    Args:
+        solver: holds its net as `net_param`.
+        resolve: finds the files that the net names.
+        state: phase, level and stages of the net.
+    """
+
+    solver: caffe_pb2.SolverParameter
+    resolve: PathResolver
+    state: caffe_pb2.NetState
+
+
+@dataclass(frozen=True)
+class Device:
+    """What times are of.
+
+    Args:
+        description: in words.
+        is_cpu: whether it is a CPU.
+    """
+
+    description: str
+    is_cpu: bool
+
+
+def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | None = None) -> Subject:
+    """The training of a solver's prototxt.
+
+    Args:
+        path: the solver.
+        batch: `batch_size` instead of what the net says.
+        shape: of one record; data layers then give made-up records and need no data.
+
+    Raises:
+        ConfigError: the solver does not hold together.
+    """
+    param = read_solver(path)
+    check_solver(param, str(path))
+    factory = NetFactory(param, DryBackend(), Shard(), PathResolver(path))
+    net, context, state = factory.train_setup()
+    if batch is not None:
+        net = with_batch(net, batch)
+    if shape is not None:
+        net = without_data(net, shape)
+    for field in ("net", "train_net", "train_net_param", "net_param", "test_net", "test_net_param", "test_iter",
+                  "test_state", "test_interval", "test_initialization", "display", "snapshot", "weights"):  # fmt: skip
+        param.ClearField(field)
+    param.net_param.CopyFrom(net)
+    param.test_initialization = param.snapshot_after_train = param.debug_info = False
+    param.random_seed = max(param.random_seed, 0)
+    assert isinstance(context.resolve, PathResolver)
+    return Subject(param, context.resolve, state)
+
+
+def without_data(net: caffe_pb2.NetParameter, shape: Sequence[int]) -> caffe_pb2.NetParameter:
+    """A copy whose layers that read records give constant ones instead: (batch_size, *shape), labels (batch_size,)."""
+    result = copy.deepcopy(net)
+    for layer in result.layer:
+        if not issubclass(layer_class(layer.type, f"layer '{layer.name}'"), PrefetchingLayer):
+            continue
+        batch = next(getattr(layer, field).batch_size for field in READERS if layer.HasField(field))
+        layer.type = "DummyData"
+        layer.dummy_data_param.shape.add(dim=(batch, *shape))
+        for _ in layer.top[1:]:
+            layer.dummy_data_param.shape.add(dim=(batch,))
+    return result
+
+
+def measure_profile(subject: Subject, backend: Backend, iterations: int) -> Profile:
+    """Train on a backend that is active here, and take the times.
+
+    Args:
+        subject: what to train.
+        backend: the device.
+        iterations: how many whole ones are timed, and then again as many layer by layer.
+
+    Raises:
+        ConfigError: the net has no batch, so that there are no images to count.
+        CaffepyError: whatever is wrong with the net, its data or the device.
+    """
+    solver = create_solver(subject.solver, backend, resolve=subject.resolve)
+    try:
+        _check_batch(solver.net)
+        solver.step(WARM_UP)
+        iteration = _time_iterations(solver, iterations)
+        # As `caffepy time` does: outside of the solver's loop the layers count passes by themselves.
+        solver.net.context.passes.on_device = None
+        times = measure(solver.net, iterations).medians()
+        device = Device(backend.device_description(), backend.name == "cpu")
+        return _profile(subject, solver.net, device, iteration, _time_update(solver), times)
+    finally:
+        solver.close()
+
+
+def _time_iterations(solver: Solver, iterations: int) -> float:
+    """Milliseconds of a whole iteration, as `caffepy train` makes them: captured into graphs where the device can."""
+    size = -(-iterations // GROUPS)
+    samples = []
+    for _ in range(GROUPS):
+        solver.backend.synchronize()
+        start = time.perf_counter()
+        solver.step(size)
+        solver.backend.synchronize()
+        samples.append(milliseconds_since(start) / size)
+    return median(samples)
+
+
+def _time_update(solver: Solver) -> float:
+    """Milliseconds of the update of all parameters, at rate 0."""
+    samples = []
+    for _ in range(GROUPS + 1):
+        solver.backend.synchronize()
+        start = time.perf_counter()
+        solver.updating.run(1.0, 0.0, 0.0, solver.rule_numbers(0.0, 0.5))
+        solver.backend.synchronize()
+        samples.append(milliseconds_since(start))
+    return median(samples[1:])
+
+
+def estimate_profile(subject: Subject, forward_ms: float, backward_ms: float, on_cpu: bool) -> Profile:
+    """A profile of times that are known from elsewhere, divided among the layers by their multiplications.
+
+    Args:
+        subject: what is trained.
+        forward_ms: a whole forward pass.
+        backward_ms: a whole backward pass.
+        on_cpu: whether they are a CPU's.
+
+    Raises:
+        ConfigError: the net has no batch.
+        CaffepyError: whatever is wrong with the net or its data.
+    """
+    net = _dry_net(subject)
+    _check_batch(net)
+    work = [_multiplications(node) for node in net.nodes]
+    total = sum(work) or 1
+    times = [(forward_ms * part / total, backward_ms * part / total) for part in work]
+    iteration = subject.solver.iter_size * (forward_ms + backward_ms)
+    return _profile(subject, net, Device("times as given", on_cpu), iteration, 0.0, times)
+
+
+def with_settings_of(path: Path, profile: Profile, origin: str) -> Profile:
+    """A profile with what a solver says today about the exchange of gradients.
+
+    Args:
+        path: the solver's prototxt.
+        profile: of the same net.
+        origin: the profile's file, for messages.
+
+    Raises:
+        ConfigError: the profile is another net's, or of iterations of more or fewer passes.
+    """
+    solver = read_subject(path).solver
+    if (solver.net_param.name, solver.iter_size) != (profile.net, profile.passes):
+        raise ConfigError(
+            f"{origin} is of net '{profile.net}' with iter_size {profile.passes}, {path} of "
+            f"'{solver.net_param.name}' with {solver.iter_size}: measure anew, or leave --solver out"
+        )
+    return replace(
+        profile,
+        reduce_buckets=solver.net_param.reduce_buckets,
+        layer_wise_reduce=solver.layer_wise_reduce,
+        clips=solver.clip_gradients >= 0,
+    )
+
+
+def _dry_net(subject: Subject) -> Net:
+    """The net on a backend that computes nothing."""
+    context = LayerContext(DryBackend(), resolve=subject.resolve)
+    return Net(subject.solver.net_param, context, subject.state)
+
+
+def _multiplications(node: Node) -> float:
+    """Of a layer with a matrix or filters, for each element of its top; the other layers' work is left out."""
+    weights = next((blob for blob in node.layer.blobs if len(blob.shape) > 1), None)
+    if weights is None or not node.tops:
+        return 0.0
+    return weights.count * sum(top.count for top in node.tops) / weights.shape[0]
+
+
+def _check_batch(net: Net) -> None:
+    if not net.batch_size():
+        raise ConfigError(f"net '{net.name}' has no data layer, so that nobody can say how many images it takes")
+
+
+def _profile(
+    subject: Subject,
+    net: Net,
+    device: Device,
+    iteration_ms: float,
+    update_ms: float,
+    times: Sequence[tuple[float, float]],
+) -> Profile:
+    solver = subject.solver
+    layers = [LayerProfile(node.layer.name, *pair) for node, pair in zip(net.schedule, times, strict=True)]
+    return Profile(
+        net.name, device.description, device.is_cpu, net.batch_size() * solver.iter_size, solver.iter_size,
+        iteration_ms, update_ms, solver.net_param.reduce_buckets, solver.layer_wise_reduce,
+        solver.clip_gradients >= 0, tuple(layers), gradients_of(net),
+    ).fitted()  # fmt: skip
+
+
+def gradients_of(net: Net) -> tuple[Gradient, ...]:
+    """The gradients of a net in the order of its flat buffer."""
+    learned = sorted((p for p in net.parameters.parameters if p.lr_mult != 0), key=lambda p: p.start)
+    places = {
+        layer.name: index
+        for index, node in enumerate(net.schedule)
+        for layer in getattr(node.layer, "members", [node.layer])
+    }
+    gradients, place = [], len(net.schedule)
+    for parameter in learned:
+        # Buckets are reduced in order, so that none counts as finished before those in front of it.
+        place = min(place, places[parameter.layer])
+        count = -(-parameter.blob.count // ALIGNMENT) * ALIGNMENT
+        gradients.append(Gradient(place, 4 * count))
+    return tuple(gradients)

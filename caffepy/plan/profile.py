@@ -1,0 +1,190 @@
+"""What a net takes on one device, layer by layer: the profile that plans are made from, and its JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from caffepy.errors import ConfigError, RunError
+
+FORMAT = "caffepy profile 1"
+"""First field of the file; the number grows when its fields change."""
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer of the schedule.
+
+    Args:
+        name: the layer.
+        forward_ms: its forward pass.
+        backward_ms: its backward pass.
+    """
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one learned parameter.
+
+    Args:
+        layer: number of the layer whose backward pass finishes it; of those that share a parameter, the first.
+        bytes: its float32 values, with what keeps the next one aligned.
+    """
+
+    layer: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A net in training on one device.
+
+    Args:
+        net: its name.
+        device: where it was measured.
+        on_cpu: whether that is a CPU.
+        batch: images that the device takes in an iteration, all passes together.
+        passes: forward and backward passes an iteration (iter_size).
+        iteration_ms: a whole iteration, alone.
+        update_ms: the update within it.
+        reduce_buckets: the net's field: parts in which gradients are reduced; 0: every layer's by itself.
+        layer_wise_reduce: the solver's field: whether they are reduced while the backward pass goes on.
+        clips: whether gradients are clipped, so that the update waits for all of them.
+        layers: in the order of the forward pass.
+        gradients: in the order in which the backward pass finishes them.
+    """
+
+    net: str
+    device: str
+    on_cpu: bool
+    batch: int
+    passes: int
+    iteration_ms: float
+    update_ms: float
+    reduce_buckets: int
+    layer_wise_reduce: bool
+    clips: bool
+    layers: tuple[LayerProfile, ...]
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """All gradients together."""
+        return sum(gradient.bytes for gradient in self.gradients)
+
+    @property
+    def forward_ms(self) -> float:
+        """One forward pass."""
+        return sum(layer.forward_ms for layer in self.layers)
+
+    @property
+    def backward_ms(self) -> float:
+        """One backward pass."""
+        return sum(layer.backward_ms for layer in self.layers)
+
+    @property
+    def other_ms(self) -> float:
+        """What an iteration takes beyond its passes and the update: data, numbers for the log."""
+        return self.iteration_ms - self.update_ms - self.passes * (self.forward_ms + self.backward_ms)
+
+    def fitted(self) -> Profile:
+        """The same iteration with `other_ms` at least 0.
+
+        Layers that are run one by one, the device idle between them, can take longer than the iteration that they are
+        part of; they are scaled down to what it leaves them.
+        """
+        if self.other_ms >= 0:
+            return self
+        update = min(self.update_ms, self.iteration_ms)
+        passes = self.passes * (self.forward_ms + self.backward_ms)
+        scale = (self.iteration_ms - update) / passes if passes else 0.0
+        layers = tuple(
+            replace(layer, forward_ms=layer.forward_ms * scale, backward_ms=layer.backward_ms * scale)
+            for layer in self.layers
+        )
+        return replace(self, update_ms=update, layers=layers)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write the profile as JSON.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        path.write_text(json.dumps({"format": FORMAT, **asdict(profile)}, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """Read what `write_profile` wrote.
+
+    Raises:
+        ConfigError: the file is not there, is none, or a field is missing or makes no sense.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a profile: {error}; make one with --save-profile") from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ConfigError(f"{path}: is no '{FORMAT}'; make one with caffepy plan --save-profile")
+    for field, kind in (("layers", LayerProfile), ("gradients", Gradient)):
+        content[field] = _checked_list(kind, content.get(field), f"{path}: {field}")
+    profile: Profile = _checked(Profile, content, f"{path}")
+    _check_gradients(profile, f"{path}: gradients")
+    return profile
+
+
+_LEAST = {"batch": 1, "passes": 1}
+"""Smallest values of fields; of all other numbers it is 0."""
+_KINDS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
+
+
+def _check_gradients(profile: Profile, where: str) -> None:
+    """They refer to layers, and come in the order of the backward pass."""
+    before = len(profile.layers) - 1
+    for i, gradient in enumerate(profile.gradients):
+        if gradient.layer > before:
+            limit = f"at most {before}, the one before it" if i else f"below the number of layers, {before + 1}"
+            raise ConfigError(f"{where}[{i}].layer: is {gradient.layer}, must be {limit}")
+        before = gradient.layer
+
+
+def _checked_list(kind: type, values: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(values, list):
+        raise ConfigError(f"{where}: must be a list, not {values!r}")
+    return tuple(_checked(kind, value, f"{where}[{i}]") for i, value in enumerate(values))
+
+
+def _checked(kind: type, values: Any, where: str) -> Any:
+    """An object of a dataclass from a JSON object that has exactly its fields."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: must be an object, not {values!r}")
+    known = {field.name: str(field.type) for field in fields(kind)}
+    if odd := sorted(known.keys() ^ values.keys()):
+        state = "is missing" if odd[0] in known else "is unknown"
+        raise ConfigError(f"{where}: field '{odd[0]}' {state}")
+    for name, type_name in known.items():
+        if type_name in _KINDS:
+            _check_value(values[name], type_name, _LEAST.get(name, 0), f"{where}.{name}")
+    return kind(**values)
+
+
+def _check_value(value: Any, type_name: str, least: int, where: str) -> None:
+    fits = isinstance(value, _KINDS[type_name]) and isinstance(value, bool) == (type_name == "bool")
+    if type_name in ("int", "float"):
+        fits = fits and math.isfinite(value) and value >= least
+    if not fits:
+        raise ConfigError(f"{where}: is {value!r}, must be a {type_name}{_range(type_name, least)}")
+
+
+def _range(type_name: str, least: int) -> str:
+    return f" of at least {least}" if type_name in ("int", "float") else ""

@@ -1,0 +1,131 @@
+"""Shows predictions: as a table, as CSV and as a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import Any
+
+from caffepy.errors import ConfigError, MissingExtraError, RunError
+from caffepy.plan.model import Cluster, Link
+from caffepy.plan.predict import Exchange, Prediction
+from caffepy.plan.profile import Profile
+
+HEAD = ("nodes", "devices", "step ms", "compute ms", "communication ms", "exposed ms", "images/s", "efficiency")
+MEBIBYTE = 2**20
+
+
+def format_table(predictions: Sequence[Prediction]) -> list[str]:
+    """A line for each, under a head, in columns as wide as their widest entry."""
+    rows = [HEAD, *(_row(prediction) for prediction in predictions)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _row(found: Prediction) -> tuple[str, ...]:
+    times = (found.step_ms, found.compute_ms, found.communication_ms, found.exposed_ms)
+    rate = f"{found.images_per_second:,.{0 if found.images_per_second >= 1000 else 1}f}"
+    return (str(found.nodes), str(found.devices), *(f"{t:.3f}" for t in times), rate, f"{found.efficiency:.3f}")
+
+
+def describe(profile: Profile, cluster: Cluster, exchange: Exchange) -> Iterator[str]:
+    """What the predictions rest on, in lines."""
+    alone = 1e3 * profile.batch / profile.iteration_ms if profile.iteration_ms else 0.0
+    yield f"{profile.net}, batch {profile.batch} a device, {profile.device}: {alone:,.1f} images/s alone"
+    passes = f"{profile.passes} x " if profile.passes > 1 else ""
+    yield (
+        f"An iteration: {profile.iteration_ms:.3f} ms = {passes}(forward {profile.forward_ms:.3f} + backward "
+        f"{profile.backward_ms:.3f}) + update {profile.update_ms:.3f} + other {profile.other_ms:.3f}"
+    )
+    buckets = exchange.buckets(profile)
+    sent = sum(size for _, size in buckets) / MEBIBYTE
+    when = "while the backward pass goes on" if exchange.overlaps(profile) else "after the backward pass"
+    yield f"Gradients: {sent:.2f} MiB in {len(buckets)} bucket{'s' * (len(buckets) != 1)}, reduced {when}"
+    yield f"Inside a node: {_link(cluster.inside)}"
+    if math.isfinite(cluster.between.bandwidth):
+        yield f"Between nodes: {_link(cluster.between)}"
+
+
+def _link(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:.4g} GB/s, {link.latency * 1e6:.3g} us"
+
+
+def write_csv(path: Path, predictions: Sequence[Prediction]) -> None:
+    """Write every field of the predictions, with a head.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Prediction)])
+    writer.writerows(astuple(prediction) for prediction in predictions)
+    try:
+        path.write_text(text.getvalue())
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def load_figure() -> Any:
+    """matplotlib's Figure, which draws without a display.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plot", "for --plot") from None
+    return Figure
+
+
+def write_plot(path: Path, predictions: Sequence[Prediction], title: str) -> None:
+    """Draw time and efficiency over the number of devices.
+
+    Args:
+        path: its suffix says what kind of file: .png, .svg, .pdf.
+        predictions: in any order.
+        title: over the plot.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ConfigError: matplotlib does not write such files.
+        RunError: the file cannot be written.
+    """
+    figure = load_figure()(figsize=(10, 4.5), layout="constrained")
+    figure.suptitle(title)
+    times, rates = figure.subplots(1, 2)
+    found = sorted(predictions, key=lambda prediction: prediction.devices)
+    _draw_times(times, found)
+    _draw_efficiency(rates, found)
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _draw_times(axes: Any, found: Sequence[Prediction]) -> None:
+    places = range(len(found))
+    compute = [prediction.compute_ms for prediction in found]
+    exposed = [prediction.exposed_ms for prediction in found]
+    hidden = [max(prediction.communication_ms - prediction.exposed_ms, 0.0) for prediction in found]
+    axes.bar(places, compute, label="compute", color="tab:blue")
+    axes.bar(places, exposed, bottom=compute, label="exposed communication", color="tab:red")
+    axes.plot(places, hidden, "o", label="hidden communication", color="tab:green")
+    axes.set_xticks(places, [str(prediction.devices) for prediction in found])
+    axes.set(xlabel="devices", ylabel="ms an iteration")
+    axes.legend()
+
+
+def _draw_efficiency(axes: Any, found: Sequence[Prediction]) -> None:
+    devices = [prediction.devices for prediction in found]
+    axes.plot(devices, [prediction.efficiency for prediction in found], "o-", color="tab:blue")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="devices", ylabel="efficiency", ylim=(0, 1.05))
+    axes.grid(True, alpha=0.3)
