@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from caffepy.parallel.world import World
+from caffepy.parallel.world import World, own_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Hub(Lifeline):
         self._selector.register(self._server, selectors.EVENT_READ)
         self._lines: list[_Line] = []
         self._token = secrets.token_hex(16)
-        addresses = _own_addresses() if several_hosts else []
+        addresses = own_addresses() if several_hosts else []
         self.address = (["127.0.0.1", *addresses], int(self._server.getsockname()[1]), self._token)
         """Where the others connect, and the word that proves that they belong here."""
 
@@ -233,19 +233,3 @@ def _connect(hosts: list[str], port: int) -> socket.socket:
         except OSError as error:
             failure = error
     raise failure
-
-
-def _own_addresses() -> list[str]:
-    """Addresses under which other machines may reach this one, the likeliest first."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the interface that leads outward
-            addresses.append(probe.getsockname()[0])
-        except OSError as error:
-            logger.debug("no route outward: %s", error)
-    try:
-        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
-    except OSError as error:
-        logger.debug("this host's name has no address: %s", error)
-    return [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]

@@ -16,6 +16,8 @@ from caffepy.errors import PeerError, UserError
 
 MEMBERS = "members"
 """The key under which the list of all members appears once they have joined."""
+MISSING = "missing"
+"""The key of the list of ranks that have not joined."""
 
 
 Value = bytes | bytearray
@@ -70,7 +72,7 @@ class Store(Protocol):
         """
 
     def watch(self, state: State, seconds: float) -> str | None:
-        """Say what this rank does and wait for news of a failure."""
+        """Say what this rank does and wait for news of a failure; ends early when this rank leaves."""
 
     def states(self) -> dict[int, State]:
         """What each rank that was heard said last."""
@@ -115,15 +117,12 @@ class MemoryStore:
             if rank in self._members:
                 raise UserError(f"two processes call themselves rank {rank}: one is {self._name(rank)}")
             self._members[rank] = member
-            if len(self._members) == size:
+            missing = [other for other in range(size) if other not in self._members]
+            self._values[MISSING] = json.dumps(missing).encode(), 0
+            if not missing:
                 members = [asdict(self._members[i]) for i in range(size)]
                 self._values[MEMBERS] = json.dumps(members).encode(), 0
             self._changed.notify_all()
-
-    def missing(self) -> list[int]:
-        """Ranks that have not joined."""
-        with self._changed:
-            return [rank for rank in range(self.size) if rank not in self._members]
 
     def staying(self) -> list[int]:
         """Ranks that have joined and not left."""
@@ -153,7 +152,7 @@ class MemoryStore:
         """`Store.watch` of a rank."""
         with self._changed:
             self._states[rank] = state, time.monotonic()
-            self._changed.wait_for(lambda: self._failure is not None, seconds)
+            self._changed.wait_for(lambda: self._failure is not None or rank in self._left, seconds)
             return self._failure
 
     def states(self) -> dict[int, State]:

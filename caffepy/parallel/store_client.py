@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -37,8 +37,8 @@ class StoreClient:
     watch's: its end is this rank's end, for all others.
 
     Args:
-        addresses: where the server may be, the likeliest first.
-        token: the job's.
+        find: where the server may be, the likeliest first, and the job's token; asked again until somebody answers
+            there. An OSError means: not known yet.
         rank: this rank.
         size: the number of ranks.
         member: this process.
@@ -50,9 +50,9 @@ class StoreClient:
     """
 
     def __init__(
-        self, addresses: Sequence[Address], token: str, rank: int, size: int, member: Member, timeout: float
+        self, find: Callable[[], tuple[Sequence[Address], str]], rank: int, size: int, member: Member, timeout: float
     ) -> None:
-        self._token = token
+        self._token = ""
         self._rank = rank
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class StoreClient:
         self._idle: list[socket.socket] = []
         self._closed = False
         hello = json.dumps({"size": size, **asdict(member)}).encode()
-        self._address, self._watching = self._find(addresses, hello)
+        self._address, self._watching = self._find(find, hello)
 
     def put(self, key: str, value: Value, reads: int = 0) -> None:
         self._call(Request(Command.PUT, key, value, reads=reads))
@@ -98,21 +98,26 @@ class StoreClient:
 
     # -- connections --------------------------------------------------------------------------------
 
-    def _find(self, addresses: Sequence[Address], hello: bytes) -> tuple[Address, socket.socket]:
+    def _find(
+        self, find: Callable[[], tuple[Sequence[Address], str]], hello: bytes
+    ) -> tuple[Address, socket.socket]:
         """Join over the first address that answers, until the timeout."""
-        join = Request(Command.JOIN, self._token, hello, number=self._rank)
         deadline = time.monotonic() + self._timeout
         failure: OSError | None = None
-        while True:
+        while time.monotonic() < deadline or failure is None:
+            try:
+                addresses, self._token = find()
+            except OSError as error:
+                addresses, failure = [], error
             for address in addresses:
                 try:
-                    return address, self._connect(address, join)
+                    return address, self._connect(
+                        address, Request(Command.JOIN, self._token, hello, number=self._rank)
+                    )
                 except OSError as error:
-                    failure = error
-            if time.monotonic() > deadline:
-                places = " or ".join(f"{host}:{port}" for host, port in addresses)
-                raise PeerError(f"rank 0 does not answer at {places} within {self._timeout:g} s: {failure}")
+                    failure = OSError(f"{address[0]}:{address[1]}: {error}")
             time.sleep(_RETRY_SECONDS)
+        raise PeerError(f"rank 0 does not answer within {self._timeout:g} s: {failure}")
 
     def _connect(self, address: Address, request: Request) -> socket.socket:
         """A connection that has introduced itself."""

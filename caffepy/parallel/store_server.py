@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 
 from caffepy.errors import PeerError, UserError
@@ -60,7 +61,7 @@ class StoreServer:
         self._accepting.start()
 
     def close(self) -> None:
-        """End all connections; whoever waits is told what there is to tell, and is let go. Callable twice."""
+        """End all connections; whoever waits is told why. Callable twice."""
         with self._lock:
             if self._closing:
                 return
@@ -68,9 +69,13 @@ class StoreServer:
             threads = list(self._lines.items())
         hang_up(self._listening)
         self._accepting.join(_JOIN_SECONDS)
+        self._store.fail("rank 0 has left")
+        for line, _ in threads:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RD)  # no more requests; replies still go out
         for line, thread in threads:
-            hang_up(line)
             thread.join(_JOIN_SECONDS)
+            hang_up(line)
 
     def _accept(self) -> None:
         while not self._closing:

@@ -5,6 +5,7 @@ MPI is imported only where a launcher started several processes; a single one ne
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -15,6 +16,8 @@ from typing import NoReturn, TypeVar
 
 from caffepy.errors import CaffepyError, RunError, UserError
 from caffepy.parallel.communicator import Communicator
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -152,6 +155,22 @@ def machine_identity() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def own_addresses() -> list[str]:
+    """Addresses under which other machines may reach this one, the likeliest first."""
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the interface that leads outward
+            addresses.append(probe.getsockname()[0])
+        except OSError as error:
+            logger.debug("no route outward: %s", error)
+    try:
+        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
+    except OSError as error:
+        logger.debug("this host's name has no address: %s", error)
+    return [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
 
 
 def flush_streams() -> None:
