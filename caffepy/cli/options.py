@@ -20,10 +20,13 @@ _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
-    """Options in gflags' spellings as `--name` or `--name=value`, with dashes inside the name."""
+    """Options in gflags' spellings as `--name` or `--name=value`, with dashes inside the name.
+
+    What follows ``--`` or a Python script is left as it is: those are another program's options.
+    """
     result: list[str] = []
     for index, argument in enumerate(arguments):
-        if argument == "--":
+        if argument == "--" or argument.endswith(".py"):
             return result + list(arguments[index:])
         match = _OPTION.fullmatch(argument)
         result.append(f"--{match[1].replace('_', '-')}{match[2] or ''}" if match else argument)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from laboratory import find_mpirun, program_environment
+
+from caffepy.cli.main import main
+
+OPEN_MPI = "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"):
+        monkeypatch.delenv(name, raising=False)
+    launcher = tmp_path / "fake"
+    launcher.write_text(OPEN_MPI)
+    launcher.chmod(0o755)
+    Path("hosts").write_text("a slots=4\nb slots=4\n")
+    Path("uneven").write_text("a slots=4\nb slots=2\n")
+
+
+def launch(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line that would be run, without the launcher and the program."""
+    status = main(["launch", "--mpirun=./fake", "--dry-run", *arguments])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return out.split(" ", 1)[1].split(" -m caffepy")[0].removesuffix(sys.executable).strip()
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["launch", *arguments]) == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
+    found = launch(capsys, "--nproc-per-node=4", "--", "train", "--solver", "s.prototxt")
+    assert found == "-np 4 --map-by ppr:4:node --bind-to none"
+    assert launch(capsys, "train") == "-np 1 --map-by ppr:1:node --bind-to none"
+
+
+def test_the_program_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(*words: str) -> list[str]:
+        assert main(["launch", "--mpirun=./fake", "--dry-run", *words]) == 0
+        return shlex.split(capsys.readouterr().out.split("none ")[1])
+
+    Path("script.py").write_text("")
+    assert program("--", "train", "--solver=a b") == [sys.executable, "-m", "caffepy", "train", "--solver=a b"]
+    assert program("--", "script.py", "-n_x", "--", "2") == [sys.executable, "script.py", "-n_x", "--", "2"]
+    assert program("script.py", "-n_x=1") == [sys.executable, "script.py", "-n_x=1"]
+    assert program("--", "sh", "-c", "true") == ["sh", "-c", "true"]
+
+
+def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MINE", "1")
+    found = launch(capsys, "--hostfile=hosts", "--export=MINE", "train")
+    assert "-np 8 --map-by ppr:4:node --bind-to none --host a:4,b:4 -x " in found
+    assert {"MINE", "NCCL_DEBUG"} <= set(found.split())
+    assert "-np 2 " in launch(capsys, "--hostfile=hosts", "--nproc-per-node=2", "--nodes=1", "train")
+    assert "--host a:2,b:2" in launch(capsys, "--hosts=a,b", "--nproc-per-node=2", "train")
+    assert "--host a:4,b:4" in launch(capsys, "--hostfile=uneven", "--nproc-per-node=4", "--oversubscribe", "train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run"], "launch needs a command: caffepy launch --nproc-per-node 4 -- train"),
+        (["--", "trian"], "'trian' is neither a command of caffepy's nor a program; did you mean 'train'?"),
+        (["absent.py"], "there is no script absent.py"),
+        (["--nodes=2", "train"], "--nodes 2: which hosts? Name them with --hosts or --hostfile"),
+        (["--nodes=3", "--hosts=a,b", "train"], "--nodes 3: only 2 hosts are named; name more, or take fewer"),
+        (["--hostfile=uneven", "train"], "hosts have different numbers of slots (a 4, b 2): say with --nproc-per-node"),
+        (["--hostfile=uneven", "--nproc-per-node=4", "train"], "host b has 2 slots for 4 processes: lower --nproc-per"),
+        (["--hostfile=absent", "train"], "--hostfile absent: cannot be read: No such file or directory"),
+        (["--hosts=a", "--hostfile=hosts", "train"], "not allowed with argument"),
+        (["--mpirun=absent", "train"], "--mpirun absent: there is no such program"),
+        (["--mpirun=/bin/true", "train"], "/bin/true --version says"),
+        (["--nproc-per-node=0", "train"], "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert message in mistake(capsys, *arguments)
+
+
+def test_processes_that_were_launched_launch_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert "mpiexec has started this process" in mistake(capsys, "train")
+
+
+def test_within_an_allocation_slurm_starts_the_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\necho 'MPI plugin types are... none pmi2 pmix'\n")
+    srun.chmod(0o755)
+    fake = srun.with_name("mpirun")
+    fake.write_text(OPEN_MPI)
+    fake.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(srun.with_name("python")))
+    monkeypatch.setenv("PATH", f"{srun.parent}:/usr/bin:/bin")
+    for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "3", "NTASKS_PER_NODE": "4(x3)"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert main(["launch", "--dry-run", "--", "train", "--solver", "s"]) == 0
+    line = shlex.split(capsys.readouterr().out)
+    assert line[:4] == [str(srun), "--nodes=3", "--ntasks=12", "--ntasks-per-node=4"]
+    assert "--mpi=pmix" in line and line[-4:] == ["caffepy", "train", "--solver", "s"]
+    assert main(["launch", "--dry-run", "--nodes=2", "--nproc-per-node=8", "train"]) == 0
+    assert "--nodes=2 --ntasks=16 --ntasks-per-node=8" in capsys.readouterr().out
+    assert main(["launch", "--dry-run", "--mpirun=mpirun", "train"]) == 0
+    assert capsys.readouterr().out.startswith(str(fake))
+
+
+@pytest.mark.mpi
+def test_the_installed_mpi_runs_it(tmp_path: Path) -> None:
+    find_mpirun()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom caffepy.parallel.world import create_world\n"
+        "world = create_world()\n"
+        "everybody = world.all_gather((world.local_rank, sys.argv[1:]))\n"
+        "if world.rank == 0: print(everybody)\n"
+        "sys.exit(3)\n"
+    )
+    command = [sys.executable, "-m", "caffepy", "launch", "--nproc-per-node=2", "--oversubscribe", "script.py", "-a_b"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=program_environment({}), cwd=tmp_path
+    )
+    assert "[(0, ['-a_b']), (1, ['-a_b'])]" in result.stdout, result.stderr
+    assert result.returncode == 3
+    assert "mpirun" in result.stderr.splitlines()[0]
