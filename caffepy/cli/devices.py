@@ -6,6 +6,7 @@ import argparse
 import logging
 
 from caffepy.errors import DeviceError, MissingExtraError
+from caffepy.parallel.world import find_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,19 @@ def check_gpus(requested: list[int] | str) -> list[int]:
     return requested
 
 
+def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:
+    """Whether ranks of one machine divide its GPUs among themselves: nobody has said who takes which.
+
+    Args:
+        args: the command line: `gpus` and `cpu`.
+        gpu_mode: what the solver's `solver_mode` says.
+    """
+    launcher = find_launcher()
+    return launcher is not None and launcher.size != 1 and gpu_mode and args.gpus is None and not args.cpu
+
+
 def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, origin: str) -> list[int] | None:
-    """GPUs to train on, or None for the CPU.
+    """GPUs to train on, or None for the CPU; where ranks share GPUs, all that this process sees.
 
     Args:
         args: the command line: `gpus` and `cpu`.
@@ -45,7 +57,7 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, orig
     if args.gpus is not None:
         return check_gpus(args.gpus)
     try:
-        return check_gpus([device_id])
+        return check_gpus("all" if shares_gpus(args, gpu_mode) else [device_id])
     except (DeviceError, MissingExtraError) as error:
         raise DeviceError(
             f"{origin} is for a GPU (solver_mode: GPU, also the default): {error}; --cpu trains on the CPU instead"

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> TrainOptions:
-    from caffepy.cli.devices import train_devices
+    from caffepy.cli.devices import shares_gpus, train_devices
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
     from caffepy.config.solver_check import check_solver
@@ -139,6 +139,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         solver=param,
         resolve=resolve,
         devices=train_devices(args, gpu_mode, param.device_id, str(args.solver)),
+        share_gpus=shares_gpus(args, gpu_mode),
         cpu_solvers=args.cpu_solvers,
         snapshot=_snapshot(args.snapshot, resolve.output(param.snapshot_prefix)),
         weights=args.weights,

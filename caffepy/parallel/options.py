@@ -26,6 +26,7 @@ class TrainOptions:
         solver: the solver's prototxt.
         resolve: finds the files that prototxts name.
         devices: numbers of this rank's GPUs; None trains on the CPU.
+        share_gpus: `devices` are all that this process sees, to be divided among the ranks of its machine.
         cpu_solvers: solver threads of this rank, on the CPU.
         snapshot: the .solverstate to resume from.
         weights: .caffemodel files to start from.
@@ -62,6 +63,7 @@ class TrainOptions:
     math: str = "tf32"
     engine: Engine = field(default_factory=Engine)
     sync_bn: bool = False
+    share_gpus: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
     single_rate: float | None = None

@@ -24,6 +24,7 @@ from caffepy.parallel.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.batch import describe_batch
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.failure import Failure, describe_error, exit_status
+from caffepy.parallel.gpu_sharing import share_gpus
 from caffepy.parallel.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.lifeline import connect
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
@@ -133,6 +134,7 @@ class P2PManager:
     def _settle(self, options: TrainOptions) -> TrainOptions:
         """What all ranks must have alike: checked, or taken from the root."""
         world = self._world
+        options = self._share_gpus(options)
         names = world.all_gather(None if options.devices is None else len(options.devices))
         counts = world.all_gather(len(options.local_devices))
         for rank in range(1, world.size):
@@ -151,6 +153,20 @@ class P2PManager:
         return replace(
             options, solver=solver, snapshot=world.broadcast(options.snapshot), weights=world.broadcast(options.weights)
         )
+
+    def _share_gpus(self, options: TrainOptions) -> TrainOptions:
+        """Where nobody has said which GPUs a rank takes, its part of its machine's."""
+        shares = self._world.all_gather(options.share_gpus)
+        if not all(shares):
+            if any(shares):
+                error = ConfigError("some ranks name their devices and others do not: give all of them --gpus")
+                self._world.agree(error)
+            return options
+        from caffepy.parallel.nccl import gpu_identity
+
+        found = options.devices or []
+        seen = self._world.call_on_all(lambda: [(device, gpu_identity(device)) for device in found])
+        return replace(options, devices=share_gpus(self._world, seen))
 
     def _check_gpus(self, options: TrainOptions) -> None:
         """Refuse two ranks of one machine that name the same GPU; NCCL would say no more than 'invalid usage'."""
