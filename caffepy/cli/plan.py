@@ -174,6 +174,13 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--no-overlap reduces all gradients at once; leave --bucket-mb out")
     if max(args.nodes) > 1 and args.network is None and args.calibrate_network is None:
         raise ConfigError("several --nodes need the network's bandwidth, e.g. --network 400Gb, or --calibrate-network")
+    for calibrated, option, others in (
+        (args.calibrate, "--calibrate", ("links", "link_latency")),
+        (args.calibrate_network, "--calibrate-network", ("network", "latency")),
+    ):
+        if calibrated is not None and any(getattr(args, other) is not None for other in others):
+            names = " and ".join(f"--{other.replace('_', '-')}" for other in others)
+            raise ConfigError(f"{option} finds out what {names} say; leave them out")
     for option, value in (("--batch", args.batch), ("--shape", args.shape)):
         if args.profile is not None and value is not None:
             raise ConfigError(f"{option} is for measuring; a profile has its batch already")
@@ -230,14 +237,13 @@ def _cluster(args: argparse.Namespace, on_cpu: bool) -> Cluster:
 
 
 def _calibrated(args: argparse.Namespace, path: Path | None, between: bool) -> Link | None:
-    """The link that measured all-reduces tell of; `auto` among equal links is the ring."""
+    """The link that measured all-reduces tell of."""
     if path is None:
         return None
     from caffepy.plan.calibrate import fit_link, read_measurements
 
-    fit = fit_link(read_measurements(path), "ring" if args.algorithm == "auto" else args.algorithm, between)
-    where = "between nodes" if between else "inside a node"
-    print(f"{path}: times {where} are told to {fit.error:.0%} by the model")
+    fit = fit_link(read_measurements(path), args.algorithm, between)
+    print(f"{path}: the fitted line is off by {fit.error:.0%} at most")
     return fit.link
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from caffepy.errors import ConfigError
-from caffepy.plan.model import ALGORITHMS, Cluster, Link
+from caffepy.plan.model import ALGORITHMS, AUTO, Cluster, Link
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,18 @@ class Fit:
     error: float
 
 
+RANGES = 3
+"""Most ranges of sizes that get an alpha and a beta of their own."""
+LEAST = 3
+"""Fewest sizes in a range, where there is more than one."""
+
+
 def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> Fit:
     """Find alpha and beta by least squares of the relative errors, so that short messages count as much as long ones.
 
     Every algorithm of the model costs a * alpha + b * n * beta among devices with one kind of link, so that this is
-    a linear problem in two unknowns; none may be negative.
+    a linear problem in two unknowns; none may be negative. No straight line holds for all lengths: up to RANGES ranges
+    of sizes have one each, divided where that leaves the least error.
 
     Args:
         measured: at least two sizes.
@@ -53,17 +62,63 @@ def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> F
     Raises:
         ConfigError: one device, or one size.
     """
-    if measured.devices < 2 or len({size for size, _ in measured.samples}) < 2:
+    samples = sorted(measured.samples)
+    if measured.devices < 2 or len({size for size, _ in samples}) < 2:
         raise ConfigError(
-            f"all-reduces of {len(measured.samples)} sizes among {measured.devices} devices say nothing about a link; "
+            f"all-reduces of {len(samples)} sizes among {measured.devices} devices say nothing about a link; "
             "at least two sizes and two devices are needed"
         )
-    sizes, seconds = np.array(measured.samples, np.float64).T
-    messages, share = _coefficients(algorithm, measured.devices, between)
-    columns = np.stack([np.full_like(sizes, messages), share * sizes], axis=1) / seconds[:, None]
-    alpha, beta = _non_negative(columns)
-    error = float(np.abs(columns @ (alpha, beta) - 1).max())
-    return Fit(Link(alpha, 1 / beta if beta > 0 else math.inf), error)
+    # The hierarchical one sends in a node, or between nodes, what a ring sends.
+    name = "ring" if algorithm in (AUTO, "hierarchical") else algorithm
+    lines = _Lines(samples, *_coefficients(name, measured.devices, between))
+    cuts = min(_divisions(len(samples)), key=lines.error)
+    links = [lines.link(*part) for part in pairwise(cuts)]
+    longer = tuple((samples[start][0], link) for start, link in zip(cuts[1:-1], links[1:], strict=True))
+    return Fit(replace(links[0], longer=longer), max(lines.largest(*part) for part in pairwise(cuts)))
+
+
+def _divisions(count: int) -> Iterator[tuple[int, ...]]:
+    """Ways to divide `count` sizes into ranges: where each begins, and the end."""
+    for parts in range(1, RANGES + 1):
+        for cuts in combinations(range(LEAST, count - LEAST + 1), parts - 1):
+            if all(end - start >= LEAST for start, end in pairwise((0, *cuts, count))) or parts == 1:
+                yield (0, *cuts, count)
+
+
+class _Lines:
+    """Straight lines through parts of the samples.
+
+    Args:
+        samples: (bytes, seconds), ascending.
+        messages: times that alpha counts.
+        share: times that the bytes are sent.
+    """
+
+    def __init__(self, samples: Sequence[tuple[float, float]], messages: float, share: float) -> None:
+        sizes, seconds = np.array(samples, np.float64).T
+        self._columns = np.stack([np.full_like(sizes, messages), share * sizes], axis=1) / seconds[:, None]
+
+    def solve(self, start: int, end: int) -> tuple[float, float]:
+        """alpha and beta of samples from `start` to before `end`."""
+        return _non_negative(self._columns[start:end])
+
+    def differences(self, start: int, end: int) -> np.ndarray:
+        """The model's times over the measured ones, less 1."""
+        found: np.ndarray = self._columns[start:end] @ self.solve(start, end) - 1
+        return found
+
+    def error(self, cuts: tuple[int, ...]) -> float:
+        """The sum of all squares."""
+        return sum(float((self.differences(*part) ** 2).sum()) for part in pairwise(cuts))
+
+    def largest(self, start: int, end: int) -> float:
+        """The largest difference."""
+        return float(np.abs(self.differences(start, end)).max())
+
+    def link(self, start: int, end: int) -> Link:
+        """The link that the samples tell of."""
+        alpha, beta = self.solve(start, end)
+        return Link(alpha, 1 / beta if beta > 0 else math.inf)
 
 
 def _coefficients(algorithm: str, devices: int, between: bool) -> tuple[float, float]:

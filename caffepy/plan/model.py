@@ -11,7 +11,7 @@ nodes, n bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log2
 
 
@@ -22,10 +22,17 @@ class Link:
     Args:
         latency: alpha, seconds a message.
         bandwidth: 1 / beta, bytes a second in each direction.
+        longer: (bytes, link), ascending: what holds for all-reduces of so many bytes and more. Libraries change their
+            protocol with the length, and long messages do not stay in caches.
     """
 
     latency: float
     bandwidth: float
+    longer: tuple[tuple[float, Link], ...] = ()
+
+    def for_size(self, size: float) -> Link:
+        """The link as all-reduces of `size` bytes find it."""
+        return next((link for least, link in reversed(self.longer) if size >= least), self)
 
     def cost(self, messages: float, size: float) -> float:
         """messages * alpha + size * beta."""
@@ -52,6 +59,10 @@ class Cluster:
     def devices(self) -> int:
         """p = N * g."""
         return self.nodes * self.devices_per_node
+
+    def for_size(self, size: float) -> Cluster:
+        """The cluster as all-reduces of `size` bytes find it."""
+        return replace(self, inside=self.inside.for_size(size), between=self.between.for_size(size))
 
     @property
     def bottleneck(self) -> float:
@@ -177,6 +188,7 @@ def all_reduce(size: float, cluster: Cluster, algorithm: str = AUTO) -> tuple[fl
     """
     if cluster.devices == 1:
         return 0.0, "none"
+    cluster = cluster.for_size(size)
     names = CHOICES if algorithm == AUTO else (algorithm,)
     costs = [(ALGORITHMS[name](size, cluster), name) for name in names]
     return min(costs, key=lambda cost: cost[0])

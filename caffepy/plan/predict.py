@@ -56,7 +56,7 @@ class Exchange:
         return profile.layer_wise_reduce if self.overlap is None else self.overlap
 
     def buckets(self, profile: Profile) -> list[tuple[int, int]]:
-        """For each bucket the number of the backward step that completes it, and its bytes on the wire."""
+        """For each bucket the number of the backward step that completes it, and the bytes of its gradients."""
         gradients = [(len(profile.layers) - 1 - gradient.layer, gradient.bytes) for gradient in profile.gradients]
         total = profile.gradient_bytes
         threshold = self.bucket_bytes
@@ -64,8 +64,11 @@ class Exchange:
             threshold = total / profile.reduce_buckets if profile.reduce_buckets else 0.0
         if not self.overlaps(profile):
             threshold = total
-        cut = cut_into_buckets(gradients, threshold)
-        return [(last, size * self.wire_bytes // GRADIENT_BYTES) for last, size in cut]
+        return cut_into_buckets(gradients, threshold)
+
+    def sent(self, size: int) -> float:
+        """What gradients of `size` bytes are on the wire."""
+        return size * self.wire_bytes / GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,9 @@ def predict(profile: Profile, cluster: Cluster, exchange: Exchange) -> Predictio
     """What data-parallel training takes if every device does what the profile's did (weak scaling)."""
     profile = profile.fitted()
     cut = exchange.buckets(profile)
-    total = sum(size for _, size in cut)
-    update = 0.0 if profile.clips or not total else profile.update_ms
-    costs = [all_reduce(size, cluster, exchange.algorithm) for _, size in cut]
+    total = profile.gradient_bytes
+    update = 0.0 if profile.clips or not cut else profile.update_ms
+    costs = [all_reduce(exchange.sent(size), cluster, exchange.algorithm) for _, size in cut]
     buckets = [
         Bucket(last, 1e3 * seconds, update * size / total)
         for (last, size), (seconds, _) in zip(cut, costs, strict=True)

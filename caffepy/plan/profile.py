@@ -143,7 +143,7 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-_LEAST = {"batch": 1, "passes": 1}
+_LEAST = {"batch": 1, "passes": 1, "bytes": 1}
 """Smallest values of fields; of all other numbers it is 0."""
 _KINDS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 

@@ -42,7 +42,7 @@ def describe(profile: Profile, cluster: Cluster, exchange: Exchange) -> Iterator
         f"{profile.backward_ms:.3f}) + update {profile.update_ms:.3f} + other {profile.other_ms:.3f}"
     )
     buckets = exchange.buckets(profile)
-    sent = sum(size for _, size in buckets) / MEBIBYTE
+    sent = exchange.sent(profile.gradient_bytes) / MEBIBYTE
     when = "while the backward pass goes on" if exchange.overlaps(profile) else "after the backward pass"
     yield f"Gradients: {sent:.2f} MiB in {len(buckets)} bucket{'s' * (len(buckets) != 1)}, reduced {when}"
     yield f"Inside a node: {_link(cluster.inside)}"
@@ -51,7 +51,8 @@ def describe(profile: Profile, cluster: Cluster, exchange: Exchange) -> Iterator
 
 
 def _link(link: Link) -> str:
-    return f"{link.bandwidth / 1e9:.4g} GB/s, {link.latency * 1e6:.3g} us"
+    text = f"{link.bandwidth / 1e9:.4g} GB/s, {link.latency * 1e6:.3g} us"
+    return "; ".join([text, *(f"from {least / MEBIBYTE:.4g} MiB on {_link(longer)}" for least, longer in link.longer)])
 
 
 def write_csv(path: Path, predictions: Sequence[Prediction]) -> None:
