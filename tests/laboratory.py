@@ -52,6 +52,17 @@ snapshot: %(snapshot)d snapshot_prefix: "%(prefix)s"
 """
 
 
+SHARED_NET = NET.replace(
+    'layer { name: "ip2" ',
+    """layer { name: "again" type: "InnerProduct" bottom: "ip1" top: "again" param { name: "w" }
+        inner_product_param { num_output: 32 bias_term: false weight_filler { type: "xavier" } } }
+layer { name: "more" type: "InnerProduct" bottom: "again" top: "more" inner_product_param { num_output: 32
+        weight_filler { type: "xavier" } } }
+layer { name: "last" type: "InnerProduct" bottom: "more" top: "last" param { name: "w" }
+        inner_product_param { num_output: 32 bias_term: false } }
+layer { name: "ip2" """,
+).replace('bottom: "ip1" top: "ip2"', 'bottom: "last" top: "ip2"')
+"""The same with a parameter of two layers, of which the first is far from the last."""
 NORMALISED_NET = NET.replace(
     'layer { name: "pool" ',
     """layer { name: "norm" type: "BatchNorm" bottom: "conv" top: "conv" }
@@ -127,6 +138,7 @@ class Laboratory:
         snapshot: int = 0,
         prefix: str | None = None,
         net_text: str = NET,
+        solver_text: str = "",
         **environment: str,
     ) -> tuple[subprocess.Popen[str], str]:
         """Start a run, with mpirun where `ranks` are given; ``{rank}`` in an option becomes the rank's number.
@@ -138,7 +150,7 @@ class Laboratory:
         net, solver = f"net{self._runs}.prototxt", f"solver{self._runs}.prototxt"
         (self.folder / net).write_text(net_text % {"batch": batch})
         values = {"net": net, "iterations": iterations, "snapshot": snapshot, "prefix": prefix}
-        (self.folder / solver).write_text(SOLVER % values)
+        (self.folder / solver).write_text(SOLVER % values + solver_text)
         command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *options]
         if ranks:
             command = [find_mpirun(), "-np", str(ranks), *command]

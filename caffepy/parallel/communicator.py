@@ -53,6 +53,28 @@ class Communicator(Protocol):
         """Give back what the connection holds; callable twice."""
 
 
+class Exchange(Protocol):
+    """An average over all devices that was begun."""
+
+    def progress(self) -> None:
+        """Look after it for a moment: some MPIs move bytes only while they are called."""
+
+    def finish(self) -> None:
+        """Wait for its end; the average is in the array only then.
+
+        Raises:
+            AbortedError: another device failed.
+            PeerError: the connection failed.
+        """
+
+
+class OverlappingCommunicator(Communicator, Protocol):
+    """A communicator whose averages can go on while the device computes."""
+
+    def begin_average(self, array: Array) -> Exchange:
+        """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order."""
+
+
 class GroupCommunicator(Communicator, Protocol):
     """A communicator with every operation there is, for `caffepy.distributed`. Each may go on while others begin."""
 

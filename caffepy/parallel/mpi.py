@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from caffepy.errors import AbortedError, MissingExtraError, PeerError, UserError
-from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.communicator import GroupCommunicator
 from caffepy.parallel.mpi_operations import MpiOperations
 from caffepy.parallel.world import Launcher, World, flush_streams, machine_identity
 
@@ -130,7 +130,7 @@ class MpiWorld(World):
     def serves(self) -> bool:
         return not self._calls.direct
 
-    def communicator(self) -> Communicator:
+    def communicator(self) -> GroupCommunicator:
         return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
 
     def end(self, status: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
 from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.gradient_exchange import GradientExchange
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.watchdog import Progress
 from caffepy.report import Performance
@@ -23,6 +25,8 @@ from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action
 from caffepy.trace import NO_TRACE, NoTrace, Trace
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
 """How much longer than the watchdog's timeout a thread waits for all others to have built their nets."""
@@ -95,6 +99,7 @@ class P2PSync:
         self._go = threading.Event()
         self._cancelled = False
         self._communicator: Communicator | None = None
+        self._exchange: GradientExchange | None = None
         self._backend: Backend | None = None
         self._thread = threading.Thread(target=self._run, name=f"solver {place.shard.rank}", daemon=True)
 
@@ -141,8 +146,10 @@ class P2PSync:
         if self.world_size == 1:
             return
         assert self.communication is not None
+        assert self._exchange is not None
         with self._waiting("the gradients' all-reduce"), self.communication.exposed():
-            self._connected.all_reduce(solver.net.parameters.exchanged, average=True)
+            _ = self._connected  # refuses once training was stopped
+            self._exchange.finish()
 
     def not_captured(self) -> str:
         return "devices that train together exchange gradients between two graphs" if self.world_size > 1 else ""
@@ -224,6 +231,8 @@ class P2PSync:
                 raise AbortedError("training was stopped before it began")
         with self.progress.waiting("the connection of the devices"):
             self._communicator = self._connect()
+        if self.world_size > 1:
+            self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
         self.solver.solve()
@@ -237,6 +246,17 @@ class P2PSync:
             solver.performance.communication, solver.performance.exposed = self.communication.totals()
         if isinstance(self.trace, Trace):
             self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
+
+    def _make_exchange(self, solver: Solver) -> GradientExchange:
+        """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA)."""
+        assert self.communication is not None
+        buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
+        exchange = GradientExchange(
+            solver.net, self._connected, buckets, lambda: solver.last_pass, self.communication.hidden
+        )
+        if exchange.overlaps and self.is_root:
+            logger.info("gradients are exchanged in %d parts during the backward pass", buckets)
+        return exchange
 
     def _build(self, backend: Backend) -> Solver:
         options = self._options

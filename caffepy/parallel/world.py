@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from caffepy.errors import CaffepyError, RunError, UserError
-from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.communicator import GroupCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class World:
         """Whether solver threads need `serve`, because MPI lets the main thread alone call it."""
         return False
 
-    def communicator(self) -> Communicator | None:
+    def communicator(self) -> GroupCommunicator | None:
         """A new connection among all ranks, one device a rank; None where there is one rank."""
         return None
 

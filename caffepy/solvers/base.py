@@ -116,6 +116,8 @@ class Solver(ABC):
         self._marks: deque[Mark] = deque()
         self._answers: deque[Fetch] = deque()
         self._rate = 0.0
+        self.last_pass = True
+        """Whether the present pass is the iteration's last, whose backward pass completes the gradients."""
         self._snapshot_at = -1
         self._hides_blobs = self.backend.captures and not self.param.debug_info
         """Whether nobody looks at blobs between the layers, so that these may be fused and blobs share memory."""
@@ -263,6 +265,9 @@ class Solver(ABC):
         self.net.context.passes.on_device = self.mailbox.counters[index]
         if index == 0:
             self.net.clear_param_diffs()
+        self.last_pass = index == self.param.iter_size - 1
+        if self.last_pass and self.callback.world_size > 1:
+            self.backend.copy(self.mailbox.array[STOP : SNAPSHOT + 1], self.net.parameters.flags[:2])
 
     def _read_loss(self) -> float:
         loss = self.net.loss()
@@ -285,8 +290,6 @@ class Solver(ABC):
 
     def _exchange_gradients(self) -> None:
         """Average gradients and requests over all devices, so that all act in the same iteration."""
-        if self.callback.world_size > 1:
-            self.backend.copy(self.mailbox.array[STOP : SNAPSHOT + 1], self.net.parameters.flags[:2])
         self.callback.on_gradients_ready(self)
 
     def _hear_requests(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from laboratory import NORMALISED_NET, Laboratory, Outcome, assert_same_weights
+from laboratory import NET, NORMALISED_NET, SHARED_NET, Laboratory, Outcome, assert_same_weights
 
 ITERATIONS = 50
 
@@ -40,6 +40,37 @@ def test_threads_and_ranks_train_as_one_device_does(
     assert (
         outcome.logged("Batch: ")[-1] == f"Batch: {64 // devices} per device, {64 // max(ranks, 1)} per rank, 64 in all"
     )
+
+
+@pytest.mark.parametrize(
+    ("threads", "solver", "net", "parts"),
+    [(1, "", "", "6"), (1, "layer_wise_reduce: false", "", None), (2, "", "reduce_buckets: 2", "2")],
+)
+def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
+    laboratory: Laboratory, alone: Outcome, threads: int, solver: str, net: str, parts: str | None
+) -> None:
+    outcome = laboratory.train(
+        "--cpu-solvers", str(threads), ranks=2, batch=32, iterations=20, snapshot=20, net_text=net + NET,
+        solver_text=solver,
+    )  # fmt: skip
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, 20)
+    told = [] if parts is None else [f"gradients are exchanged in {parts} parts during the backward pass"]
+    assert outcome.logged("gradients are exchanged") == told
+
+
+def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laboratory: Laboratory) -> None:
+    one = laboratory.train(iterations=20, net_text=SHARED_NET)
+    two = laboratory.train(ranks=2, batch=32, iterations=20, net_text=SHARED_NET, solver_text="iter_size: 1")
+    assert one.status == two.status == 0, two.log
+    assert_same_weights(two, one, 20)
+
+
+def test_several_passes_are_exchanged_once(laboratory: Laboratory, alone: Outcome) -> None:
+    outcome = laboratory.train(ranks=2, batch=16, iterations=20, solver_text="iter_size: 2")
+    single = laboratory.train(batch=32, iterations=20, solver_text="iter_size: 2")
+    assert outcome.status == single.status == 0, outcome.log
+    assert_same_weights(outcome, single, 20)
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(0, 2), (2, 2)])
