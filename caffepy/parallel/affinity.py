@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+
+from caffepy.parallel.nvml import Nvml, open_nvml
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,35 @@ def take_cores(local_rank: int, local_size: int, divide: bool) -> Cores:
         format_cores(narrow),
     )
     return Cores(numbers, count)
+
+
+def bind_near_gpu(
+    bus_id: str, label: str, library: Callable[[], AbstractContextManager[Nvml | None]] = open_nvml
+) -> tuple[int, ...]:
+    """Keep the calling thread, and those that it will start, on those of its cores that are near its GPU; say so.
+
+    Returns the cores; none where nothing is known of the GPU or none of them may be used, and nothing is bound then.
+
+    Args:
+        bus_id: the GPU's PCI address.
+        label: what the log calls the GPU.
+        library: opens NVML.
+    """
+    with library() as nvml:
+        near = nvml.cores_near(bus_id) if nvml is not None else ()
+    allowed = _affinity()
+    cores = tuple(core for core in near if core in allowed)
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        known = format_cores(near) or "?"
+        logger.debug("GPU %s (%s): its thread is not bound; cores near it: %s", label, bus_id, known)
+        return ()
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:  # a container may forbid it
+        logger.debug("GPU %s (%s): its thread cannot be bound: %s", label, bus_id, error)
+        return ()
+    logger.info("GPU %s (%s): its thread runs on the CPU cores near it, %s", label, bus_id, format_cores(cores))
+    return cores
 
 
 def share(cores: tuple[int, ...], index: int, parts: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from caffepy.backend import Backend, create_backend
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
+from caffepy.parallel.affinity import bind_near_gpu
 from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.gradient_exchange import GradientExchange
@@ -202,6 +203,7 @@ class P2PSync:
 
     def _run(self) -> None:
         try:
+            self._bind()
             self._backend = create_backend(
                 self.place.device, self.place.threads, self._options.math, self._options.engine.autotune
             )
@@ -215,6 +217,13 @@ class P2PSync:
             self._fail(error)
         self.finished.set()
         self._on_change(self)
+
+    def _bind(self) -> None:
+        """Stay near the GPU, before memory is allocated and further threads are started."""
+        if self.place.device is not None:
+            from caffepy.backend.cuda_device import device_properties
+
+            bind_near_gpu(device_properties(self.place.device).pci_bus_id, self.place.label)
 
     def _fail(self, error: BaseException) -> None:
         """Tell the manager at once: what follows may have to be waited for."""
