@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import cast
 
 from caffepy.net import Net
@@ -25,6 +26,7 @@ class GradientExchange:
         buckets: into how many parts to cut; 1: exchange everything at once after the backward pass.
         completes: asked in a backward pass whether it is the one that completes the gradients.
         hidden: told the seconds for which an exchange went on beside the backward pass.
+        waiting: marks a `with` block that waits for all devices, given what for.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class GradientExchange:
         buckets: int,
         completes: Callable[[], bool],
         hidden: Callable[[float], None],
+        waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._net = net
         self._communicator = communicator
         self._completes = completes
         self._hidden = hidden
+        self._waiting = waiting
         self._buckets: list[Bucket] = []
         self._going_on: deque[Exchange] = deque()
         self._begun = 0
@@ -61,14 +65,16 @@ class GradientExchange:
             PeerError: the connection failed.
         """
         if not self._buckets:
-            self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
+            with self._waiting("the gradients' all-reduce"):
+                self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
             return
         if self._begun:
             self._hidden(time.monotonic() - self._since)
         while self._begun < len(self._buckets):
             self._begin_next()
-        while self._going_on:
-            self._going_on.popleft().finish()
+        for number in range(1, len(self._buckets) + 1):
+            with self._waiting(f"part {number} of {len(self._buckets)} of the gradients' all-reduce"):
+                self._going_on.popleft().finish()
         self._begun = 0
 
     def _after_backward(self, node: Node) -> None:

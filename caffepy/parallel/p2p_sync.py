@@ -148,7 +148,7 @@ class P2PSync:
             return
         assert self.communication is not None
         assert self._exchange is not None
-        with self._waiting("the gradients' all-reduce"), self.communication.exposed():
+        with self.communication.exposed():
             _ = self._connected  # refuses once training was stopped
             self._exchange.finish()
 
@@ -261,7 +261,7 @@ class P2PSync:
         assert self.communication is not None
         buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
         exchange = GradientExchange(
-            solver.net, self._connected, buckets, lambda: solver.last_pass, self.communication.hidden
+            solver.net, self._connected, buckets, lambda: solver.last_pass, self.communication.hidden, self._waiting
         )
         if exchange.overlaps and self.is_root:
             logger.info("gradients are exchanged in %d parts during the backward pass", buckets)
