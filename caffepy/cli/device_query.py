@@ -6,14 +6,12 @@ import argparse
 import importlib
 import os
 import platform
-import shutil
-import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from caffepy.cli.options import Parser, gpu_list
-from caffepy.errors import CaffepyError
+from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
 
 _PACKAGES = (
     ("NumPy", ("numpy",)),
@@ -36,6 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         description="Print what this machine has for training; works without CUDA and MPI and says what is missing.",
     )
     parser.add_argument("--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="only these GPUs")
+    parser.add_argument(
+        "--topology", action="store_true", help="also the links between GPUs, the CPU cores near them, NCCL and MPI"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         DeviceError, MissingExtraError: GPUs were named and are not there.
     """
     sections = {"GPU": _gpus(args.gpus), "CPU": _cpu(), "MPI": _mpi(), "Libraries": _libraries()}
+    if args.topology:
+        sections["Topology"] = _topology(args.gpus)
     for title, lines in sections.items():
         print(f"{title}:")
         for line in lines:
@@ -109,11 +112,47 @@ def _threading_layers() -> list[str]:
 
 
 def _mpi() -> Iterator[str]:
-    search = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    launcher = shutil.which("mpirun", path=search) or shutil.which("mpiexec", path=search)
-    yield f"launcher: {launcher or 'none found'}"
+    from caffepy.parallel.mpirun import find_mpirun
+
+    launcher = None
+    try:
+        launcher = find_mpirun()
+        yield f"launcher: {launcher.path}, {launcher.kind} {launcher.version}"
+    except MissingExtraError:
+        yield "launcher: none found"
+    except ConfigError as error:
+        yield f"launcher: {error}"
     if launcher is None or _version(("mpi4py",)) is None:
         yield "for several processes: pip install 'caffepy[mpi]' brings mpi4py and mpirun; one process trains without"
+
+
+def _topology(requested: list[int] | str | None) -> Iterator[str]:
+    from caffepy.parallel.topology import describe_cpus, describe_mpi
+
+    yield from _gpu_topology(requested)
+    yield from describe_cpus()
+    yield f"MPI: {describe_mpi()}"
+
+
+def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
+    from caffepy.cli.devices import check_gpus
+    from caffepy.parallel.nvml import open_nvml
+    from caffepy.parallel.topology import Gpu, describe_gpus
+
+    try:
+        numbers = check_gpus(requested or "all")
+    except CaffepyError as error:
+        yield f"no GPUs: {error}"
+        return
+    from caffepy.backend.cuda_device import device_properties
+    from caffepy.parallel.nccl_info import nccl_version, peer_access
+
+    with open_nvml() as nvml:
+        gpus = [Gpu(number, device_properties(number).pci_bus_id) for number in numbers]
+        yield from describe_gpus(gpus, nvml, peer_access)
+        if nvml is None:
+            yield "the driver's library NVML cannot be loaded: links and cores near GPUs are not known"
+    yield f"NCCL {nccl_version() or 'is not installed'}"
 
 
 def _libraries() -> Iterator[str]:
