@@ -199,7 +199,6 @@ def with_settings_of(path: Path, profile: Profile, origin: str) -> Profile:
         profile,
         reduce_buckets=solver.net_param.reduce_buckets,
         layer_wise_reduce=solver.layer_wise_reduce,
-        clips=solver.clip_gradients >= 0,
     )
 
 
@@ -235,7 +234,7 @@ def _profile(
     return Profile(
         net.name, device.description, device.is_cpu, net.batch_size() * solver.iter_size, solver.iter_size,
         iteration_ms, update_ms, solver.net_param.reduce_buckets, solver.layer_wise_reduce,
-        solver.clip_gradients >= 0, tuple(layers), gradients_of(net),
+        tuple(layers), gradients_of(net),
     ).fitted()  # fmt: skip
 
 

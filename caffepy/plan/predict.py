@@ -37,9 +37,9 @@ class Exchange:
     """How gradients are exchanged.
 
     Args:
-        overlap: while the backward pass goes on; None: as the profile's `layer_wise_reduce` says. Without it they are
+        overlap: while the backward pass goes on; None: as the profile says, see `overlaps`. Without it they are
             reduced at once, after the backward pass.
-        bucket_bytes: a bucket is reduced when it holds so much; None: as the profile's `reduce_buckets` says.
+        bucket_bytes: a bucket is reduced when it holds so much; None: the profile's `reduce_buckets` equal parts.
         wire_bytes: of a gradient on its way: 4, or 2 where it is compressed to half precision.
         algorithm: of the all-reduce, see `caffepy.plan.model`.
         contention: see `simulate`.
@@ -52,8 +52,11 @@ class Exchange:
     contention: float = 0.0
 
     def overlaps(self, profile: Profile) -> bool:
-        """Whether communication runs beside the backward pass."""
-        return profile.layer_wise_reduce if self.overlap is None else self.overlap
+        """Whether communication runs beside the backward pass: unless `layer_wise_reduce` or the number of buckets,
+        0 or 1, says that it does not."""
+        if self.overlap is not None:
+            return self.overlap
+        return profile.layer_wise_reduce and (profile.reduce_buckets > 1 or self.bucket_bytes is not None)
 
     def buckets(self, profile: Profile) -> list[tuple[int, int]]:
         """For each bucket the number of the backward step that completes it, and the bytes of its gradients."""
@@ -61,7 +64,7 @@ class Exchange:
         total = profile.gradient_bytes
         threshold = self.bucket_bytes
         if threshold is None:
-            threshold = total / profile.reduce_buckets if profile.reduce_buckets else 0.0
+            threshold = total / max(profile.reduce_buckets, 1)
         if not self.overlaps(profile):
             threshold = total
         return cut_into_buckets(gradients, threshold)
@@ -102,18 +105,12 @@ def predict(profile: Profile, cluster: Cluster, exchange: Exchange) -> Predictio
     """What data-parallel training takes if every device does what the profile's did (weak scaling)."""
     profile = profile.fitted()
     cut = exchange.buckets(profile)
-    total = profile.gradient_bytes
-    update = 0.0 if profile.clips or not cut else profile.update_ms
     costs = [all_reduce(exchange.sent(size), cluster, exchange.algorithm) for _, size in cut]
-    buckets = [
-        Bucket(last, 1e3 * seconds, update * size / total)
-        for (last, size), (seconds, _) in zip(cut, costs, strict=True)
-    ]
+    buckets = [Bucket(last, 1e3 * seconds) for (last, _), (seconds, _) in zip(cut, costs, strict=True)]
     backward = [layer.backward_ms for layer in reversed(profile.layers)]
     before = profile.iteration_ms - profile.update_ms - sum(backward)
-    timeline = simulate(
-        max(before, 0.0), backward, buckets, exchange.overlaps(profile), exchange.contention, profile.update_ms - update
-    )
+    overlap = exchange.overlaps(profile)
+    timeline = simulate(max(before, 0.0), backward, buckets, overlap, exchange.contention, profile.update_ms)
     return Prediction(
         cluster.nodes,
         cluster.devices,

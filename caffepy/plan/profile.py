@@ -54,9 +54,8 @@ class Profile:
         passes: forward and backward passes an iteration (iter_size).
         iteration_ms: a whole iteration, alone.
         update_ms: the update within it.
-        reduce_buckets: the net's field: parts in which gradients are reduced; 0: every layer's by itself.
+        reduce_buckets: the net's field: parts in which gradients are reduced.
         layer_wise_reduce: the solver's field: whether they are reduced while the backward pass goes on.
-        clips: whether gradients are clipped, so that the update waits for all of them.
         layers: in the order of the forward pass.
         gradients: in the order in which the backward pass finishes them.
     """
@@ -70,7 +69,6 @@ class Profile:
     update_ms: float
     reduce_buckets: int
     layer_wise_reduce: bool
-    clips: bool
     layers: tuple[LayerProfile, ...]
     gradients: tuple[Gradient, ...]
 

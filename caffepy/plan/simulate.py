@@ -1,7 +1,7 @@
 """One training iteration as a discrete simulation: computing on one stream, all-reduces on another.
 
-A bucket's all-reduce begins when its last gradient is there and the reduction before it is over; its update follows
-when backward pass and reduction are done. Times may have any one unit.
+A bucket's all-reduce begins when its last gradient is there and the reduction before it is over; the update of all
+parameters follows the last of them. Times may have any one unit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ class Bucket:
     Args:
         last: number of the backward step after which all of its gradients are there.
         communication: what its all-reduce takes.
-        update: what the update of its parameters takes.
     """
 
     last: int
     communication: float
-    update: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def simulate(
     buckets: Sequence[Bucket],
     overlap: bool = True,
     contention: float = 0.0,
-    last_update: float = 0.0,
+    update: float = 0.0,
 ) -> Timeline:
     """Run one iteration.
 
@@ -70,20 +68,20 @@ def simulate(
         overlap: reduce while backward goes on; else all reductions come after it.
         contention: which part of the device an all-reduce takes from computing: 0 none (copy engines and a few of a
             GPU's multiprocessors), 1 all (MPI on the only core).
-        last_update: an update that waits for all buckets.
+        update: of all parameters, after all of that.
     """
     assert 0 <= contention <= 1 and all(0 <= bucket.last < len(backward) for bucket in buckets)
-    passes, updates = [before, *backward], [*(bucket.update for bucket in buckets), last_update]
+    work = [before, *backward, update]
     device = _Device(
-        work=[*passes, *updates],
-        needs=[0] * len(passes) + [*range(1, len(buckets) + 1), len(buckets)],
+        work=work,
+        needs=[0] * (len(work) - 1) + [len(buckets)],
         costs=[bucket.communication for bucket in buckets],
-        after=[2 + bucket.last if overlap else len(passes) for bucket in buckets],
+        after=[2 + bucket.last if overlap else len(work) - 1 for bucket in buckets],
         rate=1.0 - contention,
     )
     while not device.done:
         device.advance()
-    compute = sum(passes) + sum(updates)
+    compute = sum(work)
     step = max(device.now, compute)  # the two are sums in different orders
     return Timeline(step, compute, sum(bucket.communication for bucket in buckets), tuple(device.reductions))
 

@@ -14,7 +14,7 @@ from caffepy.plan.profile import Gradient, LayerProfile, Profile, read_profile, 
 
 PROFILE = Profile(
     net="small", device="NVIDIA H200", on_cpu=False, batch=64, passes=2, iteration_ms=100.0, update_ms=5.0,
-    reduce_buckets=6, layer_wise_reduce=True, clips=False,
+    reduce_buckets=6, layer_wise_reduce=True,
     layers=(LayerProfile("conv", 10.0, 20.0), LayerProfile("ip", 5.0, 8.0)),
     gradients=(Gradient(1, 2048), Gradient(1, 256), Gradient(0, 1024)),
 )  # fmt: skip
@@ -70,7 +70,7 @@ def changed(path: Path, keys: list[Any], value: Any) -> None:
         (["surplus"], 1, "field 'surplus' is unknown"),
         (["iteration_ms"], float("nan"), "iteration_ms: is nan, must be a float of at least 0"),
         (["iteration_ms"], float("inf"), "iteration_ms: is inf"),
-        (["clips"], 1, "clips: is 1, must be a bool"),
+        (["on_cpu"], 1, "on_cpu: is 1, must be a bool"),
         (["net"], 7, "net: is 7, must be a str"),
         (["layers"], {}, "layers: must be a list"),
         (["layers"], [], r"gradients\[0\].layer: is 1, must be below the number of layers, 0"),
