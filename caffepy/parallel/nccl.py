@@ -49,6 +49,11 @@ def gpu_identity(device: int) -> str:
     return str(cupy.cuda.runtime.deviceGetPCIBusId(device))
 
 
+def use_gpu(device: int) -> None:
+    """Make a GPU the current one of this thread."""
+    cupy.cuda.Device(device).use()
+
+
 class NcclCommunicator:
     """A `GroupCommunicator` of arrays on GPUs.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from caffepy.backend.base import Array
 from caffepy.errors import MissingExtraError
-from caffepy.parallel.operations import Operation, Operator, piece_of
+from caffepy.parallel.operations import Operation, Operator, piece_of, rows
 
 try:
     import cupy
@@ -103,7 +103,7 @@ def _exchange(comm: Any, operation: Operation, rank: int, size: int, stream: int
                 comm.send(piece.data.ptr, piece.size, nccl_type(piece), receiver, stream)
         if rank in receivers:
             assert operation.received is not None
-            for sender, piece in zip(senders, operation.received.reshape(len(senders), -1), strict=True):
+            for sender, piece in zip(senders, rows(operation.received, len(senders)), strict=True):
                 comm.recv(piece.data.ptr, piece.size, nccl_type(piece), sender, stream)
     finally:
         nccl.groupEnd()

@@ -164,11 +164,16 @@ def combine(operation: Operation, pieces: list[Any]) -> None:
 def piece_of(operation: Operation, receiver: int, size: int) -> Any:
     """What of `operation.sent` is meant for a receiver; one-dimensional."""
     assert operation.sent is not None
-    flat = operation.sent.reshape(-1)
     if operation.kind is None or not operation.kind.sliced:
-        return flat
-    count = flat.size // size
-    return flat[receiver * count : (receiver + 1) * count]
+        return operation.sent.reshape(-1)
+    return rows(operation.sent, size)[receiver]
+
+
+def rows(array: Array, count: int) -> list[Array]:
+    """Views of `count` equal parts, each one-dimensional, of a contiguous array that may be empty."""
+    flat = array.reshape(-1)
+    length = flat.size // count
+    return [flat[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _extent(array: Array | None, parts: int = 1) -> str:

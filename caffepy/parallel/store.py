@@ -80,8 +80,8 @@ class Store(Protocol):
     def fail(self, message: str) -> None:
         """End everybody's waits; the first message is kept."""
 
-    def leave(self) -> None:
-        """This rank's end is no failure."""
+    def leave(self, state: State) -> None:
+        """This rank's end is no failure; its last state."""
 
     def close(self) -> None:
         """Give back what it holds; callable twice."""
@@ -158,11 +158,10 @@ class MemoryStore:
     def states(self) -> dict[int, State]:
         with self._changed:
             now = time.monotonic()
-            found = {
+            return {
                 rank: State(state.collectives, state.waiting, now - heard, rank in self._left)
                 for rank, (state, heard) in self._states.items()
             }
-            return {**{rank: State(left=True) for rank in self._left}, **found}
 
     def fail(self, message: str) -> None:
         with self._changed:
@@ -180,9 +179,10 @@ class MemoryStore:
                 self._left.add(rank)
                 self._changed.notify_all()
 
-    def leave_rank(self, rank: int) -> None:
+    def leave_rank(self, rank: int, state: State) -> None:
         """`Store.leave` of a rank."""
         with self._changed:
+            self._states[rank] = state, time.monotonic()
             self._left.add(rank)
             self._changed.notify_all()
 
@@ -223,8 +223,8 @@ class RankStore:
     def watch(self, state: State, seconds: float) -> str | None:
         return self.memory.watch_rank(self._rank, state, seconds)
 
-    def leave(self) -> None:
-        self.memory.leave_rank(self._rank)
+    def leave(self, state: State) -> None:
+        self.memory.leave_rank(self._rank, state)
 
     def close(self) -> None:
         """Nothing: the store goes with its last owner."""

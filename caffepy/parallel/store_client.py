@@ -84,8 +84,8 @@ class StoreClient:
     def fail(self, message: str) -> None:
         self._call(Request(Command.FAIL, value=message.encode()))
 
-    def leave(self) -> None:
-        self._call(Request(Command.LEAVE))
+    def leave(self, state: State) -> None:
+        self._call(Request(Command.LEAVE, value=json.dumps(asdict(state)).encode()))
 
     def close(self) -> None:
         with self._lock:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import select
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -31,6 +33,8 @@ _STRANGER_SECONDS = 5.0
 _STRANGER_LIMIT = 4096
 """Longest value that it may send before."""
 _JOIN_SECONDS = 2.0
+_LOOK_SECONDS = 0.05
+"""Between looks at the connection of a rank that is silent because it waits for news."""
 
 
 class StoreServer:
@@ -137,19 +141,18 @@ class StoreServer:
 
     def _answer(self, line: socket.socket, rank: int, request: Request) -> None:
         try:
-            value = self._do(rank, request)
+            value = self._do(line, rank, request)
         except PeerError as error:
             send_reply(line, Outcome.FAILED, str(error).encode())
             return
         send_reply(line, Outcome.ABSENT if value is None else Outcome.DONE, value or b"")
 
-    def _do(self, rank: int, request: Request) -> bytes | bytearray | None:
+    def _do(self, line: socket.socket, rank: int, request: Request) -> bytes | bytearray | None:
         store = self._store
         if request.command is Command.TAKE:
             return store.take(request.key, request.seconds, request.number if request.number >= 0 else None)
         if request.command is Command.WATCH:
-            news = store.watch_rank(rank, State(**json.loads(request.value)), request.seconds)
-            return None if news is None else news.encode()
+            return self._watch(line, rank, request)
         if request.command is Command.STATES:
             return json.dumps({str(number): asdict(state) for number, state in store.states().items()}).encode()
         if request.command is Command.PUT:
@@ -157,8 +160,20 @@ class StoreServer:
         elif request.command is Command.FAIL:
             store.fail(request.value.decode())
         elif request.command is Command.LEAVE:
-            store.leave_rank(rank)
+            store.leave_rank(rank, State(**json.loads(request.value)))
         return b""
+
+    def _watch(self, line: socket.socket, rank: int, request: Request) -> bytes | None:
+        """News for a rank, while an eye is kept on its connection: it says nothing before it was answered."""
+        state = State(**json.loads(request.value))
+        deadline = time.monotonic() + request.seconds
+        while True:
+            left = deadline - time.monotonic()
+            news = self._store.watch_rank(rank, state, max(0.0, min(left, _LOOK_SECONDS)))
+            if news is not None or left <= 0 or rank not in self._store.staying():
+                return None if news is None else news.encode()
+            if select.select([line], [], [], 0)[0]:
+                raise WireError("the connection was closed")
 
 
 def _introduction(request: Request) -> tuple[int, Member]:

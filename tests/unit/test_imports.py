@@ -34,9 +34,10 @@ LEVELS = {
     "solvers": 9,
     "parallel": 10,
     "plan": 10,
-    "cli": 11,
-    "__main__": 12,
-    "__init__": 12,
+    "distributed": 11,
+    "cli": 12,
+    "__main__": 13,
+    "__init__": 13,
 }
 """Imports go from higher levels to lower ones, or stay within a part."""
 

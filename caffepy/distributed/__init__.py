@@ -1,0 +1,68 @@
+"""Arrays between the processes of a job, for scripts: point to point and collectives, over NCCL, MPI or TCP.
+
+`default.py` owns the default group, `functions.py` its operations as functions, `group.py` what they are, `base.py` a
+group's life and its errors, `arrays.py` the check of arguments, `handle.py` what was started, `rendezvous.py` how
+processes meet, `membership.py` who they are, `backends.py` the choice of a communicator, `monitor.py` the thread that
+hears of failures, `culprits.py` for whom a rank waits. The communicators are those of `caffepy.parallel`.
+"""
+
+from __future__ import annotations
+
+from caffepy.distributed.default import destroy_process_group, get_group, init_process_group, is_initialized
+from caffepy.distributed.functions import (
+    AVG,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    irecv,
+    isend,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from caffepy.distributed.group import ProcessGroup
+from caffepy.distributed.handle import Handle
+from caffepy.parallel.operations import Operator
+
+__all__ = [
+    "AVG",
+    "MAX",
+    "MIN",
+    "PRODUCT",
+    "SUM",
+    "Handle",
+    "Operator",
+    "ProcessGroup",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "destroy_process_group",
+    "gather",
+    "get_group",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_initialized",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]

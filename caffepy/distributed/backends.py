@@ -1,0 +1,125 @@
+"""Which communicator carries a group's arrays, and how its ranks are connected."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from caffepy.distributed.membership import Membership
+from caffepy.errors import PeerError, UserError
+from caffepy.parallel.communicator import GroupCommunicator
+from caffepy.parallel.store import State
+from caffepy.parallel.tcp import TcpCommunicator
+
+if TYPE_CHECKING:
+    from caffepy.parallel.nccl import NcclCommunicator
+
+BACKENDS = ("nccl", "mpi", "tcp")
+_LOOK_SECONDS = 0.2
+
+
+def default_backend(membership: Membership) -> str:
+    """``mpi`` where MPI started the processes, else ``tcp``."""
+    return "mpi" if membership.world is not None else "tcp"
+
+
+def create_communicator(
+    backend: str, membership: Membership, timeout: float, device: int | None = None
+) -> GroupCommunicator:
+    """Connect the group's ranks; called by all of them.
+
+    Args:
+        backend: one of `BACKENDS`.
+        membership: the group's.
+        timeout: longest wait in seconds.
+        device: for ``nccl`` the GPU, which becomes the current one; None: the GPUs of a host go to its ranks in order.
+
+    Raises:
+        UserError: an unknown backend, or one that cannot be had here.
+        PeerError: the ranks could not be connected.
+    """
+    if backend == "nccl":
+        return _connect_gpus(membership, timeout, device)
+    if device is not None:
+        raise UserError(f"device is for backend 'nccl'; '{backend}' takes arrays wherever they are")
+    if backend == "tcp" or (backend == "mpi" and membership.size == 1):
+        return TcpCommunicator(membership.store, membership.rank, membership.size, timeout)
+    if membership.world is None:
+        raise UserError("backend 'mpi' needs mpirun, and mpi:// or no init_method; 'tcp' works without MPI")
+    communicator = membership.world.communicator()
+    assert communicator is not None
+    return communicator
+
+
+def _connect_gpus(membership: Membership, timeout: float, device: int | None) -> NcclCommunicator:
+    """NCCL's communicator. A peer that does not come would keep NCCL waiting forever, so a thread makes it."""
+    from caffepy.parallel.nccl import NcclCommunicator, gpu_identity, new_unique_id, use_gpu
+
+    store, rank, size = membership.store, membership.rank, membership.size
+    gpu = _choose_gpu(membership) if device is None else device
+    use_gpu(gpu)
+    unique_id = bytes(new_unique_id()) if rank == 0 else b""
+    own = [membership.members[rank].machine, gpu_identity(gpu), unique_id.hex()]
+    store.put(f"gpu/{rank}", json.dumps(own).encode())
+    found = [_take(membership, f"gpu/{other}", other, timeout) for other in range(size)]
+    _check_gpus(membership, [(machine, identity) for machine, identity, _ in found])
+    host = TcpCommunicator(store, rank, size, timeout)
+    made: list[NcclCommunicator | BaseException] = []
+
+    def connect() -> None:
+        use_gpu(gpu)
+        try:
+            made.append(NcclCommunicator(size, bytes.fromhex(found[0][2]), rank, host))
+        except BaseException as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name="NCCL connection", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + timeout
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        if news := store.watch(State(waiting="init_process_group"), 0.0):
+            raise PeerError(news)
+        if time.monotonic() > deadline:
+            raise PeerError(f"NCCL has not connected the GPUs within {timeout:g} s")
+    result = made[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _choose_gpu(membership: Membership) -> int:
+    """The GPU of this rank among those of its host; where each rank is shown one GPU alone, that one.
+
+    Raises:
+        UserError: there are fewer GPUs than ranks.
+    """
+    from caffepy.backend.cuda_device import device_count
+
+    count, needed = device_count(), membership.local_size
+    if count == 1:
+        return 0
+    if count < needed:
+        raise UserError(f"this host has {count} GPUs for {needed} ranks: start fewer, or give each its device=")
+    return membership.local_rank
+
+
+def _check_gpus(membership: Membership, identities: list[tuple[str, str]]) -> None:
+    """Refuse two ranks on one GPU; NCCL would say no more than 'invalid usage'."""
+    for rank, identity in enumerate(identities):
+        first = identities.index(identity)
+        if first != rank:
+            raise UserError(
+                f"{membership.name(first)} and {membership.name(rank)} both use the GPU at {identity[1]}: "
+                f"give init_process_group device="
+            )
+
+
+def _take(membership: Membership, key: str, owner: int, timeout: float) -> list[str]:
+    value = membership.store.take(key, timeout, owner)
+    if value is None:
+        raise PeerError(f"has waited {timeout:g} s for {membership.name(owner)} to choose its GPU")
+    found: list[str] = json.loads(value)
+    return found

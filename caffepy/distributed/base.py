@@ -1,0 +1,218 @@
+"""What a process group is apart from its operations: its beginning and end, its errors, and the ranks to blame."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+from caffepy.distributed.arrays import Buffer
+from caffepy.distributed.culprits import find_culprits, find_gone
+from caffepy.distributed.handle import Handle
+from caffepy.distributed.membership import Membership
+from caffepy.distributed.monitor import Monitor
+from caffepy.errors import PeerError, RunError, UserError
+from caffepy.parallel.communicator import GroupCommunicator
+from caffepy.parallel.failure import describe_error
+from caffepy.parallel.operations import Operation
+from caffepy.parallel.store import State
+
+G = TypeVar("G", bound="BaseGroup")
+
+
+class BaseGroup:
+    """Processes that belong together.
+
+    Used in a ``with`` statement, the group is destroyed at its end; an exception is told to the other ranks, and ends
+    their waits.
+
+    Args:
+        backend: the communicator's name.
+        membership: who belongs to it.
+        communicator: carries the arrays.
+        timeout: longest wait in seconds.
+    """
+
+    def __init__(
+        self, backend: str, membership: Membership, communicator: GroupCommunicator, timeout: float
+    ) -> None:
+        self.backend = backend
+        self.timeout = timeout
+        self.failure: str | None = None
+        """What another rank died of; nothing works after it."""
+        self.communicator = communicator
+        self._membership = membership
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._waiting = ""
+        self.destroyed = False
+        """Whether it is left."""
+        self._monitor = Monitor(membership.store, self._state, self._fail)
+        if self.size > 1:
+            self._monitor.start()
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self._membership.rank
+
+    @property
+    def name(self) -> str:
+        """This process, as messages call it."""
+        return self._membership.name(self.rank)
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self._membership.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those of its machine."""
+        return self._membership.local_rank
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Leave the group; rank 0, which holds the store, waits for all others. Callable twice.
+
+        Raises:
+            PeerError: the others do not leave within the timeout.
+        """
+        with self._lock:
+            if self.destroyed:
+                return
+            self.destroyed = True
+        store = self._membership.store
+        self._monitor.stop(self._leave)
+        late: list[int] = []
+        if self.failure is None:
+            late = self._membership.wait_alone(self.timeout)
+            self.communicator.close()
+        store.close()
+        self._membership.close()
+        if late:
+            names = ", ".join(map(self._membership.name, late))
+            raise PeerError(f"{self.name}: destroy_process_group: has waited {self.timeout:g} s for {names} to leave")
+
+    def abort(self, message: str) -> None:
+        """End all ranks' waits with a message, and leave."""
+        with suppress(PeerError):  # rank 0 is gone: there is nobody to tell
+            self._membership.store.fail(message)
+        self._fail(message)
+        self.destroy()
+
+    def describe_failure(self, error: BaseException) -> str:
+        """An error of this process as the others are told of it."""
+        text = describe_error(error)
+        return text if text.startswith(self.name) else f"{self.name}: {text}"
+
+    def end_world(self) -> None:
+        """After a failure, at the very end of a script: end MPI's processes, if it is MPI that started them."""
+        if self._membership.world is not None and self.size > 1:
+            self._membership.world.end(RunError.exit_status)
+
+    def __enter__(self: G) -> G:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.destroy()
+        else:
+            self.abort(self.failure or self.describe_failure(error))
+
+    # -- for handles --------------------------------------------------------------------------------
+
+    @contextmanager
+    def reporting(self, operation: Operation) -> Iterator[None]:
+        """Put place and operation before an error."""
+        where = f"{self.name}: {self._describe(operation)}"
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error.__cause__
+        except PeerError as error:
+            raise PeerError(f"{where}: {self.failure or error}") from error.__cause__
+
+    @contextmanager
+    def waiting(self, operation: Operation) -> Iterator[None]:
+        """As `reporting`, while other ranks may ask for whom this one waits."""
+        self._waiting = self._describe(operation)
+        try:
+            with self.reporting(operation):
+                yield
+        finally:
+            self._waiting = ""
+
+    def look(self, waits_for: Sequence[int]) -> None:
+        """While an operation waits: end the wait if a rank has left that will not come any more.
+
+        Raises:
+            PeerError: so it is.
+        """
+        gone = find_gone(self._membership, self._begun, waits_for)
+        if gone:
+            raise PeerError(f"waits for {gone}")
+
+    def give_up(self, operation: Operation, waits_for: Sequence[int], seconds: float) -> NoReturn:
+        """Say for whom an operation has waited in vain.
+
+        Raises:
+            PeerError: always.
+        """
+        culprits = find_culprits(self._membership, self._begun, operation, waits_for)
+        nobody = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
+        raise PeerError(f"has waited {seconds:g} s for {culprits or nobody}")
+
+    # -- for operations -----------------------------------------------------------------------------
+
+    def start(self, operation: Operation, buffers: Sequence[Buffer], async_op: bool) -> Handle:
+        """Begin an operation, and unless `async_op` wait for its end.
+
+        Args:
+            operation: the operation.
+            buffers: arguments that receive something.
+            async_op: do not wait.
+        """
+        with self.reporting(operation):
+            if self.destroyed:
+                raise UserError("the process group was destroyed")
+            if self.failure is not None:
+                raise PeerError(self.failure)
+            with self._lock:  # counted in the order in which the communicator sees them
+                self._begun += operation.kind is not None
+                work = self.communicator.start(operation)
+        handle = Handle(self, operation, work, buffers)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """While arguments are checked."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{self.name}: {name}: {error}") from None
+
+    def _describe(self, operation: Operation) -> str:
+        if operation.kind is not None:
+            return operation.describe(self.size)
+        return f"{operation.name} {'to' if operation.name == 'send' else 'from'} rank {operation.peer}"
+
+    def _state(self) -> State:
+        return State(self._begun, self._waiting)
+
+    def _leave(self) -> None:
+        with suppress(PeerError):
+            self._membership.store.leave(self._state())
+
+    def _fail(self, message: str) -> None:
+        """Another rank has failed: let go whoever waits here. Called by the monitor's thread too."""
+        if self.failure is None:
+            self.failure = message
+            self.communicator.abort()

@@ -1,0 +1,146 @@
+"""The default group: the one that a script's processes form, which the functions of `caffepy.distributed` speak to."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from datetime import timedelta
+
+from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
+from caffepy.distributed.group import ProcessGroup
+from caffepy.distributed.membership import Membership
+from caffepy.distributed.rendezvous import join
+from caffepy.errors import CaffepyError, PeerError, UserError
+
+_lock = threading.Lock()
+_group: ProcessGroup | None = None
+
+
+def connect(
+    backend: str | None = None,
+    init_method: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta = 300.0,
+    device: int | None = None,
+) -> ProcessGroup:
+    """A group that is not the default; arguments and errors as in `init_process_group`."""
+    if backend is not None and backend not in BACKENDS:
+        raise UserError(f"backend '{backend}' is not known; known: {', '.join(BACKENDS)}")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < 1e9:
+        raise UserError(f"timeout is {timeout}; it must be a positive number of seconds")
+    membership = join(init_method, rank, world_size, seconds)
+    chosen = backend or default_backend(membership)
+    try:
+        return ProcessGroup(chosen, membership, create_communicator(chosen, membership, seconds, device), seconds)
+    except BaseException as error:
+        message = f"{membership.name(membership.rank)}: init_process_group: {error}"
+        _withdraw(membership, message)
+        if isinstance(error, CaffepyError):
+            error.args = (message,)
+        raise
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta = 300.0,
+    device: int | None = None,
+) -> ProcessGroup:
+    """Meet the other processes of the job; called once by each.
+
+    Example:
+        >>> import numpy as np
+        >>> from caffepy import distributed
+        >>> with distributed.init_process_group("tcp", "tcp://127.0.0.1:29500", rank=0, world_size=1):
+        ...     array = np.ones(3, np.float32)
+        ...     distributed.all_reduce(array)
+
+    Args:
+        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (both kinds of arrays; slow, but needs nothing). None:
+            ``mpi`` under mpirun, else ``tcp``.
+        init_method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR,
+            MASTER_PORT, RANK and WORLD_SIZE are set, else ``mpi://``, which is a group of one where no launcher
+            started the process.
+        rank: this process's number; None: from RANK, or from the launcher.
+        world_size: the number of processes; None: from WORLD_SIZE, or from the launcher.
+        timeout: longest wait of any operation, in seconds.
+        device: for ``nccl``, this process's GPU, which becomes the current one. None: the GPUs of a host go to its
+            ranks in order.
+
+    Returns:
+        The group, which can be used in a ``with`` statement.
+
+    Raises:
+        UserError: a mistake in the arguments, or there is a default group already.
+        PeerError: not all processes came in time, or one failed.
+        MissingExtraError: the backend's library is not installed.
+    """
+    global _group
+    with _lock:
+        if is_initialized():
+            raise UserError("init_process_group was called before: call destroy_process_group first")
+        _group = connect(
+            backend, init_method, rank=rank, world_size=world_size, timeout=timeout, device=device
+        )
+        return _group
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return _group is not None and not _group.destroyed
+
+
+def get_group() -> ProcessGroup:
+    """The default group.
+
+    Raises:
+        UserError: there is none.
+    """
+    group = _group
+    if group is None or group.destroyed:
+        raise UserError("there is no process group: call caffepy.distributed.init_process_group first")
+    return group
+
+
+def destroy_process_group() -> None:
+    """Leave the default group; rank 0 waits for all others to leave, at most for the timeout."""
+    get_group().destroy()
+
+
+def _withdraw(membership: Membership, message: str) -> None:
+    """Tell the others that this rank could not be connected."""
+    try:
+        membership.store.fail(message)
+    except PeerError:  # rank 0 is gone, and everybody knows
+        return
+    finally:
+        membership.store.close()
+        membership.close()
+
+
+@atexit.register
+def _end() -> None:
+    """A script's end: it leaves the group in good order, or says of what it died.
+
+    Ranks of MPI that have given an operation up would wait for each other in MPI_Finalize, so they end at once.
+    """
+    group = _group
+    if group is None:
+        return
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    if not group.destroyed:
+        if group.failure is not None:
+            group.abort(group.failure)
+        elif error is not None:
+            group.abort(group.describe_failure(error))
+        else:
+            group.destroy()
+    if group.failure is not None:
+        group.end_world()

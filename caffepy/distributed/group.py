@@ -1,0 +1,169 @@
+"""The process group's operations: they check what a script calls and hand it to the communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from caffepy.backend.base import Array
+from caffepy.distributed.arrays import Buffer, Parts, check_operator, take_array, take_parts
+from caffepy.distributed.base import BaseGroup
+from caffepy.distributed.handle import Handle
+from caffepy.errors import UserError
+from caffepy.parallel.operations import Operation, Operator
+
+TAG_LIMIT = 32767
+"""The largest tag that every MPI allows."""
+
+
+class ProcessGroup(BaseGroup):
+    """Processes that exchange arrays.
+
+    All ranks call the same collectives in the same order. `all_gather` and its kin take a list with an array for each
+    rank, or one array that holds them one after the other. With ``async_op=True`` an operation is only started, and the
+    arrays must be left alone until the handle's `wait`; else it has ended when the call returns.
+
+    Every operation raises a UserError for arguments that cannot be, and a PeerError where another rank failed, left or
+    kept this one waiting for longer than the timeout.
+    """
+
+    # -- from one rank to another -------------------------------------------------------------------
+
+    def send(self, array: Array, destination: int, tag: int = 0) -> None:
+        """Send an array to a rank that receives one of the same dtype and size with the same tag."""
+        self.isend(array, destination, tag).wait()
+
+    def recv(self, array: Array, source: int, tag: int = 0) -> None:
+        """array = what rank `source` sends; messages of a tag arrive in the order in which they were sent."""
+        self.irecv(array, source, tag).wait()
+
+    def isend(self, array: Array, destination: int, tag: int = 0) -> Handle:
+        """Start to send."""
+        with self.calling("send"):
+            self._check_message(destination, tag)
+            buffer = self._array(array, "array")
+        return self.start(Operation("send", sent=buffer.data, peer=destination, tag=tag), [], True)
+
+    def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
+        """Start to receive."""
+        with self.calling("receive"):
+            self._check_message(source, tag)
+            buffer = self._array(array, "array", written=True)
+        return self.start(Operation("receive", received=buffer.data, peer=source, tag=tag), [buffer], True)
+
+    # -- collectives --------------------------------------------------------------------------------
+
+    def broadcast(self, array: Array, root: int = 0, async_op: bool = False) -> Handle:
+        """array = the root's array."""
+        with self.calling("broadcast"):
+            sends = self._is_root(root)
+            buffer = self._array(array, "array", written=not sends)
+        sent, received = (buffer.data, None) if sends else (None, buffer.data)
+        operation = Operation("broadcast", sent, received, peer=root)
+        return self.start(operation, [] if sends else [buffer], async_op)
+
+    def all_reduce(self, array: Array, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
+        """array = operator(all ranks' arrays), element by element, on every rank."""
+        with self.calling("all_reduce"):
+            buffer = self._array(array, "array", written=True)
+            operator = check_operator(operator, array)
+        return self.start(Operation("all_reduce", buffer.data, buffer.data, operator), [buffer], async_op)
+
+    def reduce(
+        self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False
+    ) -> Handle:
+        """On the root: array = operator(all ranks' arrays); the others' arrays stay as they are."""
+        with self.calling("reduce"):
+            receives = self._is_root(root)
+            buffer = self._array(array, "array", written=receives)
+            operator = check_operator(operator, array)
+        operation = Operation("reduce", buffer.data, buffer.data if receives else None, operator, root)
+        return self.start(operation, [buffer] if receives else [], async_op)
+
+    def all_gather(self, outputs: Parts, array: Array, async_op: bool = False) -> Handle:
+        """outputs[i] = the array of rank i, on every rank."""
+        with self.calling("all_gather"):
+            own = self._array(array, "array")
+            all_of_them = self._parts(outputs, "outputs", array, written=True)
+        return self.start(Operation("all_gather", own.data, all_of_them.data), [all_of_them], async_op)
+
+    def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
+        """On the root: outputs[i] = the array of rank i; the others give no outputs."""
+        with self.calling("gather"):
+            own = self._array(array, "array")
+            gathered = self._at_root(outputs, "outputs", array, root, written=True)
+        operation = Operation("gather", own.data, gathered[0].data if gathered else None, peer=root)
+        return self.start(operation, gathered, async_op)
+
+    def scatter(self, array: Array, inputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
+        """array = the root's inputs[rank]; the others give no inputs."""
+        with self.calling("scatter"):
+            own = self._array(array, "array", written=True)
+            scattered = self._at_root(inputs, "inputs", array, root)
+        operation = Operation("scatter", scattered[0].data if scattered else None, own.data, peer=root)
+        return self.start(operation, [own], async_op)
+
+    def reduce_scatter(
+        self, array: Array, inputs: Parts, operator: Operator = Operator.SUM, async_op: bool = False
+    ) -> Handle:
+        """array = operator(all ranks' inputs[rank])."""
+        with self.calling("reduce_scatter"):
+            own = self._array(array, "array", written=True)
+            given = self._parts(inputs, "inputs", array)
+            operator = check_operator(operator, array)
+        return self.start(Operation("reduce_scatter", given.data, own.data, operator), [own], async_op)
+
+    def all_to_all(self, outputs: Parts, inputs: Parts, async_op: bool = False) -> Handle:
+        """outputs[i] = inputs[rank] of rank i; all parts have one shape."""
+        with self.calling("all_to_all"):
+            like = self._first(inputs, "inputs")
+            given = self._parts(inputs, "inputs", like)
+            taken = self._parts(outputs, "outputs", like, written=True)
+        return self.start(Operation("all_to_all", given.data, taken.data), [taken], async_op)
+
+    def barrier(self, async_op: bool = False) -> Handle:
+        """Wait until all ranks are here; on GPUs, until the operations before it on the current stream are done."""
+        return self.start(Operation("barrier"), [], async_op)
+
+    # -- arguments ----------------------------------------------------------------------------------
+
+    def _array(self, array: Any, name: str, written: bool = False) -> Buffer:
+        return take_array(array, name, self.communicator.memory, written)
+
+    def _parts(self, parts: Parts, name: str, like: Array, written: bool = False) -> Buffer:
+        communicator = self.communicator
+        return take_parts(parts, name, like, self.size, communicator.memory, communicator.empty, written)
+
+    def _at_root(
+        self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False
+    ) -> list[Buffer]:
+        """What the root alone gives."""
+        if self._is_root(root) != (parts is not None):
+            raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
+        return [] if parts is None else [self._parts(parts, name, like, written)]
+
+    def _first(self, parts: Parts, name: str) -> Array:
+        """An array as each of `parts` has to be."""
+        if isinstance(parts, (list, tuple)) and parts:
+            return parts[0]
+        whole: Array = parts
+        self._array(whole, name)
+        if not whole.ndim or whole.shape[0] % self.size:
+            raise UserError(f"{name} of shape {whole.shape} cannot be cut into {self.size} equal parts")
+        return whole[: whole.shape[0] // self.size]
+
+    def _is_root(self, root: int) -> bool:
+        self._check_rank(root, "root")
+        return root == self.rank
+
+    def _check_rank(self, rank: Any, name: str) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise UserError(f"{name} {rank!r} is not a rank of this group: they are 0 to {self.size - 1}")
+
+    def _check_message(self, peer: int, tag: int) -> None:
+        self._check_rank(peer, "rank")
+        if peer == self.rank:
+            raise UserError("a rank cannot send to itself")
+        if not isinstance(tag, int) or not 0 <= tag <= TAG_LIMIT:
+            raise UserError(f"tag {tag!r} is not an integer from 0 to {TAG_LIMIT}")
+        if tag and self.backend == "nccl":
+            raise UserError("NCCL knows no tags: leave it out")

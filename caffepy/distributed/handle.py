@@ -1,0 +1,73 @@
+"""What an operation that was started is to a script."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from caffepy.distributed.arrays import Buffer
+from caffepy.parallel.operations import Operation, Work
+
+if TYPE_CHECKING:
+    from caffepy.distributed.base import BaseGroup
+
+_LOOK_SECONDS = 2.0
+"""Between looks at who has left, in a long wait."""
+
+
+class Handle:
+    """An operation that goes on. Its arrays belong to it until it has ended.
+
+    Args:
+        group: where it was started.
+        operation: what was called.
+        work: the communicator's.
+        buffers: where results have to be brought to their arrays at the end.
+    """
+
+    def __init__(self, group: BaseGroup, operation: Operation, work: Work, buffers: Sequence[Buffer]) -> None:
+        self._group = group
+        self._operation = operation
+        self._work = work
+        self._buffers = buffers
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end; results are in their arrays then.
+
+        Args:
+            timeout: seconds; None: the group's. The operation goes on after a wait that was too short.
+
+        Raises:
+            PeerError: it did not end in time (the message says for whom it waits), or another rank failed.
+            UserError: another rank called something else.
+        """
+        seconds = self._group.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            if self._ended:
+                return
+            with self._group.waiting(self._operation):
+                while not self._finish(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
+                        self._group.give_up(self._operation, self._work.waits_for, seconds)
+                    self._group.look(self._work.waits_for)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; does not wait. Errors as in `wait`."""
+        with self._lock:
+            if not self._ended:
+                with self._group.reporting(self._operation):
+                    self._finish(0.0)
+            return self._ended
+
+    def _finish(self, seconds: float) -> bool:
+        if self._work.wait(seconds):
+            for buffer in self._buffers:
+                buffer.unpack()
+            self._buffers = ()
+            self._ended = True
+        return self._ended

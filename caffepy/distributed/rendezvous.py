@@ -1,0 +1,269 @@
+"""How processes find each other: through MPI, an address, the environment or a file. Then all share rank 0's store."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from caffepy.distributed.membership import Membership
+from caffepy.errors import PeerError, UserError
+from caffepy.parallel.store import MEMBERS, MISSING, Member, MemoryStore, RankStore
+from caffepy.parallel.store_client import Address, StoreClient
+from caffepy.parallel.store_server import StoreServer
+from caffepy.parallel.world import World, create_world, find_launcher, machine_identity, own_addresses
+
+ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+"""What ``env://`` reads: rank 0's address and port, and this process's place."""
+
+Find = Callable[[], tuple[Sequence[Address], str]]
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a script asked for.
+
+    Args:
+        method: where to meet, a URL.
+        rank: this process, if it was told.
+        size: the number of processes, if it was told.
+        timeout: longest wait in seconds.
+        environment: the process's.
+    """
+
+    method: str
+    rank: int | None
+    size: int | None
+    timeout: float
+    environment: Mapping[str, str]
+
+    def place(self) -> tuple[int, int]:
+        """Rank and world size: as told, else from RANK and WORLD_SIZE, else from the launcher.
+
+        Raises:
+            UserError: they are not to be found, or make no sense.
+        """
+        launcher = find_launcher(self.environment)
+        launched = (None, None) if launcher is None else (launcher.rank, launcher.size)
+        rank = self._number("rank", self.rank, "RANK", launched[0])
+        size = self._number("world_size", self.size, "WORLD_SIZE", launched[1])
+        if not 0 <= rank < size:
+            raise UserError(f"rank {rank} of a world of {size}: ranks count from 0 to world_size - 1")
+        return rank, size
+
+    def _number(self, name: str, given: int | None, variable: str, launched: int | None) -> int:
+        if given is not None:
+            return given
+        written = self.environment.get(variable)
+        if written is None:
+            if launched is None:
+                raise UserError(f"{self.method} needs {name}: give init_process_group {name}=, or set {variable}")
+            return launched
+        if not written.isdigit():
+            raise UserError(f"{variable} is '{written}'; it must be a number")
+        return int(written)
+
+
+def join(
+    method: str | None,
+    rank: int | None = None,
+    size: int | None = None,
+    timeout: float = 300.0,
+    environment: Mapping[str, str] = os.environ,
+) -> Membership:
+    """Meet the other processes.
+
+    Args:
+        method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if its four variables
+            are set, else ``mpi://``, which without a launcher is a group of one.
+        rank: this process; None: from the environment or the launcher.
+        size: the number of processes; None likewise.
+        timeout: longest wait in seconds.
+        environment: the process's.
+
+    Raises:
+        UserError: it is not told who this is, or the address is no address of rank 0's.
+        PeerError: not all came in time.
+    """
+    if method is None:
+        method = "env://" if all(name in environment for name in ENVIRONMENT) else "mpi://"
+    ways = {"mpi": _join_mpi, "env": _join_environment, "tcp": _join_tcp, "file": _join_file}
+    scheme, separator, _ = method.partition("://")
+    if not separator or scheme not in ways:
+        raise UserError(f"init_method '{method}' is none of mpi://, env://, tcp://host:port and file:///path")
+    return ways[scheme](Call(method, rank, size, timeout, environment))
+
+
+def _join_mpi(call: Call) -> Membership:
+    world = create_world()
+    for name, given, found in (("rank", call.rank, world.rank), ("world_size", call.size, world.size)):
+        if given not in (None, found):
+            raise UserError(f"{name} is {given}, but MPI says {found}: leave it out, or name another init_method")
+    if world.size == 1:
+        return _alone(world)
+    deadline = time.monotonic() + call.timeout
+    world.while_waiting = lambda: _check_deadline(deadline, call)
+    token, memory, server = secrets.token_hex(16), MemoryStore(world.size), None
+    addresses: list[Address] = []
+    if world.rank == 0:
+        server = StoreServer(memory, ("" if world.several_hosts else _LOOPBACK, 0), token)
+        hosts = [_LOOPBACK, *own_addresses()] if world.several_hosts else [_LOOPBACK]
+        addresses = [(host, server.port) for host in hosts]
+    addresses, token = world.broadcast((addresses, token))
+    near = world.machines[world.rank] == world.machines[0]
+    reachable = [address for address in addresses if (address[0] == _LOOPBACK) == near]
+    membership = _meet(call, world.rank, world.size, lambda: (reachable, token), memory, server)
+    membership.world = world
+    world.while_waiting = lambda: None
+    return membership
+
+
+def _join_environment(call: Call) -> Membership:
+    absent = [name for name in ENVIRONMENT[:2] if name not in call.environment]
+    if absent:
+        raise UserError(f"env:// needs {' and '.join(absent)} in the environment: rank 0's address, a free port there")
+    return _join_address(call, call.environment["MASTER_ADDR"], call.environment["MASTER_PORT"])
+
+
+def _join_tcp(call: Call) -> Membership:
+    place = call.method.removeprefix("tcp://").partition("/")[0]
+    host, _, port = place.rpartition(":")
+    return _join_address(call, host.strip("[]"), port)
+
+
+def _join_address(call: Call, host: str, port: str) -> Membership:
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"'{host}:{port}' is no address: {call.method} needs rank 0's host and a free port there")
+    rank, size = call.place()
+    if size == 1:
+        return _alone()
+    address = host, int(port)
+    memory = MemoryStore(size)
+    server = _listen(memory, address) if rank == 0 else None
+    return _meet(call, rank, size, lambda: ([address], ""), memory, server)
+
+
+def _join_file(call: Call) -> Membership:
+    path = Path(unquote(urlsplit(call.method).path))
+    if not path.is_absolute():
+        raise UserError(f"init_method '{call.method}' needs an absolute path: file:///path")
+    rank, size = call.place()
+    if size == 1:
+        return _alone()
+    memory, server = MemoryStore(size), None
+    if rank == 0:
+        token = secrets.token_hex(16)
+        server = StoreServer(memory, ("", 0), token)
+        _write(path, [(host, server.port) for host in (*own_addresses(), _LOOPBACK)], token)
+    try:
+        return _meet(call, rank, size, lambda: _read(path), memory, server)
+    finally:
+        if rank == 0:
+            path.unlink(missing_ok=True)
+
+
+def _meet(
+    call: Call, rank: int, size: int, find: Find, memory: MemoryStore, server: StoreServer | None
+) -> Membership:
+    """Join the store and wait until everybody has.
+
+    Args:
+        call: what was asked for.
+        rank: this process.
+        size: the number of processes.
+        find: where the store is.
+        memory: on rank 0, the store.
+        server: on rank 0, what shows it.
+    """
+    deadline = time.monotonic() + call.timeout
+    own = Member(socket.gethostname(), machine_identity(), os.getpid())
+    where = f"rank {rank} on {own.host} (process {own.process}): init_process_group at {call.method}"
+    store: RankStore | StoreClient | None = None
+    try:
+        if server is not None:
+            memory.join(rank, size, own)
+            store = RankStore(memory, rank)
+        else:
+            store = StoreClient(find, rank, size, own, call.timeout)
+        found = store.take(MEMBERS, max(0.0, deadline - time.monotonic()))
+        if found is None:
+            missing = json.loads(store.take(MISSING, 0.0) or b"[]")
+            raise PeerError(f"has waited {call.timeout:g} s for {_ranks(missing)} to join")
+    except BaseException as error:
+        if server is not None:
+            memory.fail(str(error))
+            server.close()
+        elif store is not None:
+            store.close()
+        if isinstance(error, (UserError, PeerError)):
+            raise type(error)(f"{where}: {error}") from error
+        raise
+    members = [Member(**entry) for entry in json.loads(found)]
+    return Membership(rank, members, store, memory if server else None, server)
+
+
+def _alone(world: World | None = None) -> Membership:
+    """A group of one."""
+    memory = MemoryStore(1)
+    own = Member(socket.gethostname(), machine_identity(), os.getpid())
+    memory.join(0, 1, own)
+    return Membership(0, [own], RankStore(memory, 0), memory, None, world)
+
+
+def _listen(memory: MemoryStore, address: Address) -> StoreServer:
+    """Rank 0's server at the address that all were told.
+
+    A host's own name often leads to a loopback address on the host itself, so other names mean all addresses.
+    """
+    host, port = address
+    near = host == "localhost" or host.startswith("127.") or ":" in host
+    try:
+        return StoreServer(memory, (host if near else "", port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"{host}:{port} is in use: choose another port, the same on all ranks") from error
+        raise UserError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
+
+
+def _write(path: Path, addresses: Sequence[Address], token: str) -> None:
+    """Leave the store's address where the others look for it; whole at once, and for this user's eyes only."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"addresses": addresses, "token": token}, file)
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise UserError(f"rank 0 cannot write {path}: {error}") from error
+
+
+def _read(path: Path) -> tuple[list[Address], str]:
+    """What `_write` wrote.
+
+    Raises:
+        OSError: it is not there, or something else is.
+    """
+    try:
+        found = json.loads(path.read_text())
+        return [(str(host), int(port)) for host, port in found["addresses"]], str(found["token"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"{path} does not hold an address: {error}") from error
+
+
+def _check_deadline(deadline: float, call: Call) -> None:
+    if time.monotonic() > deadline:
+        raise PeerError(f"init_process_group at {call.method}: has waited {call.timeout:g} s for MPI's other ranks")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
