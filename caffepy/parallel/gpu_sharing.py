@@ -64,6 +64,28 @@ def own_part(views: Sequence[Sequence[str]], index: int, names: Sequence[str]) -
     return list(views[index])
 
 
+def refuse_shared(world: World, own: Sequence[str]) -> None:
+    """Refuse two ranks of one machine that train on the same GPU; called by all ranks.
+
+    Args:
+        world: the processes.
+        own: the identities of this rank's GPUs.
+
+    Raises:
+        ConfigError: with both ranks; on the root, see `World.agree`.
+    """
+    owners: dict[tuple[str, str], int] = {}
+    for rank, (machine, gpus) in enumerate(zip(world.machines, world.all_gather(list(own)), strict=True)):
+        for gpu in gpus:
+            owner = owners.setdefault((machine, gpu), rank)
+            if owner != rank:
+                error = ConfigError(
+                    f"{world.name(owner)} and {world.name(rank)} both train on the GPU at {gpu}: "
+                    f"give each rank GPUs of its own with --gpu"
+                )
+                world.agree(error)
+
+
 def _log(world: World, devices: list[int], seen: int) -> None:
     """Say on the root which rank has which GPUs, a line a machine."""
     taken = world.all_gather(devices)

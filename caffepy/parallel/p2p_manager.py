@@ -24,7 +24,7 @@ from caffepy.parallel.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.batch import describe_batch
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.failure import Failure, describe_error, exit_status
-from caffepy.parallel.gpu_sharing import share_gpus
+from caffepy.parallel.gpu_sharing import refuse_shared, share_gpus
 from caffepy.parallel.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.lifeline import connect
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
@@ -65,6 +65,7 @@ class P2PManager:
         self._watchdog: Watchdog | None = None
         self._failure: Failure | None = None
         self._lock = threading.Lock()
+        self._reporting = threading.Lock()
         self._changed = threading.Event()
         self._started = False
         self._verbose = False
@@ -170,23 +171,12 @@ class P2PManager:
 
     def _check_gpus(self, options: TrainOptions) -> None:
         """Refuse two ranks of one machine that name the same GPU; NCCL would say no more than 'invalid usage'."""
-        world = self._world
-        if options.devices is None or world.size == 1:
+        devices = options.devices
+        if devices is None or self._world.size == 1:
             return
         from caffepy.parallel.nccl import gpu_identity
 
-        devices = options.devices
-        addresses = world.call_on_all(lambda: [gpu_identity(device) for device in devices])
-        owners: dict[tuple[str, str], int] = {}
-        for rank, (machine, gpus) in enumerate(zip(world.machines, world.all_gather(addresses), strict=True)):
-            for gpu in gpus:
-                owner = owners.setdefault((machine, gpu), rank)
-                if owner != rank:
-                    error = ConfigError(
-                        f"{world.name(owner)} and {world.name(rank)} both train on the GPU at {gpu}: "
-                        f"give each rank GPUs of its own with --gpu"
-                    )
-                    world.agree(error)
+        refuse_shared(self._world, self._world.call_on_all(lambda: [gpu_identity(device) for device in devices]))
 
     def _make_syncs(self, options: TrainOptions, cores: Cores, signals: SignalRequests) -> None:
         devices = options.local_devices
@@ -302,8 +292,7 @@ class P2PManager:
         """The watchdog found out; called in its thread, while the main thread may be stuck in MPI."""
         self._fail(failure)
         if self._world.size > 1:
-            if not failure.reported:
-                self._report_failure(failure)
+            self._report_failure()
             timer = threading.Timer(_LAST_RESORT_SECONDS, self._world.end, (failure.status,))
             timer.daemon = True
             timer.start()
@@ -342,24 +331,29 @@ class P2PManager:
         failure = self._failure
         assert failure is not None
         alone = world.size == 1 or world.ended_together
-        if not alone and not failure.reported:
-            self._report_failure(failure)
+        if not alone:
+            self._report_failure()
         deadline = time.monotonic() + _JOIN_SECONDS
         for sync in self._syncs:
             sync.join(max(0.0, deadline - time.monotonic()))
         if not alone:
             world.end(failure.status)
 
-    def _report_failure(self, failure: Failure) -> None:
-        """Print a failure of this process, once, and tell the other ranks."""
-        with self._lock:
-            if self._failure is None or self._failure.reported:
-                return
-            self._failure = replace(self._failure, reported=True)
-        trace = failure.error if self._verbose else None
-        logger.error("%s", failure.message, exc_info=trace)
-        if self._watchdog is not None:
-            self._watchdog.tell_failure(failure)
+    def _report_failure(self) -> None:
+        """Print the failure, unless some rank has, and tell the other ranks; returns when that is done.
+
+        A second thread that comes here waits for the first: whoever returns may end the process.
+        """
+        with self._reporting:
+            with self._lock:
+                failure = self._failure
+                if failure is None or failure.reported:
+                    return
+                self._failure = replace(failure, reported=True)
+            trace = failure.error if self._verbose else None
+            logger.error("%s", failure.message, exc_info=trace)
+            if self._watchdog is not None:
+                self._watchdog.tell_failure(failure)
 
     def _interrupted_again(self) -> None:
         logger.error("interrupted again: ending at once")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from caffepy.cli import devices
 from caffepy.errors import ConfigError
-from caffepy.parallel.gpu_sharing import own_part, share_gpus
+from caffepy.parallel.gpu_sharing import own_part, refuse_shared, share_gpus
 from caffepy.parallel.world import World
 
 T = TypeVar("T")
@@ -138,3 +138,15 @@ def test_only_launched_ranks_without_named_gpus_share(
         assert (found, asked) == (None, [])
     else:
         assert (found, asked) == ([7], [gpus or ("all" if shares else [3])])
+
+
+def test_a_gpu_that_two_ranks_name_is_refused_with_both() -> None:
+    machines = ["a", "b", "b"]
+    own = [["x"], ["x", "y"], ["z", "y"]]
+    root, *others = on_all(machines, lambda world: refuse_shared(world, own[world.rank]))
+    assert isinstance(root, ConfigError)
+    assert str(root) == (
+        "rank 1 on host-b and rank 2 on host-b both train on the GPU at y: give each rank GPUs of its own with --gpu"
+    )
+    assert [type(other) for other in others] == [SystemExit] * 2
+    assert on_all(machines, lambda world: refuse_shared(world, [str(world.rank)])) == [None] * 3

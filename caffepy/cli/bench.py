@@ -1,0 +1,139 @@
+"""`caffepy bench`: how fast devices exchange arrays, as nccl-tests prints it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from caffepy.cli.options import Parser, gpu_list, positive, positive_seconds
+from caffepy.errors import RunError
+
+if TYPE_CHECKING:
+    from caffepy.parallel.bench import BenchOptions, Timing
+    from caffepy.parallel.world import World
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZES = "4K,64K,1M,16M,64M"
+_DESCRIPTION = """\
+Time all-reduces with the communicators that training uses, and check their results.
+
+  caffepy bench allreduce --gpus 0,1,2,3
+  caffepy bench allreduce --cpu --cpu-solvers 2
+  caffepy launch --nproc-per-node 2 -- bench allreduce --cpu
+
+Time is the median on the slowest device; algorithm bandwidth is size / time, bus bandwidth that times 2 (n - 1) / n."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("bench", help="time the exchange between devices", description=_DESCRIPTION)
+    parser.add_argument("operation", choices=("allreduce",), help="what to time")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="GPUs of each rank (default: all, shared)"
+    )
+    where.add_argument("--cpu", action="store_true", help="arrays in host memory")
+    parser.add_argument(
+        "--cpu-solvers", "--threads", type=positive, default=1, metavar="N", help="threads of a CPU process (1)"
+    )
+    parser.add_argument(
+        "--communicator",
+        choices=("nccl", "mpi", "local"),
+        help="what connects the devices (default: nccl between GPUs, else mpi between ranks, local between threads)",
+    )
+    parser.add_argument("--sizes", type=size_list, default=_SIZES, metavar="LIST", help=f"bytes of an array ({_SIZES})")
+    parser.add_argument("--iterations", type=positive, default=20, metavar="N", help="measurements of each size (20)")
+    parser.add_argument("--dtype", choices=("float32", "float64", "float16"), default="float32", help="(float32)")
+    parser.add_argument(
+        "--timeout", type=positive_seconds, default=300.0, metavar="SECONDS", help="longest wait for one size (300)"
+    )
+
+
+def size_list(text: str) -> tuple[int, ...]:
+    """``4K,1M`` in bytes."""
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", part.strip(), re.IGNORECASE)
+        if match is None or int(match[1]) == 0:
+            raise argparse.ArgumentTypeError(f"'{part}' is not a size such as 4K, 64KiB or 1M")
+        sizes.append(int(match[1]) * _UNITS[match[2].upper()])
+    return tuple(sizes)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        ConfigError, DeviceError: devices and communicator do not go together, or are not there.
+        RunError: a result is wrong.
+        CaffepyError: another device failed.
+    """
+    from caffepy.parallel.bench import AllReduceBench
+    from caffepy.parallel.world import create_world
+
+    world = create_world()
+    options = _options(args, world)
+    timings: list[Timing] = []
+
+    def tell(timing: Timing) -> None:
+        timings.append(timing)
+        if world.rank == 0:
+            print(_row(timing, options.dtype), flush=True)
+
+    bench = AllReduceBench(world, options, tell)
+    if world.rank == 0:
+        print(_head(options, world.size), flush=True)
+    bench.run()
+    wrong = sum(timing.wrong for timing in timings)
+    if wrong:
+        if world.rank != 0:
+            raise SystemExit(RunError.exit_status)
+        raise RunError(f"{wrong} elements were wrong: the connection between the devices, or a device, is broken")
+    return 0
+
+
+def _options(args: argparse.Namespace, world: World) -> BenchOptions:
+    from caffepy.parallel.bench import BenchOptions
+
+    devices = None if args.cpu else _gpus(args.gpus, world)
+    options = BenchOptions(
+        devices=devices,
+        solvers=args.cpu_solvers,
+        communicator=args.communicator or ("nccl" if devices is not None else "mpi" if world.size > 1 else "local"),
+        sizes=args.sizes,
+        iterations=args.iterations,
+        dtype=args.dtype,
+        timeout=args.timeout,
+    )
+    world.call_on_all(lambda: options.check(world.size))
+    return options
+
+
+def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
+    """The GPUs that were named, or this rank's part of all."""
+    from caffepy.cli.devices import check_gpus
+    from caffepy.parallel.gpu_sharing import share_gpus
+
+    found = world.call_on_all(lambda: check_gpus(requested or "all"))
+    if requested is not None:
+        return found
+    from caffepy.parallel.nccl import gpu_identity
+
+    return share_gpus(world, world.call_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in found]))
+
+
+def _head(options: BenchOptions, ranks: int) -> str:
+    threads = len(options.local_devices)
+    kind = "GPU" if options.devices is not None else "thread"
+    shape = f"{ranks} rank{'s' * (ranks > 1)} of {threads} {kind}{'s' * (threads > 1)}"
+    over = f"# all-reduce over {ranks * threads} devices"
+    title = f"{over}: {options.communicator}, {shape}, median of {options.iterations}"
+    names = ("size (B)", "elements", "dtype", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "wrong")
+    return f"{title}\n#" + "  ".join(f"{name:>12}" for name in names)
+
+
+def _row(timing: Timing, dtype: str) -> str:
+    algorithm, bus = timing.algorithm_bandwidth / 1e9, timing.bus_bandwidth / 1e9
+    cells = (timing.size, timing.count, dtype, f"{timing.seconds * 1e6:.2f}", f"{algorithm:.3f}", f"{bus:.3f}")
+    return " " + "  ".join(f"{cell:>12}" for cell in (*cells, timing.wrong))
