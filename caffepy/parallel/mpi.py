@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 _POLL = 0.002
 """Seconds between looks at an exchange that other ranks have not joined: MPI itself would burn the core."""
+_FORWARD_SECONDS = 0.3
+"""What the launcher is given to pass on what was printed: at an abort it drops the rest, or mixes it with its own."""
 _ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it."""
 
@@ -135,6 +137,7 @@ class MpiWorld(World):
 
     def end(self, status: int) -> NoReturn:
         flush_streams()
+        time.sleep(_FORWARD_SECONDS)
         aborting = threading.Thread(target=self._mpi.COMM_WORLD.Abort, args=(status,), daemon=True)
         aborting.start()
         aborting.join(_ABORT_SECONDS)
