@@ -216,9 +216,10 @@ def unpack_events(packed: bytes) -> list[list[dict[str, Any]]]:
 def _in_order(rows: set[str]) -> list[str]:
     """Stages as they follow each other, then what else there is, then the device's rows likewise."""
 
-    def place(row: str) -> tuple[bool, int, str]:
+    def place(row: str) -> tuple[bool, int, int, str]:
         stage = row.removeprefix("device: ")
-        return row.startswith("device: "), ROWS.index(stage) if stage in ROWS else len(ROWS), row
+        # Shorter names first: bucket 9 comes before bucket 10.
+        return row.startswith("device: "), ROWS.index(stage) if stage in ROWS else len(ROWS), len(row), row
 
     return sorted(rows, key=place)
 

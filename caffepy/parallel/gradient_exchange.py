@@ -27,6 +27,8 @@ class GradientExchange:
         completes: asked in a backward pass whether it is the one that completes the gradients.
         hidden: told the seconds for which an exchange went on beside the backward pass.
         waiting: marks a `with` block that waits for all devices, given what for.
+        record: told for the trace when each bucket's exchange began and was known to have ended: a row, a name, and
+            two times of `time.perf_counter`.
     """
 
     def __init__(
@@ -37,14 +39,16 @@ class GradientExchange:
         completes: Callable[[], bool],
         hidden: Callable[[float], None],
         waiting: Callable[[str], AbstractContextManager[None]],
+        record: Callable[[str, str, float, float], None],
     ) -> None:
         self._net = net
         self._communicator = communicator
         self._completes = completes
         self._hidden = hidden
         self._waiting = waiting
+        self._record = record
         self._buckets: list[Bucket] = []
-        self._going_on: deque[Exchange] = deque()
+        self._going_on: deque[tuple[Exchange, str, float]] = deque()
         self._begun = 0
         self._since = 0.0
         if buckets > 1 and hasattr(communicator, "begin_average"):
@@ -74,7 +78,9 @@ class GradientExchange:
             self._begin_next()
         for number in range(1, len(self._buckets) + 1):
             with self._waiting(f"part {number} of {len(self._buckets)} of the gradients' all-reduce"):
-                self._going_on.popleft().finish()
+                exchange, name, begin = self._going_on.popleft()
+                exchange.finish()
+            self._record(f"bucket {number}", name, begin, time.perf_counter())
         self._begun = 0
 
     def _after_backward(self, node: Node) -> None:
@@ -82,7 +88,7 @@ class GradientExchange:
         if not self._completes():
             return
         place = self._places[id(node)]
-        for exchange in self._going_on:
+        for exchange, _, _ in self._going_on:
             exchange.progress()
         # The last layer's buckets wait for `finish`: there is nothing left to hide them behind.
         while place > 0 and self._begun < len(self._buckets) and self._buckets[self._begun].node >= place:
@@ -94,4 +100,6 @@ class GradientExchange:
         bucket = self._buckets[self._begun]
         self._begun += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
-        self._going_on.append(cast(OverlappingCommunicator, self._communicator).begin_average(part))
+        begin = time.perf_counter()
+        exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part)
+        self._going_on.append((exchange, f"{part.nbytes / 2**20:.3g} MiB", begin))

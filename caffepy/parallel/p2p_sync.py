@@ -261,7 +261,13 @@ class P2PSync:
         assert self.communication is not None
         buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
         exchange = GradientExchange(
-            solver.net, self._connected, buckets, lambda: solver.last_pass, self.communication.hidden, self._waiting
+            solver.net,
+            self._connected,
+            buckets,
+            lambda: solver.last_pass,
+            self.communication.hidden,
+            self._waiting,
+            self.trace.add,
         )
         if exchange.overlaps and self.is_root:
             logger.info("gradients are exchanged in %d parts during the backward pass", buckets)

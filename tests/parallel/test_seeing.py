@@ -36,6 +36,9 @@ def test_a_trace_holds_every_device(laboratory: Laboratory, ranks: int) -> None:
         assert {span["args"]["iteration"] for span in own} == {20, 21}
         assert {"forward", "backward", "exchange", "update", "waits"} <= {span["cat"] for span in own}
         assert {"conv", "ip2", "loss"} <= {span["name"] for span in own}
+        buckets = [span for span in own if span["cat"].startswith("bucket ")]
+        assert bool(buckets) == bool(ranks), "ranks exchange in buckets, threads at once"
+        assert all(re.fullmatch(r"[\d.e-]+ MiB", span["name"]) for span in buckets)
     assert max(span["ts"] + span["dur"] for span in spans) < 60e6
     assert any(re.match(r"Wrote a trace of \d+ spans to trace.json", line) for line in log), log
     reports = [line for line in log if "Solver performance" in line]

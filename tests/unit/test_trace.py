@@ -131,3 +131,11 @@ def test_a_solver_traces_its_stages_and_each_layer() -> None:
     whole = next(span for span in found if (span.row, span.name) == ("forward", "forward"))
     layers = [span for span in found if span.row == "forward" and span.name != "forward"][:3]
     assert all(whole.start <= layer.start <= layer.end <= whole.end for layer in layers)
+
+
+def test_rows_stand_in_the_order_of_an_iteration() -> None:
+    trace = Trace(range(1))
+    trace.begin(0)
+    for row in ("bucket 10", "waits", "bucket 9", "update", "forward", "feed"):
+        trace.add(row, "", 0.0, 1.0)
+    assert rows(trace.events(0, "")) == ["feed", "forward", "update", "waits", "bucket 9", "bucket 10"]
