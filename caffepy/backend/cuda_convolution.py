@@ -16,7 +16,7 @@ from caffepy.backend.base import Array
 from caffepy.backend.cuda_blas import Blas
 from caffepy.backend.cuda_elementwise import apply
 from caffepy.backend.cuda_kernels import aligned
-from caffepy.backend.cuda_memory import Scratch, flat, raw, view
+from caffepy.backend.cuda_memory import Scratch, flat, view
 from caffepy.backend.cuda_problem import Direction, Problem, Task
 from caffepy.backend.expression import Each, expression
 from caffepy.errors import RunError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 APART = "apart"
 """Name of the candidate that does what follows a forward pass in a pass of its own."""
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -178,12 +179,13 @@ class CudaConvolution:
             first=self._given(given.first, shapes[0], "converted input", dtype),
             second=self._given(given.second, shapes[1], "converted second input", dtype),
         )
-        if task.direction is not Direction.WEIGHTS and not fits(given.out, dtype):
-            scratch = self._resources.scratch.get("converted output", given.out.size, dtype)
-            operands = replace(operands, out=view(scratch, shapes[2]))
+        result = "float32" if task.direction is Direction.WEIGHTS else dtype
+        if not fits(given.out, result):
+            scratch = self._resources.scratch.get("converted output", given.out.size, result)
+            operands = replace(operands, out=view(scratch, shapes[2]), accumulate=False)
         self.run(task, operands)
         if operands.out is not given.out:
-            apply(identity, (operands.out,), (given.out,), axis=0)
+            write_result(operands.out, given)
 
     def _given(self, array: Array, shape: Any, purpose: str, dtype: str) -> Array:
         """The array itself, or a copy in scratch memory of the right dtype."""
@@ -199,9 +201,9 @@ def fits(array: Array, dtype: str) -> bool:
     return array.dtype == dtype and aligned(array)
 
 
-def write_gradient(gradient: Array, operands: Operands) -> None:
-    """dweights (+)= a gradient of their shape in any storage."""
-    target, source = flat(raw(operands.out)), flat(gradient)
+def write_result(result: Array, operands: Operands) -> None:
+    """out (+)= a result of its shape in any storage."""
+    target, source = flat(operands.out), flat(result)
     if operands.accumulate:
         apply(add_to, (target, source), (target,), axis=0)
     else:

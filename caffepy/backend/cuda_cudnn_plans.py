@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from caffepy.backend.base import Array
-from caffepy.backend.cuda_convolution import Operands, Resources, identity, write_gradient
+from caffepy.backend.cuda_convolution import Operands, Resources, identity, write_result
 from caffepy.backend.cuda_cudnn import BIAS, FIRST, OUT, SECOND, SQUARES, SUM, CudnnGraph, Plans
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_elementwise import apply
@@ -59,7 +59,7 @@ class CudnnPlan:
         shape = task.problem.weights
         gradient = view(scratch.get("weight gradient", math.prod(shape), dtype), shape)
         self._execute(operands, gradient)
-        write_gradient(gradient, operands)
+        write_result(gradient, operands)
 
     def _execute(self, operands: Operands, out: Array) -> None:
         graph = self._graph
@@ -157,7 +157,7 @@ class CopiedCudnn:
         if task.direction is Direction.WEIGHTS:
             in_order = view(scratch.get("weight gradient", math.prod(shape), task.problem.dtype), shape)
             cupy.copyto(in_order, result)
-            write_gradient(in_order, operands)
+            write_result(in_order, operands)
         else:
             cupy.copyto(operands.out, result)
 

@@ -58,9 +58,7 @@ class FoldedPlan:
         resources: scratch memory.
     """
 
-    def __init__(
-        self, task: Task, folded: FoldedProblem, inner: Candidate, name: str, resources: Resources
-    ) -> None:
+    def __init__(self, task: Task, folded: FoldedProblem, inner: Candidate, name: str, resources: Resources) -> None:
         self.name = name
         self._task = task
         self._folded = folded

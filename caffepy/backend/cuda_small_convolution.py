@@ -106,4 +106,3 @@ class SmallConvolution:
         layout = self._layout
         values = tuple(map(argument, arguments))
         self._kernel(layout.grid, (32 * layout.tiling.warps,), values, shared_mem=4 * layout.words)
-

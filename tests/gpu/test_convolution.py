@@ -1,0 +1,331 @@
+"""Convolutions and products on the GPU in every storage: each candidate, what is chosen, and capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import convolution_reference as reference
+import numpy as np
+import pytest
+
+from caffepy.backend import Geometry
+
+STORAGES = ["float32", "float16", "bfloat16"]
+TOLERANCE = {"float32": 2e-3, "float16": 2e-3, "bfloat16": 1.2e-2}
+"""Relative to the largest value: TF32's rounding of factors, or the storage's rounding of the result."""
+
+
+def window(kernel: Any, stride: int = 1, pad: int = 0, dilation: int = 1, group: int = 1) -> Geometry:
+    sides = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+    return Geometry(sides, (stride,) * 2, (pad,) * 2, (dilation,) * 2, group)
+
+
+CASES = {
+    "7x7 / 2 on 3 channels": ((2, 3, 23, 21), 16, window(7, 2, 3)),
+    "11x11 / 4 on 3 channels": ((2, 3, 47, 43), 24, window(11, 4)),
+    "one channel": ((1, 1, 9, 9), 1, window(3, 1, 1)),
+    "odd numbers": ((3, 7, 10, 11), 33, window(3, 1, 1)),
+    "unequal sides": ((2, 6, 9, 8), 10, Geometry((3, 2), (2, 1), (1, 0), (1, 2))),
+    "1x1": ((4, 16, 8, 8), 32, window(1)),
+    "1x1 image": ((2, 64, 1, 1), 10, window(1)),
+    "depthwise": ((2, 32, 14, 14), 32, window(3, 1, 1, 1, 32)),
+    "two groups": ((2, 32, 9, 9), 64, window(3, 1, 1, 1, 2)),
+    "four groups / 2": ((2, 32, 9, 9), 64, window(3, 2, 1, 1, 4)),
+    "dilation": ((1, 8, 13, 13), 8, window(3, 1, 2, 2)),
+    "upsampling's transpose": ((2, 21, 8, 8), 21, window(4, 2, 1)),
+    "LeNet": ((8, 20, 12, 12), 50, window(5)),
+    "cifar10": ((4, 32, 8, 8), 64, window(5, 1, 2)),
+    "one axis": ((2, 3, 12), 4, Geometry((3,), (2,), (1,), (1,))),
+    "three axes": ((2, 4, 5, 6, 7), 6, Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of these tests' own."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def make(cache: Path) -> Iterator[Callable[..., Any]]:
+    """Makes backends, active in this thread one at a time, closed at the end."""
+    from caffepy.backend.cuda import CudaBackend
+
+    made: dict[tuple[str, bool], Any] = {}
+
+    def backend(math: str = "tf32", autotune: bool = True) -> Any:
+        if (math, autotune) not in made:
+            made[math, autotune] = CudaBackend(0, math, autotune)
+        return made[math, autotune]
+
+    yield backend
+    for each in made.values():
+        each.close()
+
+
+def rounded(values: Any, storage: str) -> Any:
+    """The numbers as a storage keeps them, as float32."""
+    values = np.asarray(values, np.float32)
+    if storage == "float16":
+        return values.astype(np.float16).astype(np.float32)
+    if storage == "bfloat16":
+        bits = values.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return values
+
+
+def bits(values: Any, storage: str) -> Any:
+    """The numbers in a storage's dtype."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16) if storage == "bfloat16" else values.astype(storage)
+
+
+def numbers(stored: Any) -> Any:
+    """What an array in any storage holds."""
+    stored = np.asarray(stored)
+    if stored.dtype == np.uint16:
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(float)
+
+
+class Arrays:
+    """Inputs of one problem on the device, what is expected of them, and outputs full of what must not stay."""
+
+    def __init__(self, backend: Any, case: str, storage: str) -> None:
+        from caffepy.backend.cuda_problem import Problem
+
+        x_shape, outputs, geometry = CASES[case]
+        weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
+        self.backend = backend
+        self.problem = Problem(x_shape, weights_shape, geometry, storage)
+        rng = np.random.default_rng(1)
+        x, w, dy = (rounded(rng.standard_normal(s), storage) for s in (x_shape, weights_shape, self.problem.y))
+        bias = rng.standard_normal(outputs).astype(np.float32)
+        self.x, self.weights, self.dy = (self.place(bits(a, storage)) for a in (x, w, dy))
+        self.bias = self.place(bias)
+        self.spread_bias = bias.reshape(-1, *(1 for _ in geometry.kernel)).astype(float)
+        self.y, self.dx, self.dweights = reference.convolution(x, w, dy, geometry)
+
+    def place(self, host: Any) -> Any:
+        """An array on the device, bit for bit."""
+        import cupy
+
+        array = self.backend.zeros(host.shape, host.dtype.name)
+        cupy.copyto(array, cupy.asarray(host))
+        return array
+
+    def output(self, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+        """An array of nothing but NaN."""
+        array = self.backend.zeros(shape, dtype or self.problem.dtype)
+        array.data.memset(0xFF, array.nbytes)
+        return array
+
+    def close(self, actual: Any, expected: Any, tolerance: float, what: str) -> None:
+        """Assert that a result is as expected, relative to the largest value."""
+        off = np.abs(numbers(actual.get()) - expected).max()
+        assert off <= tolerance * np.abs(expected).max(), f"{what}: off by {off}"
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_candidate(make: Callable[..., Any], case: str, storage: str) -> None:
+    from caffepy.backend.cuda_candidates import sources
+    from caffepy.backend.cuda_convolution import CudaConvolution
+    from caffepy.backend.cuda_problem import Direction, Task
+
+    backend = make(autotune=False)
+    with backend.activate():
+        arrays = Arrays(backend, case, storage)
+        forward = Task(arrays.problem, Direction.FORWARD)
+        tasks = [forward, replace(forward, bias=True, relu=True)]
+        tasks += [Task(arrays.problem, direction) for direction in (Direction.DATA, Direction.WEIGHTS)]
+        if len(arrays.problem.x) == 4:
+            tasks.append(replace(forward, sums=True))
+        for task in tasks:
+            plan = CudaConvolution(arrays.problem, backend._resources)
+            tried = 0
+            for source in sources(task, plan, backend._resources):
+                for candidate in list(source.candidates())[:4]:
+                    if candidate.prepare():
+                        tried += 1
+                        check_candidate(arrays, task, candidate)
+            assert tried, task
+
+
+def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
+    from caffepy.backend.cuda_convolution import Operands
+    from caffepy.backend.cuda_problem import Direction
+
+    tolerance, what = TOLERANCE[arrays.problem.storage], f"{candidate.name} for {task.direction}"
+    if task.direction is Direction.FORWARD:
+        out = arrays.output(arrays.problem.y)
+        sums = arrays.output((2, arrays.problem.weights[0]), "float32") if task.sums else None
+        candidate.run(Operands(arrays.x, arrays.weights, out, arrays.bias if task.bias else None, sums))
+        expected = arrays.y + arrays.spread_bias if task.bias else arrays.y
+        arrays.close(out, np.maximum(expected, 0) if task.relu else expected, tolerance, what)
+        if sums is not None:
+            places = np.abs(arrays.y).sum((0, 2, 3)).max()
+            off = np.abs(numbers(sums[0].get()) - arrays.y.sum((0, 2, 3))).max()
+            assert off <= tolerance * places, f"{what}: sum off by {off}"
+            arrays.close(sums[1], (arrays.y**2).sum((0, 2, 3)), 4 * tolerance, f"{what}: squares")
+    elif task.direction is Direction.DATA:
+        out = arrays.output(arrays.problem.x)
+        candidate.run(Operands(arrays.dy, arrays.weights, out))
+        arrays.close(out, arrays.dx, tolerance, what)
+    else:
+        out = arrays.output(arrays.problem.weights, "float32")
+        candidate.run(Operands(arrays.x, arrays.dy, out))
+        arrays.close(out, arrays.dweights, tolerance, what)
+        candidate.run(Operands(arrays.x, arrays.dy, out, accumulate=True))
+        arrays.close(out, 2 * arrays.dweights, tolerance, f"{what}, added")
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "two groups", "LeNet"])
+def test_what_is_chosen(make: Callable[..., Any], case: str, storage: str, autotune: bool) -> None:
+    backend = make(autotune=autotune)
+    with backend.activate():
+        arrays = Arrays(backend, case, storage)
+        problem, tolerance = arrays.problem, TOLERANCE[storage]
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, storage)
+        y, dx = arrays.output(problem.y), arrays.output(problem.x)
+        for bias, relu in ((None, False), (arrays.bias, False), (arrays.bias, True), (None, True)):
+            plan.forward(arrays.x, arrays.weights, bias, y, relu=relu)
+            expected = arrays.y if bias is None else arrays.y + arrays.spread_bias
+            arrays.close(y, np.maximum(expected, 0) if relu else expected, tolerance, "forward")
+        if plan.gives_sums:
+            sums = arrays.output((2, problem.weights[0]), "float32")
+            plan.forward(arrays.x, arrays.weights, None, y, sums=sums)
+            arrays.close(sums[1], (arrays.y**2).sum((0, 2, 3)), 4 * tolerance, "sum of squares")
+        plan.backward_data(arrays.dy, arrays.weights, dx)
+        arrays.close(dx, arrays.dx, tolerance, "gradient to data")
+        dweights = arrays.output(problem.weights, "float32")
+        plan.backward_weights(arrays.x, arrays.dy, dweights, accumulate=False)
+        plan.backward_weights(arrays.x, arrays.dy, dweights, accumulate=True)
+        arrays.close(dweights, 2 * arrays.dweights, tolerance, "gradient to weights")
+
+
+def test_arrays_of_another_storage_are_converted(make: Callable[..., Any]) -> None:
+    backend = make()
+    with backend.activate():
+        arrays, singles = (Arrays(backend, "odd numbers", storage) for storage in ("float16", "float32"))
+        problem = arrays.problem
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, "float16")
+        y = singles.output(problem.y)
+        plan.forward(singles.x, arrays.weights, None, y)
+        arrays.close(y, singles.y, 4e-3, "forward")
+
+
+def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
+    import cupy
+
+    backend = make()
+    with backend.activate():
+        arrays = Arrays(backend, "7x7 / 2 on 3 channels", "float16")
+        problem = arrays.problem
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, "float16")
+        y, dweights = arrays.output(problem.y), arrays.output(problem.weights, "float32")
+
+        def work() -> None:
+            plan.forward(arrays.x, arrays.weights, arrays.bias, y, relu=True)
+            plan.backward_weights(arrays.x, arrays.dy, dweights, accumulate=False)
+
+        work()
+        expected = y.get().copy(), dweights.get().copy()
+        y.data.memset(0xFF, y.nbytes)
+        dweights.data.memset(0xFF, dweights.nbytes)
+        backend.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
+        work()
+        graph = backend.stream.end_capture()
+        graph.launch(backend.stream)
+        backend.synchronize()
+        assert np.array_equal(y.get(), expected[0])
+        assert np.array_equal(dweights.get(), expected[1])
+
+
+def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from caffepy.backend import cuda_autotune
+    from caffepy.backend.cuda import CudaBackend
+
+    x, w, geometry = (3, 16, 9, 9), (24, 16, 3, 3), window(3, 1, 1)
+
+    def run(backend: Any) -> str:
+        with backend.activate():
+            plan = backend.plan_convolution(x, w, geometry, "float16")
+            images, weights, y = (cuda_autotune.noise(shape, "float16") for shape in (x, w, (3, 24, 9, 9)))
+            plan.forward(images, weights, None, y)
+            return next(iter(plan._chosen.values())).name
+
+    first = run(make())
+    monkeypatch.setattr(cuda_autotune, "_try_all", lambda *_: pytest.fail("tried again"))
+    second = CudaBackend(0, "tf32")
+    try:
+        assert run(second) == first
+    finally:
+        second.close()
+
+
+def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
+    from caffepy.backend.cuda_autotune import Trial, operands_for
+    from caffepy.backend.cuda_convolution import Source
+    from caffepy.backend.cuda_problem import Direction, Problem, Task
+
+    class Fake:
+        def __init__(self, name: str, value: float) -> None:
+            self.name, self.value = name, value
+
+        def prepare(self) -> bool:
+            return True
+
+        def run(self, operands: Any) -> None:
+            for _ in range(20 if self.name == "right" else 1):
+                operands.out.fill(self.value)
+
+    with make().activate():
+        trial = Trial(operands_for(Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD), None))
+        trial.add(Source("right", lambda: [Fake("right", 1.0)]))
+        trial.add(Source("wrong", lambda: [Fake("wrong", 1.5)], checked=True))
+        trial.add(Source("nearly", lambda: [Fake("nearly", 1.001)], checked=True))
+        chosen, _ = trial.best()
+    assert chosen is not None and chosen.name == "nearly"
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "sizes", [(64, 500, 800), (64, 10, 500), (7, 33, 40), (1, 1, 64), (70, 300, 100), (512, 640, 96)]
+)
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+def test_products(
+    make: Callable[..., Any], storage: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+) -> None:
+    import cupy
+
+    rows, columns, depth = sizes
+    rng = np.random.default_rng(2)
+    a, b = (rounded(rng.standard_normal(shape), storage) for shape in ((rows, depth), (depth, columns)))
+    expected = a.astype(float) @ b.astype(float)
+    backend = make()
+    with backend.activate():
+        on_a, on_b = (
+            cupy.asarray(np.ascontiguousarray(bits(host.T if turned else host, storage)))
+            for host, turned in zip((a, b), transposed, strict=True)
+        )
+        kinds = {"float32", "uint16" if storage == "bfloat16" else storage}
+        for kind in sorted(kinds):
+            out = backend.zeros((rows, columns), kind)
+            backend.gemm(on_a, on_b, out, *transposed)
+            backend.gemm(on_a, on_b, out, *transposed, accumulate=True)
+            off = np.abs(numbers(out.get()) - 2 * expected).max() / np.abs(2 * expected).max()
+            assert off <= (1e-3 if kind == "float32" else TOLERANCE[storage])
+
+
+def test_factors_of_two_storages_are_a_mistake(make: Callable[..., Any]) -> None:
+    backend = make()
+    with backend.activate(), pytest.raises(AssertionError, match="factors of"):
+        backend.gemm(backend.zeros((4, 4)), backend.zeros((4, 4), "float16"), backend.zeros((4, 4)))
