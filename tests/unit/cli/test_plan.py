@@ -139,3 +139,16 @@ def test_matplotlib_is_asked_for_before_anything_is_measured(
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str):
     assert re.search(message, refused(capsys, *options))
+
+
+def test_calibrated_by_what_bench_prints(capsys: pytest.CaptureFixture[str]):
+    sizes = ("4K", "16K", "64K", "256K")
+    bench = ("bench", "allreduce", "--cpu", "--cpu-solvers=2", "--iterations=3", f"--sizes={','.join(sizes)}")
+    assert main(list(bench)) == 0
+    Path("a.txt").write_text(capsys.readouterr().out)
+    options = ("--solver=solver.prototxt", *GIVEN, "--gpus-per-node=2")
+    above, rows = plan(capsys, *options, "--calibrate=a.txt")
+    assert re.fullmatch(r"a.txt: the fitted line is off by \d+% at most", above[0])
+    assert rows[0]["communication"] > 0
+    above, rows = plan(capsys, *options[:-1], "--nodes=2", "--calibrate-network=a.txt", "--algorithm=recursive-halving")
+    assert above[-2].startswith("Between nodes: ") and rows[0]["communication"] > 0

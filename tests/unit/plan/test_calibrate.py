@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
-from caffepy.plan.calibrate import Measurements, fit_link
+from caffepy.plan.calibrate import Measurements, fit_link, read_measurements
 from caffepy.plan.model import ALGORITHMS, AUTO, Cluster, Link, all_reduce
 
 SIZES = [4.0**exponent for exponent in range(5, 15)]
@@ -79,3 +80,50 @@ def test_neither_is_ever_negative(times: list[float]):
 def test_what_says_nothing(devices: int, samples: tuple[tuple[float, float], ...]):
     with pytest.raises(ConfigError, match="at least two sizes and two devices"):
         fit_link(Measurements(devices, samples), "ring")
+
+
+TABLE = """\
+# all-reduce over 4 devices: nccl, 2 ranks of 2 GPUs, median of 20
+#    size (B)      elements         dtype     time (us)  algbw (GB/s)  busbw (GB/s)         wrong
+         4096          1024       float32         10.50         0.390         0.585             0
+      1048576        262144       float32         40.00        26.214        39.322             0
+"""
+
+
+def test_a_table_is_read(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some line of a launcher\n" + TABLE + "done  in  a  moment  indeed\n")
+    found = read_measurements(tmp_path / "a.txt")
+    assert found.devices == 4
+    assert found.samples == ((4096.0, pytest.approx(10.5e-6)), (1048576.0, pytest.approx(40e-6)))
+
+
+@pytest.mark.parametrize(
+    "head, cells, sample",
+    [
+        ("size  time", "64 KiB  3.5", (65536, 3.5e-6)),
+        ("bytes  count  time ms", "1,000  250  2", (1000, 2e-3)),
+        ("algbw  size (B)  time (s)", "9  8  7", (8, 7.0)),
+    ],
+)
+def test_tables_with_other_columns_and_units(tmp_path: Path, head: str, cells: str, sample: tuple[float, float]):
+    (tmp_path / "a.txt").write_text(f"2 ranks\n{head}\n{cells}\n")
+    assert read_measurements(tmp_path / "a.txt").samples == (pytest.approx(sample),)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (TABLE.split("\n", 1)[1], "how many devices took part"),
+        (TABLE.replace("time", "duration"), "a head with columns for size and time"),
+        ("", "how many devices"),
+    ],
+)
+def test_what_is_no_table(tmp_path: Path, text: str, message: str):
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(ConfigError, match=f"a.txt: does not say {message}"):
+        read_measurements(tmp_path / "a.txt")
+
+
+def test_a_table_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match="absent.txt: cannot be read: .*save what caffepy bench allreduce prints"):
+        read_measurements(tmp_path / "absent.txt")
