@@ -17,7 +17,10 @@ from caffepy.errors import PeerError, RunError, UserError
 from caffepy.parallel.communicator import GroupCommunicator
 from caffepy.parallel.failure import describe_error
 from caffepy.parallel.operations import Operation
-from caffepy.parallel.store import State
+from caffepy.parallel.store import State, StoreLostError
+
+_NEWS_SECONDS = 1.0
+"""How long the monitor may take to hear why rank 0 is gone."""
 
 G = TypeVar("G", bound="BaseGroup")
 
@@ -45,6 +48,7 @@ class BaseGroup:
         self.communicator = communicator
         self._membership = membership
         self._lock = threading.Lock()
+        self._failed = threading.Event()
         self._begun = 0
         self._waiting = ""
         self.destroyed = False
@@ -136,6 +140,8 @@ class BaseGroup:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error.__cause__
         except PeerError as error:
+            if isinstance(error, StoreLostError):
+                self._failed.wait(_NEWS_SECONDS)
             raise PeerError(f"{where}: {self.failure or error}") from error.__cause__
 
     @contextmanager
@@ -215,4 +221,5 @@ class BaseGroup:
         """Another rank has failed: let go whoever waits here. Called by the monitor's thread too."""
         if self.failure is None:
             self.failure = message
+            self._failed.set()
             self.communicator.abort()

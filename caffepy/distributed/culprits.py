@@ -41,11 +41,11 @@ def find_culprits(membership: Membership, begun: int, operation: Operation, wait
         begun: how many collectives this rank has begun.
         operation: what it waits in.
         waits_for: the ranks that are known to be missing.
+
+    Raises:
+        PeerError: rank 0, which would know, is gone itself.
     """
-    try:
-        states = membership.store.states()
-    except PeerError as error:
-        return f"{membership.name(0)}: {error}"
+    states = membership.store.states()
     others = [rank for rank in range(membership.size) if rank != membership.rank]
     late = list(waits_for)
     if not late:

@@ -208,7 +208,10 @@ def _meet(
             raise type(error)(f"{where}: {error}") from error
         raise
     members = [Member(**entry) for entry in json.loads(found)]
-    return Membership(rank, members, store, memory if server else None, server)
+    membership = Membership(rank, members, store, memory if server else None, server)
+    if isinstance(store, StoreClient):
+        store.server = membership.name(0)
+    return membership
 
 
 def _alone(world: World | None = None) -> Membership:

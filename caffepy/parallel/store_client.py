@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.store import Member, State, Value
+from caffepy.parallel.store import Member, State, StoreLostError, Value
 from caffepy.parallel.store_wire import (
     Command,
     Outcome,
@@ -52,6 +52,8 @@ class StoreClient:
     def __init__(
         self, find: Callable[[], tuple[Sequence[Address], str]], rank: int, size: int, member: Member, timeout: float
     ) -> None:
+        self.server = "rank 0"
+        """What messages call the process that holds the store."""
         self._token = ""
         self._rank = rank
         self._timeout = timeout
@@ -184,5 +186,5 @@ class StoreClient:
         if self._closed:
             return AbortedError("the store was closed")
         if isinstance(error, TimeoutError):
-            return PeerError("rank 0 does not answer")
-        return PeerError(f"rank 0 ended unexpectedly: its connection is broken ({error})")
+            return StoreLostError(f"{self.server} does not answer")
+        return StoreLostError(f"{self.server} ended unexpectedly: it was killed, crashed or lost its network ({error})")

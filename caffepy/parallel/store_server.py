@@ -170,10 +170,13 @@ class StoreServer:
         while True:
             left = deadline - time.monotonic()
             news = self._store.watch_rank(rank, state, max(0.0, min(left, _LOOK_SECONDS)))
-            if news is not None or left <= 0 or rank not in self._store.staying():
-                return None if news is None else news.encode()
-            if select.select([line], [], [], 0)[0]:
-                raise WireError("the connection was closed")
+            if news is None and left > 0 and rank in self._store.staying():
+                if not select.select([line], [], [], 0)[0]:
+                    continue
+                news = self._store.watch_rank(rank, state, 0.0)  # the end of this server comes with news
+                if news is None:
+                    raise WireError("the connection was closed")
+            return None if news is None else news.encode()
 
 
 def _introduction(request: Request) -> tuple[int, Member]:
