@@ -231,8 +231,7 @@ class Solver(ABC):
         self._compute_gradients(display or self._needs_loss())
         if display:
             self.display.show_iteration()
-        with self.trace.span("exchange"):
-            self._exchange_gradients()
+        self._exchange_gradients()
         self._hear_requests()
         with self.trace.span("update"):
             self._apply_update(display)
@@ -290,7 +289,8 @@ class Solver(ABC):
 
     def _exchange_gradients(self) -> None:
         """Average gradients and requests over all devices, so that all act in the same iteration."""
-        self.callback.on_gradients_ready(self)
+        with self.trace.span("exchange"):
+            self.callback.on_gradients_ready(self)
 
     def _hear_requests(self) -> None:
         """What any of the devices asked for."""
