@@ -211,6 +211,8 @@ class Solver(ABC):
                     self._iterate()
             self._act_on_requests()
         self._settle()
+        if self._requests:
+            self._act_on_requests()
         self.clock.pause()
 
     def _iterate(self) -> None:
@@ -219,6 +221,8 @@ class Solver(ABC):
         self.trace.begin(self.iteration)
         self._poll()
         self._send_numbers()
+        if self.callback.world_size > 1:
+            self._requests.clear()  # they are on their way, and are acted on when all devices have heard them
         if self.program.captured:
             self._replay(display)
         else:
@@ -311,7 +315,8 @@ class Solver(ABC):
             self._requests.add(action)
 
     def _act_on_requests(self) -> None:
-        if self._due(self.param.snapshot) or Action.SNAPSHOT in self._requests:
+        wanted = self._due(self.param.snapshot) or Action.SNAPSHOT in self._requests
+        if wanted and self._snapshot_at != self.iteration:
             self.snapshot()
         if Action.STOP in self._requests:
             self.stopped_early = True

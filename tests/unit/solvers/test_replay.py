@@ -1,0 +1,202 @@
+"""Replayed iterations on a CPU that plays a capturing device: a graph runs its steps when it is launched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training import solver_param, weights_of
+
+from caffepy.backend.cpu import CpuBackend
+from caffepy.errors import NonFiniteError, RunError
+from caffepy.solvers import Action, Solver, create_solver
+from caffepy.solvers.base import CHECK_INTERVAL, IN_FLIGHT
+from caffepy.solvers.engine import Engine
+
+SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '
+NET = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 } data_filler { type: "constant" value: 0.5 }
+  data_filler { type: "constant" value: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "ip" top: "ip" }
+layer { name: "drop" type: "Dropout" bottom: "ip" top: "ip" }
+layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
+"""
+
+
+class Replaying(CpuBackend):
+    """A CPU backend that captures: work runs when its graph is launched."""
+
+    asynchronous = True
+    captures = True
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.launches = 0
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        backend = self
+
+        class Graph:
+            def launch(self) -> None:
+                backend.launches += 1
+                work()
+
+        return Graph()
+
+
+@contextmanager
+def replaying(text: str = SOLVER, net: str = NET, eager: bool = False, **keywords: Any) -> Iterator[Solver]:
+    backend = Replaying()
+    with backend.activate():
+        solver = create_solver(solver_param(text, net), backend, engine=Engine(eager=eager), **keywords)
+        try:
+            yield solver
+        finally:
+            solver.close()
+
+
+def launches(solver: Solver) -> int:
+    assert isinstance(solver.backend, Replaying)
+    return solver.backend.launches
+
+
+def test_all_iterations_but_the_first_are_replayed_and_give_the_same() -> None:
+    found = []
+    for eager in (True, False):
+        with replaying(eager=eager) as solver:
+            solver.step(12)
+            found.append(weights_of(solver.net))
+            assert launches(solver) == (0 if eager else 11)
+            assert (solver.iteration, solver.net.context.passes.number) == (12, 12)
+    for name, values in found[0].items():
+        np.testing.assert_array_equal(values, found[1][name])
+
+
+def test_displays_show_the_loss_of_their_own_iteration(caplog: pytest.LogCaptureFixture) -> None:
+    shown = []
+    for eager in (True, False):
+        caplog.clear()
+        with replaying(SOLVER + "display: 2 average_loss: 3", eager=eager) as solver, caplog.at_level(logging.INFO):
+            solver.step(7)
+        lines = [r.getMessage() for r in caplog.records]
+        shown.append([line.split("), ")[-1] for line in lines if line.startswith(("Iteration", "    Train"))])
+    assert len(shown[0]) == 12
+    assert shown[0] == shown[1]
+
+
+def test_snapshots_hold_the_iteration_at_which_they_are_made(tmp_path: Path) -> None:
+    text = SOLVER + f'snapshot: 5 snapshot_prefix: "{tmp_path}/x"'
+    with replaying(text) as solver:
+        solver.step(8)
+        wanted = weights_of(solver.net)
+    with replaying(text) as solver:
+        solver.restore(tmp_path / "x_iter_5.solverstate")
+        solver.step(3)
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(values, weights_of(solver.net)[name])
+
+
+def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
+    with replaying() as solver:
+        solver.step(2)
+        solver.backend.fill(solver.net.parameters.data, np.nan)
+        with pytest.raises(NonFiniteError, match="the loss is nan"):
+            solver.step(CHECK_INTERVAL + 1)
+        assert solver.iteration <= CHECK_INTERVAL + 2
+
+
+def test_no_snapshot_is_made_of_nonsense(tmp_path: Path) -> None:
+    with replaying(SOLVER + f'snapshot_prefix: "{tmp_path}/x"') as solver:
+        solver.step(2)
+        solver.backend.fill(solver.net.parameters.data, np.nan)
+        solver.step(1)
+        with pytest.raises(NonFiniteError, match="the loss is nan"):
+            solver.snapshot()
+        assert not list(tmp_path.iterdir())
+
+
+def test_another_shape_is_run_eagerly_once_and_captured_anew() -> None:
+    with replaying() as solver:
+        solver.step(3)
+        before = launches(solver)
+        solver.net.blobs["data"].reshape((4, 5))
+        solver.net.blobs["label"].reshape((4,))
+        solver.step(3)
+        assert launches(solver) - before == 2
+        assert solver.net.blobs["ip"].shape == (4, 8)
+        assert solver.net.context.passes.number == 6
+
+
+def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with replaying() as solver, caplog.at_level(logging.INFO):
+
+        def refuse(work: Callable[[], None]) -> Any:
+            raise RunError("a layer waits for the device")
+
+        solver.backend.capture = refuse  # type: ignore[method-assign]
+        solver.step(4)
+        assert solver.iteration == 4
+    told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
+    assert told == ["Iterations are not captured into graphs: a layer waits for the device"]
+
+
+class TwoDevices:
+    """A callback that plays a second device, which asks for a stop in one of its iterations."""
+
+    is_root = True
+    world_size = 2
+
+    def __init__(self, stop_at: int) -> None:
+        self.stop_at = stop_at
+
+    def on_start(self, solver: Solver) -> None:
+        """The other device has the same weights."""
+
+    def on_gradients_ready(self, solver: Solver) -> None:
+        flags = solver.net.parameters.flags
+        flags[0] = (flags[0] + (solver.iteration == self.stop_at)) / 2
+
+    def not_captured(self) -> str:
+        return "it meets the other device"
+
+    def settle(self, wait: Callable[[], None]) -> None:
+        wait()
+
+    def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
+        return values * 2
+
+    def barrier(self) -> None:
+        """The other device is never late."""
+
+
+def test_requests_are_heard_as_many_iterations_later_as_the_device_may_be_behind() -> None:
+    with replaying(callback=TwoDevices(4)) as solver:
+        solver.step(30)
+        assert solver.stopped_early
+        assert solver.iteration == 4 + IN_FLIGHT
+
+
+def test_an_own_request_is_heard_as_well() -> None:
+    asked = iter([Action.NONE, Action.NONE, Action.STOP])
+    with replaying(callback=TwoDevices(-1), request=lambda: next(asked, Action.NONE)) as solver:
+        solver.step(30)
+        assert solver.stopped_early
+        # Not at once, or the other device would go on alone.
+        assert solver.iteration == 2 + IN_FLIGHT
+
+
+def test_the_end_of_a_step_hears_what_was_asked_last() -> None:
+    with replaying(callback=TwoDevices(9)) as solver:
+        solver.step(10)
+        assert solver.iteration == 10
+        assert solver.stopped_early
