@@ -23,7 +23,8 @@ MOST_MULTIPLICATIONS = 2**30
 MOST_CHANNELS = 64
 """Channels and outputs beyond which cuDNN's tensor cores have enough to do at once."""
 
-MOST_CANDIDATES = 3
+MOST_CANDIDATES = 2
+"""Tilings that are tried, each of which takes half a second to compile."""
 
 TENSOR_CORES = 80
 """Compute capability, times ten, from which on tensor cores take TF32."""
