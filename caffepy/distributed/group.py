@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from caffepy.backend.base import Array
-from caffepy.distributed.arrays import Buffer, Parts, check_operator, take_array, take_parts
+from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operator, take_array, take_parts
 from caffepy.distributed.base import BaseGroup
 from caffepy.distributed.handle import Handle
 from caffepy.errors import UserError
@@ -143,10 +143,14 @@ class ProcessGroup(BaseGroup):
 
     def _first(self, parts: Parts, name: str) -> Array:
         """An array as each of `parts` has to be."""
-        if isinstance(parts, (list, tuple)) and parts:
+        memory = self.communicator.memory
+        if isinstance(parts, (list, tuple)):
+            if len(parts) != self.size:
+                raise UserError(f"{name} has {len(parts)} arrays; it takes one for each of {self.size} ranks")
+            check_array(parts[0], f"{name}[0]", memory, written=False)
             return parts[0]
         whole: Array = parts
-        self._array(whole, name)
+        check_array(whole, name, memory, written=False)
         if not whole.ndim or whole.shape[0] % self.size:
             raise UserError(f"{name} of shape {whole.shape} cannot be cut into {self.size} equal parts")
         return whole[: whole.shape[0] // self.size]

@@ -19,7 +19,7 @@ from caffepy.errors import PeerError, UserError
 from caffepy.parallel.store import MEMBERS, MISSING, Member, MemoryStore, RankStore
 from caffepy.parallel.store_client import Address, StoreClient
 from caffepy.parallel.store_server import StoreServer
-from caffepy.parallel.world import World, create_world, find_launcher, machine_identity, own_addresses
+from caffepy.parallel.world import create_world, find_launcher, machine_identity, own_addresses
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What ``env://`` reads: rank 0's address and port, and this process's place."""
@@ -109,7 +109,7 @@ def _join_mpi(call: Call) -> Membership:
         if given not in (None, found):
             raise UserError(f"{name} is {given}, but MPI says {found}: leave it out, or name another init_method")
     if world.size == 1:
-        return _alone(world)
+        return _alone()
     deadline = time.monotonic() + call.timeout
     world.while_waiting = lambda: _check_deadline(deadline, call)
     token, memory, server = secrets.token_hex(16), MemoryStore(world.size), None
@@ -214,12 +214,12 @@ def _meet(
     return membership
 
 
-def _alone(world: World | None = None) -> Membership:
+def _alone() -> Membership:
     """A group of one."""
     memory = MemoryStore(1)
     own = Member(socket.gethostname(), machine_identity(), os.getpid())
     memory.join(0, 1, own)
-    return Membership(0, [own], RankStore(memory, 0), memory, None, world)
+    return Membership(0, [own], RankStore(memory, 0), memory)
 
 
 def _listen(memory: MemoryStore, address: Address) -> StoreServer:

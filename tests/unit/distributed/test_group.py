@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from collectives import Checker
+from process_groups import raise_first, run_local, run_tcp
+
+from caffepy.distributed import AVG, ProcessGroup
+from caffepy.errors import PeerError, UserError
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + 3.0
+    while not set(threading.enumerate()) <= before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("run", [run_local, run_tcp])
+def test_every_operation_against_numpy(run: Any, size: int) -> None:
+    checks = raise_first(run(size, lambda group: Checker(group).everything()))
+    assert min(checks) > 400
+
+
+def only(results: list[Any], kind: type[Exception] = PeerError) -> list[str]:
+    """The messages of the errors of a kind; other results are none."""
+    return [str(result) for result in results if type(result) is kind]
+
+
+def refused(action: Any, size: int = 2) -> str:
+    """The message of the error that rank 0 meets in its arguments."""
+
+    def work(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            with pytest.raises(UserError) as caught:
+                action(group)
+            return str(caught.value)
+        return ""
+
+    return str(raise_first(run_local(size, work))[0])
+
+
+ARRAY = np.zeros(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda g: g.all_reduce([1.0]), r"all_reduce: array is a list: NumPy and CuPy arrays are taken"),
+        (lambda g: g.all_reduce(np.zeros(2, np.complex64)), "array has dtype complex64; known: float16, float32"),
+        (lambda g: g.all_reduce(np.zeros(2, ">f4")), "array has dtype >f4"),
+        (lambda g: g.all_reduce(np.zeros((4, 4))[:, 0]), "array is not contiguous"),
+        (lambda g: g.all_reduce(np.zeros((2, 3)).T), "array is not contiguous"),
+        (lambda g: g.all_reduce(np.frombuffer(b"12345678")), "array is read-only and is to be written"),
+        (lambda g: g.all_reduce(np.zeros(2, np.int32), AVG), "AVG of int32 would have to be rounded"),
+        (lambda g: g.all_reduce(ARRAY, "sum"), "operator is 'sum'; known: SUM, PRODUCT, MIN, MAX, AVG"),
+        (lambda g: g.broadcast(ARRAY, 2), "broadcast: root 2 is not a rank of this group: they are 0 to 1"),
+        (lambda g: g.reduce(ARRAY, -1), "reduce: root -1 is not a rank"),
+        (lambda g: g.all_gather([ARRAY], ARRAY), "all_gather: outputs has 1 arrays; it takes one for each of 2 ranks"),
+        (
+            lambda g: g.all_gather([ARRAY, np.zeros(5, np.float32)], ARRAY),
+            r"outputs\[1\] is float32 \(5,\); it should be float32 \(4,\)",
+        ),
+        (
+            lambda g: g.all_gather([ARRAY, np.zeros(4)], ARRAY),
+            r"outputs\[1\] is float64 \(4,\); it should be float32 \(4,\)",
+        ),
+        (
+            lambda g: g.all_gather(np.zeros((3, 4), np.float32), ARRAY),
+            r"outputs is float32 \(3, 4\); it should be float32 \(2, 4\) or \(8,\), or a list of 2 arrays",
+        ),
+        (lambda g: g.gather(ARRAY), "gather: outputs are missing on the root, rank 0"),
+        (lambda g: g.gather(ARRAY, [ARRAY, ARRAY], root=1), "gather: outputs are only for the root, rank 1"),
+        (lambda g: g.scatter(ARRAY), "scatter: inputs are missing on the root, rank 0"),
+        (lambda g: g.reduce_scatter(ARRAY, ARRAY), r"reduce_scatter: inputs is float32 \(4,\); it should be"),
+        (lambda g: g.all_to_all(ARRAY, np.zeros(3, np.float32)), r"inputs of shape \(3,\) cannot be cut into 2"),
+        (lambda g: g.all_to_all([], []), "all_to_all: inputs has 0 arrays; it takes one for each of 2 ranks"),
+        (lambda g: g.send(ARRAY, 0), "send: a rank cannot send to itself"),
+        (lambda g: g.recv(ARRAY, 2), "receive: rank 2 is not a rank of this group"),
+        (lambda g: g.isend(ARRAY, 1, tag=1 << 20), "send: tag 1048576 is not an integer from 0 to 32767"),
+        (lambda g: g.irecv(ARRAY, 1, tag=-1), "receive: tag -1 is not an integer"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(action: Any, message: str) -> None:
+    found = refused(action)
+    assert re.search(message, found), found
+    assert found.startswith("rank 0 on host (process 100): ")
+
+
+def test_a_timeout_names_those_who_have_not_come() -> None:
+    def work(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.all_reduce(np.zeros(4))
+        else:
+            time.sleep(1.5)
+
+    messages = only(run_tcp(3, work, timeout=1.0))
+    assert len(messages) >= 1
+    assert "all_reduce SUM of 4 float64: has waited 1 s for rank 1 on" in messages[0]
+    assert "and waits for nobody, rank 2 on" in messages[0]
+
+
+def test_a_short_wait_can_be_repeated() -> None:
+    def work(group: ProcessGroup) -> Any:
+        array = np.zeros(3)
+        if group.rank == 1:
+            group.barrier()
+            group.send(np.arange(3.0), 0)
+            return None
+        handle = group.irecv(array, 1)
+        assert not handle.is_completed()
+        with pytest.raises(PeerError, match=r"receive from rank 1: has waited 0.1 s for rank 1 on"):
+            handle.wait(0.1)
+        group.barrier()
+        handle.wait()
+        handle.wait(0.0)
+        assert handle.is_completed()
+        return array.tolist()
+
+    assert raise_first(run_tcp(2, work))[0] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("run", [run_local, run_tcp])
+def test_an_exception_is_told_to_all(run: Any) -> None:
+    def work(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            raise ValueError("injected")
+        group.barrier()
+
+    results = run(3, work, timeout=20.0)
+    assert type(results[1]) is ValueError
+    for rank in (0, 2):
+        assert f"rank {rank} on " in str(results[rank])
+        assert "barrier: rank 1 on " in str(results[rank]) and "ValueError: injected" in str(results[rank])
+
+
+def test_nobody_waits_for_a_rank_that_has_left() -> None:
+    def work(group: ProcessGroup) -> None:
+        group.barrier()
+        if group.rank != 1:
+            group.all_reduce(np.zeros(3, np.float32))
+
+    messages = only(run_tcp(2, work))
+    assert len(messages) == 1
+    assert "all_reduce SUM of 3 float32: rank 1 on " in messages[0] and "has left" in messages[0]
+
+
+def test_a_rank_may_leave_when_its_part_is_done() -> None:
+    """What a rank has given is there for the others after it has left, if the store's holder stays."""
+
+    def work(group: ProcessGroup) -> Any:
+        array = np.full(2, float(group.rank))
+        if group.rank == 1:
+            group.broadcast(array, 1)
+            group.send(array, 0)
+            return None
+        time.sleep(0.3)
+        received = np.zeros(2)
+        group.broadcast(array, 1)
+        group.recv(received, 1)
+        return [*array, *received]
+
+    assert raise_first(run_tcp(2, work))[0] == [1.0] * 4
+
+
+def test_a_destroyed_group_refuses_everything() -> None:
+    def work(group: ProcessGroup) -> None:
+        group.destroy()
+        group.destroy()
+        group.barrier()
+
+    messages = only(run_tcp(2, work), UserError)
+    assert len(messages) == 2
+    assert all(message.endswith("barrier: the process group was destroyed") for message in messages)
+
+
+def test_rank_0_says_who_does_not_leave() -> None:
+    release = threading.Event()
+
+    def work(group: ProcessGroup) -> str:
+        if group.rank == 1:
+            release.wait(10)
+            return ""
+        with pytest.raises(PeerError) as caught:
+            group.destroy()
+        release.set()
+        return str(caught.value)
+
+    message = raise_first(run_tcp(2, work, timeout=0.3))[0]
+    assert "destroy_process_group: has waited 0.3 s for rank 1 on" in message and message.endswith("to leave")
+
+
+class GpuArray:
+    """Looks like a CuPy array, as far as the host backends are concerned."""
+
+    __cuda_array_interface__: dict[str, Any] = {}
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.dtype, self.shape, self.size = values.dtype, values.shape, values.size
+        self.ndim, self.flags = values.ndim, values.flags
+
+    def __getitem__(self, part: slice) -> GpuArray:
+        return GpuArray(self.values[part])
+
+    def get(self) -> np.ndarray:
+        return self.values.copy()
+
+    def set(self, values: np.ndarray) -> None:
+        assert values.shape == self.shape
+        self.values[...] = values
+
+
+def test_gpu_arrays_travel_through_host_memory() -> None:
+    def work(group: ProcessGroup) -> int:
+        return Checker(group, lambda values: GpuArray(values.copy()), lambda array: array.values).everything()
+
+    assert min(raise_first(run_local(2, work))) > 400
+
+
+def test_host_arrays_are_refused_by_nccl() -> None:
+    from caffepy.distributed.arrays import check_array
+
+    with pytest.raises(UserError, match="array lies in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp'"):
+        check_array(ARRAY, "array", "gpu", written=True)
