@@ -158,8 +158,8 @@ class Layout:
     def time(self, multiprocessors: int) -> float:
         """About how many clocks it takes: loading, multiplying or reading shared memory, and parts written and read.
 
-        The numbers were fitted to 155 tilings of LeNet's and cifar10's convolutions, measured on an H200 with an earlier
-        form of the kernels: there the better of the model's first two is within 6 % of the fastest.
+        The numbers were fitted to 155 tilings of LeNet's and cifar10's convolutions, measured on an H200 with an
+        earlier form of the kernels: there the better of the model's first two is within 6 % of the fastest.
         """
         t, blocks = self.tiling, math.prod(self.grid)
         factors = self.place_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth
