@@ -18,7 +18,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """To be raised when candidates change so that old decisions no longer hold."""
 
 WAIT = 120.0
