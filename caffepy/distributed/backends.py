@@ -113,7 +113,7 @@ def _check_gpus(membership: Membership, identities: list[tuple[str, str]]) -> No
         if first != rank:
             raise UserError(
                 f"{membership.name(first)} and {membership.name(rank)} both use the GPU at {identity[1]}: "
-                f"give init_process_group device="
+                f"give each its device="
             )
 
 

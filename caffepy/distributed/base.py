@@ -17,12 +17,16 @@ from caffepy.errors import PeerError, RunError, UserError
 from caffepy.parallel.communicator import GroupCommunicator
 from caffepy.parallel.failure import describe_error
 from caffepy.parallel.operations import Operation
-from caffepy.parallel.store import State, StoreLostError
+from caffepy.parallel.store import State
 
 _NEWS_SECONDS = 1.0
-"""How long the monitor may take to hear why rank 0 is gone."""
+"""How long the monitor may take to hear why a connection failed."""
 
 G = TypeVar("G", bound="BaseGroup")
+
+
+class _CulpritError(PeerError):
+    """The message names the culprit already."""
 
 
 class BaseGroup:
@@ -140,7 +144,7 @@ class BaseGroup:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error.__cause__
         except PeerError as error:
-            if isinstance(error, StoreLostError):
+            if not isinstance(error, _CulpritError):
                 self._failed.wait(_NEWS_SECONDS)
             raise PeerError(f"{where}: {self.failure or error}") from error.__cause__
 
@@ -162,7 +166,7 @@ class BaseGroup:
         """
         gone = find_gone(self._membership, self._begun, waits_for)
         if gone:
-            raise PeerError(f"waits for {gone}")
+            raise _CulpritError(f"waits for {gone}")
 
     def give_up(self, operation: Operation, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Say for whom an operation has waited in vain.
@@ -172,7 +176,7 @@ class BaseGroup:
         """
         culprits = find_culprits(self._membership, self._begun, operation, waits_for)
         nobody = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
-        raise PeerError(f"has waited {seconds:g} s for {culprits or nobody}")
+        raise _CulpritError(f"has waited {seconds:g} s for {culprits or nobody}")
 
     # -- for operations -----------------------------------------------------------------------------
 

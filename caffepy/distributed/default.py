@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
@@ -12,6 +13,9 @@ from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.rendezvous import join
 from caffepy.errors import CaffepyError, PeerError, UserError
+
+_WITHDRAW_SECONDS = 2.0
+"""How long rank 0, where it cannot be connected, stays for the others to hear why."""
 
 _lock = threading.Lock()
 _group: ProcessGroup | None = None
@@ -116,13 +120,11 @@ def destroy_process_group() -> None:
 
 def _withdraw(membership: Membership, message: str) -> None:
     """Tell the others that this rank could not be connected."""
-    try:
+    with suppress(PeerError):  # rank 0 is gone, and everybody knows
         membership.store.fail(message)
-    except PeerError:  # rank 0 is gone, and everybody knows
-        return
-    finally:
-        membership.store.close()
-        membership.close()
+    membership.wait_alone(_WITHDRAW_SECONDS)
+    membership.store.close()
+    membership.close()
 
 
 @atexit.register

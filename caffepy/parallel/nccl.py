@@ -10,7 +10,7 @@ from typing import Any
 from caffepy.backend.base import Array
 from caffepy.errors import AbortedError, MissingExtraError, PeerError
 from caffepy.parallel.communicator import Communicator
-from caffepy.parallel.nccl_operations import NcclWork, enqueue, nccl_operator, nccl_type
+from caffepy.parallel.nccl_operations import Messages, NcclWork, enqueue, nccl_operator, nccl_type
 from caffepy.parallel.operations import Operation, Operator, Work
 
 try:
@@ -82,6 +82,7 @@ class NcclCommunicator:
         self._host = host
         self._aborted = threading.Event()
         self._using = threading.Lock()
+        self._messages = Messages()
         self._comm: Any = None
         with self._translated("NCCL's connection of the GPUs"):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
@@ -99,6 +100,10 @@ class NcclCommunicator:
 
     def start(self, operation: Operation) -> Work:
         with self._translated(f"NCCL's {operation.name}"), self._using:
+            if operation.kind is None:
+                message = self._messages.add(operation)
+                return NcclWork(lambda: self._done(message), operation)
+            self._messages.flush(self._comm)
             event = enqueue(self._comm, operation, self.rank, self.size)
         return NcclWork(lambda: self._done(event), operation)
 
@@ -143,11 +148,14 @@ class NcclCommunicator:
                 self._comm.destroy()
             self._comm = None
 
-    def _done(self, event: Any) -> bool:
+    def _done(self, started: Any) -> bool:
+        """Whether an event or a message has come."""
         with self._translated("the GPU's work"):
             if not self._aborted.is_set():
+                with self._using:
+                    self._messages.flush(self._comm)
                 self._comm.check_async_error()
-            return bool(event.done)
+            return bool(started.done)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:

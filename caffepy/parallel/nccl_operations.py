@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from caffepy.backend.base import Array
@@ -46,7 +47,7 @@ def nccl_operator(operator: Operator) -> int:
 
 
 def enqueue(comm: Any, operation: Operation, rank: int, size: int) -> Any:
-    """Put an operation on the current stream and return an event that comes when it is done.
+    """Put a collective on the current stream and return an event that comes when it is done.
 
     What follows on the stream sees the result without any wait of the host.
 
@@ -84,8 +85,6 @@ def _call(comm: Any, operation: Operation, stream: int) -> None:
         "reduce_scatter": lambda: comm.reduceScatter(source, target, other.size, kind, operator, stream),
         "broadcast": lambda: comm.broadcast(source, target, one.size, kind, peer, stream),
         "all_gather": lambda: comm.allGather(source, target, one.size, kind, stream),
-        "send": lambda: comm.send(source, one.size, kind, peer, stream),
-        "receive": lambda: comm.recv(target, one.size, kind, peer, stream),
     }
     calls[operation.name]()
 
@@ -95,8 +94,7 @@ def _exchange(comm: Any, operation: Operation, rank: int, size: int, stream: int
     what = operation.kind
     assert what is not None
     senders, receivers = what.senders(size, operation.peer), what.receivers(size, operation.peer)
-    nccl.groupStart()
-    try:
+    with _together():
         if rank in senders:
             for receiver in receivers:
                 piece = piece_of(operation, receiver, size)
@@ -105,8 +103,76 @@ def _exchange(comm: Any, operation: Operation, rank: int, size: int, stream: int
             assert operation.received is not None
             for sender, piece in zip(senders, rows(operation.received, len(senders)), strict=True):
                 comm.recv(piece.data.ptr, piece.size, nccl_type(piece), sender, stream)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Calls of NCCL of which none waits for another."""
+    nccl.groupStart()
+    try:
+        yield
     finally:
         nccl.groupEnd()
+
+
+class Message:
+    """A send or receive, and the stream that was current when it was started.
+
+    Args:
+        operation: the operation.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self._stream = cupy.cuda.get_current_stream()
+        self._event: Any = None
+
+    def put(self, comm: Any) -> None:
+        """Put it on its stream."""
+        operation = self.operation
+        if operation.name == "send":
+            array, call = operation.sent, comm.send
+        else:
+            array, call = operation.received, comm.recv
+        assert array is not None
+        call(array.data.ptr, array.size, nccl_type(array), operation.peer, self._stream.ptr)
+
+    def mark(self) -> None:
+        """It is on its stream."""
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self._event.record(self._stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._event is not None and bool(self._event.done)
+
+
+class Messages:
+    """Sends and receives that are put on their streams together, as late as somebody waits for one.
+
+    On a stream they would wait for each other in the order of the calls: two ranks that both start to receive and then
+    send would never come to the sending.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[Message] = []
+
+    def add(self, operation: Operation) -> Message:
+        """Keep an operation for the next `flush`."""
+        self._pending.append(Message(operation))
+        return self._pending[-1]
+
+    def flush(self, comm: Any) -> None:
+        """Put all that are kept on their streams."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        with _together():
+            for message in pending:
+                message.put(comm)
+        for message in pending:
+            message.mark()
 
 
 class NcclWork:

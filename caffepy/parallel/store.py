@@ -23,10 +23,6 @@ MISSING = "missing"
 Value = bytes | bytearray
 
 
-class StoreLostError(PeerError):
-    """The process that holds the store is gone, or out of reach; why may be known to whoever watches."""
-
-
 @dataclass(frozen=True)
 class Member:
     """Who a rank is.

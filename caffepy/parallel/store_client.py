@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.store import Member, State, StoreLostError, Value
+from caffepy.parallel.store import Member, State, Value
 from caffepy.parallel.store_wire import (
     Command,
     Outcome,
@@ -186,5 +186,5 @@ class StoreClient:
         if self._closed:
             return AbortedError("the store was closed")
         if isinstance(error, TimeoutError):
-            return StoreLostError(f"{self.server} does not answer")
-        return StoreLostError(f"{self.server} ended unexpectedly: it was killed, crashed or lost its network ({error})")
+            return PeerError(f"{self.server} does not answer")
+        return PeerError(f"{self.server} ended unexpectedly: it was killed, crashed or lost its network ({error})")

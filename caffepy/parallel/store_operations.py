@@ -40,11 +40,12 @@ class StoreOperations:
     def start(self, operation: Operation) -> Work:
         """`GroupCommunicator.start`."""
         if operation.name == "send":
-            self._put(self._message(self._rank, operation.peer, operation.tag), operation, 0, 1)
+            assert operation.peer is not None
+            self._put(self._message(self._rank, operation.peer, operation.tag, "sent"), operation, 0, 1)
             return Finished()
         if operation.name == "receive":
             assert operation.peer is not None
-            key = self._message(operation.peer, self._rank, operation.tag)
+            key = self._message(operation.peer, self._rank, operation.tag, "received")
             return StoreWork(self._store, operation, {operation.peer: key}, self._size)
         return self._start_collective(operation)
 
@@ -72,10 +73,10 @@ class StoreOperations:
         numbers = b"" if operation.sent is None else piece_of(operation, receiver, self._size)
         self._store.put(key, b"".join((header, memoryview(numbers).cast("B"))), reads)
 
-    def _message(self, sender: int, receiver: int | None, tag: int) -> str:
-        """The key of the next message from one rank to another."""
+    def _message(self, sender: int, receiver: int, tag: int, end: str) -> str:
+        """The key of the next message from one rank to another, counted at each end."""
         way = f"{sender}>{receiver}#{tag}"
-        return f"{way}/{self._next(way)}"
+        return f"{way}/{self._next(f'{end} {way}')}"
 
     def _next(self, what: str) -> int:
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.store import MEMBERS, MISSING, Member, MemoryStore, RankStore, State, StoreLostError
+from caffepy.parallel.store import MEMBERS, MISSING, Member, MemoryStore, RankStore, State
 from caffepy.parallel.store_client import StoreClient
 from caffepy.parallel.store_server import StoreServer
 from caffepy.parallel.store_wire import Command, Request, WireError, receive_reply, send_request
@@ -216,7 +216,7 @@ def test_the_end_of_the_server_is_told(net: Net) -> None:
     net.server.close()
     assert wait_for(watching) == "rank 0 gives up"
     assert str(wait_for(waiting)) == "rank 0 gives up"
-    with pytest.raises(StoreLostError, match="rank 0 ended unexpectedly"):
+    with pytest.raises(PeerError, match="rank 0 ended unexpectedly"):
         client.put("key", b"")
 
 

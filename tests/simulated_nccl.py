@@ -1,0 +1,165 @@
+"""CuPy and NCCL as far as process groups use them, on host memory; ranks are threads.
+
+`install` puts them in the place of the real ones, for a process of its own. Shows that pointers, counts and numbers go
+where NCCL's reference wants them; says nothing about streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.operations import Operation, Operator
+
+TYPES = {7: np.float32, 6: np.float16, 8: np.float64, 2: np.int32, 4: np.int64, 1: np.uint8}
+OPERATORS = {0: Operator.SUM, 1: Operator.PRODUCT, 2: Operator.MAX, 3: Operator.MIN, 4: Operator.AVG}
+STREAM = 77
+groups: dict[bytes, LocalGroup] = {}
+lock = threading.Lock()
+here = threading.local()
+
+
+class Array(np.ndarray):
+    """NumPy's, with the attributes by which CuPy's are known."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def array(values: Any) -> Array:
+    """A copy on the simulated device."""
+    return np.array(values).view(Array)
+
+
+def at(pointer: int, count: int, kind: int) -> np.ndarray:
+    """The numbers behind a pointer."""
+    dtype = np.dtype(TYPES[kind])
+    return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(pointer), dtype)
+
+
+class NcclCommunicator:
+    """NCCL's semantics; signatures as CuPy documents them."""
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        assert isinstance(unique_id, bytes) and len(unique_id) == 128
+        with lock:
+            group = groups.setdefault(unique_id, LocalGroup(size))
+        self.size, self.rank = size, rank
+        self.local = LocalCommunicator(group, rank)
+
+    def run(self, name: str, sent: Any, received: Any, op: int | None = None, peer: int | None = None) -> None:
+        operator = None if op is None else OPERATORS[op]
+        work = self.local.start(Operation(name, sent, received, operator, peer))
+        assert work.wait(30.0), name
+
+    def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
+        assert stream == STREAM
+        self.run("all_reduce", at(source, count, kind), at(target, count, kind), op)
+
+    def reduce(self, source: int, target: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
+        assert stream == STREAM
+        received = at(target, count, kind) if self.rank == root else None
+        self.run("reduce", at(source, count, kind), received, op, root)
+
+    def reduceScatter(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
+        assert stream == STREAM
+        self.run("reduce_scatter", at(source, count * self.size, kind), at(target, count, kind), op)
+
+    def broadcast(self, source: int, target: int, count: int, kind: int, root: int, stream: int) -> None:
+        assert stream == STREAM
+        own = self.rank == root
+        self.run(
+            "broadcast", at(source, count, kind) if own else None, None if own else at(target, count, kind), None, root
+        )
+
+    def allGather(self, source: int, target: int, count: int, kind: int, stream: int) -> None:
+        assert stream == STREAM
+        self.run("all_gather", at(source, count, kind), at(target, count * self.size, kind))
+
+    def send(self, source: int, count: int, kind: int, peer: int, stream: int) -> None:
+        assert stream == STREAM and (peer != self.rank or here.grouped is not None)
+        self.run("send", at(source, count, kind), None, None, peer)
+
+    def recv(self, target: int, count: int, kind: int, peer: int, stream: int) -> None:
+        assert stream == STREAM
+        if getattr(here, "grouped", None) is not None:
+            here.grouped.append(lambda: self.run("receive", None, at(target, count, kind), None, peer))
+        else:
+            self.run("receive", None, at(target, count, kind), None, peer)
+
+    def check_async_error(self) -> None:
+        assert self.local is not None
+
+    def abort(self) -> None:
+        self.local.abort()
+
+    def destroy(self) -> None:
+        self.local.close()
+
+
+def group_start() -> None:
+    assert getattr(here, "grouped", None) is None
+    here.grouped = []
+
+
+def group_end() -> None:
+    calls, here.grouped = here.grouped, None
+    for call in calls:
+        call()
+
+
+class Event:
+    """Everything is done when it is called."""
+
+    done = True
+
+    def __init__(self, disable_timing: bool) -> None:
+        assert disable_timing
+
+    def record(self, stream: Any = None) -> None:
+        assert stream is None or stream.ptr == STREAM
+
+
+class Device:
+    """A thread's current device."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def use(self) -> None:
+        here.device = self.number
+
+
+def install(gpus: int) -> None:
+    """Take the place of CuPy in this process."""
+    cupy: Any = ModuleType("cupy")
+    cuda: Any = ModuleType("cupy.cuda")
+    nccl: Any = ModuleType("cupy.cuda.nccl")
+    runtime: Any = ModuleType("cupy.cuda.runtime")
+    numbers = {name: number for number, name in enumerate(("SUM", "PROD", "MAX", "MIN", "AVG"))}
+    numbers.update({np.dtype(dtype).name.upper(): number for number, dtype in TYPES.items()})
+    for name, number in numbers.items():
+        setattr(nccl, f"NCCL_{name}", number)
+    nccl.available, nccl.NcclError, nccl.NcclCommunicator = True, RuntimeError, NcclCommunicator
+    nccl.groupStart, nccl.groupEnd = group_start, group_end
+    nccl.get_unique_id = lambda: bytes(range(128))
+    runtime.CUDARuntimeError = RuntimeError
+    runtime.deviceGetPCIBusId = lambda device: f"0000:{device:02X}:00.0"
+    runtime.getDeviceCount = lambda: gpus
+    cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
+    cuda.get_current_stream = lambda: SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
+    cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array
+    cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
+    cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
+    sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupy.cuda.runtime": runtime})

@@ -1,0 +1,91 @@
+"""The NCCL backend over simulated NCCL: real NCCL is tested by tests/gpu/test_distributed_gpu.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from laboratory import REPOSITORY, program_environment
+
+BEGIN = """
+import numpy as np, simulated_nccl
+simulated_nccl.install(gpus=%d)
+from collectives import Checker
+from process_groups import run_threads, free_port
+from caffepy.distributed.default import connect
+method = f"tcp://127.0.0.1:{free_port()}"
+def group(rank, size, device=None):
+    return connect("nccl", method, rank=rank, world_size=size, timeout=20, device=device)
+"""
+
+
+def run(code: str, gpus: int = 3) -> list[str]:
+    """The lines that a script prints, in a process whose CuPy is simulated."""
+    environment = program_environment({})
+    environment["PYTHONPATH"] = os.pathsep.join((str(Path(REPOSITORY, "tests")), environment["PYTHONPATH"]))
+    script = [sys.executable, "-c", BEGIN % gpus + code]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_operation_against_numpy(size: int) -> None:
+    code = f"""
+def work(rank):
+    with group(rank, {size}) as g:
+        assert g.communicator.memory == "gpu" and simulated_nccl.here.device == rank
+        return Checker(g, simulated_nccl.array, np.asarray).everything()
+print(*run_threads({size}, work), sep="\\n")
+"""
+    assert [int(checks) > 400 for checks in run(code)] == [True] * size
+
+
+def test_what_nccl_does_not_take() -> None:
+    code = """
+def work(rank):
+    with group(rank, 2) as g:
+        for call in (lambda: g.all_reduce(np.zeros(3)), lambda: g.send(simulated_nccl.array([1.0]), 1 - rank, tag=3)):
+            try:
+                call()
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}", flush=True)
+run_threads(2, work)
+"""
+    lines = run(code)
+    assert sum("all_reduce: array lies in host memory" in line for line in lines) == 2
+    assert sum("send: NCCL knows no tags: leave it out" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "message"),
+    [
+        (2, "None", "this host has 2 GPUs for 3 ranks: start fewer, or give each its device="),
+        (3, "1", "both use the GPU at 0000:01:00.0: give each its device="),
+        (1, "None", "both use the GPU at 0000:00:00.0"),
+    ],
+)
+def test_ranks_without_a_gpu_of_their_own(gpus: int, device: str, message: str) -> None:
+    code = f"print(*run_threads(3, lambda rank: group(rank, 3, {device})), sep='\\n')"
+    lines = run(code, gpus)
+    assert len(lines) == 3 and all(message in line for line in lines), lines
+
+
+def test_an_error_of_one_rank_ends_the_others_waits() -> None:
+    code = """
+def work(rank):
+    with group(rank, 3) as g:
+        g.barrier()
+        if rank == 1:
+            raise ValueError("injected")
+        g.all_reduce(simulated_nccl.array(np.zeros(4)))
+print(*run_threads(3, work), sep="\\n")
+"""
+    first, second, third = run(code)
+    assert second == "injected"
+    for rank, line in ((0, first), (2, third)):
+        assert line.startswith(f"rank {rank} on ") and "all_reduce SUM of 4 float64: rank 1 on " in line, line
+        assert line.endswith("ValueError: injected")
