@@ -13,9 +13,9 @@ from caffepy.parallel.operations import Operation, Operator, Work
 
 T = TypeVar("T")
 
-_SPINS = 100
-"""Looks at a request before the processor is left to others."""
-_SLEEPS = (0.0001, 0.002)
+_EAGER_SECONDS = 0.02
+"""For how long a wait looks again as soon as others have had the processor: MPI moves data only when called."""
+_PAUSES = (0.00005, 0.002)
 """Shortest and longest pause between looks after that."""
 
 
@@ -48,6 +48,8 @@ class MpiOperations:
         self._mpi = mpi
         self._comm = comm
         self._calls = calls
+        # MPI goes on writing to the arrays of an operation that nobody waits for any more: they must not be freed.
+        self._unfinished: set[MpiWork] = set()
 
     def start(self, operation: Operation) -> Work:
         """`GroupCommunicator.start`."""
@@ -56,7 +58,9 @@ class MpiOperations:
             request = self._calls.call(lambda: self._request(operation, buffers.sent, buffers.received))
         except self._mpi.Exception as error:
             raise PeerError(f"MPI's {operation.name} failed: {error}") from error
-        return MpiWork(self._mpi, self._calls, request, buffers)
+        work = MpiWork(self._mpi, self._calls, request, buffers, self._unfinished.discard)
+        self._unfinished.add(work)
+        return work
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """`GroupCommunicator.empty`."""
@@ -133,14 +137,18 @@ class MpiWork:
         calls: carries the calls to a thread that may make them.
         request: MPI's request.
         buffers: the operation's arrays.
+        on_end: called with this work when it has ended.
     """
 
-    def __init__(self, mpi: Any, calls: Calls, request: Any, buffers: _Buffers) -> None:
+    def __init__(
+        self, mpi: Any, calls: Calls, request: Any, buffers: _Buffers, on_end: Callable[[MpiWork], None]
+    ) -> None:
         self._mpi = mpi
         self._calls = calls
         self._request = request
         self._operation = buffers.operation
         self._buffers = buffers
+        self._on_end = on_end
         self._status = mpi.Status()
 
     @property
@@ -149,15 +157,13 @@ class MpiWork:
         return [peer] if self._operation.kind is None and peer is not None else []
 
     def wait(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        looks = 0
+        begin = time.monotonic()
         while not self._test():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - begin
+            if waited >= seconds:
                 return False
-            looks += 1
-            if looks > _SPINS:
-                time.sleep(min(left, _SLEEPS[1], _SLEEPS[0] * (looks - _SPINS)))
+            pause = 0.0 if waited < _EAGER_SECONDS else min(_PAUSES[1], max(_PAUSES[0], waited / 1000))
+            time.sleep(min(seconds - waited, pause))
         self._finish()
         return True
 
@@ -170,6 +176,7 @@ class MpiWork:
             raise PeerError(f"MPI's {self._operation.name} failed: {error}") from error
 
     def _finish(self) -> None:
+        self._on_end(self)
         if self._operation.name == "receive":
             count, room = self._status.Get_count(self._mpi.BYTE), self._buffers.received.nbytes
             if count != room:
