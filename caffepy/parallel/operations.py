@@ -119,7 +119,8 @@ class Work(Protocol):
         """The ranks that it still waits for, where that is known; else empty."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for its end; whether it came. The result is there, and `sent` is free, only then.
+        """Wait at most so long for its end; whether it came. The result is there, and `sent` is free, only then. Not
+        called again after that.
 
         Raises:
             UserError: another rank called something else.
