@@ -151,4 +151,5 @@ def test_calibrated_by_what_bench_prints(capsys: pytest.CaptureFixture[str]):
     assert re.fullmatch(r"a.txt: the fitted line is off by \d+% at most", above[0])
     assert rows[0]["communication"] > 0
     above, rows = plan(capsys, *options[:-1], "--nodes=2", "--calibrate-network=a.txt", "--algorithm=recursive-halving")
-    assert above[-2].startswith("Between nodes: ") and rows[0]["communication"] > 0
+    assert any(line.startswith("Between nodes: ") for line in above)
+    assert rows[0]["communication"] > 0

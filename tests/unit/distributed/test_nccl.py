@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,5 +88,7 @@ print(*run_threads(3, work), sep="\\n")
     first, second, third = run(code)
     assert second == "injected"
     for rank, line in ((0, first), (2, third)):
-        assert line.startswith(f"rank {rank} on ") and "all_reduce SUM of 4 float64: rank 1 on " in line, line
+        # Who was still in the barrier when rank 1 fell out, hears of it there.
+        found = re.match(rf"rank {rank} on .*: (barrier|all_reduce SUM of 4 float64): rank 1 on ", line)
+        assert found, line
         assert line.endswith("ValueError: injected")
