@@ -80,8 +80,8 @@ class Fusion:
         found = self._next(index, "ReLU")
         if found is None or len(node.tops) != 1 or not self._is_plain_relu(found):
             return
-        if node.layer.type == "InnerProduct" and len(node.tops[0].shape) != 2:
-            return
+        if node.layer.type == "InnerProduct" and (len(node.tops[0].shape) != 2 or len(node.layer.blobs) < 2):
+            return  # the ReLU is part of the pass that adds the bias, and its gradient's sums are for axis 1
         relu = self._nodes[found]
         fused = FusedActivation([node.layer, relu.layer])
         self._claim(

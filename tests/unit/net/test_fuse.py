@@ -61,6 +61,13 @@ NETS = {
           weight_filler { type: "xavier" } } }
           layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
         ["i + i_relu"]),
+    "inner product without a bias": (
+        DATA + """layer { name: "i" type: "InnerProduct" bottom: "data" top: "i" inner_product_param {
+          num_output: 9 bias_term: false weight_filler { type: "xavier" } } }""" + relu("i")
+        + """layer { name: "ip" type: "InnerProduct" bottom: "i" top: "ip" inner_product_param { num_output: 4
+          weight_filler { type: "xavier" } } }
+          layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
+        ["i", "i_relu"]),
     "normalisation in place": (
         DATA + convolution("c", "data", "c") + norm("n", "c", "c") + relu("c") + LOSS % "c",
         ["c", "n + n_scale + c_relu"]),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from training import build_solver, weights_of
 
+from caffepy.errors import ConfigError
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
@@ -60,6 +61,13 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved() -> None:
         solver.step(1)
         assert any(not np.array_equal(before[0][name], values) for name, values in weights_of(solver.net).items())
         assert loss_scale(solver) == 512
+
+
+def test_a_loss_weight_that_the_scale_does_not_reach_is_refused() -> None:
+    net = "global_grad_scale: 8 " + NET.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param')
+    message = "a loss_weight here does not go with global_grad_scale"
+    with pytest.raises(ConfigError, match=message), build_solver(SOLVER, net):
+        pytest.fail("it was accepted")
 
 
 def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
