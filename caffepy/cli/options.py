@@ -92,23 +92,17 @@ def positive(text: str) -> int:
 
 def positive_seconds(text: str) -> float:
     """A number of seconds above 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
-    return seconds
+    return positive_number(text, "a number of seconds")
 
 
-def positive_number(text: str) -> float:
-    """A number above 0."""
+def positive_number(text: str, what: str = "a number") -> float:
+    """A number above 0; `what` it is, for the message."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not {what} above 0")
     return number
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.backend import Channel, Each, expression
+from caffepy.backend.composed import identity, scaled
+from caffepy.backend.composed import plus as total
 
-
-@expression
-def identity(x: Each) -> Each:
-    return x
-
-
-@expression
-def scaled(x: Each, factor: Scalar) -> Each:
-    return x * factor
+__all__ = [
+    "identity", "product", "product_plus", "product_with_channel", "scaled", "total", "total_with_channel",
+]  # fmt: skip
 
 
 @expression
@@ -23,11 +19,6 @@ def product(x: Each, y: Each) -> Each:
 @expression
 def product_plus(x: Each, y: Each, z: Each) -> Each:
     return x * y + z
-
-
-@expression
-def total(x: Each, y: Each) -> Each:
-    return x + y
 
 
 @expression
