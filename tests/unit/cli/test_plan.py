@@ -145,7 +145,12 @@ def test_calibrated_by_what_bench_prints(capsys: pytest.CaptureFixture[str]):
     sizes = ("4K", "16K", "64K", "256K")
     bench = ("bench", "allreduce", "--cpu", "--cpu-solvers=2", "--iterations=3", f"--sizes={','.join(sizes)}")
     assert main(list(bench)) == 0
-    Path("a.txt").write_text(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    # The table as it is printed, its times made those of a steady machine: a busy one may seem to have no line at all.
+    row = re.compile(r"^( *(\d+) +\d+ +float32 +)[\d.]+", re.MULTILINE)
+    steady = row.sub(lambda found: f"{found[1]}{100 + int(found[2]) / 1000:.2f}", printed)
+    assert len(row.findall(printed)) == len(sizes)
+    Path("a.txt").write_text(steady)
     options = ("--solver=solver.prototxt", *GIVEN, "--gpus-per-node=2")
     above, rows = plan(capsys, *options, "--calibrate=a.txt")
     assert re.fullmatch(r"a.txt: the fitted line is off by \d+% at most", above[0])
