@@ -48,15 +48,18 @@ print(*run_threads({size}, work), sep="\\n")
 def test_what_nccl_does_not_take() -> None:
     code = """
 def work(rank):
+    errors = []
     with group(rank, 2) as g:
         for call in (lambda: g.all_reduce(np.zeros(3)), lambda: g.send(simulated_nccl.array([1.0]), 1 - rank, tag=3)):
             try:
                 call()
             except Exception as error:
-                print(f"{type(error).__name__}: {error}", flush=True)
-run_threads(2, work)
+                errors.append(f"{type(error).__name__}: {error}")
+    return "\\n".join(errors)
+print(*run_threads(2, work), sep="\\n")
 """
     lines = run(code)
+    assert len(lines) == 4
     assert sum("all_reduce: array lies in host memory" in line for line in lines) == 2
     assert sum("send: NCCL knows no tags: leave it out" in line for line in lines) == 2
 

@@ -104,14 +104,14 @@ def test_made_up_data_leave_the_rest_alone():
     assert made_up.layer[0].include[0].phase == caffe_pb2.TRAIN
 
 
-def gradients(text: str, fuse: bool = False) -> tuple[Gradient, ...]:
+def gradients(text: str, *, bias: bool = False, fuse: bool = False) -> tuple[Gradient, ...]:
     net = caffe_pb2.NetParameter()
     net.layer.add(name="in", type="Input", top=["x"]).input_param.shape.add(dim=[2, 3])
     for line in text.split():
         name, share, rate = line.split(":")
         layer = net.layer.add(name=name, type="InnerProduct", bottom=[net.layer[-1].top[0]], top=[name])
         layer.inner_product_param.num_output = 3
-        layer.inner_product_param.bias_term = False
+        layer.inner_product_param.bias_term = bias
         layer.param.add(name=share, lr_mult=float(rate))
         net.layer.add(name=f"{name}/relu", type="ReLU", bottom=[name], top=[name])
     return gradients_of(Net(net, LayerContext(DryBackend()), fuse=fuse))
@@ -131,7 +131,10 @@ def test_what_is_not_learned_is_not_exchanged():
 
 
 def test_members_of_fused_layers_are_found():
-    assert gradients("a:a:1 b:b:1", fuse=True) == (Gradient(2, 256), Gradient(1, 256))
+    """Only with a bias is a ReLU fused with its InnerProduct; weights and bias, the last layer's first."""
+    layers = [gradient.layer for gradient in gradients("a:a:1 b:b:1", bias=True, fuse=True)]
+    assert layers == [2, 2, 1, 1]
+    assert [gradient.layer for gradient in gradients("a:a:1 b:b:1", bias=True)] == [3, 3, 1, 1]
 
 
 def test_a_solvers_settings_replace_the_profiles(folder: Path):
