@@ -37,7 +37,7 @@ from typing import Any
 
 import cupy
 
-from caffepy.backend.base import Normalisation, mask_bytes
+from caffepy.backend.arguments import Normalisation, mask_bytes
 from caffepy.backend.cuda import CudaBackend
 
 try:

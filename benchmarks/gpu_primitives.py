@@ -36,7 +36,7 @@ from typing import Any
 import cupy
 
 from caffepy.backend import Channel, Each, Geometry, RandomStream, Scalar, expression
-from caffepy.backend.base import STORAGE
+from caffepy.backend.arguments import STORAGE
 from caffepy.backend.cuda import CudaBackend
 
 try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from caffepy.files import atomic_write
 
 if TYPE_CHECKING:
-    from caffepy.backend.base import Stamp
+    from caffepy.backend.protocols import Stamp
 
 ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
 """What a device does, in the order in which the rows are shown; others, such as buckets', come after them."""

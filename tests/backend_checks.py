@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from caffepy.backend import Backend, Channel, Each, Geometry, RandomStream, Scalar, expression
-from caffepy.backend.base import spatial_output
+from caffepy.backend.arguments import spatial_output
 
 TOLERANCE = 1e-5
 """Allowed distance relative to the array's largest value: what float32 gives."""

@@ -9,7 +9,7 @@ import numpy as np
 from backend_checks import close, dirty, normal, place
 
 from caffepy.backend import Backend
-from caffepy.backend.base import Normalisation, mask_bytes
+from caffepy.backend.arguments import Normalisation, mask_bytes
 
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Allowed distance relative to an array's largest value."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from caffepy.backend.base import MATH_MODES, Array, Backend, Convolution, Geometry, RandomStream
+from caffepy.backend.arguments import MATH_MODES, Array, Geometry, RandomStream
+from caffepy.backend.base import Backend
 from caffepy.backend.expression import Channel, Each, Expression, Scalar, expression
+from caffepy.backend.protocols import Convolution
 
 __all__ = [
     "MATH_MODES",

@@ -2,7 +2,7 @@
 
 A layer says what is computed, a backend how. A backend belongs to one device and one solver thread.
 `cpu.py` implements it with NumPy and numba, `cuda.py` with CuPy and cuDNN; nothing else in caffepy knows
-which of them it runs on.
+which of them it runs on. What primitives are given is in `arguments.py`, what a backend hands out in `protocols.py`.
 
 Arrays are NumPy's or CuPy's. Their logical order is Caffe's (N, C, H, W); in memory a 4-D array that the
 backend allocated is channels last (N, H, W, C), all others are C-contiguous. Two arrays of one shape from
@@ -23,169 +23,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from caffepy.backend.arguments import Array, Counter, Geometry, Normalisation, RandomStream, storage_dtype
 from caffepy.backend.expression import Expression
 from caffepy.backend.input import InputPrimitives
-
-Array = Any
-"""A numpy.ndarray or cupy.ndarray."""
-
-MATH_MODES = ("fp32", "tf32")
-"""How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
-
-STORAGE = ("float32", "float16", "bfloat16")
-"""What a blob's elements can be kept in."""
-
-def storage_dtype(storage: str) -> str:
-    """The dtype of arrays that are kept in a storage; any other dtype's name is its own."""
-    return "uint16" if storage == "bfloat16" else storage
-
-
-PRODUCT_WORKSPACE = 32 * 2**20
-"""Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
-
-Counter = Any
-"""Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
-in device memory, which a captured graph reads anew each time it runs."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How a window moves over the spatial axes of a blob, one entry for each spatial axis.
-
-    Args:
-        kernel: window size.
-        stride: step.
-        pad: zeros put before and after.
-        dilation: distance of the window's elements.
-        group: into how many groups input and output channels are divided (convolution only).
-    """
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    pad: tuple[int, ...]
-    dilation: tuple[int, ...]
-    group: int = 1
-
-
-@dataclass(frozen=True)
-class RandomStream:
-    """Key of a counter-based random sequence (Philox 4x32-10, Salmon et al., SC11).
-
-    The number for element i (logical order, within its sample) of global sample s is a function of
-    (seed, stream, pass_number, s, i) alone, so it does not depend on how samples are spread over devices.
-
-    Args:
-        seed: the solver's random_seed, 64 bits.
-        stream: tells apart the users of randomness of one net, e.g. a hash of the layer's name; 32 bits.
-    """
-
-    seed: int
-    stream: int
-
-
-@dataclass
-class Normalisation:
-    """The arrays of one batch normalisation, float32 of shape (C,) but for the count.
-
-    Args:
-        mean: of the present batch, or the stored one.
-        inverse: 1 / sqrt(variance + epsilon), likewise.
-        scale: factor after normalising.
-        bias: term after that.
-        sum_mean: running sum of means (Caffe's blob 0).
-        sum_variance: running sum of variances (blob 1).
-        count: shape (1,), the weight of what the sums hold (blob 2).
-        epsilon: added to the variance.
-        fraction: what of the running sums is kept at each batch.
-    """
-
-    mean: Array
-    inverse: Array
-    scale: Array
-    bias: Array
-    sum_mean: Array
-    sum_variance: Array
-    count: Array
-    epsilon: float
-    fraction: float
-
-
-class Graph(Protocol):
-    """Captured work."""
-
-    def launch(self) -> None:
-        """Replay it on the backend's stream; returns at once."""
-
-
-class Mark(Protocol):
-    """A place in the backend's work."""
-
-    def wait(self) -> None:
-        """Wait until everything before it is done."""
-
-
-class Stamp(Protocol):
-    """A place in the backend's work, with the time at which it came there."""
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Seconds from an earlier stamp of the same backend to this one; waits until this place is reached."""
-
-
-class Fetch(Protocol):
-    """An array on its way to the host."""
-
-    def get(self) -> Any:
-        """The NumPy array; waits for it."""
-
-
-class Mailbox(Protocol):
-    """Numbers that change from iteration to iteration, where captured work finds them."""
-
-    @property
-    def array(self) -> Array:
-        """All numbers, float32."""
-
-    @property
-    def values(self) -> Sequence[Array | float]:
-        """Each number, as a Scalar argument of a formula; asked for anew whenever work is put on the stream."""
-
-    @property
-    def counters(self) -> Sequence[Counter | None]:
-        """Each counter, as `dropout` takes it; None where host numbers do."""
-
-    def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
-        """Let the work that is put on the stream from now on see these."""
-
-
-class Convolution(Protocol):
-    """A convolution of fixed shapes, planned once (algorithm, workspace) and run many times.
-
-    Shapes for two spatial axes: x (N, C, H, W), weights (num_output, C / group, kernel_h, kernel_w),
-    bias (num_output,), y (N, num_output, H', W'). x, y, dx, dy and the weights given to `forward` and `backward_data`
-    are of the storage it was planned for; bias and dweights are float32.
-    """
-
-    @property
-    def gives_sums(self) -> bool:
-        """Whether `forward` can also add up y for each channel."""
-
-    def forward(
-        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
-    ) -> None:
-        """y = weights * x (+ bias), or max(that, 0): cross-correlation, as every Caffe computes it.
-
-        `sums`, float32 of shape (2, num_output), gets the sum of y and of y^2 for each channel; it may be given only
-        where `gives_sums` holds, and without bias and relu.
-        """
-
-    def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
-        """dx = the transposed convolution of dy with weights; also Deconvolution's forward pass."""
-
-    def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
-        """dweights (+)= correlation of x with dy, summed over the batch."""
+from caffepy.backend.protocols import Convolution, Fetch, Graph, Mailbox, Mark, Stamp
 
 
 class Backend(InputPrimitives, ABC):
@@ -289,7 +132,7 @@ class Backend(InputPrimitives, ABC):
 
     def place(self, arena: Array, offset: int, shape: tuple[int, ...], storage: str = "float32") -> Array:
         """An array of undefined values within an arena, from byte `offset` on, in the memory order of `zeros`."""
-        import numpy as np  # not above: the command line's options read this module's constants
+        import numpy as np  # not above: the command line's options read constants of this package
 
         dtype = storage_dtype(storage)
         size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -544,25 +387,3 @@ class Backend(InputPrimitives, ABC):
     @abstractmethod
     def all_finite(self, array: Array) -> bool:
         """Whether no element is NaN or infinite; waits for the device."""
-
-
-def convolution_workspace(own: int) -> int:
-    """Bytes that a convolution on a GPU may use beside its arrays of `own` bytes: small nets should stay small."""
-    return min(2**30, 2**25 + 4 * own)
-
-
-def gpu_workspace(own: int) -> int:
-    """`Backend.workspace` of a GPU: what its largest convolution may use, and what cuBLAS has."""
-    return PRODUCT_WORKSPACE + (convolution_workspace(own) if own else 0)
-
-
-def mask_bytes(size: int) -> int:
-    """Bytes of a mask with one bit for each of `size` elements; a multiple of 16, so that it can be written wide."""
-    return -(-size // 128) * 16
-
-
-def spatial_output(size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
-    """Convolution's output size along one axis: floor((size + 2 pad - (dilation (kernel - 1) + 1)) / stride) + 1."""
-    return (size + 2 * pad - (dilation * (kernel - 1) + 1)) // stride + 1
-
-

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from math import sqrt
 
-from caffepy.backend.base import Array, Backend, Counter, Normalisation, RandomStream
+from caffepy.backend.arguments import Array, Counter, Normalisation, RandomStream
+from caffepy.backend.base import Backend
 from caffepy.backend.expression import Channel, Each, Scalar, expression
 
 _Draw = tuple[int, tuple[int, ...]]

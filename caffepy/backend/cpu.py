@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cpu_lrn, cpu_pooling, cpu_random, cpu_softmax
-from caffepy.backend.base import Array, Convolution, Counter, Fetch, Geometry, Mailbox, Mark, RandomStream, Stamp
+from caffepy.backend.arguments import Array, Counter, Geometry, RandomStream
 from caffepy.backend.composed import Composed
 from caffepy.backend.cpu_blas import BLAS
 from caffepy.backend.cpu_convolution import TileConvolution
@@ -22,6 +22,7 @@ from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.mailbox import Done, HostFetch, HostMailbox, HostStamp
+from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp
 from caffepy.errors import DeviceError, OutOfMemoryError
 
 _LAST = (0, 2, 3, 1)

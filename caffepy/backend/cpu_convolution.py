@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Geometry, spatial_output
+from caffepy.backend.arguments import Geometry, spatial_output
 from caffepy.backend.cpu_correlation import Correlation, Padding, Taps
 from caffepy.backend.cpu_runtime import Pinned
 from caffepy.backend.cpu_vector import WIDTH

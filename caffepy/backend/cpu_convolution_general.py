@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Geometry, spatial_output
+from caffepy.backend.arguments import Geometry, spatial_output
 
 
 class GeneralConvolution:

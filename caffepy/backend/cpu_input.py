@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.backend.arguments import Array, Counter
 from caffepy.backend.cpu_runtime import Bytes, Float, Floats, Int, Ints, kernel
-from caffepy.backend.input import Array, Counter, HostRing, ImageSlot, InputPrimitives, InputRing
+from caffepy.backend.input import HostRing, ImageSlot, InputPrimitives, InputRing
 
 
 @kernel

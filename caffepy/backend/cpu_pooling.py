@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.base import Geometry
+from caffepy.backend.arguments import Geometry
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, kernel
 from caffepy.backend.cpu_vector import VECTOR, WIDTH, Writer, ahead, ahead_int
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import RandomStream
+from caffepy.backend.arguments import RandomStream
 from caffepy.backend.cpu_runtime import Floats, Int, device_function, kernel
 
 _WORD = np.uint64(0xFFFFFFFF)

@@ -19,20 +19,14 @@ from caffepy.backend import (
     cuda_reduce,
     cuda_windows,
 )
-from caffepy.backend.base import (
+from caffepy.backend.arguments import (
     MATH_MODES,
     STORAGE,
     Array,
-    Convolution,
     Counter,
-    Fetch,
     Geometry,
-    Graph,
-    Mailbox,
-    Mark,
     Normalisation,
     RandomStream,
-    Stamp,
     gpu_workspace,
 )
 from caffepy.backend.composed import Composed
@@ -54,6 +48,7 @@ from caffepy.backend.cuda_input import CudaInput
 from caffepy.backend.cuda_normalise import Normaliser
 from caffepy.backend.cuda_problem import Problem
 from caffepy.backend.expression import Expression
+from caffepy.backend.protocols import Convolution, Fetch, Graph, Mailbox, Mark, Stamp
 from caffepy.errors import ConfigError
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_decisions import Decision, cache_file, decisions
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import c_type, launch, launch_blocks, library_kernel

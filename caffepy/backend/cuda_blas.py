@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from caffepy.backend.base import PRODUCT_WORKSPACE, Array
+from caffepy.backend.arguments import PRODUCT_WORKSPACE, Array
 from caffepy.backend.cuda_device import EXTRA, PURPOSE, cupy
 from caffepy.backend.cuda_memory import Scratch
 from caffepy.backend.cuda_small_product import small_product, suits_small_product

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_copy import copy, in_c_order
 from caffepy.backend.cuda_kernels import MAX_BLOCKS, argument, defines, launch, library_kernel
 from caffepy.backend.cuda_layout import find_period, memory_axes

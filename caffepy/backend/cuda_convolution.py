@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_blas import Blas
 from caffepy.backend.cuda_elementwise import apply
 from caffepy.backend.cuda_kernels import aligned

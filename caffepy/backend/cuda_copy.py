@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import C_TYPES, THREADS, defines, divider, library_kernel
 from caffepy.backend.cuda_layout import Axis, collapse, widest

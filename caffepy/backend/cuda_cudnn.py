@@ -10,7 +10,7 @@ import math
 from enum import Enum
 from typing import Any
 
-from caffepy.backend.base import convolution_workspace
+from caffepy.backend.arguments import convolution_workspace
 from caffepy.backend.cuda_convolution import Resources
 from caffepy.backend.cuda_problem import Direction, Problem, Task
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_convolution import Operands, Resources, identity, write_result
 from caffepy.backend.cuda_cudnn import BIAS, FIRST, OUT, SECOND, SQUARES, SUM, CudnnGraph, Plans
 from caffepy.backend.cuda_device import cupy

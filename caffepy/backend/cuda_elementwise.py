@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_copy import copy
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import C_TYPES, THREADS, compiled, divider, kernel_text

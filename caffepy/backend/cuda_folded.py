@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_convolution import Candidate, Operands, Resources, Source
 from caffepy.backend.cuda_cudnn_plans import cudnn_candidates
 from caffepy.backend.cuda_folding import FoldedProblem, Folding, foldings

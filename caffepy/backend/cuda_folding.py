@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from caffepy.backend.base import Geometry, convolution_workspace
+from caffepy.backend.arguments import Geometry, convolution_workspace
 from caffepy.backend.cuda_problem import Direction, Problem
 
 MOST_FOLDED_CHANNELS = 64

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array, Counter
+from caffepy.backend.arguments import Array, Counter
 from caffepy.backend.cuda_device import cupy
 from caffepy.errors import RunError
 

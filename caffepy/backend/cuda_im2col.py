@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_convolution import Operands, Resources
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import C_TYPES, launch, library_kernel

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import cuda_memory
-from caffepy.backend.base import Array, Counter
+from caffepy.backend.arguments import Array, Counter
 from caffepy.backend.cuda_device import GIBIBYTE, cupy
 from caffepy.backend.cuda_kernels import (
     THREADS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_device import cupy
 
 THREADS = 256

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array, storage_dtype
+from caffepy.backend.arguments import Array, storage_dtype
 from caffepy.backend.cuda_device import cupy, device_memory
 
 TICKETS = 1024

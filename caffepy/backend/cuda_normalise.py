@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array, Normalisation
+from caffepy.backend.arguments import Array, Normalisation
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import C_TYPES, argument, compiled, kernel_text, launch, library_kernel
 from caffepy.backend.cuda_layout import find_period

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from caffepy.backend.base import Geometry, spatial_output, storage_dtype
+from caffepy.backend.arguments import Geometry, spatial_output, storage_dtype
 
 
 class Direction(Enum):

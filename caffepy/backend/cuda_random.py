@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array, Counter, RandomStream
+from caffepy.backend.arguments import Array, Counter, RandomStream
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import MAX_BLOCKS, THREADS, c_type, defines, divider, library_kernel
 from caffepy.backend.cuda_memory import raw

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_copy import copy
 from caffepy.backend.cuda_elementwise import (
     Argument,

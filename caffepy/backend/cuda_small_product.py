@@ -6,7 +6,7 @@ warps of a block do that in one.
 
 from __future__ import annotations
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import aligned, c_type, defines, launch_blocks, library_kernel
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.base import Array, Geometry
+from caffepy.backend.arguments import Array, Geometry
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import THREADS, c_type, defines, divider, library_kernel
 from caffepy.backend.cuda_layout import widest

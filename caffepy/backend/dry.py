@@ -15,21 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import (
-    Array,
-    Backend,
-    Convolution,
-    Fetch,
-    Geometry,
-    Mailbox,
-    Mark,
-    Stamp,
-    gpu_workspace,
-    spatial_output,
-    storage_dtype,
-)
+from caffepy.backend.arguments import Array, Geometry, gpu_workspace, spatial_output, storage_dtype
+from caffepy.backend.base import Backend
 from caffepy.backend.dry_array import SETUP, DryArray, Memory
 from caffepy.backend.mailbox import Done, HostMailbox, HostStamp
+from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp
 
 
 def _arrays(values: Iterable[Any]) -> Iterator[DryArray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import storage_dtype
+from caffepy.backend.arguments import storage_dtype
 
 SETUP = -1
 """The step before a net's first one."""

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Array = Any
-Counter = Any
+from caffepy.backend.arguments import Array, Counter
 
 ALIGNMENT = 256
 """Slots and their parts begin at multiples of this many bytes."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.backend.base import Array, Counter
+from caffepy.backend.arguments import Array, Counter
 
 
 class HostMailbox:

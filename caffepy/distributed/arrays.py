@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.errors import UserError
 from caffepy.parallel.operations import Operator, rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.distributed.arrays import Parts
 from caffepy.distributed.default import get_group
 from caffepy.distributed.handle import Handle

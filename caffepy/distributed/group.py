@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operator, take_array, take_parts
 from caffepy.distributed.base import BaseGroup
 from caffepy.distributed.handle import Handle

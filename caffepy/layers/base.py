@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
-from caffepy.backend.base import Array, Backend, Counter, RandomStream
+from caffepy.backend.arguments import Array, Counter, RandomStream
+from caffepy.backend.base import Backend
 from caffepy.blob import Blob, format_shape
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, ShapeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caffepy.backend import Array, Channel, Each, expression
-from caffepy.backend.base import Normalisation
+from caffepy.backend.arguments import Normalisation
 from caffepy.backend.composed import scaled, squared_distance
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.temporary import Temporary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Convolution, Geometry
-from caffepy.backend.base import spatial_output
+from caffepy.backend.arguments import spatial_output
 from caffepy.blob import Blob
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.layers.formulas import identity, total_with_channel

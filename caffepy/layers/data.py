@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.base import RandomStream
+from caffepy.backend.arguments import RandomStream
 from caffepy.backend.input import ByteImages
 from caffepy.blob import check_shape
 from caffepy.data import random

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caffepy.backend import Array, RandomStream
-from caffepy.backend.base import Counter
+from caffepy.backend.arguments import Counter
 from caffepy.layers.base import Blobs, Layer, register_layer
 from caffepy.proto import caffe_pb2
 

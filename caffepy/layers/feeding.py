@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from caffepy.backend.base import Array, Backend, Counter
+from caffepy.backend.arguments import Array, Counter
+from caffepy.backend.base import Backend
 from caffepy.backend.input import ByteImages, ImageSlot, InputRing, aligned_size
 from caffepy.data.prefetch import Batch
 from caffepy.layers.base import Blobs

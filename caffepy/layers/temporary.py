@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from caffepy.backend.base import Array, Backend
+from caffepy.backend.arguments import Array
+from caffepy.backend.base import Backend
 
 
 class Temporary:

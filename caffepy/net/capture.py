@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from caffepy.backend import Backend
-from caffepy.backend.base import Graph
+from caffepy.backend.protocols import Graph
 
 log = logging.getLogger(__name__)
 

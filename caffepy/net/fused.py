@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, expression
-from caffepy.backend.base import Normalisation, mask_bytes
+from caffepy.backend.arguments import Normalisation, mask_bytes
 from caffepy.layers.base import Blobs, Layer
 from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.convolution import ConvolutionLayer

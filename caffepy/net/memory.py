@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caffepy.backend.base import Array, Backend
+from caffepy.backend.arguments import Array
+from caffepy.backend.base import Backend
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import OutOfMemoryError
 from caffepy.layers.base import LayerContext, layer_class

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from caffepy.backend.base import Array, Backend
+from caffepy.backend.arguments import Array
+from caffepy.backend.base import Backend
 from caffepy.blob import Blob, format_shape
 from caffepy.layers.base import Layer
 from caffepy.proto import caffe_pb2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from caffepy.backend import Backend
-from caffepy.backend.base import Stamp
+from caffepy.backend.protocols import Stamp
 
 _BEHIND = 8
 """Exchanges after which a device has surely done one: looking at its times then waits for nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 
 if TYPE_CHECKING:
     from caffepy.parallel.operations import Operation, Work

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.errors import AbortedError, MissingExtraError, PeerError
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.nccl_operations import Messages, NcclWork, enqueue, nccl_operator, nccl_type

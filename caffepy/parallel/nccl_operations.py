@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.errors import MissingExtraError
 from caffepy.parallel.operations import Operation, Operator, piece_of, rows
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 
 
 class Operator(Enum):

@@ -23,7 +23,7 @@ import numpy as np
 
 from caffepy import snapshot
 from caffepy.backend import Array, Backend, Expression
-from caffepy.backend.base import Fetch, Mark
+from caffepy.backend.protocols import Fetch, Mark
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError, RunError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 
 from caffepy.backend import Each, Expression, Scalar, expression
-from caffepy.backend.base import Array
+from caffepy.backend.arguments import Array
 from caffepy.net import Net
 
 FIRST_LOSS_SCALE = 4096.0

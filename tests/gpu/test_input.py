@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.backend.base import storage_dtype
+from caffepy.backend.arguments import storage_dtype
 from caffepy.backend.input import HostRing, ImageSlot, InputPrimitives, aligned_size
 from caffepy.blob import Blob
 from caffepy.data.lmdb_write import record_key, write_datums

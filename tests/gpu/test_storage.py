@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Backend, Channel, Each, Geometry, RandomStream, Scalar, expression
-from caffepy.backend.base import STORAGE
+from caffepy.backend.arguments import STORAGE
 
 some = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 storages = pytest.mark.parametrize("storage", STORAGE)

@@ -9,7 +9,7 @@ import convolution_reference as reference
 import numpy as np
 import pytest
 
-from caffepy.backend.base import Geometry
+from caffepy.backend.arguments import Geometry
 from caffepy.backend.cuda_folding import FoldedProblem, Folding, foldings
 from caffepy.backend.cuda_problem import Direction, Problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caffepy.backend.base import Geometry
+from caffepy.backend.arguments import Geometry
 from caffepy.backend.cuda_problem import Direction, Problem, Task
 from caffepy.backend.cuda_tiling import SHARED_LIMIT, shape_of, tilings
 

@@ -7,7 +7,8 @@ import inspect
 import pytest
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.base import Backend, Normalisation, RandomStream
+from caffepy.backend.arguments import Normalisation, RandomStream
+from caffepy.backend.base import Backend
 from caffepy.backend.dry import DryBackend
 from caffepy.backend.dry_array import SETUP, DryArray
 

@@ -1,0 +1,113 @@
+"""What primitives are given: arrays and how these are stored, windows, random sequences, normalisations; their sizes.
+
+Nothing here computes or belongs to a device. The sizes are those that a net must know before there are arrays: of
+outputs, of masks, and of what a GPU takes for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any
+"""A numpy.ndarray or cupy.ndarray."""
+
+MATH_MODES = ("fp32", "tf32")
+"""How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
+
+STORAGE = ("float32", "float16", "bfloat16")
+"""What a blob's elements can be kept in."""
+
+Counter = Any
+"""Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
+in device memory, which a captured graph reads anew each time it runs."""
+
+PRODUCT_WORKSPACE = 32 * 2**20
+"""Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
+
+
+def storage_dtype(storage: str) -> str:
+    """The dtype of arrays that are kept in a storage; any other dtype's name is its own."""
+    return "uint16" if storage == "bfloat16" else storage
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a window moves over the spatial axes of a blob, one entry for each spatial axis.
+
+    Args:
+        kernel: window size.
+        stride: step.
+        pad: zeros put before and after.
+        dilation: distance of the window's elements.
+        group: into how many groups input and output channels are divided (convolution only).
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+    dilation: tuple[int, ...]
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class RandomStream:
+    """Key of a counter-based random sequence (Philox 4x32-10, Salmon et al., SC11).
+
+    The number for element i (logical order, within its sample) of global sample s is a function of
+    (seed, stream, pass_number, s, i) alone, so it does not depend on how samples are spread over devices.
+
+    Args:
+        seed: the solver's random_seed, 64 bits.
+        stream: tells apart the users of randomness of one net, e.g. a hash of the layer's name; 32 bits.
+    """
+
+    seed: int
+    stream: int
+
+
+@dataclass
+class Normalisation:
+    """The arrays of one batch normalisation, float32 of shape (C,) but for the count.
+
+    Args:
+        mean: of the present batch, or the stored one.
+        inverse: 1 / sqrt(variance + epsilon), likewise.
+        scale: factor after normalising.
+        bias: term after that.
+        sum_mean: running sum of means (Caffe's blob 0).
+        sum_variance: running sum of variances (blob 1).
+        count: shape (1,), the weight of what the sums hold (blob 2).
+        epsilon: added to the variance.
+        fraction: what of the running sums is kept at each batch.
+    """
+
+    mean: Array
+    inverse: Array
+    scale: Array
+    bias: Array
+    sum_mean: Array
+    sum_variance: Array
+    count: Array
+    epsilon: float
+    fraction: float
+
+
+def convolution_workspace(own: int) -> int:
+    """Bytes that a convolution on a GPU may use beside its arrays of `own` bytes: small nets should stay small."""
+    return min(2**30, 2**25 + 4 * own)
+
+
+def gpu_workspace(own: int) -> int:
+    """`Backend.workspace` of a GPU: what its largest convolution may use, and what cuBLAS has."""
+    return PRODUCT_WORKSPACE + (convolution_workspace(own) if own else 0)
+
+
+def mask_bytes(size: int) -> int:
+    """Bytes of a mask with one bit for each of `size` elements; a multiple of 16, so that it can be written wide."""
+    return -(-size // 128) * 16
+
+
+def spatial_output(size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
+    """Convolution's output size along one axis: floor((size + 2 pad - (dilation (kernel - 1) + 1)) / stride) + 1."""
+    return (size + 2 * pad - (dilation * (kernel - 1) + 1)) // stride + 1
