@@ -74,6 +74,9 @@ class NoTrace:
     def add(self, row: str, name: str, start: float, end: float) -> None:
         """A span whose times (`time.perf_counter`) were taken elsewhere; by any thread."""
 
+    def add_device(self, row: str, name: str, first: Stamp, last: Stamp) -> None:
+        """A span between two places in the device's work."""
+
     def paused(self) -> AbstractContextManager[None]:
         """Take no spans within a `with` block: work that is captured is not done."""
         return _NOTHING
@@ -134,6 +137,10 @@ class Trace(NoTrace):
     def add(self, row: str, name: str, start: float, end: float) -> None:
         if self.active:
             self._spans.append(Span(row, name, self._iteration, start, end))
+
+    def add_device(self, row: str, name: str, first: Stamp, last: Stamp) -> None:
+        if self.active:
+            self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, last))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,28 +1,69 @@
 """CuPy and NCCL as far as process groups use them, on host memory; ranks are threads.
 
 `install` puts them in the place of the real ones, for a process of its own. Shows that pointers, counts and numbers go
-where NCCL's reference wants them; says nothing about streams.
+where NCCL's reference wants them, and which stream waits for which.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from laboratory import program_environment
 
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.operations import Operation, Operator
 
 TYPES = {7: np.float32, 6: np.float16, 8: np.float64, 2: np.int32, 4: np.int64, 1: np.uint8}
 OPERATORS = {0: Operator.SUM, 1: Operator.PRODUCT, 2: Operator.MAX, 3: Operator.MIN, 4: Operator.AVG}
-STREAM = 77
+THREADS_STREAM = 77
 groups: dict[bytes, LocalGroup] = {}
 lock = threading.Lock()
 here = threading.local()
+
+
+class Stream:
+    """What is put on it happens at once; `done` keeps what it was asked for, to be looked at."""
+
+    def __init__(self, non_blocking: bool = True, number: int = 78) -> None:
+        self.ptr = number
+
+    def __enter__(self) -> None:
+        here.streams = [*streams(), self]
+
+    def __exit__(self, *error: object) -> None:
+        here.streams.pop()
+
+    def wait_event(self, event: Event) -> None:
+        log().append(f"stream {self.ptr} waits for stream {event.stream}")
+
+    def synchronize(self) -> None:
+        log().append(f"host waits for stream {self.ptr}")
+
+
+def streams() -> list[Stream]:
+    """The calling thread's, the current one last."""
+    if not hasattr(here, "streams"):
+        here.streams = [Stream(number=THREADS_STREAM)]
+    return here.streams  # type: ignore[no-any-return]
+
+
+def current_stream() -> Stream:
+    return streams()[-1]
+
+
+def log() -> list[str]:
+    """What the calling thread's streams were asked for."""
+    if not hasattr(here, "log"):
+        here.log = []
+    return here.log  # type: ignore[no-any-return]
 
 
 class Array(np.ndarray):
@@ -64,35 +105,36 @@ class NcclCommunicator:
         assert work.wait(30.0), name
 
     def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
-        assert stream == STREAM
+        log().append(f"all-reduce of {count} {np.dtype(TYPES[kind])} on stream {stream}")
+        assert stream == current_stream().ptr
         self.run("all_reduce", at(source, count, kind), at(target, count, kind), op)
 
     def reduce(self, source: int, target: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
-        assert stream == STREAM
+        assert stream == current_stream().ptr
         received = at(target, count, kind) if self.rank == root else None
         self.run("reduce", at(source, count, kind), received, op, root)
 
     def reduceScatter(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
-        assert stream == STREAM
+        assert stream == current_stream().ptr
         self.run("reduce_scatter", at(source, count * self.size, kind), at(target, count, kind), op)
 
     def broadcast(self, source: int, target: int, count: int, kind: int, root: int, stream: int) -> None:
-        assert stream == STREAM
+        assert stream == current_stream().ptr
         own = self.rank == root
         self.run(
             "broadcast", at(source, count, kind) if own else None, None if own else at(target, count, kind), None, root
         )
 
     def allGather(self, source: int, target: int, count: int, kind: int, stream: int) -> None:
-        assert stream == STREAM
+        assert stream == current_stream().ptr
         self.run("all_gather", at(source, count, kind), at(target, count * self.size, kind))
 
     def send(self, source: int, count: int, kind: int, peer: int, stream: int) -> None:
-        assert stream == STREAM and (peer != self.rank or here.grouped is not None)
+        assert stream == current_stream().ptr and (peer != self.rank or here.grouped is not None)
         self.run("send", at(source, count, kind), None, None, peer)
 
     def recv(self, target: int, count: int, kind: int, peer: int, stream: int) -> None:
-        assert stream == STREAM
+        assert stream == current_stream().ptr
         if getattr(here, "grouped", None) is not None:
             here.grouped.append(lambda: self.run("receive", None, at(target, count, kind), None, peer))
         else:
@@ -124,11 +166,12 @@ class Event:
 
     done = True
 
-    def __init__(self, disable_timing: bool) -> None:
-        assert disable_timing
+    def __init__(self, disable_timing: bool = False) -> None:
+        self.timed = not disable_timing
+        self.stream: int | None = None
 
-    def record(self, stream: Any = None) -> None:
-        assert stream is None or stream.ptr == STREAM
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = (stream or current_stream()).ptr
 
 
 class Device:
@@ -158,8 +201,19 @@ def install(gpus: int) -> None:
     runtime.deviceGetPCIBusId = lambda device: f"0000:{device:02X}:00.0"
     runtime.getDeviceCount = lambda: gpus
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
-    cuda.get_current_stream = lambda: SimpleNamespace(ptr=STREAM, synchronize=lambda: None)
+    cuda.get_current_stream, cuda.Stream = current_stream, Stream
+    cupy.multiply, cupy.copyto = np.multiply, np.copyto
     cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
     cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
     sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupy.cuda.runtime": runtime})
+
+
+def run_simulated(code: str) -> list[str]:
+    """The lines that a script prints, in a process of its own; it calls `install` before it imports caffepy."""
+    environment = program_environment({})
+    environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), environment["PYTHONPATH"]))
+    script = [sys.executable, "-c", code]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -28,7 +28,7 @@ from typing import Any
 from caffepy.backend.arguments import Array, Counter, Geometry, Normalisation, RandomStream, storage_dtype
 from caffepy.backend.expression import Expression
 from caffepy.backend.input import InputPrimitives
-from caffepy.backend.protocols import Convolution, Fetch, Graph, Mailbox, Mark, Stamp
+from caffepy.backend.protocols import Convolution, Fetch, Graph, Mailbox, Mark, Stamp, Stopwatch
 
 
 class Backend(InputPrimitives, ABC):
@@ -91,6 +91,10 @@ class Backend(InputPrimitives, ABC):
     @abstractmethod
     def stamp(self) -> Stamp:
         """This place in the backend's work, with its time; cannot be captured."""
+
+    @abstractmethod
+    def stopwatch(self, places: int) -> Stopwatch:
+        """A clock for so many times that are taken again and again, also in captured work."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:

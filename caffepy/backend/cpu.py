@@ -21,8 +21,8 @@ from caffepy.backend.cpu_input import CpuInput
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
-from caffepy.backend.mailbox import Done, HostFetch, HostMailbox, HostStamp
-from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp
+from caffepy.backend.mailbox import Done, HostFetch, HostMailbox, HostStamp, HostStopwatch
+from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp, Stopwatch
 from caffepy.errors import DeviceError, OutOfMemoryError
 
 _LAST = (0, 2, 3, 1)
@@ -88,6 +88,9 @@ class CpuBackend(CpuInput, Composed):
 
     def stamp(self) -> Stamp:
         return HostStamp()
+
+    def stopwatch(self, places: int) -> Stopwatch:
+        return HostStopwatch(places)
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(array)

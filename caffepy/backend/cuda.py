@@ -47,8 +47,9 @@ from caffepy.backend.cuda_graph import CudaFetch, CudaGraph, CudaMailbox, CudaMa
 from caffepy.backend.cuda_input import CudaInput
 from caffepy.backend.cuda_normalise import Normaliser
 from caffepy.backend.cuda_problem import Problem
+from caffepy.backend.cuda_stopwatch import CudaStopwatch
 from caffepy.backend.expression import Expression
-from caffepy.backend.protocols import Convolution, Fetch, Graph, Mailbox, Mark, Stamp
+from caffepy.backend.protocols import Convolution, Fetch, Graph, Mailbox, Mark, Stamp, Stopwatch
 from caffepy.errors import ConfigError
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
@@ -135,6 +136,9 @@ class CudaBackend(CudaInput, Composed):
 
     def stamp(self) -> Stamp:
         return CudaStamp(self.stream)
+
+    def stopwatch(self, places: int) -> Stopwatch:
+        return CudaStopwatch(places, self.stream)
 
     def fetch(self, array: Array) -> Fetch:
         return CudaFetch(self.stream, array)

@@ -18,8 +18,8 @@ import numpy as np
 from caffepy.backend.arguments import Array, Geometry, gpu_workspace, spatial_output, storage_dtype
 from caffepy.backend.base import Backend
 from caffepy.backend.dry_array import SETUP, DryArray, Memory
-from caffepy.backend.mailbox import Done, HostMailbox, HostStamp
-from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp
+from caffepy.backend.mailbox import Done, HostMailbox, HostStamp, HostStopwatch
+from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp, Stopwatch
 
 
 def _arrays(values: Iterable[Any]) -> Iterator[DryArray]:
@@ -113,6 +113,9 @@ class DryBackend(Backend):
 
     def stamp(self) -> Stamp:
         return HostStamp()
+
+    def stopwatch(self, places: int) -> Stopwatch:
+        return HostStopwatch(places)
 
     def fetch(self, array: Array) -> Fetch:
         raise AssertionError("a dry run computes nothing that could be fetched")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,6 +49,37 @@ class HostStamp:
     def seconds_since(self, earlier: HostStamp) -> float:
         """Seconds between the two."""
         return self._time - earlier._time
+
+
+class HostStopwatch:
+    """A `Stopwatch` of work that is finished when it was asked for.
+
+    Args:
+        places: how many times are taken.
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, places: int, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._started = [now()] * places
+        self._totals = [0.0] * places
+
+    def start(self, place: int) -> None:
+        """From here on time passes for a place."""
+        self._started[place] = self._now()
+
+    def stop(self) -> None:
+        """Up to here it has passed, for all places."""
+        now = self._now()
+        self._totals = [total + now - start for total, start in zip(self._totals, self._started, strict=True)]
+
+    def reset(self) -> None:
+        """Begin with totals of 0."""
+        self._totals = [0.0] * len(self._totals)
+
+    def totals(self) -> list[float]:
+        """Seconds of each place."""
+        return list(self._totals)
 
 
 class Done:

@@ -32,6 +32,22 @@ class Stamp(Protocol):
         """Seconds from an earlier stamp of the same backend to this one; waits until this place is reached."""
 
 
+class Stopwatch(Protocol):
+    """Times between places in the backend's work, added up; `start` and `stop` may be captured."""
+
+    def start(self, place: int) -> None:
+        """From here on time passes for a place."""
+
+    def stop(self) -> None:
+        """Up to here it has passed, for all places."""
+
+    def reset(self) -> None:
+        """Begin with totals of 0."""
+
+    def totals(self) -> list[float]:
+        """Seconds of each place; waits for the device."""
+
+
 class Fetch(Protocol):
     """An array on its way to the host."""
 

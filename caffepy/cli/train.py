@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EFFECTS = ("stop", "snapshot", "none")
+_COMPRESSIONS = ("none", "fp16")
 _DESCRIPTION = """\
 Train the net that a solver prototxt names.
 
@@ -65,6 +66,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_autotune_option(engine)
     devices.add_argument(
         "--sync-bn", action="store_true", help="BatchNorm takes its statistics from all devices' batches together"
+    )
+    devices.add_argument(
+        "--compression",
+        choices=_COMPRESSIONS,
+        default="none",
+        help="send gradients as float16: half the bytes, for networks that are slow (default: none)",
     )
     seeing = parser.add_argument_group("seeing what it does")
     seeing.add_argument(
@@ -153,6 +160,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         threads=args.threads,
         math=args.math,
         sync_bn=args.sync_bn,
+        compression=args.compression,
         trace=args.trace,
         trace_iterations=args.trace_iterations,
         single_rate=args.single_rate,

@@ -1,61 +1,51 @@
 """How long a device's exchange of gradients takes, and how much of that it waits for.
 
-Communication is the time from the begin of an exchange to its end, exposed time the part of it in which the device
-computes nothing. Where the exchange does not overlap with the backward pass, both are the same. Waiting for devices
-that are late counts as communication.
+Communication is the time from the begin of an iteration's first exchange to the end of its last, exposed time the part
+of it in which the device has nothing left to compute. Where the exchange does not overlap with the backward pass, both
+are the same. Waiting for devices that are late counts as communication.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from caffepy.backend import Backend
-from caffepy.backend.protocols import Stamp
 
-_BEHIND = 8
-"""Exchanges after which a device has surely done one: looking at its times then waits for nothing."""
+_COMMUNICATION, _EXPOSED = 0, 1
 
 
 class CommunicationClock:
-    """Adds up what one device's exchanges took.
+    """Adds up what one device's exchanges took, on the device's own clock, captured or not.
 
     Args:
         backend: the device.
-        counting: whether training's seconds are being counted now; what happens at other times is left out.
     """
 
-    def __init__(self, backend: Backend, counting: Callable[[], bool]) -> None:
-        self._backend = backend
-        self._counting = counting
-        self._communication = 0.0
-        self._exposed = 0.0
-        self._pending: deque[tuple[Stamp, Stamp]] = deque()
+    def __init__(self, backend: Backend) -> None:
+        self._stopwatch = backend.stopwatch(2)
+        self._begun = False
+
+    def begin(self) -> None:
+        """An iteration's first exchange begins."""
+        self._begun = True
+        self._stopwatch.start(_COMMUNICATION)
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Count a `with` block in which the device only communicates, or waits until it has; not within a capture."""
-        if not self._counting():
-            yield
-            return
-        begin = self._backend.stamp()
+        """Count a `with` block in which the device only communicates, or waits until it has; ends the exchange."""
+        if not self._begun:
+            self.begin()
+        self._stopwatch.start(_EXPOSED)
         yield
-        self._pending.append((begin, self._backend.stamp()))
-        while len(self._pending) > _BEHIND:
-            self._take()
+        self._stopwatch.stop()
+        self._begun = False
 
-    def hidden(self, seconds: float) -> None:
-        """Count communication that went on while the device computed."""
-        if self._counting():
-            self._communication += seconds
+    def reset(self) -> None:
+        """Forget what was counted: the first iterations compile and plan."""
+        self._stopwatch.reset()
 
     def totals(self) -> tuple[float, float]:
         """Seconds of communication, and of those the exposed ones; waits for the device."""
-        while self._pending:
-            self._take()
-        return self._communication + self._exposed, self._exposed
-
-    def _take(self) -> None:
-        begin, end = self._pending.popleft()
-        self._exposed += end.seconds_since(begin)
+        communication, exposed = self._stopwatch.totals()
+        return communication, exposed

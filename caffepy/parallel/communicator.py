@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from caffepy.backend.arguments import Array
+from caffepy.backend.protocols import Stamp
 
 if TYPE_CHECKING:
     from caffepy.parallel.operations import Operation, Work
@@ -60,19 +61,25 @@ class Exchange(Protocol):
         """Look after it for a moment: some MPIs move bytes only while they are called."""
 
     def finish(self) -> None:
-        """Wait for its end; the average is in the array only then.
+        """Wait for its end, or have the device wait for it; the average is in the array only for what comes then.
 
         Raises:
             AbortedError: another device failed.
             PeerError: the connection failed.
         """
 
+    def stamps(self) -> tuple[Stamp, Stamp] | None:
+        """Where on a device of its own clock it began and ended; None where the host's clock says it."""
+
 
 class OverlappingCommunicator(Communicator, Protocol):
     """A communicator whose averages can go on while the device computes."""
 
-    def begin_average(self, array: Array) -> Exchange:
-        """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order."""
+    def begin_average(self, array: Array, timed: bool = False) -> Exchange:
+        """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.
+
+        `timed` asks for `Exchange.stamps`; not while work is being captured.
+        """
 
 
 class GroupCommunicator(Communicator, Protocol):

@@ -1,6 +1,7 @@
 """Averages gradients over all devices: at once after the backward pass, or in buckets while it goes on.
 
-Owns when each bucket's exchange begins and who waits for it. `P2PSync` has one for its solver.
+Owns when each bucket's exchange begins and who waits for it. `P2PSync` has one for its solver. On a GPU all of this
+happens while an iteration is captured, and the device does it again in every replay.
 """
 
 from __future__ import annotations
@@ -9,12 +10,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import cast
 
 from caffepy.net import Net
 from caffepy.net.wiring import Node
 from caffepy.parallel.buckets import Bucket, cut_buckets
 from caffepy.parallel.communicator import Communicator, Exchange, OverlappingCommunicator
+from caffepy.trace import NoTrace
+
+
+@dataclass(frozen=True)
+class _GoingOn:
+    """A bucket's exchange that was begun.
+
+    Args:
+        exchange: the communicator's part.
+        size: what the trace calls it.
+        since: when it was begun, `time.perf_counter`.
+    """
+
+    exchange: Exchange
+    size: str
+    since: float
 
 
 class GradientExchange:
@@ -25,10 +43,9 @@ class GradientExchange:
         communicator: connects the devices.
         buckets: into how many parts to cut; 1: exchange everything at once after the backward pass.
         completes: asked in a backward pass whether it is the one that completes the gradients.
-        hidden: told the seconds for which an exchange went on beside the backward pass.
+        begun: told when an iteration's first exchange begins.
         waiting: marks a `with` block that waits for all devices, given what for.
-        record: told for the trace when each bucket's exchange began and was known to have ended: a row, a name, and
-            two times of `time.perf_counter`.
+        trace: shows each bucket's exchange.
     """
 
     def __init__(
@@ -37,32 +54,32 @@ class GradientExchange:
         communicator: Communicator,
         buckets: int,
         completes: Callable[[], bool],
-        hidden: Callable[[float], None],
+        begun: Callable[[], None],
         waiting: Callable[[str], AbstractContextManager[None]],
-        record: Callable[[str, str, float, float], None],
+        trace: NoTrace,
     ) -> None:
         self._net = net
         self._communicator = communicator
         self._completes = completes
-        self._hidden = hidden
+        self._tell_begun = begun
         self._waiting = waiting
-        self._record = record
+        self._trace = trace
         self._buckets: list[Bucket] = []
-        self._going_on: deque[tuple[Exchange, str, float]] = deque()
+        self._going_on: deque[_GoingOn] = deque()
         self._begun = 0
-        self._since = 0.0
-        if buckets > 1 and hasattr(communicator, "begin_average"):
-            self._buckets = cut_buckets(net, buckets)
+        if hasattr(communicator, "begin_average"):
+            self._buckets = cut_buckets(net, max(buckets, 1))
+        if self.overlaps:
             self._places = {id(node): index for index, node in enumerate(net.schedule)}
             net.after_backward.append(self._after_backward)
 
     @property
     def overlaps(self) -> bool:
         """Whether exchanges begin during the backward pass."""
-        return bool(self._buckets)
+        return len(self._buckets) > 1
 
     def finish(self) -> None:
-        """Wait until all gradients are averages; called when the backward pass is over.
+        """Wait until all gradients are averages, or have the device wait; called when the backward pass is over.
 
         Raises:
             AbortedError: another device failed.
@@ -72,15 +89,14 @@ class GradientExchange:
             with self._waiting("the gradients' all-reduce"):
                 self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
             return
-        if self._begun:
-            self._hidden(time.monotonic() - self._since)
         while self._begun < len(self._buckets):
             self._begin_next()
         for number in range(1, len(self._buckets) + 1):
-            with self._waiting(f"part {number} of {len(self._buckets)} of the gradients' all-reduce"):
-                exchange, name, begin = self._going_on.popleft()
-                exchange.finish()
-            self._record(f"bucket {number}", name, begin, time.perf_counter())
+            part = f"part {number} of {len(self._buckets)} of " if self.overlaps else ""
+            with self._waiting(f"{part}the gradients' all-reduce"):
+                going_on = self._going_on.popleft()
+                going_on.exchange.finish()
+            self._show(f"bucket {number}", going_on)
         self._begun = 0
 
     def _after_backward(self, node: Node) -> None:
@@ -88,18 +104,25 @@ class GradientExchange:
         if not self._completes():
             return
         place = self._places[id(node)]
-        for exchange, _, _ in self._going_on:
-            exchange.progress()
+        for going_on in self._going_on:
+            going_on.exchange.progress()
         # The last layer's buckets wait for `finish`: there is nothing left to hide them behind.
         while place > 0 and self._begun < len(self._buckets) and self._buckets[self._begun].node >= place:
+            if not self._begun:
+                self._tell_begun()
             self._begin_next()
 
     def _begin_next(self) -> None:
-        if not self._begun:
-            self._since = time.monotonic()
         bucket = self._buckets[self._begun]
         self._begun += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
-        begin = time.perf_counter()
-        exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part)
-        self._going_on.append((exchange, f"{part.nbytes / 2**20:.3g} MiB", begin))
+        since = time.perf_counter()
+        exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, self._trace.active)
+        self._going_on.append(_GoingOn(exchange, f"{part.nbytes / 2**20:.3g} MiB", since))
+
+    def _show(self, row: str, going_on: _GoingOn) -> None:
+        stamps = going_on.exchange.stamps()
+        if stamps is None:
+            self._trace.add(row, going_on.size, going_on.since, time.perf_counter())
+        else:
+            self._trace.add_device(row, going_on.size, *stamps)

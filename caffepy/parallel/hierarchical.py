@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from caffepy.parallel.communicator import GroupCommunicator
+from caffepy.parallel.compression import Halves
 from caffepy.parallel.local import LocalCommunicator
 from caffepy.parallel.operations import Operation, Operator, Work
 
@@ -20,14 +23,16 @@ class HierarchicalCommunicator:
     Args:
         local: connects the threads of this process.
         ranks: connects the processes.
+        compress: send the averages that are begun from process to process as float16.
     """
 
-    def __init__(self, local: LocalCommunicator, ranks: GroupCommunicator) -> None:
+    def __init__(self, local: LocalCommunicator, ranks: GroupCommunicator, compress: bool = False) -> None:
         self._local = local
         self._ranks = ranks
         self._leads = local.rank == 0
         self.rank = ranks.rank * local.size + local.rank
         self.size = ranks.size * local.size
+        self._halves = Halves(np, self.size) if compress else None
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
         self._local.reduce(array)
@@ -37,11 +42,13 @@ class HierarchicalCommunicator:
                 array /= self.size
         self._local.broadcast(array)
 
-    def begin_average(self, array: Any) -> HierarchicalExchange:
+    def begin_average(self, array: Any, timed: bool = False) -> HierarchicalExchange:
         """`OverlappingCommunicator.begin_average`: what goes on while the threads compute is the ranks' part."""
         self._local.reduce(array)
-        work = self._ranks.start(Operation("all_reduce", array, array, Operator.SUM)) if self._leads else None
-        return HierarchicalExchange(self._local, work, array, self.size)
+        exchange = HierarchicalExchange(self._local, array, self.size, self._halves)
+        if self._leads:
+            exchange.begin(self._ranks)
+        return exchange
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         process, thread = divmod(root, self._local.size)
@@ -75,20 +82,28 @@ class HierarchicalCommunicator:
 
 
 class HierarchicalExchange:
-    """An average that was begun.
+    """An average whose threads have added up their part.
 
     Args:
         local: connects the threads of this process.
-        work: the ranks' sum; None for threads that do not lead.
         array: this thread's array.
         size: devices in all.
+        halves: makes what is sent; None: the array itself is.
     """
 
-    def __init__(self, local: LocalCommunicator, work: Work | None, array: Any, size: int) -> None:
+    def __init__(self, local: LocalCommunicator, array: Any, size: int, halves: Halves | None) -> None:
         self._local = local
-        self._work = work
         self._array = array
         self._size = size
+        self._halves = halves
+        self._sent = array
+        self._work: Work | None = None
+
+    def begin(self, ranks: GroupCommunicator) -> None:
+        """Begin the ranks' sum; called by the thread that leads."""
+        if self._halves is not None:
+            self._sent = self._halves.shrink(self._array)
+        self._work = ranks.start(Operation("all_reduce", self._sent, self._sent, Operator.SUM, compact=True))
 
     def progress(self) -> None:
         if self._work is not None:
@@ -98,5 +113,11 @@ class HierarchicalExchange:
         if self._work is not None:
             while not self._work.wait(_LOOK_SECONDS):
                 self.progress()
-            self._array /= self._size
+            if self._halves is None:
+                self._array /= self._size
+            else:
+                self._halves.widen(self._sent, self._array)
         self._local.broadcast(self._array)
+
+    def stamps(self) -> None:
+        """The host's clock says when it began and ended."""

@@ -50,6 +50,7 @@ class MpiOperations:
         self._calls = calls
         # MPI goes on writing to the arrays of an operation that nobody waits for any more: they must not be freed.
         self._unfinished: set[MpiWork] = set()
+        self._add_halves: Any = None
 
     def start(self, operation: Operation) -> Work:
         """`GroupCommunicator.start`."""
@@ -69,6 +70,8 @@ class MpiOperations:
     def _request(self, operation: Operation, sent: Any, received: Any) -> Any:
         comm, peer = self._comm, operation.peer
         sent_or_place = self._mpi.IN_PLACE if sent is received else sent
+        if operation.compact and received.dtype == np.float16:
+            return comm.Iallreduce(sent_or_place, [received, self._mpi.UINT16_T], self._sum_of_halves())
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: comm.Iallreduce(sent_or_place, received, self._operator(operation)),
             "reduce": lambda: comm.Ireduce(sent_or_place, received, self._operator(operation), peer),
@@ -84,6 +87,12 @@ class MpiOperations:
         }
         return calls[operation.name]()
 
+    def _sum_of_halves(self) -> Any:
+        """MPI's operator that adds float16 numbers; MPI has no type for them."""
+        if self._add_halves is None:
+            self._add_halves = self._mpi.Op.Create(_add_halves, commute=True)
+        return self._add_halves
+
     def _operator(self, operation: Operation) -> Any:
         mpi = self._mpi
         assert operation.operator is not None
@@ -96,8 +105,14 @@ class MpiOperations:
         }[operation.operator]
 
 
+def _add_halves(source: Any, target: Any, datatype: Any) -> None:
+    """target += source, as MPI calls it: two buffers of float16 numbers."""
+    total = np.frombuffer(target, np.float16)
+    np.add(total, np.frombuffer(source, np.float16), out=total)
+
+
 class _Buffers:
-    """An operation's arrays as MPI takes them: float16 is reduced in float32, and what is only moved is bytes.
+    """An operation's arrays as MPI takes them: moved as bytes, and float16 reduced in float32 unless it is compact.
 
     Args:
         operation: the operation.
@@ -116,7 +131,8 @@ class _Buffers:
             return None
         if self.operation.operator is None:
             return array.reshape(-1).view(np.uint8)
-        return array.astype(np.float32) if array.dtype == np.float16 else array
+        widened = array.dtype == np.float16 and not self.operation.compact
+        return array.astype(np.float32) if widened else array
 
     def finish(self) -> None:
         """Bring the result to where it was asked for."""

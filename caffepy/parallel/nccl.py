@@ -1,4 +1,4 @@
-"""The NCCL communicator: GPUs of one or several processes, on the solver thread's own stream."""
+"""The NCCL communicator: GPUs of one or several processes, on the solver thread's stream and on one beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from caffepy.backend.arguments import Array
 from caffepy.errors import AbortedError, MissingExtraError, PeerError
 from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.compression import Halves
 from caffepy.parallel.nccl_operations import Messages, NcclWork, enqueue, nccl_operator, nccl_type
+from caffepy.parallel.nccl_stream import SideStream, SideWork
 from caffepy.parallel.operations import Operation, Operator, Work
 
 try:
@@ -58,8 +60,8 @@ class NcclCommunicator:
     """A `GroupCommunicator` of arrays on GPUs.
 
     Made by all solver threads of all ranks at about the same time, each with its GPU current. Operations are put on
-    the thread's current stream and return at once, so they may be captured into a graph. What the host waits for goes
-    through `host`.
+    the thread's current stream, averages that are begun on a stream beside it; they return at once and may be captured
+    into a graph. What the host waits for goes through `host`.
 
     NVLink multicast is left as NCCL's environment has it.
 
@@ -68,14 +70,18 @@ class NcclCommunicator:
         unique_id: from `new_unique_id`.
         rank: this device's number.
         host: connects the same devices through host memory.
+        compress: send the averages that are begun as float16.
 
     Raises:
         PeerError: NCCL could not connect them.
     """
 
     memory = "gpu"
+    captures = True
 
-    def __init__(self, size: int, unique_id: UniqueId, rank: int, host: Communicator) -> None:
+    def __init__(
+        self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: bool = False
+    ) -> None:
         check_nccl()
         self.rank = rank
         self.size = size
@@ -83,6 +89,8 @@ class NcclCommunicator:
         self._aborted = threading.Event()
         self._using = threading.Lock()
         self._messages = Messages()
+        self._beside: SideStream | None = None
+        self._halves = Halves(cupy, size) if compress else None
         self._comm: Any = None
         with self._translated("NCCL's connection of the GPUs"):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
@@ -92,6 +100,23 @@ class NcclCommunicator:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
             operation = nccl_operator(Operator.AVG if average else Operator.SUM)
             self._comm.allReduce(pointer, pointer, array.size, nccl_type(array), operation, stream)
+
+    def begin_average(self, array: Array, timed: bool = False) -> SideWork:
+        """`OverlappingCommunicator.begin_average`: on the stream beside the current one, after what is on that now."""
+        with self._translated("NCCL's all-reduce"):
+            return self._begin_average(array, timed)
+
+    def _begin_average(self, array: Array, timed: bool) -> SideWork:
+        if self._beside is None:
+            self._beside = SideStream()
+        with self._using, self._beside.after_current(timed) as work:
+            sent = array if self._halves is None else self._halves.shrink(array)
+            pointer, stream = sent.data.ptr, cupy.cuda.get_current_stream().ptr
+            operator = nccl_operator(Operator.AVG if self._halves is None else Operator.SUM)
+            self._comm.allReduce(pointer, pointer, sent.size, nccl_type(sent), operator, stream)
+            if self._halves is not None:
+                self._halves.widen(sent, array)
+        return work
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         with self._translated("NCCL's broadcast"), self._using:

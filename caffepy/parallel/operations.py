@@ -85,6 +85,7 @@ class Operation:
         operator: of a reduction.
         peer: the root, or the other end of a send or receive.
         tag: tells several messages between two devices apart.
+        compact: a float16 sum may be rounded after each addition, so that nothing longer has to travel.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Operation:
     operator: Operator | None = None
     peer: int | None = None
     tag: int = 0
+    compact: bool = False
 
     @property
     def kind(self) -> Kind | None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EFFECTS = ("stop", "snapshot", "none")
 """What a signal may do."""
+COMPRESSIONS = ("none", "fp16")
+"""Gradients travel between ranks, and between GPUs, as they are or as float16."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class TrainOptions:
         trace_iterations: iterations that it shows; None: a few after the first ones.
         single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
+        compression: how gradients travel, one of `COMPRESSIONS`.
     """
 
     solver: SolverParameter
@@ -63,6 +66,7 @@ class TrainOptions:
     math: str = "tf32"
     engine: Engine = field(default_factory=Engine)
     sync_bn: bool = False
+    compression: str = "none"
     share_gpus: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -87,6 +91,8 @@ class TrainOptions:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
         if not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
+        if self.compression not in COMPRESSIONS:
+            raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):
             if effect not in EFFECTS:
                 raise ConfigError(f"a signal cannot have the effect '{effect}'; known: {', '.join(EFFECTS)}")

@@ -187,15 +187,18 @@ class P2PManager:
         connect_gpus = options.devices is not None and count * world.size > 1
         unique_id = self._unique_id() if connect_gpus else None
         threads = options.threads or max(1, cores.count // count)
+        compress = options.compression == "fp16"
+        if compress and unique_id is None and ranks is None and world.rank == 0:
+            logger.info("--compression fp16 changes nothing: there is no other rank to send gradients to")
 
         def connection(index: int) -> Communicator:
             local = LocalCommunicator(group, index)
-            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks)
+            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks, compress)
             if unique_id is None:
                 return host
             from caffepy.parallel.nccl import NcclCommunicator
 
-            return NcclCommunicator(host.size, unique_id, host.rank, host)
+            return NcclCommunicator(host.size, unique_id, host.rank, host, compress)
 
         for i, device in enumerate(devices):
             shard = Shard(world.rank * count + i, world.size * count, count, options.per_device_batch)

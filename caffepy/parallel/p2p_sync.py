@@ -153,7 +153,9 @@ class P2PSync:
             self._exchange.finish()
 
     def not_captured(self) -> str:
-        return "devices that train together exchange gradients between two graphs" if self.world_size > 1 else ""
+        if self.world_size == 1 or getattr(self._communicator, "captures", False):
+            return ""
+        return "the devices exchange gradients through the host"
 
     def settle(self, wait: Callable[[], None]) -> None:
         if self.world_size == 1:
@@ -260,14 +262,16 @@ class P2PSync:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA)."""
         assert self.communication is not None
         buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
+        if any(node.layer.not_captured() for node in solver.net.schedule):
+            buckets = 1  # what is begun within a graph must end within it, and here there are several
         exchange = GradientExchange(
             solver.net,
             self._connected,
             buckets,
             lambda: solver.last_pass,
-            self.communication.hidden,
+            self.communication.begin,
             self._waiting,
-            self.trace.add,
+            self.trace,
         )
         if exchange.overlaps and self.is_root:
             logger.info("gradients are exchanged in %d parts during the backward pass", buckets)
@@ -287,7 +291,8 @@ class P2PSync:
             trace=self.trace,
         )
         self.solver = solver
-        self.communication = CommunicationClock(backend, lambda: solver.clock.counting)
+        self.communication = CommunicationClock(backend)
+        solver.clock.on_start = self.communication.reset
         if isinstance(self.trace, Trace) and backend.asynchronous:
             self.trace.watch_device(backend.stamp, backend.synchronize)
         if options.snapshot is not None:

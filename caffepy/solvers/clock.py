@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from caffepy.backend.base import Backend
 from caffepy.report import WARM_UP, Performance
@@ -22,6 +23,8 @@ class Clock:
         self._seen = 0
         self._started: float | None = None
         self._active = False
+        self.on_start: Callable[[], None] = lambda: None
+        """Called once, when the first iterations are over and seconds begin to count."""
         self._shown = time.monotonic()
         self._shown_iteration: int | None = None
 
@@ -56,6 +59,8 @@ class Clock:
         self._active = True
         if self._seen >= WARM_UP and self._started is None:
             self._backend.synchronize()
+            if self._performance.iterations == 0:
+                self.on_start()
             self._started = time.monotonic()
 
     def lap(self, iteration: int) -> tuple[float, float]:

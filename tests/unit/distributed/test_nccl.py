@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from laboratory import REPOSITORY, program_environment
+from simulated_nccl import run_simulated
 
 BEGIN = """
 import numpy as np, simulated_nccl
@@ -25,12 +21,7 @@ def group(rank, size, device=None):
 
 def run(code: str, gpus: int = 3) -> list[str]:
     """The lines that a script prints, in a process whose CuPy is simulated."""
-    environment = program_environment({})
-    environment["PYTHONPATH"] = os.pathsep.join((str(Path(REPOSITORY, "tests")), environment["PYTHONPATH"]))
-    script = [sys.executable, "-c", BEGIN % gpus + code]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_simulated(BEGIN % gpus + code)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
+from caffepy.backend.cpu import CpuBackend
+from caffepy.backend.mailbox import HostStopwatch
 from caffepy.parallel.communication_clock import CommunicationClock
 
 
@@ -11,16 +10,14 @@ class Device:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.looks = 0
 
-    def stamp(self) -> SimpleNamespace:
-        time = self.now
+    def stopwatch(self, places: int) -> HostStopwatch:
+        return HostStopwatch(places, lambda: self.now)
 
-        def seconds_since(earlier: SimpleNamespace) -> float:
-            self.looks += 1
-            return time - earlier.time
 
-        return SimpleNamespace(time=time, seconds_since=seconds_since)
+def make() -> tuple[CommunicationClock, Device]:
+    device = Device()
+    return CommunicationClock(device), device  # type: ignore[arg-type]
 
 
 def exchange(clock: CommunicationClock, device: Device, seconds: float) -> None:
@@ -28,33 +25,38 @@ def exchange(clock: CommunicationClock, device: Device, seconds: float) -> None:
         device.now += seconds
 
 
-def make(counting: Callable[[], bool] = lambda: True) -> tuple[CommunicationClock, Device]:
-    device = Device()
-    return CommunicationClock(device, counting), device  # type: ignore[arg-type]
-
-
 def test_what_is_hidden_is_communication_but_not_exposed() -> None:
     clock, device = make()
     for _ in range(20):
-        clock.hidden(0.25)
+        clock.begin()
+        device.now += 0.25
         exchange(clock, device, 0.5)
         device.now += 3.0
     assert clock.totals() == (15.0, 10.0)
     assert clock.totals() == (15.0, 10.0)
 
 
-def test_the_device_is_not_waited_for_while_it_works() -> None:
+def test_without_overlap_all_is_exposed() -> None:
     clock, device = make()
-    for count in range(1, 20):
-        exchange(clock, device, 1.0)
-        assert device.looks == max(0, count - 8)
+    for _ in range(3):
+        exchange(clock, device, 0.5)
+        device.now += 1.0
+    assert clock.totals() == (1.5, 1.5)
 
 
-def test_only_what_is_timed_counts() -> None:
-    counting = [False]
-    clock, device = make(lambda: counting[0])
+def test_what_came_before_a_reset_does_not_count() -> None:
+    clock, device = make()
     exchange(clock, device, 1.0)
-    clock.hidden(1.0)
-    counting[0] = True
+    clock.reset()
     exchange(clock, device, 0.5)
     assert clock.totals() == (0.5, 0.5)
+
+
+def test_the_clock_of_a_cpu_goes_forward() -> None:
+    backend = CpuBackend(1)
+    clock = CommunicationClock(backend)
+    clock.begin()
+    with clock.exposed():
+        backend.zeros((1000,))
+    communication, exposed = clock.totals()
+    assert communication >= exposed > 0

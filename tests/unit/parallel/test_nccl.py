@@ -1,0 +1,53 @@
+"""The NCCL communicator's streams, on simulated CuPy in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_nccl import run_simulated
+
+BEGIN = """
+import numpy as np, simulated_nccl
+simulated_nccl.install(2)
+from process_groups import run_threads
+from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.nccl import NcclCommunicator, new_unique_id
+group, unique_id = LocalGroup(2), new_unique_id()
+def communicator(rank, compress=False):
+    return NcclCommunicator(2, unique_id, rank, LocalCommunicator(group, rank), compress)
+"""
+BUCKET = ["stream 78 waits for stream 77", "all-reduce of 3 %s on stream 78"]
+JOIN = ["stream 77 waits for stream 78"]
+
+
+@pytest.mark.parametrize(("compress", "dtype"), [(False, "float32"), (True, "float16")])
+def test_buckets_go_beside_the_threads_stream_which_waits_for_them(compress: bool, dtype: str) -> None:
+    code = f"""
+def work(rank):
+    nccl = communicator(rank, {compress})
+    arrays = [simulated_nccl.array(np.full(3, i + rank, np.float32)) for i in range(2)]
+    for _ in range(2):
+        exchanges = [nccl.begin_average(array) for array in arrays]
+        for exchange in exchanges:
+            exchange.progress()
+            exchange.finish()
+            assert exchange.stamps() is None
+    nccl.close()
+    return [*simulated_nccl.log(), [array.tolist() for array in arrays]]
+for lines in run_threads(2, work):
+    print(*lines, sep="\\n")
+"""
+    lines = run_simulated(BEGIN + code)
+    iteration = [line % dtype if "%" in line else line for line in BUCKET + BUCKET] + JOIN + JOIN
+    assert lines == (iteration + iteration + ["[[0.5, 0.5, 0.5], [1.5, 1.5, 1.5]]"]) * 2
+
+
+def test_times_of_a_bucket_are_taken_on_its_stream() -> None:
+    code = """
+def work(rank):
+    nccl = communicator(rank)
+    exchange = nccl.begin_average(simulated_nccl.array(np.zeros(3, np.float32)), timed=True)
+    exchange.finish()
+    return [(stamp.event.timed, stamp.event.stream) for stamp in exchange.stamps()]
+print(run_threads(2, work))
+"""
+    assert run_simulated(BEGIN + code) == [str([[(True, 78), (True, 78)]] * 2)]
