@@ -122,7 +122,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
             print_kernels(lambda: step(3), 3)
         peak = cupy.get_default_memory_pool().total_bytes() / GIB
         loss = solver.net.loss()
-        captured = solver.program.captured
+        captured = solver.replay.captured
         solver.close()
     return {"ms": milliseconds, "gib": peak, "ready": ready, "loss": loss, "captured": captured}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import FLOAT, SolverParameter
 from caffepy.registry import suggest
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,23 @@ def check_solver(param: SolverParameter, origin: str = "solver") -> None:
     _check_testing(param, origin)
     if param.snapshot > 0 and not param.snapshot_prefix:
         raise ConfigError(f"{origin}: snapshot is {param.snapshot} but snapshot_prefix is empty; set snapshot_prefix")
+
+
+def refuse_unsupported(param: SolverParameter) -> None:
+    """Refuses settings with which `caffepy` would silently train differently than they say.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    for field, used in (
+        ("larc", param.larc),
+        ("test_and_snapshot_last_epochs", param.test_and_snapshot_last_epochs > 0),
+        ("eval_type", param.eval_type != "classification"),
+    ):
+        if used:
+            raise ConfigError(f"solver: {field} is not supported; remove it")
+    if param.solver_data_type != FLOAT:
+        log.info("solver_data_type: parameters and history are kept in float32 all the same, which loses nothing")
 
 
 def _check_train_source(param: SolverParameter, origin: str) -> None:

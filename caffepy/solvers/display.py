@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Shows loss and outputs, averaged over all devices; every device must call the same methods.
+    """Shows loss and outputs, averaged over all devices, and the update; every device must call the same methods.
 
     Args:
         solver: whose.
@@ -41,6 +41,22 @@ class Display:
         solver = self._solver
         values = solver.callback.sum_over_devices(np.array([solver.losses.mean()]))
         solver.log("Iteration %d, loss = %.6g", solver.iteration, values[0] / solver.callback.world_size)
+
+    def show_update(self, due: bool = True) -> None:
+        """``Iteration 100, lr = 0.01`` and the loss scale, where the display is `due`; always, what clipping did."""
+        solver = self._solver
+        if due:
+            solver.log("Iteration %d, lr = %.6g", solver.iteration, solver.numbers.rate)
+        norm = solver.updating.clipped()
+        if norm is not None:
+            limit = solver.param.clip_gradients
+            solver.log(
+                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
+                norm, limit, limit / norm,
+            )  # fmt: skip
+        if due and solver.updating.adaptive:
+            scale = solver.backend.to_host(solver.updating.loss_scale)
+            solver.log("Iteration %d, loss scale = %g", solver.iteration, scale)
 
 
 def output_lines(net: Net, values: np.ndarray) -> Iterator[str]:

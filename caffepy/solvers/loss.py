@@ -1,12 +1,21 @@
-"""The loss as it is shown: the mean over the last `average_loss` iterations, over all devices."""
+"""The loss: what is shown, the mean over `average_loss` iterations and all devices; and one that is not finite."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from caffepy.errors import NonFiniteError
 from caffepy.solvers.callbacks import SolverCallback
+
+if TYPE_CHECKING:
+    from caffepy.solvers.base import Solver
+
+log = logging.getLogger(__name__)
 
 
 class LossWindow:
@@ -36,3 +45,30 @@ class LossWindow:
         """Fill the window from a snapshot."""
         self._losses.clear()
         self._losses.extend(losses)
+
+
+def finite_loss(solver: Solver) -> float:
+    """The loss of the train net's last forward pass, looked at as by `check_finite`."""
+    loss = solver.net.loss()
+    check_finite(solver, loss)
+    return loss
+
+
+def check_finite(solver: Solver, loss: float) -> None:
+    """Stop at a loss that is not finite, or warn where training shall go on.
+
+    Raises:
+        NonFiniteError: it is not; the message says where that began, if the blobs still tell.
+    """
+    if math.isfinite(loss):
+        return
+    solver.net.check()
+    node = solver.net.first_non_finite() if solver.keeps_blobs else None
+    message = f"iteration {solver.iteration}: the loss is {loss:g}"
+    if node is not None:
+        message += f"; the first layer whose output is not finite is '{node.layer.name}' ({node.layer.type})"
+        if not all(solver.backend.all_finite(blob.data) for blob in node.layer.blobs):
+            message += ", and its parameters are not finite either"
+    if not solver.keep_going:
+        raise NonFiniteError(f"{message}; lower base_lr, set clip_gradients, or go on with --keep-going")
+    log.warning("%s", message)

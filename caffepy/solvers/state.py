@@ -1,4 +1,4 @@
-"""A solver's state to and from `SolverState`: all that makes a resumed run the same as one never stopped."""
+"""A solver's snapshots: all that makes a resumed run the same as one never stopped, to and from files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caffepy import snapshot
 from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
 from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
-from caffepy.proto.caffe_pb2 import SolverState
+from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 
 if TYPE_CHECKING:
     from caffepy.solvers.base import Solver
@@ -24,8 +24,33 @@ TRAIN_NET = -1
 """What `DataPosition.test_net` says of the train net."""
 
 
-def save_state(solver: Solver) -> SolverState:
-    """Everything but weights, their path and history; every device must call it."""
+def snapshot_paths(solver: Solver) -> tuple[Path, Path]:
+    """The files of a snapshot of this iteration: .caffemodel and .solverstate, or their HDF5 forms."""
+    hdf5 = solver.param.snapshot_format == SolverParameter.HDF5
+    weights, state = snapshot.snapshot_names(solver.param.snapshot_prefix, solver.iteration, hdf5)
+    return solver.resolve.output(weights), solver.resolve.output(state)
+
+
+def write_snapshot(solver: Solver) -> Path:
+    """Write weights and state if this device is the root; every device must call it. Returns the .solverstate's path.
+
+    Raises:
+        RunError: it could not be written; the older snapshots are as they were.
+    """
+    state = _save_state(solver)
+    weights, path = snapshot_paths(solver)
+    state.learned_net = str(weights)
+    if solver.callback.is_root:
+        kind = "HDF5" if path.suffix == ".h5" else "binary proto"
+        solver.log("Snapshotting to %s file %s", kind, weights)
+        snapshot.write_weights(weights, solver.net, solver.param.snapshot_diff)
+        solver.log("Snapshotting solver state to %s file %s", kind, path)
+        snapshot.write_state(path, state, _history_arrays(solver))
+    return path
+
+
+def _save_state(solver: Solver) -> SolverState:
+    """Everything but weights, their path and history."""
     state = SolverState(iter=solver.iteration, current_step=solver.current_step)
     state.seed = solver.param.random_seed
     state.pass_number = solver.net.context.passes.number
@@ -40,7 +65,7 @@ def save_state(solver: Solver) -> SolverState:
     return state
 
 
-def history_arrays(solver: Solver) -> Iterator[np.ndarray]:
+def _history_arrays(solver: Solver) -> Iterator[np.ndarray]:
     """The history in Caffe's order, each part in its parameter's logical shape."""
     parameters = solver.net.parameters
     for flat in solver.history:

@@ -126,7 +126,7 @@ def test_a_captured_run_gives_the_bits_of_an_eager_one(backend: Backend, net: st
     for eager in (True, False):
         with solver_of(backend, net, SHAPES[0], Engine(eager=eager), kind, "clip_gradients: 1") as solver:
             results.append(train(solver))
-            assert solver.program.captured != eager
+            assert solver.replay.captured != eager
     check_same_bits(*results)
 
 
@@ -224,7 +224,7 @@ def test_solver_threads_capture_at_the_same_time(backend: Backend) -> None:
         own = create_backend(0)
         with solver_of(own, "residual", SHAPES[0]) as solver:
             results[number] = train(solver, 20)
-            results[number, "captured"] = solver.program.captured
+            results[number, "captured"] = solver.replay.captured
         own.close()
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]

@@ -15,8 +15,9 @@ from training import solver_param, weights_of
 from caffepy.backend.cpu import CpuBackend
 from caffepy.errors import NonFiniteError, RunError
 from caffepy.solvers import Action, Solver, create_solver
-from caffepy.solvers.base import CHECK_INTERVAL, IN_FLIGHT
+from caffepy.solvers.base import CHECK_INTERVAL
 from caffepy.solvers.engine import Engine
+from caffepy.solvers.replay import IN_FLIGHT
 
 SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '
 NET = """
