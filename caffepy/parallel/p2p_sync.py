@@ -262,7 +262,7 @@ class P2PSync:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA)."""
         assert self.communication is not None
         buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
-        if any(node.layer.not_captured() for node in solver.net.schedule):
+        if any(node.need_backward and node.layer.not_captured() for node in solver.net.schedule):
             buckets = 1  # what is begun within a graph must end within it, and here there are several
         exchange = GradientExchange(
             solver.net,

@@ -59,6 +59,14 @@ def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
     assert outcome.logged("gradients are exchanged") == told
 
 
+def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
+    outcome = laboratory.train("--compression", "fp16", ranks=2, batch=32, iterations=20, snapshot=20)
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, 20, 1e-2)
+    compressed, whole = outcome.weights(20), alone.weights(20)
+    assert any(np.abs(compressed[name] - whole[name]).max() > 1e-6 for name in whole), "nothing was rounded"
+
+
 def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laboratory: Laboratory) -> None:
     one = laboratory.train(iterations=20, net_text=SHARED_NET)
     two = laboratory.train(ranks=2, batch=32, iterations=20, net_text=SHARED_NET, solver_text="iter_size: 1")

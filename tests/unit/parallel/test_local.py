@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,30 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_groups import run_threads
 
 from caffepy.errors import AbortedError
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.shared_scores import SharedScores
-
-
-def run_threads(count: int, action: Callable[[int], Any]) -> list[Any]:
-    """The results of action(i), each called in a thread of its own."""
-    results: list[Any] = [None] * count
-
-    def work(i: int) -> None:
-        try:
-            results[i] = action(i)
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
 
 
 def local(size: int) -> Callable[[int], Communicator]:

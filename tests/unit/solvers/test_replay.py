@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replaying import Replaying
 from training import solver_param, weights_of
 
-from caffepy.backend.cpu import CpuBackend
 from caffepy.errors import NonFiniteError, RunError
 from caffepy.solvers import Action, Solver, create_solver
 from caffepy.solvers.base import CHECK_INTERVAL
@@ -32,27 +32,6 @@ layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
 """
-
-
-class Replaying(CpuBackend):
-    """A CPU backend that captures: work runs when its graph is launched."""
-
-    asynchronous = True
-    captures = True
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.launches = 0
-
-    def capture(self, work: Callable[[], None]) -> Any:
-        backend = self
-
-        class Graph:
-            def launch(self) -> None:
-                backend.launches += 1
-                work()
-
-        return Graph()
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""Solver threads whose devices capture their iterations, the exchange of gradients included."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from replaying import Replaying
+from training import solver_param, weights_of
+
+from caffepy.data.schedule import Shard
+from caffepy.parallel import p2p_sync
+from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.solvers import Action
+
+SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '
+NET = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 } data_filler { value: 0.5 } data_filler { value: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "ip" top: "ip" }
+layer { name: "drop" type: "Dropout" bottom: "ip" top: "ip" }
+layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
+"""
+
+
+class Ended:
+    """An exchange that has ended when it was begun."""
+
+    def progress(self) -> None:
+        """There is nothing to look after."""
+
+    def finish(self) -> None:
+        """There is nothing to wait for."""
+
+    def stamps(self) -> None:
+        """The host's clock says when it ended."""
+
+
+class Streams(LocalCommunicator):
+    """Plays NCCL: what it is asked for may be captured."""
+
+    captures = True
+    begun = 0
+
+    def begin_average(self, array: Any, timed: bool = False) -> Ended:
+        self.begun += 1
+        self.all_reduce(array)
+        return Ended()
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[LocalCommunicator],
+    solver: str = "",
+    net: str = "",
+    iterations: int = 12,
+) -> list[P2PSync]:
+    """Two devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
+    monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Replaying())
+    options = TrainOptions(solver_param(SOLVER + solver + f"max_iter: {iterations}", net + NET), timeout=30)
+    group = LocalGroup(2, 30)
+    syncs: list[P2PSync] = []
+
+    def connect(index: int) -> Communicator:
+        return kind(group, index)
+
+    def keep_weights(sync: P2PSync) -> None:
+        if sync.finished.is_set() and sync.solver is not None:
+            sync.weights = weights_of(sync.solver.net)  # type: ignore[attr-defined]
+
+    for index in range(2):
+        place = Place(index, None, f"CPU {index}", 1, Shard(index, 2, 2))
+        syncs.append(P2PSync(place, options, partial(connect, index), lambda: Action.NONE, keep_weights))
+    for sync in syncs:
+        sync.start()
+    for sync in syncs:
+        assert sync.ready.wait(30)
+    for sync in syncs:
+        sync.go()
+    for sync in syncs:
+        assert sync.join(60)
+        assert sync.error is None
+    return syncs
+
+
+def launches(sync: P2PSync) -> int:
+    assert isinstance(sync._backend, Replaying)
+    return sync._backend.launches
+
+
+def test_the_exchange_is_part_of_the_graph_and_goes_on_in_buckets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        syncs = train(monkeypatch, Streams, net="reduce_buckets: 2 ")
+    assert [launches(sync) for sync in syncs] == [11, 11], "one graph an iteration, the first iteration runs eagerly"
+    assert [sync._communicator.begun for sync in syncs] == [24, 24]  # type: ignore[union-attr]
+    assert any("exchanged in 2 parts" in record.getMessage() for record in caplog.records)
+
+
+def test_what_goes_through_the_host_stays_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [launches(sync) for sync in train(monkeypatch, LocalCommunicator)] == [22, 22]
+
+
+@pytest.mark.parametrize("net", ["reduce_buckets: 1 ", "reduce_buckets: 3 "])
+@pytest.mark.parametrize("solver", ["", "iter_size: 2 ", "clip_gradients: 0.05 ", "layer_wise_reduce: false "])
+def test_captured_exchange_trains_as_the_one_between_graphs_does(
+    monkeypatch: pytest.MonkeyPatch, solver: str, net: str
+) -> None:
+    captured, between = (train(monkeypatch, kind, solver, net) for kind in (Streams, LocalCommunicator))
+    for one, other in zip(captured, between, strict=True):
+        for name, values in one.weights.items():  # type: ignore[attr-defined]
+            np.testing.assert_allclose(values, other.weights[name], rtol=1e-6, atol=1e-7)  # type: ignore[attr-defined]
+
+
+def test_communication_is_timed_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sync in train(monkeypatch, Streams, net="reduce_buckets: 2 ", iterations=30):
+        performance = sync.performance
+        assert 0 < performance.exposed <= performance.communication < performance.seconds
