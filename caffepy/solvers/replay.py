@@ -66,7 +66,8 @@ class Replay:
             if solver.param.iter_size > 1:
                 steps.append(Step("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
             for node in reversed(net.schedule):
-                steps.append(Step(node.layer.name, partial(net.backward_node, node), node.layer.not_captured()))
+                reason = node.layer.not_captured() if node.need_backward else ""
+                steps.append(Step(node.layer.name, partial(net.backward_node, node), reason))
         steps.append(Step("the exchange of gradients", eager.exchange_gradients, solver.callback.not_captured()))
         steps.append(Step("the update", eager.update))
         return steps

@@ -108,6 +108,14 @@ def test_the_exchange_is_part_of_the_graph_and_goes_on_in_buckets(
     assert any("exchanged in 2 parts" in record.getMessage() for record in caplog.records)
 
 
+def test_a_layer_that_is_not_captured_leaves_the_backward_pass_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = """layer { name: "noise" type: "DummyData" top: "noise"
+      dummy_data_param { shape { dim: 1 } data_filler { type: "gaussian" } } } """
+    syncs = train(monkeypatch, Streams, net=f"reduce_buckets: 2 {net}")
+    assert [launches(sync) for sync in syncs] == [22, 22], "before the layer, and after it"
+    assert [sync._communicator.begun for sync in syncs] == [24, 24]  # type: ignore[union-attr]
+
+
 def test_what_goes_through_the_host_stays_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [launches(sync) for sync in train(monkeypatch, LocalCommunicator)] == [22, 22]
 
