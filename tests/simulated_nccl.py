@@ -174,6 +174,19 @@ class Event:
         self.stream = (stream or current_stream()).ptr
 
 
+class Pinned(bytearray):
+    """Host memory that the device writes to."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+
+def copy_to_pinned(target: int, source: int, size: int, kind: int, stream: int) -> None:
+    assert kind == 2 and stream == current_stream().ptr
+    ctypes.memmove(target, source, size)
+
+
 class Device:
     """A thread's current device."""
 
@@ -202,6 +215,8 @@ def install(gpus: int) -> None:
     runtime.getDeviceCount = lambda: gpus
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
     cuda.get_current_stream, cuda.Stream = current_stream, Stream
+    cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = Pinned, copy_to_pinned, 2
+    cupy.arange = lambda count, dtype: np.arange(count, dtype=dtype).view(Array)
     cupy.multiply, cupy.copyto = np.multiply, np.copyto
     cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)

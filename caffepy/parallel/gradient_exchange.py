@@ -78,6 +78,15 @@ class GradientExchange:
         """Whether exchanges begin during the backward pass."""
         return len(self._buckets) > 1
 
+    def describe(self) -> str:
+        """What a device that has not done its work is in, as far as it says how far it has come; by any thread."""
+        what = "the gradients' all-reduce"
+        reached = getattr(self._communicator, "reached", None)
+        return what if reached is None or not self.overlaps else self._part(reached % len(self._buckets) + 1) + what
+
+    def _part(self, number: int) -> str:
+        return f"part {number} of {len(self._buckets)} of "
+
     def finish(self) -> None:
         """Wait until all gradients are averages, or have the device wait; called when the backward pass is over.
 
@@ -92,7 +101,7 @@ class GradientExchange:
         while self._begun < len(self._buckets):
             self._begin_next()
         for number in range(1, len(self._buckets) + 1):
-            part = f"part {number} of {len(self._buckets)} of " if self.overlaps else ""
+            part = self._part(number) if self.overlaps else ""
             with self._waiting(f"{part}the gradients' all-reduce"):
                 going_on = self._going_on.popleft()
                 going_on.exchange.finish()

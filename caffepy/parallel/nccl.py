@@ -118,6 +118,11 @@ class NcclCommunicator:
                 self._halves.widen(sent, array)
         return work
 
+    @property
+    def reached(self) -> int:
+        """How many of the averages that were begun one after the other the device has done; by any thread."""
+        return 0 if self._beside is None else self._beside.reached
+
     def broadcast(self, array: Array, root: int = 0) -> None:
         with self._translated("NCCL's broadcast"), self._using:
             pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr

@@ -1,17 +1,23 @@
 """A stream beside a solver thread's own, for communication that goes on while the device computes.
 
-Owns the events by which the two wait for each other. Such work may be captured together with what surrounds it: the
-stream joins the capture by waiting for an event of the capturing stream, and has to be waited for before its end.
+Owns the events by which the two wait for each other, and a number by which the host sees how far the stream has come.
+Such work may be captured together with what surrounds it: the stream joins the capture by waiting for an event of the
+capturing stream, and has to be waited for before its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_graph import CudaStamp
+
+_NUMBERS = 1024
+"""Pieces of work that are counted before they are waited for; more than any net has parameters' buckets."""
 
 
 class SideStream:
@@ -20,6 +26,19 @@ class SideStream:
     def __init__(self) -> None:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._spare: list[Any] = []
+        self._begun = self._finished = 0
+        self._numbers = cupy.arange(_NUMBERS, dtype="int32")
+        self._memory = cupy.cuda.alloc_pinned_memory(4)
+        self._reached = np.frombuffer(self._memory, np.int32, 1)
+        self._reached[0] = 0
+
+    @property
+    def reached(self) -> int:
+        """How many pieces of work the device has done since they were waited for together; by any thread, at any time.
+
+        Counted anew from 1 with the first piece that follows a wait for all of them.
+        """
+        return int(self._reached[0])
 
     @contextmanager
     def after_current(self, timed: bool) -> Iterator[SideWork]:
@@ -28,11 +47,25 @@ class SideStream:
         Args:
             timed: take the times at which the work begins and ends; not while a graph is captured.
         """
-        work = SideWork(self._spare)
+        self._begun += 1
+        number = min(self._begun, _NUMBERS - 1)
+        work = SideWork(self._spare, self._count_finished)
         work.begin(self._stream, timed)
         with self._stream:
             yield work
+            cupy.cuda.runtime.memcpyAsync(
+                self._memory.ptr,
+                self._numbers.data.ptr + 4 * number,
+                4,
+                cupy.cuda.runtime.memcpyDeviceToHost,
+                self._stream.ptr,
+            )
         work.end(self._stream, timed)
+
+    def _count_finished(self) -> None:
+        self._finished += 1
+        if self._finished == self._begun:
+            self._begun = self._finished = 0
 
 
 class SideWork:
@@ -40,10 +73,12 @@ class SideWork:
 
     Args:
         spare: events that nobody uses at present; taken and given back, so that a capture finds some.
+        on_finish: called when it was waited for.
     """
 
-    def __init__(self, spare: list[Any]) -> None:
+    def __init__(self, spare: list[Any], on_finish: Callable[[], None]) -> None:
         self._spare = spare
+        self._on_finish = on_finish
         self._events = [spare.pop() if spare else cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._stamps: list[CudaStamp] = []
 
@@ -68,6 +103,7 @@ class SideWork:
         cupy.cuda.get_current_stream().wait_event(self._events[1])
         self._spare += self._events
         self._events = []
+        self._on_finish()
 
     def stamps(self) -> tuple[CudaStamp, CudaStamp] | None:
         if not self._stamps:

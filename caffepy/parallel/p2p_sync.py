@@ -161,7 +161,8 @@ class P2PSync:
         if self.world_size == 1:
             wait()
             return
-        with self._waiting("the gradients' all-reduce"):
+        assert self._exchange is not None
+        with self.progress.waiting(self._exchange.describe), self.trace.span("waits", "the gradients' all-reduce"):
             self._settle(wait)
 
     def sum_over_devices(self, values: Any) -> Any:

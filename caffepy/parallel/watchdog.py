@@ -62,11 +62,11 @@ class Progress:
         self.device = device
         self.iteration = iteration
         # One tuple, replaced whole: the reader needs no lock to see values that belong together.
-        self._now: tuple[int, str, float] = (0, "", time.monotonic())
+        self._now: tuple[int, str | Callable[[], str], float] = (0, "", time.monotonic())
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Mark an operation that waits for all devices."""
+    def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
+        """Mark an operation that waits for all devices: what it is, or who says how far it has come."""
         count = self._now[0] + 1
         self._now = (count, what, time.monotonic())
         yield  # an operation that raised stays marked: the thread ends
@@ -76,8 +76,9 @@ class Progress:
         """A snapshot."""
         collectives, waiting, since = self._now
         seconds = time.monotonic() - since
+        what = waiting if isinstance(waiting, str) else waiting()
         return DeviceState(
-            world.rank, world.host, os.getpid(), self.device, self.iteration(), collectives, waiting, seconds
+            world.rank, world.host, os.getpid(), self.device, self.iteration(), collectives, what, seconds
         )
 
 

@@ -26,7 +26,10 @@ def work(rank):
     nccl = communicator(rank, {compress})
     arrays = [simulated_nccl.array(np.full(3, i + rank, np.float32)) for i in range(2)]
     for _ in range(2):
-        exchanges = [nccl.begin_average(array) for array in arrays]
+        exchanges = []
+        for number, array in enumerate(arrays, 1):
+            exchanges.append(nccl.begin_average(array))
+            assert nccl.reached == number
         for exchange in exchanges:
             exchange.progress()
             exchange.finish()

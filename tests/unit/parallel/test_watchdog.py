@@ -67,6 +67,14 @@ def test_all_waiting_in_the_same_operation_is_nobodys_fault() -> None:
     assert "for nobody knows whom;" in describe(state(0, 9, "x", 20.0), state(1, 9, "x", 20.0))
 
 
+def test_an_operation_that_goes_on_says_how_far_it_has_come() -> None:
+    parts = iter(("part 1", "part 2"))
+    progress = Progress("0")
+    with progress.waiting(lambda: next(parts)):
+        assert [progress.state(FakeWorld(0, 1)).waiting for _ in range(2)] == ["part 1", "part 2"]
+    assert progress.state(FakeWorld(0, 1)).waiting == ""
+
+
 def test_progress_counts_collectives_and_stays_marked_after_an_error() -> None:
     progress = Progress("0", lambda: 3)
     with progress.waiting("a"):
