@@ -87,6 +87,8 @@ class LayerContext:
     """Shapes of one sample of each top, by layer, for data layers that are not to open their data: a planned net's."""
     average: Callable[[Array], None] | None = None
     """Averages an array over all devices, in place; set where BatchNorm's statistics are to be global."""
+    average_captured: bool = False
+    """Whether `average` may be captured into a graph."""
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""

@@ -80,8 +80,9 @@ class BatchNormLayer(Layer):
         return self._scale_bias
 
     def not_captured(self) -> str:
-        together = self.context.average is not None and not self._use_stored
-        return "it averages statistics over all devices" if together else ""
+        if self.context.average is None or self.context.average_captured or self._use_stored:
+            return ""
+        return "it averages statistics over all devices through the host"
 
     def measure(self, x: Array, n: Normalisation) -> None:
         """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""

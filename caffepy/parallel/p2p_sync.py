@@ -153,9 +153,14 @@ class P2PSync:
             self._exchange.finish()
 
     def not_captured(self) -> str:
-        if self.world_size == 1 or getattr(self._communicator, "captures", False):
+        if self.world_size == 1 or self._captures:
             return ""
         return "the devices exchange gradients through the host"
+
+    @property
+    def _captures(self) -> bool:
+        """Whether what the devices exchange may be captured into a graph."""
+        return getattr(self._communicator, "captures", False)
 
     def settle(self, wait: Callable[[], None]) -> None:
         if self.world_size == 1:
@@ -247,6 +252,7 @@ class P2PSync:
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
+            self.solver.net.context.average_captured = self._captures
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.barrier()
@@ -263,7 +269,8 @@ class P2PSync:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA)."""
         assert self.communication is not None
         buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
-        if any(node.need_backward and node.layer.not_captured() for node in solver.net.schedule):
+        cut = any(node.need_backward and node.layer.not_captured() for node in solver.net.schedule)
+        if cut and solver.backend.captures:
             buckets = 1  # what is begun within a graph must end within it, and here there are several
         exchange = GradientExchange(
             solver.net,

@@ -38,6 +38,29 @@ def test_the_cpu_agrees(backend: Backend) -> None:
         checks.close(ours, theirs, 2e-5)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_stopwatch_measures_what_stamps_measure(backend: Backend, captured: bool) -> None:
+    x, y, watch = backend.zeros((2**26,)), backend.zeros((2**26,)), backend.stopwatch(2)
+
+    def work() -> None:
+        watch.start(0)
+        backend.copy(x, y)
+        watch.start(1)
+        backend.copy(y, x)
+        watch.stop()
+
+    work()
+    run = backend.capture(work).launch if captured else work
+    watch.reset()
+    begin = backend.stamp()
+    for _ in range(50):
+        run()
+    whole = backend.stamp().seconds_since(begin)
+    both, second = watch.totals()
+    assert 0.5 * whole < both <= whole
+    assert 0.3 * both < second < 0.7 * both
+
+
 def test_the_same_bits_twice(backend: Backend) -> None:
     first = _small_net(backend, 1)
     for ours, again in zip(first, _small_net(backend, 1), strict=True):

@@ -85,6 +85,55 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("compress", [False, True])
+def test_averages_that_are_begun_can_be_captured_and_replayed(compress: bool) -> None:
+    from caffepy.parallel.local import LocalCommunicator, LocalGroup
+    from caffepy.parallel.nccl import NcclCommunicator, new_unique_id
+
+    backend = create_backend(0)
+    with backend.activate():
+        communicator = NcclCommunicator(1, new_unique_id(), 0, LocalCommunicator(LocalGroup(1), 0), compress)
+        array = backend.zeros((1000,))
+
+        def work() -> None:
+            backend.fill(array, 1 / 3)
+            exchanges = [communicator.begin_average(array[start : start + 500]) for start in (0, 500)]
+            for exchange in exchanges:
+                exchange.finish()
+            backend.add(array, array)
+
+        work()
+        graph = backend.capture(work)
+        backend.fill(array, 0)
+        for _ in range(3):
+            graph.launch()
+        communicator.wait()
+        expected = 2 * np.float32(np.float16(1 / 3) if compress else 1 / 3)
+        np.testing.assert_array_equal(backend.to_host(array), np.full(1000, expected, np.float32))
+        assert communicator.reached == 2
+        del graph
+        communicator.close()
+    backend.close()
+
+
+def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
+    need_gpus(2)
+    outcome = laboratory.train("--compression", "fp16", devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, ITERATIONS, 1e-2)
+
+
+@pytest.mark.parametrize("solver", ["iter_size: 2", "layer_wise_reduce: false"])
+def test_the_solvers_settings_hold_on_two_gpus(laboratory: Laboratory, solver: str) -> None:
+    need_gpus(2)
+    one, two = (
+        laboratory.train(devices=("--gpus", gpus, *EXACT), iterations=ITERATIONS, solver_text=solver)
+        for gpus in ("0", "0,1")
+    )
+    assert two.status == 0, two.log
+    assert_same_weights(two, one, ITERATIONS, TOLERANCE)
+
+
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
 def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, ranks: int, gpus: str) -> None:
     need_gpus(2)

@@ -64,10 +64,13 @@ def train(
     solver: str = "",
     net: str = "",
     iterations: int = 12,
+    sync_bn: bool = False,
+    text: str = NET,
 ) -> list[P2PSync]:
     """Two devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Replaying())
-    options = TrainOptions(solver_param(SOLVER + solver + f"max_iter: {iterations}", net + NET), timeout=30)
+    param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
+    options = TrainOptions(param, timeout=30, sync_bn=sync_bn)
     group = LocalGroup(2, 30)
     syncs: list[P2PSync] = []
 
@@ -91,6 +94,10 @@ def train(
         assert sync.join(60)
         assert sync.error is None
     return syncs
+
+
+def weights(sync: P2PSync) -> dict[str, np.ndarray]:
+    return sync.weights  # type: ignore[attr-defined, no-any-return]
 
 
 def launches(sync: P2PSync) -> int:
@@ -127,8 +134,17 @@ def test_captured_exchange_trains_as_the_one_between_graphs_does(
 ) -> None:
     captured, between = (train(monkeypatch, kind, solver, net) for kind in (Streams, LocalCommunicator))
     for one, other in zip(captured, between, strict=True):
-        for name, values in one.weights.items():  # type: ignore[attr-defined]
-            np.testing.assert_allclose(values, other.weights[name], rtol=1e-6, atol=1e-7)  # type: ignore[attr-defined]
+        for name, values in weights(one).items():
+            np.testing.assert_allclose(values, weights(other)[name], rtol=1e-6, atol=1e-7)
+
+
+def test_synchronised_statistics_are_captured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = NET.replace('name: "relu"', 'name: "bn" type: "BatchNorm" bottom: "ip" top: "ip" }\nlayer { name: "relu"')
+    one, other = (train(monkeypatch, kind, sync_bn=True, text=net) for kind in (Streams, LocalCommunicator))
+    assert [launches(sync) for sync in one] == [11, 11]
+    assert launches(other[0]) > 22
+    for name, values in weights(one[0]).items():
+        np.testing.assert_allclose(values, weights(other[0])[name], rtol=1e-6, atol=1e-7)
 
 
 def test_communication_is_timed_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
