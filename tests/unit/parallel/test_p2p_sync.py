@@ -12,6 +12,7 @@ from replaying import Replaying
 from training import solver_param, weights_of
 
 from caffepy.data.schedule import Shard
+from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
@@ -121,6 +122,12 @@ def test_a_layer_that_is_not_captured_leaves_the_backward_pass_whole(monkeypatch
     syncs = train(monkeypatch, Streams, net=f"reduce_buckets: 2 {net}")
     assert [launches(sync) for sync in syncs] == [22, 22], "before the layer, and after it"
     assert [sync._communicator.begun for sync in syncs] == [24, 24]  # type: ignore[union-attr]
+
+
+def test_nothing_is_begun_in_a_backward_pass_of_several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InnerProductLayer, "not_captured", lambda layer: "it plays a layer on the host")
+    syncs = train(monkeypatch, Streams, net="reduce_buckets: 2 ")
+    assert [sync._communicator.begun for sync in syncs] == [12, 12]  # type: ignore[union-attr]
 
 
 def test_what_goes_through_the_host_stays_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
