@@ -7,6 +7,20 @@ from typing import Any
 
 from caffepy.backend.cpu import CpuBackend
 
+NET = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 } data_filler { type: "constant" value: 0.5 }
+  data_filler { type: "constant" value: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "ip" top: "ip" }
+layer { name: "drop" type: "Dropout" bottom: "ip" top: "ip" }
+layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
+"""
+"""A net with dropout whose data are the same numbers in every pass."""
+
 
 class Replaying(CpuBackend):
     """A CPU backend that captures: work runs when its graph is launched."""

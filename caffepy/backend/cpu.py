@@ -21,8 +21,8 @@ from caffepy.backend.cpu_input import CpuInput
 from caffepy.backend.cpu_runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu_workspace import Workspace, aligned_zeros
 from caffepy.backend.expression import Expression, Kind
-from caffepy.backend.mailbox import Done, HostFetch, HostMailbox, HostStamp, HostStopwatch
-from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp, Stopwatch
+from caffepy.backend.mailbox import HostFetch, Synchronous
+from caffepy.backend.protocols import Convolution, Fetch
 from caffepy.errors import DeviceError, OutOfMemoryError
 
 _LAST = (0, 2, 3, 1)
@@ -45,7 +45,7 @@ def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, c
         counts[item] = count
 
 
-class CpuBackend(CpuInput, Composed):
+class CpuBackend(CpuInput, Synchronous, Composed):
     """One solver thread's share of the machine's cores.
 
     Args:
@@ -73,24 +73,9 @@ class CpuBackend(CpuInput, Composed):
         with BLAS.threads(self.threads):
             yield
 
-    def synchronize(self) -> None:
-        """Nothing to wait for: every primitive has finished when it returns."""
-
     def close(self) -> None:
         """Give back the workspace; the threads are the process's."""
         self._workspace.clear()
-
-    def mailbox(self, values: int, counters: int) -> Mailbox:
-        return HostMailbox(values, counters)
-
-    def mark(self) -> Mark:
-        return Done()
-
-    def stamp(self) -> Stamp:
-        return HostStamp()
-
-    def stopwatch(self, places: int) -> Stopwatch:
-        return HostStopwatch(places)
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(array)

@@ -18,8 +18,8 @@ import numpy as np
 from caffepy.backend.arguments import Array, Geometry, gpu_workspace, spatial_output, storage_dtype
 from caffepy.backend.base import Backend
 from caffepy.backend.dry_array import SETUP, DryArray, Memory
-from caffepy.backend.mailbox import Done, HostMailbox, HostStamp, HostStopwatch
-from caffepy.backend.protocols import Convolution, Fetch, Mailbox, Mark, Stamp, Stopwatch
+from caffepy.backend.mailbox import Synchronous
+from caffepy.backend.protocols import Convolution, Fetch
 
 
 def _arrays(values: Iterable[Any]) -> Iterator[DryArray]:
@@ -64,7 +64,7 @@ _NORMAL = (*_STATISTICS, "n.scale", "n.bias")
 _RUNNING = ("n.sum_mean", "n.sum_variance", "n.count")
 
 
-class DryBackend(Backend):
+class DryBackend(Synchronous, Backend):
     """Like a GPU, but for computing.
 
     Args:
@@ -99,23 +99,8 @@ class DryBackend(Backend):
     def activate(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def close(self) -> None:
         """Nothing to give back."""
-
-    def mailbox(self, values: int, counters: int) -> Mailbox:
-        return HostMailbox(values, counters)
-
-    def mark(self) -> Mark:
-        return Done()
-
-    def stamp(self) -> Stamp:
-        return HostStamp()
-
-    def stopwatch(self, places: int) -> Stopwatch:
-        return HostStopwatch(places)
 
     def fetch(self, array: Array) -> Fetch:
         raise AssertionError("a dry run computes nothing that could be fetched")

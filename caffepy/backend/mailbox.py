@@ -1,4 +1,4 @@
-"""Numbers between host and device on a backend whose primitives finish when they return: the CPU's."""
+"""What a backend hands out whose primitives have finished when they return: the CPU's, and a dry run's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from caffepy.backend.arguments import Array, Counter
+from caffepy.backend.protocols import Mailbox, Mark, Stamp, Stopwatch
 
 
 class HostMailbox:
@@ -87,3 +88,22 @@ class Done:
 
     def wait(self) -> None:
         """There is nothing to wait for."""
+
+
+class Synchronous:
+    """Part of a `Backend` whose work is done, and whose time is the host's, when a primitive returns."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def mailbox(self, values: int, counters: int) -> Mailbox:
+        return HostMailbox(values, counters)
+
+    def mark(self) -> Mark:
+        return Done()
+
+    def stamp(self) -> Stamp:
+        return HostStamp()
+
+    def stopwatch(self, places: int) -> Stopwatch:
+        return HostStopwatch(places)

@@ -16,7 +16,7 @@ NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "size", 
            "elements", "ratio", "stream", "counter", "ignore_label", "scale", "divide_by_valid", "geometry",
            "expression", "host", "self"}  # fmt: skip
 WITHOUT_ARRAYS = {"activate", "synchronize", "close", "device_description", "zeros", "plan_convolution", "to_host",
-                  "mailbox", "mark", "fetch", "view", "flat", "reshaped"}  # fmt: skip
+                  "mailbox", "mark", "stamp", "stopwatch", "fetch", "view", "flat", "reshaped"}  # fmt: skip
 
 
 def backend() -> DryBackend:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Replaying
+from replaying import NET, Replaying
 from training import solver_param, weights_of
 
 from caffepy.data.schedule import Shard
@@ -21,17 +21,6 @@ from caffepy.parallel.p2p_sync import P2PSync, Place
 from caffepy.solvers import Action
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '
-NET = """
-layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
-  shape { dim: 6 dim: 5 } shape { dim: 6 } data_filler { value: 0.5 } data_filler { value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
-  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
-layer { name: "relu" type: "ReLU" bottom: "ip" top: "ip" }
-layer { name: "drop" type: "Dropout" bottom: "ip" top: "ip" }
-layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
-  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
-"""
 
 
 class Ended:

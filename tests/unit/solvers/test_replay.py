@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Replaying
+from replaying import NET, Replaying
 from training import solver_param, weights_of
 
 from caffepy.errors import NonFiniteError, RunError
@@ -20,18 +20,6 @@ from caffepy.solvers.engine import Engine
 from caffepy.solvers.replay import IN_FLIGHT
 
 SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '
-NET = """
-layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
-  shape { dim: 6 dim: 5 } shape { dim: 6 } data_filler { type: "constant" value: 0.5 }
-  data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
-  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
-layer { name: "relu" type: "ReLU" bottom: "ip" top: "ip" }
-layer { name: "drop" type: "Dropout" bottom: "ip" top: "ip" }
-layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
-  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
-"""
 
 
 @contextmanager
