@@ -2,7 +2,8 @@
 
 A `Trace` belongs to one device and holds what it did in a window of iterations: spans of time in rows. Nets, solvers
 and whoever connects devices put their spans into it; whoever made it asks for its `events` once training is over. Where
-nobody traces, the same calls reach `NO_TRACE`, which does nothing.
+nobody traces, the same calls reach `NO_TRACE`, which does nothing. Work that is captured tells its spans once, while it
+is captured; the device takes their times in each replay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from caffepy.files import atomic_write
 
 if TYPE_CHECKING:
-    from caffepy.backend.protocols import Stamp
+    from caffepy.backend.protocols import Stamp, Stopwatch
 
 ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
 """What a device does, in the order in which the rows are shown; others, such as buckets', come after them."""
@@ -58,11 +59,58 @@ class _DeviceSpan(NamedTuple):
     last: Stamp
 
 
+class _Recording:
+    """Spans of work that is captured.
+
+    Args:
+        stopwatch: each place of it takes the time of one end of a span; the last place compares it with the host's.
+        places: how many there are.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, places: int) -> None:
+        self._stopwatch = stopwatch
+        self._places = places
+        self._taken = 0
+        self._host: float | None = None
+        self._spans: list[tuple[str, str, int, int]] = []
+
+    def place(self) -> int:
+        """Take the time here, in every replay."""
+        place = self._taken
+        assert place < self._places - 1, "the work has more spans than were reckoned with"
+        self._taken += 1
+        self._stopwatch.start(place)
+        return place
+
+    def add(self, row: str, name: str, first: int, last: int) -> None:
+        """What lies between two places is a span."""
+        self._spans.append((row, name, first, last))
+
+    @contextmanager
+    def span(self, row: str, name: str) -> Iterator[None]:
+        """A `with` block is a span."""
+        first = self.place()
+        yield
+        self.add(row, name, first, self.place())
+
+    def spans(self, iteration: int) -> Iterator[Span]:
+        """The spans of the replay that was asked for last; waits for the device."""
+        if self._host is None:
+            self._stopwatch.start(self._places - 1)
+            own = self._stopwatch.times()[-1]
+            self._host = time.perf_counter() - own
+        times = [self._host + seconds for seconds in self._stopwatch.times()]
+        for row, name, first, last in self._spans:
+            yield Span(f"device: {row}", name, iteration, times[first], times[last])
+
+
 class NoTrace:
     """The trace of whoever is not traced."""
 
     active = False
     """Whether spans are taken at present."""
+    stamp: Callable[[], Any] | None = None
+    """Takes the time at a place of the device's current stream, for `add_device`; None where nobody wants it."""
 
     def begin(self, iteration: int) -> None:
         """An iteration begins; the first one after the window ends the tracing."""
@@ -74,12 +122,19 @@ class NoTrace:
     def add(self, row: str, name: str, start: float, end: float) -> None:
         """A span whose times (`time.perf_counter`) were taken elsewhere; by any thread."""
 
-    def add_device(self, row: str, name: str, first: Stamp, last: Stamp) -> None:
-        """A span between two places in the device's work."""
+    def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
+        """A span between two places in the device's work, which `stamp` gave."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Take no spans within a `with` block: work that is captured is not done."""
         return _NOTHING
+
+    def recording(self, stopwatch: Stopwatch, places: int) -> AbstractContextManager[None]:
+        """Within a `with` block work is captured; the device takes the times of its spans whenever it is replayed."""
+        return _NOTHING
+
+    def replayed(self) -> None:
+        """What was captured while `recording` has been replayed once more; waits for the device."""
 
 
 NO_TRACE = NoTrace()
@@ -98,6 +153,8 @@ class Trace(NoTrace):
         self._spans: list[Span] = []
         self._device_spans: list[_DeviceSpan] = []
         self._stamp: Callable[[], Stamp] | None = None
+        self._recording: _Recording | None = None
+        self._capturing = False
         self._origin: tuple[float, Stamp] | None = None
         self._epoch = time.time() - time.perf_counter()
 
@@ -123,6 +180,9 @@ class Trace(NoTrace):
     def span(self, row: str, name: str = "") -> AbstractContextManager[None]:
         if not self.active:
             return _NOTHING
+        if self._capturing:
+            assert self._recording is not None
+            return self._recording.span(row, name or row) if row in ON_DEVICE else _NOTHING
         return self._timed(row, name or row, self._stamp if row in ON_DEVICE else None)
 
     @contextmanager
@@ -135,11 +195,19 @@ class Trace(NoTrace):
             self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, stamp()))
 
     def add(self, row: str, name: str, start: float, end: float) -> None:
-        if self.active:
+        if self.active and not self._capturing:
             self._spans.append(Span(row, name, self._iteration, start, end))
 
-    def add_device(self, row: str, name: str, first: Stamp, last: Stamp) -> None:
-        if self.active:
+    @property
+    def stamp(self) -> Callable[[], Any] | None:  # type: ignore[override]
+        if not self.active:
+            return None
+        return self._recording.place if self._capturing and self._recording is not None else self._stamp
+
+    def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
+        if self._capturing and self._recording is not None:
+            self._recording.add(row, name, first, last)
+        elif self.active:
             self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, last))
 
     @contextmanager
@@ -149,6 +217,19 @@ class Trace(NoTrace):
             yield
         finally:
             self.active = active
+
+    @contextmanager
+    def recording(self, stopwatch: Stopwatch, places: int) -> Iterator[None]:
+        self._recording = _Recording(stopwatch, places)
+        active, self.active, self._capturing = self.active, True, True
+        try:
+            yield
+        finally:
+            self.active, self._capturing = active, False
+
+    def replayed(self) -> None:
+        if self._recording is not None:
+            self._spans += self._recording.spans(self._iteration)
 
     def spans(self) -> list[Span]:
         """What was traced; a row of a device that works behind the host is called ``device: forward``.

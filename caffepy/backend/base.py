@@ -90,7 +90,7 @@ class Backend(InputPrimitives, ABC):
 
     @abstractmethod
     def stamp(self) -> Stamp:
-        """This place in the backend's work, with its time; cannot be captured."""
+        """This place of the current stream, with its time; cannot be captured."""
 
     @abstractmethod
     def stopwatch(self, places: int) -> Stopwatch:

@@ -135,7 +135,7 @@ class CudaBackend(CudaInput, Composed):
         return CudaMark(self.stream)
 
     def stamp(self) -> Stamp:
-        return CudaStamp(self.stream)
+        return CudaStamp(cupy.cuda.get_current_stream())
 
     def stopwatch(self, places: int) -> Stopwatch:
         return CudaStopwatch(places, self.stream)

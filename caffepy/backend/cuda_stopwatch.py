@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import launch_blocks, library_kernel
+from caffepy.backend.cuda_kernels import THREADS, launch_blocks, library_kernel
 
 
 class CudaStopwatch:
@@ -22,6 +22,10 @@ class CudaStopwatch:
         self._places = places
         self._stream = stream
         self._times = cupy.zeros(2 * places, "int64")
+        # Kernels are loaded now: within a capture that may be refused.
+        self.start(0)
+        self.stop()
+        self.reset()
 
     def start(self, place: int) -> None:
         """From here on time passes for a place."""
@@ -30,7 +34,7 @@ class CudaStopwatch:
     def stop(self) -> None:
         """Up to here it has passed, for all places."""
         arguments = (self._times, np.int32(self._places))
-        launch_blocks(library_kernel("stopwatch", "stop"), (1,), (self._places,), arguments)
+        launch_blocks(library_kernel("stopwatch", "stop"), (1,), (THREADS,), arguments)
 
     def reset(self) -> None:
         """Begin with totals of 0."""
@@ -38,5 +42,11 @@ class CudaStopwatch:
 
     def totals(self) -> list[float]:
         """Seconds of each place; waits for the device."""
-        times = cupy.asnumpy(self._times, stream=self._stream)
-        return [float(nanoseconds) * 1e-9 for nanoseconds in times[self._places :]]
+        return self._seconds()[self._places :]
+
+    def times(self) -> list[float]:
+        """When each place was started last, in seconds of the GPU's clock; waits for the device."""
+        return self._seconds()[: self._places]
+
+    def _seconds(self) -> list[float]:
+        return [float(nanoseconds) * 1e-9 for nanoseconds in cupy.asnumpy(self._times, stream=self._stream)]

@@ -82,6 +82,10 @@ class HostStopwatch:
         """Seconds of each place."""
         return list(self._totals)
 
+    def times(self) -> list[float]:
+        """When each place was started last."""
+        return list(self._started)
+
 
 class Done:
     """A `Mark` of work that is finished already."""

@@ -33,7 +33,10 @@ class Stamp(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Times between places in the backend's work, added up; `start` and `stop` may be captured."""
+    """Times at places in the backend's work, and between them, added up; `start` and `stop` may be captured.
+
+    Both count where the current stream comes to them, which may be another than the backend's.
+    """
 
     def start(self, place: int) -> None:
         """From here on time passes for a place."""
@@ -46,6 +49,9 @@ class Stopwatch(Protocol):
 
     def totals(self) -> list[float]:
         """Seconds of each place; waits for the device."""
+
+    def times(self) -> list[float]:
+        """When each place was started last, in seconds of the device's clock; waits for the device."""
 
 
 class Fetch(Protocol):

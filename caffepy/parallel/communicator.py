@@ -7,10 +7,10 @@ others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from caffepy.backend.arguments import Array
-from caffepy.backend.protocols import Stamp
 
 if TYPE_CHECKING:
     from caffepy.parallel.operations import Operation, Work
@@ -68,17 +68,17 @@ class Exchange(Protocol):
             PeerError: the connection failed.
         """
 
-    def stamps(self) -> tuple[Stamp, Stamp] | None:
-        """Where on a device of its own clock it began and ended; None where the host's clock says it."""
+    def stamps(self) -> tuple[Any, Any] | None:
+        """Where it began and ended on a device with a clock of its own; None where the host's clock says it."""
 
 
 class OverlappingCommunicator(Communicator, Protocol):
     """A communicator whose averages can go on while the device computes."""
 
-    def begin_average(self, array: Array, timed: bool = False) -> Exchange:
+    def begin_average(self, array: Array, stamp: Callable[[], Any] | None = None) -> Exchange:
         """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.
 
-        `timed` asks for `Exchange.stamps`; not while work is being captured.
+        `stamp` takes the time at a place of the current stream, for `Exchange.stamps`.
         """
 
 

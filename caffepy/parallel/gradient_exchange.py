@@ -126,7 +126,7 @@ class GradientExchange:
         self._begun += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
         since = time.perf_counter()
-        exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, self._trace.active)
+        exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, self._trace.stamp)
         self._going_on.append(_GoingOn(exchange, f"{part.nbytes / 2**20:.3g} MiB", since))
 
     def _show(self, row: str, going_on: _GoingOn) -> None:

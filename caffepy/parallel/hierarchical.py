@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class HierarchicalCommunicator:
                 array /= self.size
         self._local.broadcast(array)
 
-    def begin_average(self, array: Any, timed: bool = False) -> HierarchicalExchange:
+    def begin_average(self, array: Any, stamp: Callable[[], Any] | None = None) -> HierarchicalExchange:
         """`OverlappingCommunicator.begin_average`: what goes on while the threads compute is the ranks' part."""
         self._local.reduce(array)
         exchange = HierarchicalExchange(self._local, array, self.size, self._halves)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_graph import CudaStamp
 
 _NUMBERS = 1024
 """Pieces of work that are counted before they are waited for; more than any net has parameters' buckets."""
@@ -41,18 +40,20 @@ class SideStream:
         return int(self._reached[0])
 
     @contextmanager
-    def after_current(self, timed: bool) -> Iterator[SideWork]:
+    def after_current(self, stamp: Callable[[], Any] | None) -> Iterator[SideWork]:
         """Make this the current stream within a `with` block; what is put on it comes after all that the other holds.
 
         Args:
-            timed: take the times at which the work begins and ends; not while a graph is captured.
+            stamp: takes the time at a place of the current stream; called where the work begins and where it ends.
         """
         self._begun += 1
         number = min(self._begun, _NUMBERS - 1)
         work = SideWork(self._spare, self._count_finished)
-        work.begin(self._stream, timed)
+        work.begin(self._stream)
         with self._stream:
+            work.take(stamp)
             yield work
+            work.take(stamp)
             cupy.cuda.runtime.memcpyAsync(
                 self._memory.ptr,
                 self._numbers.data.ptr + 4 * number,
@@ -60,7 +61,7 @@ class SideStream:
                 cupy.cuda.runtime.memcpyDeviceToHost,
                 self._stream.ptr,
             )
-        work.end(self._stream, timed)
+        work.end(self._stream)
 
     def _count_finished(self) -> None:
         self._finished += 1
@@ -80,20 +81,21 @@ class SideWork:
         self._spare = spare
         self._on_finish = on_finish
         self._events = [spare.pop() if spare else cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._stamps: list[CudaStamp] = []
+        self._stamps: list[Any] = []
 
-    def begin(self, stream: Any, timed: bool) -> None:
+    def begin(self, stream: Any) -> None:
         """Have `stream` wait for all that the current stream holds."""
         self._events[0].record(cupy.cuda.get_current_stream())
         stream.wait_event(self._events[0])
-        if timed:
-            self._stamps.append(CudaStamp(stream))
 
-    def end(self, stream: Any, timed: bool) -> None:
+    def take(self, stamp: Callable[[], Any] | None) -> None:
+        """Take the time at this place of the current stream, if somebody wants it."""
+        if stamp is not None:
+            self._stamps.append(stamp())
+
+    def end(self, stream: Any) -> None:
         """Mark where on `stream` the work ends."""
         self._events[1].record(stream)
-        if timed:
-            self._stamps.append(CudaStamp(stream))
 
     def progress(self) -> None:
         """The device needs no help."""
@@ -105,7 +107,7 @@ class SideWork:
         self._events = []
         self._on_finish()
 
-    def stamps(self) -> tuple[CudaStamp, CudaStamp] | None:
+    def stamps(self) -> tuple[Any, Any] | None:
         if not self._stamps:
             return None
         first, last = self._stamps

@@ -42,8 +42,7 @@ class EagerIteration:
             solver.display.show_iteration()
         self.exchange_gradients()
         self._hear_requests()
-        with solver.trace.span("update"):
-            self._update_and_show(display)
+        self._update_and_show(display)
 
     # -- the calls that are captured as well ---------------------------------------------------------
 
@@ -64,7 +63,8 @@ class EagerIteration:
 
     def update(self) -> None:
         """Change the parameters."""
-        self._solver.updating.run(*self._solver.numbers.factors())
+        with self._solver.trace.span("update"):
+            self._solver.updating.run(*self._solver.numbers.factors())
 
     # -- what only happens call by call --------------------------------------------------------------
 

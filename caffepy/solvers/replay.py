@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class Replay:
         self._solver = solver
         self._wanted = solver.backend.captures and not solver.engine.eager and not solver.param.debug_info
         self._program = Program(solver.backend, [])
+        self._traced: Program | None = None
         self._losses_of_passes = solver.backend.zeros(())
         self._marks: deque[Mark] = deque()
         self._answers: deque[Fetch] = deque()
@@ -39,21 +41,42 @@ class Replay:
 
     def capture(self) -> None:
         """Make graphs of an iteration that has just run eagerly, if the device can."""
+        solver = self._solver
         if not self._wanted:
             return
-        solver, passes = self._solver, self._solver.net.context.passes
         solver.backend.trim()  # what tuning and compiling the first iteration took
-        number = passes.number
-        self._program = Program(solver.backend, self._steps())
         try:
-            with solver.trace.paused():
-                self._program.capture()
+            self._program = self._captured(solver.trace.paused())
         except RunError as error:
-            self._program.drop()
             self._wanted = False
             solver.log("Iterations are not captured into graphs: %s", error)
+
+    def _captured(self, tracing: AbstractContextManager[None]) -> Program:
+        """Graphs of an iteration, captured within a `with` block that says what becomes of its spans.
+
+        Raises:
+            RunError: something cannot be captured.
+        """
+        program, passes = Program(self._solver.backend, self._steps()), self._solver.net.context.passes
+        number = passes.number
+        try:
+            with tracing:
+                program.capture()
+        except BaseException:
+            program.drop()
+            raise
         finally:
             passes.number = number
+        return program
+
+    def _traced_program(self) -> Program:
+        """Graphs of an iteration in which the device takes the time of every layer and bucket."""
+        if self._traced is None:
+            solver, net = self._solver, self._solver.net
+            self.settle()
+            places = 2 * (2 * len(net.schedule) * solver.param.iter_size + len(net.parameters.parameters) + 4)
+            self._traced = self._captured(solver.trace.recording(solver.backend.stopwatch(places), places))
+        return self._traced
 
     def _steps(self) -> list[Step]:
         """All that an iteration asks of the device, in order: the very calls that run eagerly."""
@@ -79,19 +102,23 @@ class Replay:
             Whether it was; False where the data have another shape. Then there are no graphs any more and the device
             has nothing left to do, so that the iteration can run eagerly and be captured anew.
         """
-        net, passes = self._solver.net, self._solver.passes()
+        net, passes, trace = self._solver.net, self._solver.passes(), self._solver.trace
+        program = self._traced_program() if trace.active else self._program
         for number in passes:
             net.feed(number)
         if net.changed_shapes():
             self.drop()
             self.settle()
             return False
-        with self._solver.trace.span("iteration"):
-            self._program.run()
+        with trace.span("iteration"):
+            program.run()
         for number in passes:
             net.consumed(number)
         net.context.passes.number = passes.stop
         self._keep_pace()
+        if trace.active:
+            self._solver.callback.settle(self._marks[-1].wait)
+            trace.replayed()
         return True
 
     def loss(self) -> float:
@@ -126,4 +153,7 @@ class Replay:
 
     def drop(self) -> None:
         """Give the graphs back; communicators whose calls they hold can be destroyed only afterwards."""
-        self._program.drop()
+        for program in (self._program, self._traced):
+            if program is not None:
+                program.drop()
+        self._traced = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from training import build_solver
 
+from caffepy.backend.mailbox import HostStopwatch
 from caffepy.errors import RunError
 from caffepy.trace import NO_TRACE, Trace, write_trace
 
@@ -88,6 +89,50 @@ def test_a_device_that_works_behind_the_host_has_rows_of_its_own() -> None:
     assert (host.row, device.row, device.name) == ("forward", "device: forward", "conv1")
     assert device.end - device.start == pytest.approx((host.end - host.start) / 2, rel=0.2)
     assert rows(trace.events(0, "GPU 0")) == ["forward", "device: forward"]
+
+
+def test_captured_work_has_the_times_of_each_replay() -> None:
+    now = [0.0]
+    stopwatch = HostStopwatch(9, lambda: now[0])
+
+    def work() -> None:
+        with trace.span("forward", "conv1"):
+            now[0] += 1
+        assert trace.stamp is not None
+        first = trace.stamp()
+        now[0] += 0.5
+        trace.add_device("bucket 1", "4 MiB", first, trace.stamp())
+        with trace.span("waits", "a barrier"):
+            trace.add("bucket 2", "host", 0.0, 1.0)
+
+    trace = Trace(range(4, 6))
+    trace.begin(3)
+    with trace.recording(stopwatch, 9):
+        work()
+    assert not trace.active and trace.spans() == []
+    for iteration in range(4, 6):
+        trace.begin(iteration)
+        now[0] += 10
+        # What a device does in a replay: it takes the times again, and runs none of the host's code.
+        for place, passed in enumerate((0, 1, 0, 0.5)):
+            now[0] += passed
+            stopwatch.start(place)
+        trace.replayed()
+    found = trace.spans()
+    assert [(span.row, span.name, span.iteration) for span in found] == [
+        ("device: forward", "conv1", 4), ("device: bucket 1", "4 MiB", 4),
+        ("device: forward", "conv1", 5), ("device: bucket 1", "4 MiB", 5),
+    ]  # fmt: skip
+    assert [span.end - span.start for span in found] == pytest.approx([1, 0.5, 1, 0.5])
+    assert found[2].start - found[0].start == pytest.approx(11.5)
+
+
+def test_more_spans_than_places_are_a_mistake() -> None:
+    trace = Trace()
+    wanted = pytest.raises(AssertionError, match="more spans than were reckoned with")
+    with wanted, trace.recording(HostStopwatch(3), 3), trace.span("forward"):
+        assert trace.stamp is not None
+        trace.stamp()
 
 
 def test_the_file_is_what_viewers_read(tmp_path: Path) -> None:

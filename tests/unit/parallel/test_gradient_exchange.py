@@ -29,7 +29,7 @@ class Recorder:
         self.log: list[str] = []
         self.reached = 0
 
-    def begin_average(self, array: Any, timed: bool = False) -> Recorder:
+    def begin_average(self, array: Any, stamp: Any = None) -> Recorder:
         self.log.append(f"begin {array.size}")
         return self
 

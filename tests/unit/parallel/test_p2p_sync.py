@@ -42,7 +42,7 @@ class Streams(LocalCommunicator):
     captures = True
     begun = 0
 
-    def begin_average(self, array: Any, timed: bool = False) -> Ended:
+    def begin_average(self, array: Any, stamp: Any = None) -> Ended:
         self.begun += 1
         self.all_reduce(array)
         return Ended()

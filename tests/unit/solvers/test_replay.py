@@ -18,6 +18,7 @@ from caffepy.solvers import Action, Solver, create_solver
 from caffepy.solvers.base import CHECK_INTERVAL
 from caffepy.solvers.engine import Engine
 from caffepy.solvers.replay import IN_FLIGHT
+from caffepy.trace import Trace
 
 SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '
 
@@ -116,6 +117,31 @@ def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.Log
         assert solver.iteration == 4
     told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
     assert told == ["Iterations are not captured into graphs: a layer waits for the device"]
+
+
+class Capturing(Replaying):
+    """Runs work when it is captured too, which leaves its spans in a trace."""
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        work()
+        return super().capture(work)
+
+
+def test_a_trace_shows_the_layers_of_replayed_iterations() -> None:
+    trace, backend = Trace(range(3, 6)), Capturing()
+    with backend.activate():
+        solver = create_solver(solver_param(SOLVER, NET), backend, trace=trace)
+        solver.step(8)
+        solver.close()
+    found = [span for span in trace.spans() if span.row.startswith("device: ")]
+    layers = [node.layer.name for node in solver.net.schedule]
+    assert {span.iteration for span in found} == {3, 4, 5}
+    for iteration in (3, 4, 5):
+        own = [span for span in found if span.iteration == iteration]
+        assert [span.name for span in own if span.row == "device: forward"] == layers
+        assert [span.name for span in own if span.row == "device: backward"] == layers[:0:-1]
+        assert [span.row for span in own][-2:] == ["device: exchange", "device: update"]
+        assert all(span.start <= span.end for span in own)
 
 
 class TwoDevices:
