@@ -1,16 +1,19 @@
 """Data-parallel training: images/s on one device, on several in one process, and on as many ranks of mpirun.
 
     python benchmarks/scaling.py --gpus 0,1 [--nets lenet,resnet50] [--iterations 60] [--math fp32] [--type FLOAT16]
+    python benchmarks/scaling.py --gpus 0,1 --nets resnet50 --type FLOAT16 --batch 256 --peer
     python benchmarks/scaling.py --cpu 2
 
 Each line is one run of `caffepy train` as a user would type it, on synthetic images, with as many for each device
 whatever their number (weak scaling); the figure is that of the performance report, which leaves out the first two
-iterations. Efficiency is against as many times one device.
+iterations. Efficiency is against as many times one device. On GPUs one process is also started by `mpirun -np 1`, whose
+default binding leaves it one core. `--peer` adds PyTorch's DistributedDataParallel with ResNet-50, `torch_parallel.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -103,11 +106,34 @@ def measure(name: str, devices: list[str] | int, arguments: argparse.Namespace, 
         for device in devices:
             ranks += ["-np", "1", *program, "--gpus", device, ":"]
         ranks.pop()
+        bound = [*mpirun(), "-np", "1", *several]
     alone = images_per_second(one, folder)
     print(f"{name:14} 1 device                {alone:12.1f} images/s")
-    for label, command in ((f"{count} devices, 1 process", several), (f"{count} ranks of 1 device", ranks)):
+    kinds = [(f"{count} devices, 1 process", several), (f"{count} ranks of 1 device", ranks)]
+    if not isinstance(devices, int):
+        kinds.append((f"{count} devices, mpirun -np 1", bound))
+    for label, command in kinds:
         rate = images_per_second(command, folder)
-        print(f"{name:14} {label:22}  {rate:12.1f} images/s   efficiency {rate / alone / count:.3f}", flush=True)
+        print(f"{name:14} {label:24}{rate:12.1f} images/s   efficiency {rate / alone / count:.3f}", flush=True)
+
+
+def measure_peer(devices: list[str] | int, kind: str, batch: int) -> None:
+    """Print PyTorch's lines, on one device and on all."""
+    count = devices if isinstance(devices, int) else len(devices)
+    names = "" if isinstance(devices, int) else ",".join(devices)
+    alone = 0.0
+    for number in (1, count):
+        program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+        program += [str(ROOT / "benchmarks" / "torch_parallel.py"), "train", "--type", kind, "--batch", str(batch)]
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": names} if names else {})
+        result = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        figures = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+        if result.returncode or not figures:
+            raise SystemExit(f"{' '.join(program)} failed:\n{result.stderr[-3000:]}")
+        rate = figures[-1]["images_per_second"]
+        alone = alone or rate
+        label, efficiency = f"{number} devices, DDP", rate / alone / number
+        print(f"{'PyTorch':14} {label:24}{rate:12.1f} images/s   efficiency {efficiency:.3f}", flush=True)
 
 
 def main() -> None:
@@ -120,11 +146,14 @@ def main() -> None:
     parser.add_argument("--math", choices=("fp32", "tf32"), default="tf32")
     parser.add_argument("--type", choices=("FLOAT", "FLOAT16", "BFLOAT16"), default="FLOAT", help="storage of blobs")
     parser.add_argument("--batch", type=int, default=0, help="images of a device, in place of the net's own")
+    parser.add_argument("--peer", action="store_true", help="PyTorch's ResNet-50 as well")
     arguments = parser.parse_args()
     devices = arguments.gpus.split(",") if arguments.gpus else arguments.cpu or 2
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.nets.split(","):
             measure(name, devices, arguments, Path(folder))
+    if arguments.peer:
+        measure_peer(devices, arguments.type, arguments.batch or NETS["resnet50"][1][0])
 
 
 if __name__ == "__main__":
