@@ -38,6 +38,8 @@ class Replaying(CpuBackend):
         class Graph:
             def launch(self) -> None:
                 backend.launches += 1
+                backend.capturing = True  # what a real device captures is decided before it is launched
                 work()
+                backend.capturing = False
 
         return Graph()

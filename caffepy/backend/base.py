@@ -43,6 +43,9 @@ class Backend(InputPrimitives, ABC):
     captures: bool = False
     """Whether work can be captured into graphs."""
 
+    capturing: bool = False
+    """Whether work is being captured now."""
+
     storages: tuple[str, ...] = ("float32",)
     """Which of STORAGE its blobs can be kept in."""
 

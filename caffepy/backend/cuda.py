@@ -122,7 +122,11 @@ class CudaBackend(CudaInput, Composed):
         cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        return CudaGraph(self.stream, work)
+        self.capturing = True
+        try:
+            return CudaGraph(self.stream, work)
+        finally:
+            self.capturing = False
 
     def trim(self) -> None:
         self.stream.synchronize()

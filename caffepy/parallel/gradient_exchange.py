@@ -42,7 +42,7 @@ class GradientExchange:
         net: whose gradients.
         communicator: connects the devices.
         buckets: into how many parts to cut; 1: exchange everything at once after the backward pass.
-        completes: asked in a backward pass whether it is the one that completes the gradients.
+        may_begin: asked in a backward pass whether it completes the gradients, and exchanges may go on beside it.
         begun: told when an iteration's first exchange begins.
         waiting: marks a `with` block that waits for all devices, given what for.
         trace: shows each bucket's exchange.
@@ -53,14 +53,14 @@ class GradientExchange:
         net: Net,
         communicator: Communicator,
         buckets: int,
-        completes: Callable[[], bool],
+        may_begin: Callable[[], bool],
         begun: Callable[[], None],
         waiting: Callable[[str], AbstractContextManager[None]],
         trace: NoTrace,
     ) -> None:
         self._net = net
         self._communicator = communicator
-        self._completes = completes
+        self._may_begin = may_begin
         self._tell_begun = begun
         self._waiting = waiting
         self._trace = trace
@@ -110,7 +110,7 @@ class GradientExchange:
 
     def _after_backward(self, node: Node) -> None:
         """Begin what this layer's gradients complete, and look after what is going on."""
-        if not self._completes():
+        if not self._may_begin():
             return
         place = self._places[id(node)]
         for going_on in self._going_on:

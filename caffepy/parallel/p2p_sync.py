@@ -276,7 +276,7 @@ class P2PSync:
             solver.net,
             self._connected,
             buckets,
-            lambda: solver.last_pass,
+            self._may_begin,
             self.communication.begin,
             self._waiting,
             self.trace,
@@ -284,6 +284,16 @@ class P2PSync:
         if exchange.overlaps and self.is_root:
             logger.info("gradients are exchanged in %d parts during the backward pass", buckets)
         return exchange
+
+    def _may_begin(self) -> bool:
+        """Whether exchanges may begin in the present backward pass.
+
+        On a device that works behind the host only while that is captured: an eager pass may compile, tune and
+        allocate, which waits for the whole device, and so for an exchange whose other end may be waiting just so.
+        """
+        assert self.solver is not None
+        backend = self.solver.backend
+        return self.solver.last_pass and (backend.capturing or not backend.asynchronous)
 
     def _build(self, backend: Backend) -> Solver:
         options = self._options

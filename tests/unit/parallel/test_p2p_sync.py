@@ -15,6 +15,7 @@ from caffepy.data.schedule import Shard
 from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicator import Communicator
+from caffepy.parallel.gradient_exchange import GradientExchange
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
@@ -40,10 +41,13 @@ class Streams(LocalCommunicator):
     """Plays NCCL: what it is asked for may be captured."""
 
     captures = True
-    begun = 0
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        super().__init__(group, rank)
+        self.log: list[str] = []
 
     def begin_average(self, array: Any, stamp: Any = None) -> Ended:
-        self.begun += 1
+        self.log.append("begin")
         self.all_reduce(array)
         return Ended()
 
@@ -58,7 +62,14 @@ def train(
     text: str = NET,
 ) -> list[P2PSync]:
     """Two devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
+    finish = GradientExchange.finish
+
+    def noted(exchange: GradientExchange) -> None:
+        getattr(exchange._communicator, "log", []).append("finish")
+        finish(exchange)
+
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Replaying())
+    monkeypatch.setattr(GradientExchange, "finish", noted)
     param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
     options = TrainOptions(param, timeout=30, sync_bn=sync_bn)
     group = LocalGroup(2, 30)
@@ -90,6 +101,11 @@ def weights(sync: P2PSync) -> dict[str, np.ndarray]:
     return sync.weights  # type: ignore[attr-defined, no-any-return]
 
 
+def log(sync: P2PSync) -> list[str]:
+    assert isinstance(sync._communicator, Streams)
+    return sync._communicator.log
+
+
 def launches(sync: P2PSync) -> int:
     assert isinstance(sync._backend, Replaying)
     return sync._backend.launches
@@ -101,7 +117,7 @@ def test_the_exchange_is_part_of_the_graph_and_goes_on_in_buckets(
     with caplog.at_level(logging.INFO):
         syncs = train(monkeypatch, Streams, net="reduce_buckets: 2 ")
     assert [launches(sync) for sync in syncs] == [11, 11], "one graph an iteration, the first iteration runs eagerly"
-    assert [sync._communicator.begun for sync in syncs] == [24, 24]  # type: ignore[union-attr]
+    assert log(syncs[0]) == log(syncs[1]) == ["finish", "begin", "begin"] + ["begin", "begin", "finish"] * 11
     assert any("exchanged in 2 parts" in record.getMessage() for record in caplog.records)
 
 
@@ -110,13 +126,13 @@ def test_a_layer_that_is_not_captured_leaves_the_backward_pass_whole(monkeypatch
       dummy_data_param { shape { dim: 1 } data_filler { type: "gaussian" } } } """
     syncs = train(monkeypatch, Streams, net=f"reduce_buckets: 2 {net}")
     assert [launches(sync) for sync in syncs] == [22, 22], "before the layer, and after it"
-    assert [sync._communicator.begun for sync in syncs] == [24, 24]  # type: ignore[union-attr]
+    assert log(syncs[0]) == ["finish", "begin", "begin"] + ["begin", "begin", "finish"] * 11
 
 
 def test_nothing_is_begun_in_a_backward_pass_of_several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InnerProductLayer, "not_captured", lambda layer: "it plays a layer on the host")
     syncs = train(monkeypatch, Streams, net="reduce_buckets: 2 ")
-    assert [sync._communicator.begun for sync in syncs] == [12, 12]  # type: ignore[union-attr]
+    assert log(syncs[0]) == ["finish", "begin"] * 12
 
 
 def test_what_goes_through_the_host_stays_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
