@@ -33,6 +33,7 @@ class Replay:
         self._losses_of_passes = solver.backend.zeros(())
         self._marks: deque[Mark] = deque()
         self._answers: deque[Fetch] = deque()
+        self._met: set[str] = set()
 
     @property
     def captured(self) -> bool:
@@ -50,6 +51,16 @@ class Replay:
         except RunError as error:
             self._wanted = False
             solver.log("Iterations are not captured into graphs: %s", error)
+        self._meet("first capture")
+
+    def _meet(self, occasion: str) -> None:
+        """Wait until all devices have captured, the first time: to make a graph takes memory of the device.
+
+        That can wait for whatever its process has put on any device, a launched exchange with this device included.
+        """
+        if occasion not in self._met:
+            self._met.add(occasion)
+            self._solver.callback.barrier()
 
     def _captured(self, tracing: AbstractContextManager[None]) -> Program:
         """Graphs of an iteration, captured within a `with` block that says what becomes of its spans.
@@ -76,6 +87,7 @@ class Replay:
             self.settle()
             places = 2 * (2 * len(net.schedule) * solver.param.iter_size + len(net.parameters.parameters) + 4)
             self._traced = self._captured(solver.trace.recording(solver.backend.stopwatch(places), places))
+            self._meet("first trace")
         return self._traced
 
     def _steps(self) -> list[Step]:

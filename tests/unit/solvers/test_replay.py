@@ -152,6 +152,8 @@ class TwoDevices:
 
     def __init__(self, stop_at: int) -> None:
         self.stop_at = stop_at
+        self.barriers: list[int] = []
+        self.solver_launches: Callable[[], int] = lambda: 0
 
     def on_start(self, solver: Solver) -> None:
         """The other device has the same weights."""
@@ -170,7 +172,7 @@ class TwoDevices:
         return values * 2
 
     def barrier(self) -> None:
-        """The other device is never late."""
+        self.barriers.append(self.solver_launches())
 
 
 def test_requests_are_heard_as_many_iterations_later_as_the_device_may_be_behind() -> None:
@@ -178,6 +180,19 @@ def test_requests_are_heard_as_many_iterations_later_as_the_device_may_be_behind
         solver.step(30)
         assert solver.stopped_early
         assert solver.iteration == 4 + IN_FLIGHT
+
+
+def test_devices_meet_when_all_have_captured_and_only_then() -> None:
+    callback = TwoDevices(-1)
+    with replaying(callback=callback) as solver:
+        callback.solver_launches = lambda: launches(solver)
+        solver.step(3)
+        # This device's data alone may change their shape.
+        solver.net.blobs["data"].reshape((4, 5))
+        solver.net.blobs["label"].reshape((4,))
+        solver.step(5)
+        assert callback.barriers == [0]
+        assert launches(solver) == 2 * (2 + 4)
 
 
 def test_an_own_request_is_heard_as_well() -> None:
