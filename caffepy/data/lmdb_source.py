@@ -114,6 +114,8 @@ class LmdbSource:
         except (lmdb.Error, OSError) as error:
             raise DataError(f"{self.description} cannot be opened: {error}") from error
         try:
+            self._file = _data_file(path).open("rb")
+            self._size = os.fstat(self._file.fileno()).st_size
             self._length = int(self._environment.stat()["entries"])
             if self._length == 0:
                 raise DataError(f"{self.description} holds no records")
@@ -150,6 +152,7 @@ class LmdbSource:
         return _environments.index(self._path, self._length)
 
     def read(self, number: int) -> memoryview:
+        self._check_size()
         index = self.__dict__.get("index")
         found = None if index is None else index.record(number)
         if found is not None:
@@ -161,6 +164,7 @@ class LmdbSource:
             raise DataError(f"{self.description} is damaged near record {number}: {error}; build it again") from error
 
     def concurrent(self, count: int) -> bool:
+        self._check_size()
         return self.index is not None and self.index.find(count)
 
     def record_name(self, number: int) -> str:
@@ -180,7 +184,17 @@ class LmdbSource:
             transaction = getattr(self, "_transaction", None)
             if transaction is not None:
                 transaction.abort()
+            if hasattr(self, "_file"):
+                self._file.close()
             _environments.release(self._path)
+
+    def _check_size(self) -> None:
+        """Touching what a file has lost would end the process with SIGBUS; nobody could say why."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._size:
+            raise DataError(
+                f"{self.description} was cut off while it was read: it has {size} of {self._size} bytes; build it again"
+            )
 
     # -- finding records -----------------------------------------------------------------------------
 

@@ -23,6 +23,20 @@ from caffepy.errors import AbortedError, CaffepyError, RunError
 logger = logging.getLogger(__name__)
 
 
+_waits: dict[int, tuple[Callable[[], str], float]] = {}
+"""What solver threads wait for at the moment, by their number, and since when."""
+
+
+def awaited_data(thread: int) -> tuple[str, float] | None:
+    """What a thread waits for, ``record 12 of LMDB 'x'``, and since which `time.monotonic`; None: for no data.
+
+    Args:
+        thread: its number, `threading.get_ident`.
+    """
+    found = _waits.get(thread)
+    return None if found is None else (found[0](), found[1])
+
+
 Memory = Callable[[int], NDArray[np.uint8]]
 """Gives so many bytes, 1-D."""
 
@@ -183,10 +197,12 @@ class Prefetcher:
         """Wait, holding the lock, until a batch is ready."""
         if self._ready:
             return
-        started = time.monotonic()
+        started, thread = time.monotonic(), threading.get_ident()
+        _waits[thread] = (lambda: self._loader.reading, started)
         try:
             self._wait_since(started)
         finally:
+            del _waits[thread]
             self.waited += time.monotonic() - started
 
     def _wait_since(self, started: float) -> None:

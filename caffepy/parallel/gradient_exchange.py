@@ -19,6 +19,9 @@ from caffepy.parallel.buckets import Bucket, cut_buckets
 from caffepy.parallel.communicator import Communicator, Exchange, OverlappingCommunicator
 from caffepy.trace import NoTrace
 
+_WHOLE = "the gradients' all-reduce"
+"""What messages and the trace call it."""
+
 
 @dataclass(frozen=True)
 class _GoingOn:
@@ -80,12 +83,8 @@ class GradientExchange:
 
     def describe(self) -> str:
         """What a device that has not done its work is in, as far as it says how far it has come; by any thread."""
-        what = "the gradients' all-reduce"
         reached = getattr(self._communicator, "reached", None)
-        return what if reached is None or not self.overlaps else self._part(reached % len(self._buckets) + 1) + what
-
-    def _part(self, number: int) -> str:
-        return f"part {number} of {len(self._buckets)} of "
+        return _WHOLE if reached is None or not self.overlaps else self._name(reached % len(self._buckets) + 1)
 
     def finish(self) -> None:
         """Wait until all gradients are averages, or have the device wait; called when the backward pass is over.
@@ -95,14 +94,13 @@ class GradientExchange:
             PeerError: the connection failed.
         """
         if not self._buckets:
-            with self._waiting("the gradients' all-reduce"):
+            with self._waiting(_WHOLE):
                 self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
             return
         while self._begun < len(self._buckets):
             self._begin_next()
         for number in range(1, len(self._buckets) + 1):
-            part = self._part(number) if self.overlaps else ""
-            with self._waiting(f"{part}the gradients' all-reduce"):
+            with self._waiting(self._name(number)):
                 going_on = self._going_on.popleft()
                 going_on.exchange.finish()
             self._show(f"bucket {number}", going_on)
@@ -126,8 +124,13 @@ class GradientExchange:
         self._begun += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
         since = time.perf_counter()
-        exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, self._trace.stamp)
+        # The threads of a process meet here, before any of them comes to `finish`.
+        with self._waiting(f"the beginning of {self._name(self._begun)}"):
+            exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, self._trace.stamp)
         self._going_on.append(_GoingOn(exchange, f"{part.nbytes / 2**20:.3g} MiB", since))
+
+    def _name(self, number: int) -> str:
+        return f"part {number} of {len(self._buckets)} of {_WHOLE}" if self.overlaps else _WHOLE
 
     def _show(self, row: str, going_on: _GoingOn) -> None:
         stamps = going_on.exchange.stamps()

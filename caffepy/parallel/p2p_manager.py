@@ -48,6 +48,8 @@ _JOIN_SECONDS = 2.0
 _LAST_RESORT_SECONDS = 6.0
 """When a process ends after a failure, whatever its main thread is stuck in."""
 _INTERRUPTED = 130
+_TELL_SECONDS = 1.0
+"""How long the others may take to hear of a second Ctrl-C, before they see a rank that is gone."""
 
 
 class P2PManager:
@@ -359,7 +361,14 @@ class P2PManager:
                 self._watchdog.tell_failure(failure)
 
     def _interrupted_again(self) -> None:
-        logger.error("interrupted again: ending at once")
+        message = "interrupted again: ending at once"
+        logger.error(message)
+        if self._watchdog is not None:
+            # In a thread: this handler may have interrupted the main thread where that holds the lifeline's lock.
+            failure = Failure(message, _INTERRUPTED, reported=True)
+            telling = threading.Thread(target=self._watchdog.tell_failure, args=(failure,), daemon=True)
+            telling.start()
+            telling.join(_TELL_SECONDS)
         self._world.end(_INTERRUPTED)
 
 

@@ -83,7 +83,7 @@ class P2PSync:
         self.place = place
         self.is_root = place.shard.rank == 0
         self.world_size = place.shard.world_size
-        self.progress = Progress(place.label, self._iteration)
+        self.progress = Progress(place.label, self._iteration, begun=False)
         self.solver: Solver | None = None
         self.error: BaseException | None = None
         self.trace: NoTrace = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
@@ -253,6 +253,7 @@ class P2PSync:
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
             self.solver.net.context.average_captured = self._captures
+        self.progress.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.barrier()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from caffepy.data.prefetch import awaited_data
 from caffepy.parallel.failure import Failure
 from caffepy.parallel.lifeline import Event, Lifeline
 from caffepy.parallel.world import World
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _TICK = 0.5
 """Seconds between looks, and between reports to rank 0."""
+_START_SECONDS = 60.0
+"""How much longer a wait may be until the first iteration is over: kernels are compiled and data opened until then."""
 _ASLEEP_SECONDS = 2.0
 """A watchdog that comes so much too late was suspended with its process."""
 
@@ -35,6 +38,8 @@ class DeviceState:
         collectives: how many operations that need all devices it has begun; all devices begin the same ones.
         waiting: the operation that it waits in, empty where it computes.
         seconds: for how long it has waited or computed.
+        reading: what it waits for to be read, empty where its data are there; then `seconds` is for how long.
+        starting: its first iteration is not over.
     """
 
     rank: int
@@ -45,9 +50,18 @@ class DeviceState:
     collectives: int = 0
     waiting: str = ""
     seconds: float = 0.0
+    reading: str = ""
+    starting: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}, process {self.pid}, device {self.device}"
+
+    @property
+    def doing(self) -> str:
+        """What it does instead of what others wait for."""
+        if self.waiting:
+            return f"waits in {self.waiting}"
+        return f"waits for {self.reading} to be read" if self.reading else "computes"
 
 
 class Progress:
@@ -56,17 +70,28 @@ class Progress:
     Args:
         device: what the device is called.
         iteration: asks the solver for its iteration.
+        begun: the first iteration is over; else it is when the iteration changes after `begin` was called.
     """
 
-    def __init__(self, device: str, iteration: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, device: str, iteration: Callable[[], int] = lambda: 0, begun: bool = True) -> None:
         self.device = device
         self.iteration = iteration
+        self._first: int | None = -1 if begun else None
         # One tuple, replaced whole: the reader needs no lock to see values that belong together.
         self._now: tuple[int, str | Callable[[], str], float] = (0, "", time.monotonic())
+        self._thread = 0
+
+    def begin(self) -> None:
+        """The first iteration begins."""
+        self._first = self.iteration()
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Mark an operation that waits for all devices: what it is, or who says how far it has come."""
+        """Mark an operation that waits for all devices: what it is, or who says how far it has come.
+
+        Called by the solver thread.
+        """
+        self._thread = threading.get_ident()
         count = self._now[0] + 1
         self._now = (count, what, time.monotonic())
         yield  # an operation that raised stays marked: the thread ends
@@ -75,10 +100,22 @@ class Progress:
     def state(self, world: World) -> DeviceState:
         """A snapshot."""
         collectives, waiting, since = self._now
+        data = None if waiting else awaited_data(self._thread)
+        reading, since = data or ("", since)
         seconds = time.monotonic() - since
         what = waiting if isinstance(waiting, str) else waiting()
+        iteration = self.iteration()
         return DeviceState(
-            world.rank, world.host, os.getpid(), self.device, self.iteration(), collectives, what, seconds
+            world.rank,
+            world.host,
+            os.getpid(),
+            self.device,
+            iteration,
+            collectives,
+            what,
+            seconds,
+            reading,
+            starting=self._first is None or iteration == self._first,
         )
 
 
@@ -87,7 +124,7 @@ class Stall:
     """A wait that is too long.
 
     Args:
-        waiter: the device that waits, the furthest ahead if there are several.
+        waiter: the device that waits, the furthest ahead if there are several; for its data, where `reading` is set.
         late: those that it waits for, the furthest behind first; empty where all have begun the operation.
     """
 
@@ -97,25 +134,30 @@ class Stall:
     def describe(self, timeout: float, unknown: str) -> str:
         """In a line: who waits where for whom, and what to do; `unknown` is said where nobody is late."""
         waiter = self.waiter
-        begin = f"{waiter} has waited {waiter.seconds:.0f} s in {waiter.waiting} of iteration {waiter.iteration} for "
         end = f"; look at that process, or allow more than {timeout:g} s with --timeout"
+        if waiter.reading:
+            return (
+                f"{waiter} has waited {waiter.seconds:.0f} s in iteration {waiter.iteration} for {waiter.reading}; "
+                f"look at that disk or network drive, or allow more than {timeout:g} s with --timeout"
+            )
+        begin = f"{waiter} has waited {waiter.seconds:.0f} s in {waiter.waiting} of iteration {waiter.iteration} for "
         if not self.late:
             return f"{begin}{unknown}{end}"
         culprit = self.late[0]
-        doing = f"waits in {culprit.waiting}" if culprit.waiting else "computes or reads data"
         more = f", and for {len(self.late) - 1} more" if len(self.late) > 1 else ""
-        state = f"which is in iteration {culprit.iteration} and {doing} since {culprit.seconds:.0f} s"
+        state = f"which is in iteration {culprit.iteration} and {culprit.doing} since {culprit.seconds:.0f} s"
         return f"{begin}{culprit}, {state}{more}{end}"
 
 
 def find_stall(states: list[DeviceState], timeout: float) -> Stall | None:
-    """The wait of a device for longer than `timeout` seconds, or None."""
-    waiting = [state for state in states if state.waiting and state.seconds > timeout]
+    """The wait of a device for others, else for its data, for longer than `timeout` seconds; or None."""
+    late = [state for state in states if state.seconds > timeout + (_START_SECONDS if state.starting else 0.0)]
+    waiting = [state for state in late if state.waiting]
     if not waiting:
-        return None
+        return next((Stall(state, []) for state in late if state.reading), None)
     waiter = max(waiting, key=lambda state: state.collectives)
-    late = [state for state in states if state.collectives < waiter.collectives]
-    return Stall(waiter, sorted(late, key=lambda state: state.collectives))
+    behind = [state for state in states if state.collectives < waiter.collectives]
+    return Stall(waiter, sorted(behind, key=lambda state: state.collectives))
 
 
 class Watchdog:

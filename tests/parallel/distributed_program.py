@@ -19,6 +19,9 @@ from collectives import Checker
 
 from caffepy import distributed
 
+_LATE = 4.0
+"""Seconds after which the others have given a sleeping rank up."""
+
 
 def misbehave(action: str) -> None:
     """What the victim does."""
@@ -32,7 +35,7 @@ def misbehave(action: str) -> None:
     if action == "leave":
         distributed.destroy_process_group()
     if action in ("sleep", "leave"):
-        time.sleep(6)
+        time.sleep(_LATE)
     if action == "differ":
         distributed.broadcast(np.zeros(3, np.float64))
     if action == "size":

@@ -1,8 +1,10 @@
 """caffepy's command line with one more layer type, Fault, which fails on request; the tests start it, also with mpirun.
 
-FAULT="kind device iteration" in the environment makes that device (counted through all ranks) fail in its forward
-pass of that iteration: raise, kill, sleep, or the name of a signal that its process sends itself. DELAY is the seconds
-that each forward pass takes longer, FORBID a package that must not be imported.
+FAULT="kind device iteration [later]" in the environment makes that device (counted through all ranks) fail in its
+forward pass of that iteration, or so many seconds later, wherever it is then: raise, kill, sleep, stall (its reading
+thread gets no more data), mark (nothing at all), or the name of a signal that its process sends itself. The iteration
+``start`` is when the net is built. DELAY is the seconds that each forward pass takes longer, FORBID a package that must
+not be imported.
 """
 
 from __future__ import annotations
@@ -11,13 +13,23 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
+from typing import Any
 
 from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.base import Layer, register_layer
 from caffepy.parallel.world import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
+
+_SLEEP = 120.0
+"""Seconds that nobody waits for."""
+
+
+def say_fault() -> None:
+    """Tell the laboratory when it happened."""
+    os.write(2, f"fault at {time.time()}\n".encode())  # one piece, or another thread's line gets into it
 
 
 @register_layer("Fault")
@@ -27,29 +39,53 @@ class FaultLayer(Layer):
     def not_captured(self) -> str:
         return "it fails on the host"
 
+    def setup(self, bottom: list[Blob], top: list[Blob]) -> None:
+        self._fail_at("start")
+
     def reshape(self, bottom: list[Blob], top: list[Blob]) -> None:
         assert bottom[0] is top[0]
 
     def forward(self, bottom: list[Blob], top: list[Blob]) -> None:
         if delay := float(os.environ.get("DELAY", "0")):
             time.sleep(delay)
-        kind, device, iteration = os.environ.get("FAULT", "none -1 -1").split()
-        if self.context.shard.rank != int(device) or self.context.passes.number != int(iteration):
+        self._fail_at(str(self.context.passes.number))
+
+    def backward(self, top: list[Blob], propagate_down: list[bool], bottom: list[Blob]) -> None:
+        """In place: the gradient is there already."""
+
+    def _fail_at(self, moment: str) -> None:
+        kind, device, iteration, *later = os.environ.get("FAULT", "none -1 -1").split()
+        if self.context.phase != TRAIN or self.context.shard.rank != int(device) or moment != iteration:
             return
-        if self.context.phase != TRAIN:
+        if later and float(later[0]) > 0:
+            threading.Timer(float(later[0]), self._fail, (kind,)).start()
+        else:
+            self._fail(kind)
+
+    def _fail(self, kind: str) -> None:
+        if kind == "stall":
+            self._stall_reader()
             return
-        os.write(2, f"fault at {time.time()}\n".encode())  # one piece, or another thread's line gets into it
+        say_fault()
         if kind == "raise":
             raise ValueError("injected")
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "sleep":
-            time.sleep(120)
+            time.sleep(_SLEEP)
         if kind in ("SIGINT", "SIGTERM", "SIGHUP"):
             os.kill(os.getpid(), getattr(signal, kind))
 
-    def backward(self, top: list[Blob], propagate_down: list[bool], bottom: list[Blob]) -> None:
-        """In place: the gradient is there already."""
+    def _stall_reader(self) -> None:
+        """Let the next read of this device's training data last for ever."""
+        assert self.context.describe_sample is not None
+        loader = self.context.describe_sample.__self__._loader  # type: ignore[attr-defined]
+
+        def stall(*arguments: Any) -> None:
+            say_fault()
+            time.sleep(_SLEEP)
+
+        loader.load = loader.load_bytes = stall
 
 
 def arguments() -> list[str]:

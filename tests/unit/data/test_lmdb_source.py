@@ -133,6 +133,18 @@ def test_cut_in_half(tmp_path):
         LmdbSource(path)
 
 
+def test_cut_while_it_is_read(tmp_path):
+    path = make(tmp_path / "db", numbered(5000))
+    source = LmdbSource(path)
+    size = (path / "data.mdb").stat().st_size
+    assert source.concurrent(10) and bytes(source.read(4999)) == b"value 4999"
+    os.truncate(path / "data.mdb", size // 2)
+    for read in (lambda: source.read(4999), lambda: source.concurrent(5000)):
+        with pytest.raises(DataError, match=rf"cut off while it was read: it has {size // 2} of {size} bytes; build"):
+            read()
+    source.close()
+
+
 @settings(deadline=None, max_examples=30)
 @given(cut=st.floats(0, 0.9999))
 def test_cut_anywhere(tmp_path_factory, cut):

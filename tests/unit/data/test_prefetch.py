@@ -1,12 +1,13 @@
 import logging
 import threading
 import time
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 from caffepy.backend.input import ImageSlot
-from caffepy.data.prefetch import Batch, Prefetcher
+from caffepy.data.prefetch import Batch, Prefetcher, awaited_data
 from caffepy.errors import AbortedError, DataError, RunError
 
 SLOT = ImageSlot(4, 1, 2, 3)
@@ -121,6 +122,22 @@ def test_a_stall_is_reported_and_then_ends_the_wait(caplog):
     assert not subject.close(timeout=0.05)
     assert "the reading thread does not end; busy with record 20 of the numbers" in caplog.text
     gate.set()
+    assert subject.close()
+
+
+def test_others_see_what_a_thread_waits_for():
+    gate = threading.Event()
+    subject = prefetcher(Numbers(gate=gate), first_pass=2)
+    waiter = threading.Thread(target=subject.get, args=(2,))
+    waiter.start()
+    end = time.monotonic() + 10
+    while awaited_data(waiter.ident) != ("record 20 of the numbers", ANY) and time.monotonic() < end:
+        time.sleep(0.01)
+    text, since = awaited_data(waiter.ident)
+    assert text == "record 20 of the numbers" and since <= time.monotonic()
+    gate.set()
+    waiter.join(10)
+    assert awaited_data(waiter.ident) is None
     assert subject.close()
 
 

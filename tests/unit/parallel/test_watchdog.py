@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_the_device_that_has_not_come_is_named() -> None:
     message = describe(state(0, 8, "the all-reduce", 12.0), state(1, 7, "", 13.0, 4), state(2, 8, "x", 11.0))
     assert message == (
         "rank 0 on host0, process 100, device 0 has waited 12 s in the all-reduce of iteration 5 for "
-        "rank 1 on host1, process 101, device 0, which is in iteration 4 and computes or reads data since 13 s; "
+        "rank 1 on host1, process 101, device 0, which is in iteration 4 and computes since 13 s; "
         "look at that process, or allow more than 10 s with --timeout"
     )
 
@@ -65,6 +66,37 @@ def test_the_furthest_behind_is_named_among_several() -> None:
 
 def test_all_waiting_in_the_same_operation_is_nobodys_fault() -> None:
     assert "for nobody knows whom;" in describe(state(0, 9, "x", 20.0), state(1, 9, "x", 20.0))
+
+
+def reader(seconds: float) -> DeviceState:
+    return replace(state(1, 7, seconds=seconds), reading="record 12 of LMDB 'x'")
+
+
+def test_what_the_late_device_reads_is_named() -> None:
+    message = describe(state(0, 8, "the all-reduce", 12.0), reader(11.0))
+    assert "for rank 1 on host1, process 101, device 0, which is in iteration 5 and waits for record 12 of " in message
+    assert "of LMDB 'x' to be read since 11 s; look at that process" in message
+
+
+def test_a_device_that_waits_for_its_data_alone_is_named() -> None:
+    assert find_stall([state(0, 7, "", 99.0), reader(9.0)], 10.0) is None
+    assert describe(state(0, 7, "", 99.0), reader(11.0)) == (
+        "rank 1 on host1, process 101, device 0 has waited 11 s in iteration 5 for record 12 of LMDB 'x'; "
+        "look at that disk or network drive, or allow more than 10 s with --timeout"
+    )
+
+
+def test_the_first_iteration_may_last_longer() -> None:
+    waits = [replace(state(0, 3, "the all-reduce", seconds), starting=True) for seconds in (11.0, 69.0, 71.0)]
+    assert [find_stall([wait], 10.0) is not None for wait in waits] == [False, False, True]
+    iterations = [0]
+    progress = Progress("0", lambda: iterations[0], begun=False)
+    assert progress.state(World()).starting
+    iterations[0] = 500  # a snapshot
+    progress.begin()
+    assert progress.state(World()).starting
+    iterations[0] = 501
+    assert not progress.state(World()).starting
 
 
 def test_an_operation_that_goes_on_says_how_far_it_has_come() -> None:

@@ -1,0 +1,251 @@
+"""Everything that can go wrong while several devices train, each with all that must be true of the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from fault_case import FaultCase
+from laboratory import LIMIT, LONG, NET, Laboratory, Outcome, write_lmdb
+from processes import ranks_of
+
+Started = tuple[subprocess.Popen[str], str]
+_EVERY = 5
+"""Iterations between snapshots."""
+_FIRST = 8
+"""The iteration in which the fault comes in the first round."""
+_TIMEOUT = 3.0
+"""What --timeout says where somebody has to wait for it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a fault comes over a run.
+
+    Args:
+        device: its number among all.
+        ranks: processes of mpirun; 0: one process without it.
+        solvers: devices a process.
+    """
+
+    device: int
+    ranks: int = 0
+    solvers: int = 1
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return "the only device" if self.solvers == 1 else f"thread {self.device} of {self.solvers}"
+        if self.solvers == 1:
+            return f"rank {self.device} of {self.ranks}"
+        return f"device {self.device} of {self.ranks} x {self.solvers}"
+
+    @property
+    def rank(self) -> int:
+        return self.device // self.solvers
+
+    @property
+    def label(self) -> str:
+        """What messages call the device."""
+        return f"CPU {self.device % self.solvers}" if self.solvers > 1 else "CPU"
+
+    @property
+    def error(self) -> str:
+        """A pattern for how messages of an error begin that the device meets; a single one is not named."""
+        if not self.ranks and self.solvers == 1:
+            return ""
+        rank = rf"rank {self.rank} on \S+, " if self.ranks else ""
+        return rf"{rank}device {self.label}, iteration \d+: "
+
+    @property
+    def state(self) -> str:
+        """A pattern for what messages call the device where others wait for it."""
+        return rf"rank {self.rank} on \S+, process \d+, device {self.label}"
+
+    def start(self, laboratory: Laboratory, *options: str, **settings: object) -> Started:
+        """Start a run that saves often."""
+        if self.solvers > 1:
+            options += ("--cpu-solvers", str(self.solvers))
+        wanted = {"ranks": self.ranks, "batch": 32 if self.ranks else 64, "iterations": LONG, "snapshot": _EVERY}
+        wanted["solver_text"] = "test_initialization: false"
+        return laboratory.start(*options, **{**wanted, **settings})
+
+    def strike(
+        self, laboratory: Laboratory, kind: str, number: int, *options: str, later: float = 0.0, **settings: object
+    ) -> Outcome:
+        """A run over which a fault of `program.py` comes, in every round in another iteration."""
+        fault = f"{kind} {self.device} {_FIRST + number} {later:.4f}"
+        return laboratory.finish(self.start(laboratory, *options, FAULT=fault, **settings))
+
+
+def check_end(outcome: Outcome, limit: float = LIMIT, saved: bool = True) -> float:
+    """What holds for every fault: an end in time and whole snapshots."""
+    seconds = outcome.seconds_after_fault()
+    assert seconds < limit, f"ended {seconds:.1f} s after the fault:\n{outcome.log}"
+    assert bool(outcome.snapshots()) == saved, f"snapshots of {outcome.snapshots()}:\n{outcome.log}"
+    return seconds
+
+
+def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> None:
+    """One error in all, in one line, that matches a pattern; any status but success where it is None."""
+    right = outcome.status != 0 if status is None else outcome.status == status
+    assert right, f"status {outcome.status}:\n{outcome.log}"
+    errors = outcome.errors()
+    assert len(errors) == 1 and re.search(pattern, errors[0]), f"wanted '{pattern}', found {errors}:\n{outcome.log}"
+    assert "Traceback" not in outcome.log, outcome.log
+
+
+def raises(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = place.strike(laboratory, "raise", number)
+    check_message(outcome, rf"^{place.error}layer 'fault' \(Fault\): ValueError: injected$")
+    return check_end(outcome)
+
+
+def raises_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = laboratory.finish(place.start(laboratory, FAULT=f"raise {place.device} start"))
+    rank = rf"rank {place.rank} on \S+: " if place.ranks else ""
+    check_message(outcome, rf"^{rank}layer 'fault' \(Fault\): ValueError: injected$")
+    return check_end(outcome, saved=False)
+
+
+def killed(place: Place, laboratory: Laboratory, number: int) -> float:
+    """Later rounds strike wherever the device is then: in an exchange, a test or a snapshot."""
+    outcome = place.strike(laboratory, "kill", number, later=0.004 * number)
+    check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
+    return check_end(outcome)
+
+
+def killed_while_saving(place: Place, laboratory: Laboratory, number: int) -> float:
+    """With a snapshot after each iteration it is most likely one of them that is broken off."""
+    outcome = place.strike(laboratory, "kill", 0, later=0.003 * number, snapshot=1)
+    check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
+    return check_end(outcome)
+
+
+def killed_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = laboratory.finish(place.start(laboratory, FAULT=f"kill {place.device} start"))
+    check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration 0 ended unexpectedly", None)
+    return check_end(outcome, saved=False)
+
+
+def sleeps(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = place.strike(laboratory, "sleep", number, "--timeout", f"{_TIMEOUT:g}")
+    where = rf"(the beginning of )?(part \d of \d of )?the gradients' all-reduce of iteration {_FIRST + number}"
+    check_message(outcome, rf"device CPU( \d)? has waited \d+ s in {where} for {place.state}, which is in iteration")
+    return check_end(outcome, _TIMEOUT + LIMIT)
+
+
+def stopped(place: Place, laboratory: Laboratory, number: int) -> float:
+    """SIGSTOP also stops the rank's own watchdog, and that of rank 0 watches over all."""
+    started = place.start(laboratory, "--timeout", f"{_TIMEOUT:g}")
+    wait_for_fault(laboratory, started, number)
+    fault = time.time()
+    ranks_of(laboratory.mark(started[1]))[place.rank].suspend()
+    outcome = laboratory.finish(started, fault=fault)
+    check_message(outcome, rf"has waited \d+ s in .* for rank {place.rank} on", None)
+    return check_end(outcome, _TIMEOUT + LIMIT)
+
+
+def stalls(place: Place, laboratory: Laboratory, number: int) -> float:
+    net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
+    outcome = place.strike(laboratory, "stall", number, "--timeout", f"{_TIMEOUT:g}", net_text=net)
+    check_message(outcome, rf"{place.state},? .* record \d+ of LMDB 'train_lmdb'")
+    return check_end(outcome, _TIMEOUT + LIMIT)
+
+
+def reads_cut_record(place: Place, laboratory: Laboratory, number: int) -> float:
+    """Record 64 t + 32 d lies in the part of device d of two in iteration t."""
+    iteration = _FIRST - 1 + number % 2
+    record = 64 * iteration + 32 * place.device + number % 32
+    data = f"cut{record}_lmdb"
+    if not (laboratory.folder / data).exists():
+        write_lmdb(laboratory.folder / data, cut=record)
+    fault = f"mark {place.device} {iteration - 1}"
+    outcome = laboratory.finish(place.start(laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault))
+    check_message(outcome, rf"^{place.error}.*LMDB '{data}'.*record {record} \(key '{record:08}'\)", 2)
+    return check_end(outcome)
+
+
+def loses_its_data(place: Place, laboratory: Laboratory, number: int) -> float:
+    """The file is cut off while it is read."""
+    folder = laboratory.new_folder() / "lmdb"
+    shutil.copytree(laboratory.folder / "train_lmdb", folder)
+    started = place.start(laboratory, net_text=NET.replace("train_lmdb", str(folder)), DELAY="0.002")
+    wait_for_fault(laboratory, started, number)
+    fault = time.time()
+    os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
+    outcome = laboratory.finish(started, fault=fault)
+    check_message(outcome, rf"LMDB '{folder}' was cut off while it was read", 2)
+    return check_end(outcome)
+
+
+def interrupted(name: str, place: Place, laboratory: Laboratory, number: int) -> float:
+    """A signal to a rank stops all of them, with a snapshot."""
+    outcome = place.strike(laboratory, name, number, later=0.004 * number)
+    assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
+    assert "Optimization stopped early." in outcome.log, outcome.log
+    last = outcome.snapshots()[-1]
+    assert f"{outcome.prefix}_iter_{last}.solverstate" in outcome.logged("To go on from here")[0], outcome.log
+    return check_end(outcome)
+
+
+def interrupted_twice(place: Place, laboratory: Laboratory, number: int) -> float:
+    """Whoever presses Ctrl-C again does not want to wait for a rank that sleeps."""
+    fault = f"sleep {place.device} {_FIRST + number}"
+    started = place.start(laboratory, FAULT=fault)
+    laboratory.wait_for_fault(started)
+    victim = ranks_of(laboratory.mark(started[1]))[place.rank].pid if place.ranks else started[0].pid
+    begin = time.time()
+    for _ in range(2):
+        os.kill(victim, signal.SIGINT)
+        time.sleep(0.3)
+    outcome = laboratory.finish(started, fault=begin)
+    check_message(outcome, "^interrupted again: ending at once$", 130)
+    return check_end(outcome)
+
+
+def launcher_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
+    """Open MPI's mpirun kills its ranks at SIGINT and SIGTERM; where it is killed itself, they notice."""
+    started = place.start(laboratory)
+    wait_for_fault(laboratory, started, number)
+    fault = time.time()
+    os.kill(started[0].pid, number_of_signal)
+    outcome = laboratory.finish(started, fault=fault)
+    assert outcome.status != 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
+    return check_end(outcome)
+
+
+def wait_for_fault(laboratory: Laboratory, started: Started, number: int) -> None:
+    """Let a run train for a moment, in every round for another one."""
+    laboratory.wait_for_snapshot(started, _EVERY)
+    time.sleep(0.013 * number)
+
+
+_KINDS = {
+    "raise": (raises, [Place(0), Place(2, 0, 3), Place(1, 2), Place(2, 3), Place(1, 2, 2)]),
+    "raise at the start": (raises_at_start, [Place(1, 0, 2), Place(1, 2)]),
+    "kill": (killed, [Place(0, 2), Place(1, 2), Place(1, 3), Place(3, 2, 2)]),
+    "kill while saving": (killed_while_saving, [Place(0, 2)]),
+    "kill at the start": (killed_at_start, [Place(1, 2)]),
+    "sleep": (sleeps, [Place(1, 0, 2), Place(1, 2), Place(2, 3), Place(3, 2, 2)]),
+    "stop": (stopped, [Place(0, 2), Place(1, 2)]),
+    "stall": (stalls, [Place(0), Place(1, 0, 2), Place(1, 2), Place(2, 2, 2)]),
+    "cut record": (reads_cut_record, [Place(1, 0, 2), Place(1, 2)]),
+    "truncate": (loses_its_data, [Place(0), Place(0, 2)]),
+    "SIGINT": (partial(interrupted, "SIGINT"), [Place(0, 0, 2), Place(0, 2), Place(1, 2), Place(2, 3), Place(2, 2, 2)]),
+    "SIGINT twice": (interrupted_twice, [Place(0), Place(0, 2), Place(1, 2)]),
+    "SIGTERM": (partial(interrupted, "SIGTERM"), [Place(0, 0, 2), Place(1, 2), Place(0, 3), Place(2, 2, 2)]),
+    "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [Place(0, 2)]),
+    "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [Place(0, 2)]),
+    "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [Place(0, 2)]),
+}
+TRAINING_FAULTS = [
+    FaultCase(kind, str(place), partial(check, place), mpi=place.ranks > 0)
+    for kind, (check, places) in _KINDS.items()
+    for place in places
+]
