@@ -202,11 +202,17 @@ class Net:
         Raises:
             RunError: a layer failed in a way that it has no message for; the layer is named.
         """
+        for _ in self._forward_nodes():
+            continue
+
+    def _forward_nodes(self) -> Iterator[Node]:
+        """Run every layer forward; gives each when it has run."""
         self.prepare()
         number = self.context.passes.number
         self.feed(number)
         for node in self.schedule:
             self.forward_node(node)
+            yield node
         self.consumed(number)
         self.context.passes.number += 1
 
@@ -319,12 +325,16 @@ class Net:
         for layer in self.layers:
             layer.check()
 
-    def first_non_finite(self) -> Node | None:
-        """The first layer in forward order with a top that is not finite, None if all are."""
-        for node in self.schedule:
-            if not all(self.backend.all_finite(top.data) for top in node.tops):
-                return node
-        return None
+    def first_non_finite(self, anew: bool = False) -> Node | None:
+        """The first layer in forward order with a top that is not finite, None if all are.
+
+        `anew` looks while another forward pass is made: blobs that share memory do not keep what they held.
+        """
+        found = None
+        for node in self._forward_nodes() if anew else self.schedule:
+            if found is None and not all(self.backend.all_finite(top.data) for top in node.tops):
+                found = node
+        return found
 
     def close(self) -> None:
         """End what the layers started. Callable twice."""

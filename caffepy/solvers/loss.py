@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from caffepy.errors import NonFiniteError
+from caffepy.errors import CaffepyError, NonFiniteError
 from caffepy.solvers.callbacks import SolverCallback
 
 if TYPE_CHECKING:
+    from caffepy.net.wiring import Node
     from caffepy.solvers.base import Solver
 
 log = logging.getLogger(__name__)
@@ -58,17 +59,31 @@ def check_finite(solver: Solver, loss: float) -> None:
     """Stop at a loss that is not finite, or warn where training shall go on.
 
     Raises:
-        NonFiniteError: it is not; the message says where that began, if the blobs still tell.
+        NonFiniteError: it is not; the message says where that began.
     """
     if math.isfinite(loss):
         return
     solver.net.check()
-    node = solver.net.first_non_finite() if solver.keeps_blobs else None
     message = f"iteration {solver.iteration}: the loss is {loss:g}"
+    node = _first_non_finite(solver)
     if node is not None:
-        message += f"; the first layer whose output is not finite is '{node.layer.name}' ({node.layer.type})"
+        when = "" if solver.keeps_blobs else "in another forward pass "
+        message += f"; {when}the first layer whose output is not finite is '{node.layer.name}' ({node.layer.type})"
         if not all(solver.backend.all_finite(blob.data) for blob in node.layer.blobs):
             message += ", and its parameters are not finite either"
     if not solver.keep_going:
         raise NonFiniteError(f"{message}; lower base_lr, set clip_gradients, or go on with --keep-going")
     log.warning("%s", message)
+
+
+def _first_non_finite(solver: Solver) -> Node | None:
+    """Where what is not finite began, as far as one device can tell that is about to stop."""
+    if solver.keeps_blobs:
+        return solver.net.first_non_finite()
+    if solver.keep_going or solver.net.context.average is not None:
+        return None
+    solver.replay.settle()
+    try:
+        return solver.net.first_non_finite(anew=True)
+    except CaffepyError:
+        return None  # what stops training is the loss

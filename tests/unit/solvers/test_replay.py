@@ -79,7 +79,8 @@ def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
     with replaying() as solver:
         solver.step(2)
         solver.backend.fill(solver.net.parameters.data, np.nan)
-        with pytest.raises(NonFiniteError, match="the loss is nan"):
+        where = r"in another forward pass the first layer whose output is not finite is 'ip \+ relu' \(Inner"
+        with pytest.raises(NonFiniteError, match=f"the loss is nan; {where}.* and its parameters are not finite either"):
             solver.step(CHECK_INTERVAL + 1)
         assert solver.iteration <= CHECK_INTERVAL + 2
 
