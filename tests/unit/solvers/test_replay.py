@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
         solver.step(2)
         solver.backend.fill(solver.net.parameters.data, np.nan)
         where = r"in another forward pass the first layer whose output is not finite is 'ip \+ relu' \(Inner"
-        with pytest.raises(NonFiniteError, match=f"the loss is nan; {where}.* and its parameters are not finite either"):
+        with pytest.raises(NonFiniteError, match=f"the loss is nan; {where}.* its parameters are not finite either"):
             solver.step(CHECK_INTERVAL + 1)
         assert solver.iteration <= CHECK_INTERVAL + 2
 
