@@ -31,7 +31,8 @@ the net is run here, the all-reduces follow an alpha-beta model, and their overl
 ITERATIONS = 20
 """Iterations to measure if nothing is said."""
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "recursive-doubling", "recursive-halving")
-WIRES = {"float32": 4, "float16": 2}
+WIRE_BYTES = {"none": 4, "fp16": 2}
+"""Of a gradient on its way, by what `caffepy train --compression` says."""
 """Bytes of a gradient on its way."""
 
 
@@ -94,7 +95,9 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bucket-mb", type=positive_number, metavar="MB", help="MiB of a bucket, not what reduce_buckets says"
     )
-    group.add_argument("--wire", choices=tuple(WIRES), default="float32", help="gradients on their way (float32)")
+    group.add_argument(
+        "--compression", choices=tuple(WIRE_BYTES), default="none", help="of gradients on their way, as in train (none)"
+    )
     group.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help="of the all-reduce (auto: the fastest)")
     group.add_argument(
         "--contention", type=_fraction, metavar="F",
@@ -257,7 +260,7 @@ def _exchange(args: argparse.Namespace, on_cpu: bool) -> Exchange:
     return Exchange(
         overlap=False if args.no_overlap else None,
         bucket_bytes=None if args.bucket_mb is None else args.bucket_mb * 2**20,
-        wire_bytes=WIRES[args.wire],
+        wire_bytes=WIRE_BYTES[args.compression],
         algorithm=args.algorithm,
         contention=_given(args.contention, 1.0 if on_cpu else 0.0),
     )
