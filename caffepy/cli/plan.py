@@ -32,8 +32,7 @@ ITERATIONS = 20
 """Iterations to measure if nothing is said."""
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "recursive-doubling", "recursive-halving")
 WIRE_BYTES = {"none": 4, "fp16": 2}
-"""Of a gradient on its way, by what `caffepy train --compression` says."""
-"""Bytes of a gradient on its way."""
+"""Bytes of a gradient on its way, by what `caffepy train --compression` says."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
