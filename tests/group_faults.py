@@ -11,7 +11,15 @@ from pathlib import Path
 
 from fault_case import FaultCase
 from laboratory import LIMIT, Laboratory
-from processes import MARK, REPOSITORY, find_mpirun, program_environment, time_of_fault, wait_for_end
+from processes import (
+    MARK,
+    REPOSITORY,
+    WHOLE_LINES,
+    find_mpirun,
+    program_environment,
+    time_of_fault,
+    wait_for_end,
+)
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "distributed_program.py"
 RANKS = 3
@@ -30,28 +38,27 @@ class Ended:
 
 def environment(**changes: str) -> dict[str, str]:
     """As all programs get it, with the tests' modules."""
-    return program_environment({"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", **changes})
+    return program_environment({"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", **WHOLE_LINES, **changes})
 
 
 def run(commands: list[tuple[list[str], dict[str, str]]], folder: Path, timeout: float = 60.0) -> Ended:
     """Run commands at the same time; what still runs after the timeout is killed and fails the test."""
-    log = folder / "log.txt"
-    mark = str(folder)
-    with log.open("a") as file:  # appended to by all of them, in whole lines
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**variables, MARK: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                text=True,
-                start_new_session=True,
+    logs = [folder / f"log{i}.txt" for i in range(len(commands))]
+    processes = []
+    for log, (command, variables) in zip(logs, commands, strict=True):
+        with log.open("w") as file:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**variables, MARK: str(folder)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    text=True,
+                    start_new_session=True,
+                )
             )
-            for command, variables in commands
-        ]
-    ended = wait_for_end(processes, mark, log, timeout)
-    text = log.read_text(errors="replace")
+    text, ended = wait_for_end(processes, str(folder), logs, timeout)
     return Ended([process.returncode for process in processes], text, ended - (time_of_fault(text) or ended))
 
 

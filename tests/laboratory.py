@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import MARK, REPOSITORY, find_mpirun, program_environment, time_of_fault, wait_for_end
+from processes import (
+    MARK,
+    REPOSITORY,
+    WHOLE_LINES,
+    find_mpirun,
+    program_environment,
+    time_of_fault,
+    wait_for_end,
+)
 
 from caffepy.proto.caffe_pb2 import Datum, NetParameter
 from caffepy.snapshot import find_learned_net, read_state, read_weights
@@ -180,7 +188,7 @@ class Laboratory:
             process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=program_environment({MARK: self.mark(prefix), **environment}),
+                env=program_environment({MARK: self.mark(prefix), **WHOLE_LINES, **environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -211,8 +219,7 @@ class Laboratory:
     ) -> Outcome:
         """Wait for the end of all processes of a run; those that hang are killed and fail the test."""
         process, prefix = started
-        ended = wait_for_end([process], self.mark(prefix), self.log(prefix), timeout)
-        log = self.log(prefix).read_text(errors="replace")
+        log, ended = wait_for_end([process], self.mark(prefix), [self.log(prefix)], timeout)
         return Outcome(process.returncode, log, ended, self.folder, prefix, fault)
 
     def mark(self, prefix: str) -> str:

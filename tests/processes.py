@@ -19,6 +19,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "LABORATORY_RUN"
 """The environment's variable by which a run's processes are known, whatever became of those that started them."""
 
+WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
+"""Python writes lines to stderr at once and whole, unless it must not buffer: then their pieces mix with others'."""
+
 
 def processes_of(mark: str) -> list[psutil.Process]:
     """The processes whose environment has this mark."""
@@ -41,10 +44,12 @@ def kill_processes(mark: str) -> list[int]:
     return [process.pid for process in found]
 
 
-def wait_for_end(processes: Sequence[subprocess.Popen[str]], mark: str, log: Path, timeout: float = 60.0) -> float:
-    """Wait until these processes have ended, and all with their mark that they started; returns when that was.
+def wait_for_end(
+    processes: Sequence[subprocess.Popen[str]], mark: str, logs: Sequence[Path], timeout: float = 60.0
+) -> tuple[str, float]:
+    """Wait until these processes have ended, and all with their mark that they started.
 
-    What hangs is killed, and fails the test.
+    Returns what they wrote and when they ended. What hangs is killed, and fails the test.
     """
     deadline = time.monotonic() + timeout
     with suppress(subprocess.TimeoutExpired):
@@ -58,9 +63,10 @@ def wait_for_end(processes: Sequence[subprocess.Popen[str]], mark: str, log: Pat
     left = kill_processes(mark)
     for process in processes:
         process.wait()
+    text = "\n".join(log.read_text(errors="replace") for log in logs)
     if left:
-        pytest.fail(f"processes {left} are still running after {timeout} s:\n{log.read_text(errors='replace')}")
-    return ended
+        pytest.fail(f"processes {left} are still running after {timeout} s:\n{text}")
+    return text, ended
 
 
 def ranks_of(mark: str) -> dict[int, psutil.Process]:
