@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -18,6 +17,7 @@ from caffepy.errors import CaffepyError, ConfigError
 if TYPE_CHECKING:
     from caffepy.parallel.hostfile import Host
     from caffepy.parallel.mpirun import Job
+    from caffepy.parallel.slurm import Allocation
 
 _DESCRIPTION = """\
 Write the line that starts a command in several processes, print it and run it.
@@ -26,7 +26,8 @@ Write the line that starts a command in several processes, print it and run it.
   caffepy launch --nproc-per-node 8 --hostfile hosts -- train --solver solver.prototxt
   caffepy launch --nproc-per-node 2 --hosts a,b --dry-run -- script.py --its-option
 
-The command is one of caffepy's, a Python script, or another program. Within an allocation of Slurm's srun starts it."""
+The command is one of caffepy's, a Python script, or another program. Within an allocation of Slurm's
+srun starts it, or where srun cannot start the MPI that is installed, that MPI's mpirun."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--nproc-per-node",
         type=positive,
         metavar="N",
-        help="processes a host (default: the hostfile's slots, or 1)",
+        help="processes a host (default: the hostfile's slots, the tasks of Slurm's allocation, or 1)",
     )
     parser.add_argument("--nodes", type=positive, metavar="N", help="how many hosts (default: all that are given)")
     where = parser.add_mutually_exclusive_group()
@@ -61,51 +62,82 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that do not go together, a hostfile that cannot be read, no command.
         MissingExtraError: no launcher is installed.
     """
-    line = launch_line(args)
-    print(shlex.join(line), file=sys.stdout if args.dry_run else sys.stderr, flush=True)
+    line, variables = launch_line(args)
+    shown = shlex.join([*(f"{name}={value}" for name, value in variables.items()), *line])
+    print(shown, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
     if args.dry_run:
         return 0
     from caffepy.parallel.mpirun import search_path
+    from caffepy.parallel.slurm import without_slurm
 
+    inherited = os.environ if shutil.which("srun") else without_slurm()
     try:
-        os.execve(line[0], line, {**os.environ, "PATH": search_path(Path(line[0]))})
+        os.execve(line[0], line, {**inherited, **variables, "PATH": search_path(Path(line[0]))})
     except OSError as error:
         raise ConfigError(f"{line[0]} cannot be started: {error.strerror}") from error
 
 
-def launch_line(args: argparse.Namespace) -> list[str]:
-    """What to run.
+def launch_line(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """What to run, and variables that it needs.
 
     Raises:
         ConfigError, MissingExtraError: as `run`.
     """
     from caffepy.parallel.mpirun import find_mpirun, mpirun_line
+    from caffepy.parallel.slurm import find_allocation
     from caffepy.parallel.world import find_launcher
 
     launcher = find_launcher()
-    if launcher is not None and launcher.size != 1:
+    terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for
+    if launcher is not None and launcher.size != 1 and not terminal:
         raise ConfigError(f"{launcher.name} has started this process; caffepy launch starts all of them: call it once")
-    srun = shutil.which("srun") if "SLURM_JOB_ID" in os.environ and args.mpirun is None else None
-    job = make_job(args, slurm=srun is not None)
-    return mpirun_line(find_mpirun(args.mpirun), job) if srun is None else _srun_line(srun, job)
+    allocation = find_allocation()
+    if allocation is None and "SLURM_JOB_ID" in os.environ:
+        _say("there is no srun here, so Slurm's allocation is left out of account")
+    job = make_job(args, allocation)
+    if allocation is None:
+        return mpirun_line(find_mpirun(args.mpirun), job), {}
+    # the step that this process belongs to holds the allocation's CPUs: without this a step in it waits for ever
+    variables = {"SLURM_OVERLAP": "1"} if allocation.within_step else {}
+    if args.mpirun is None:
+        allocation.check(job)
+        return _slurm_line(job, allocation), variables
+    return mpirun_line(find_mpirun(args.mpirun), allocation.allow(job)), variables
 
 
-def _srun_line(srun: str, job: Job) -> list[str]:
-    from caffepy.parallel.mpirun import find_mpirun, srun_line, srun_plugin
+def _slurm_line(job: Job, allocation: Allocation) -> list[str]:
+    """The line with srun, or with the MPI's own launcher where srun cannot start this MPI; says why."""
+    from caffepy.parallel.mpirun import find_mpirun, mpirun_line
+    from caffepy.parallel.slurm import PLUGINS, refusal, srun_line
 
+    srun = shutil.which("srun") or "srun"
+    if any(option.startswith("--mpi") for option in job.options):
+        return srun_line(srun, job, None, allocation)
     try:
-        kind = find_mpirun().kind
+        mpirun = find_mpirun()
     except CaffepyError:  # a site's MPI may have no mpirun, because srun is the way there
-        kind = ""
-    return srun_line(srun, job, srun_plugin(srun, kind))
+        return srun_line(srun, job, None, allocation)
+    plugin = PLUGINS[mpirun.kind]
+    reason = refusal(srun, plugin)
+    if reason is None:
+        return srun_line(srun, job, plugin, allocation)
+    _say(
+        f"srun cannot start {mpirun.kind} {mpirun.version} with --mpi={plugin} here ({reason}): its own "
+        f"{mpirun.path.name} starts the processes"
+    )
+    return mpirun_line(mpirun, allocation.allow(job))
 
 
-def make_job(args: argparse.Namespace, slurm: bool) -> Job:
+def _say(text: str) -> None:
+    print(f"caffepy: {text}", file=sys.stderr, flush=True)
+
+
+def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
     """What is to be started, checked.
 
     Args:
         args: the command line.
-        slurm: whether an allocation of Slurm's says how many hosts there are.
+        allocation: Slurm's, which says how many hosts there are.
 
     Raises:
         ConfigError: it cannot be started so.
@@ -118,11 +150,10 @@ def make_job(args: argparse.Namespace, slurm: bool) -> Job:
         if args.nodes > len(hosts):
             raise ConfigError(f"--nodes {args.nodes}: only {len(hosts)} hosts are named; name more, or take fewer")
         hosts = hosts[: args.nodes]
-    environment = os.environ if slurm else {}
-    nodes = len(hosts) or args.nodes or int(environment.get("SLURM_JOB_NUM_NODES", 1))
-    if nodes > 1 and not hosts and not slurm and not _batch_system():
+    nodes = len(hosts) or args.nodes or (allocation.nodes if allocation else 1)
+    if nodes > 1 and not hosts and not allocation and not _batch_system():
         raise ConfigError(f"--nodes {nodes}: which hosts? Name them with --hosts or --hostfile")
-    per_node = args.nproc_per_node or _slots(hosts) or _tasks(environment.get("SLURM_NTASKS_PER_NODE", ""))
+    per_node = args.nproc_per_node or _slots(hosts) or (allocation.tasks_per_node() if allocation else 1)
     if not args.oversubscribe:
         _check_slots(hosts, per_node)
     others = bool(hosts) or nodes > 1
@@ -152,12 +183,6 @@ def _slots(hosts: Sequence[Host]) -> int | None:
             "--nproc-per-node how many processes each of them gets"
         )
     return counts.pop() if counts else None
-
-
-def _tasks(text: str) -> int:
-    """Slurm's ``4`` or ``4(x2)``; 1 where it says nothing."""
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else 1
 
 
 def _check_slots(hosts: Sequence[Host], per_node: int) -> None:

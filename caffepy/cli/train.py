@@ -202,7 +202,7 @@ def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iterati
     if not Path(state).exists():
         return
     launcher = find_launcher()
-    ranks = f"mpirun -np {launcher.size} " if launcher and launcher.size else ""
+    ranks = f"{launcher.again} " if launcher and launcher.size else ""
     device = f" --gpus {args.gpus if args.gpus == 'all' else ','.join(map(str, args.gpus))}" if args.gpus else ""
     device += " --cpu" if args.cpu else ""
     logger.info("To go on from here: %scaffepy train --solver %s%s --snapshot %s", ranks, args.solver, device, state)

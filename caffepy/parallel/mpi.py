@@ -165,9 +165,13 @@ def check_launcher(launcher: Launcher, size: int, library: str) -> None:
     name = " ".join(library.split("\n")[0].split(",")[0].split())
     own = Path(sys.executable).parent / "mpirun"
     remedy = str(own) if own.exists() else "the mpirun that came with that library"
+    cause = "launcher and library belong to different MPIs. Start with"
+    if launcher.name == "srun":
+        way = launcher.options.strip() or "--mpi=none"
+        cause = f"srun's {way} is none that this library knows. Start with caffepy launch, which finds one, or with"
     raise UserError(
         f"{launcher.name} started {launcher.size} processes, but {name}, the MPI library that "
-        f"mpi4py uses, sees {size}: launcher and library belong to different MPIs. Start with {remedy}"
+        f"mpi4py uses, sees {size}: {cause} {remedy}"
     )
 
 

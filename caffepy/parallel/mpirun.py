@@ -1,7 +1,7 @@
-"""The line that starts several processes: how Open MPI, MPICH, Intel MPI and Slurm each want to be told.
+"""The line that starts several processes: how Open MPI, MPICH and Intel MPI each want to be told.
 
-Owns which launcher is installed and how it is spoken to. Cores are never bound: every process takes its own
-(`affinity.py`), and each thread those near its GPU.
+Owns which launcher is installed and how it is spoken to; srun is `slurm.py`'s. Cores are never bound: every process
+takes its own (`affinity.py`), and each thread those near its GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _VERSIONS = (
     ("MPICH", re.compile(r"HYDRA build details:\s+Version:\s+(\d[\w.]*)")),
 )
 """What `mpirun --version` prints; MVAPICH starts its processes with MPICH's Hydra."""
-_PREFERRED = {"Open MPI": ("pmix", "pmi2"), "MPICH": ("pmi2", "pmix"), "Intel MPI": ("pmi2",)}
-"""How a library likes to be started by srun."""
 _EXPORTED = re.compile(r"(NCCL|CUDA|OMP|NUMBA|UCX|CAFFEPY)_\w+|PYTHONPATH|PYTHONUNBUFFERED|LD_LIBRARY_PATH")
 """Variables of the environment that processes on other hosts need too."""
 _SECONDS = 20.0
@@ -92,7 +90,7 @@ def find_mpirun(wanted: str | None = None) -> Mpirun:
     if path is None:
         raise MissingExtraError("mpirun", "mpi", "to start several processes")
     absolute = Path(path).absolute()  # Open MPI takes its own place on other hosts from how it was called
-    return identify(absolute, _ask([str(absolute), "--version"]))
+    return identify(absolute, ask([str(absolute), "--version"]))
 
 
 def _installed() -> str | None:
@@ -119,7 +117,7 @@ def identify(path: Path, answer: str) -> Mpirun:
     )
 
 
-def _ask(command: Sequence[str]) -> str:
+def ask(command: Sequence[str]) -> str:
     """All that a program prints; nothing if it cannot be run."""
     environment = {**os.environ, "PATH": search_path(Path(command[0]))}
     try:
@@ -175,31 +173,3 @@ def _mpich(mpirun: Mpirun, job: Job) -> list[str]:
 def _intel(mpirun: Mpirun, job: Job) -> list[str]:
     hosts = ["-hosts", ",".join(job.hosts)] if job.hosts else []
     return ["-ppn", str(job.per_node), *hosts, "-genvall", "-genv", "I_MPI_PIN", "off"]
-
-
-def srun_line(srun: str, job: Job, plugin: str | None, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The command line that starts a job within an allocation of Slurm's.
-
-    Args:
-        srun: the program.
-        job: what to start.
-        plugin: Slurm's way of telling an MPI its ranks; None: the site's own choice.
-        environment: the allocation's variables.
-    """
-    line = [srun, f"--nodes={job.nodes}", f"--ntasks={job.size}", f"--ntasks-per-node={job.per_node}"]
-    line += ["--cpu-bind=none", "--kill-on-bad-exit=1"]
-    if cores := environment.get("SLURM_CPUS_PER_TASK"):
-        line.append(f"--cpus-per-task={cores}")  # since Slurm 22.05 a step does not take over what its job asked for
-    if plugin:
-        line.append(f"--mpi={plugin}")
-    if job.hosts:
-        line.append(f"--nodelist={','.join(job.hosts)}")
-    if job.oversubscribe:
-        line.append("--overcommit")
-    return [*line, *job.options, *job.program]
-
-
-def srun_plugin(srun: str, kind: str) -> str | None:
-    """The best of Slurm's ways to start an MPI of this kind, of those that `srun --mpi=list` names; None: none."""
-    words = re.findall(r"[\w]+", _ask([srun, "--mpi=list"]))
-    return next((plugin for plugin in _PREFERRED.get(kind, ()) if plugin in words), None)

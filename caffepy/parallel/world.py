@@ -39,11 +39,18 @@ class Launcher:
         name: the launcher, for messages.
         rank: the number that it gave this process.
         size: how many it started; None where it does not say.
+        options: what it was told beside their number, where it says so.
     """
 
     name: str
     rank: int
     size: int | None
+    options: str = ""
+
+    @property
+    def again(self) -> str:
+        """What starts as many processes again: ``mpirun -np 4`` or ``srun -n 4 --mpi=pmix``."""
+        return f"srun -n {self.size}{self.options}" if self.name == "srun" else f"mpirun -np {self.size}"
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
@@ -51,8 +58,17 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
     for name, rank, size in _LAUNCHERS:
         if environment.get(rank, "").isdigit() and (environment.get(size, "").isdigit() or name.startswith("a PMIx")):
             count = environment.get(size)
-            return Launcher(name, int(environment[rank]), int(count) if count else None)
+            name = "srun" if _started_by_srun(name, environment) else name
+            way = environment.get("SLURM_MPI_TYPE")
+            options = f" --mpi={way}" if name == "srun" and way else ""
+            return Launcher(name, int(environment[rank]), int(count) if count else None, options)
     return None
+
+
+def _started_by_srun(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether it was srun, whose ``pmi2`` sets Hydra's variables; in an allocation Hydra itself runs within a step."""
+    step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    return name == "srun" or (name == "mpiexec" and environment.get("PMI_JOBID") == step)
 
 
 class World:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -10,14 +11,16 @@ from laboratory import find_mpirun, program_environment
 
 from caffepy.cli.main import main
 
+PYTHON = sys.executable
 OPEN_MPI = "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n"
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("SLURM_", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")):
+            monkeypatch.delenv(name)
     launcher = tmp_path / "fake"
     launcher.write_text(OPEN_MPI)
     launcher.chmod(0o755)
@@ -96,28 +99,89 @@ def test_processes_that_were_launched_launch_nothing(
     assert "mpiexec has started this process" in mistake(capsys, "train")
 
 
-def test_within_an_allocation_slurm_starts_the_processes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    srun = tmp_path / "bin" / "srun"
-    srun.parent.mkdir()
-    srun.write_text("#!/bin/sh\necho 'MPI plugin types are... none pmi2 pmix'\n")
-    srun.chmod(0o755)
-    fake = srun.with_name("mpirun")
-    fake.write_text(OPEN_MPI)
-    fake.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(srun.with_name("python")))
-    monkeypatch.setenv("PATH", f"{srun.parent}:/usr/bin:/bin")
-    for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "3", "NTASKS_PER_NODE": "4(x3)"}.items():
+@pytest.fixture
+def allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with an srun and Open MPI's mpirun, within an allocation of three hosts."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    srun = "#!/bin/sh\nif [ -e broken ]; then echo \"srun: error: Invalid MPI type 'pmix'\" >&2; fi\n"
+    for name, text in (("srun", srun), ("mpirun", OPEN_MPI)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(folder))
+    slurm(monkeypatch, JOB_ID="7", JOB_NUM_NODES="3", NTASKS_PER_NODE="4", JOB_CPUS_PER_NODE="8(x3)")
+    return folder
+
+
+def slurm(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert main(["launch", "--dry-run", "--", "train", "--solver", "s"]) == 0
-    line = shlex.split(capsys.readouterr().out)
-    assert line[:4] == [str(srun), "--nodes=3", "--ntasks=12", "--ntasks-per-node=4"]
-    assert "--mpi=pmix" in line and line[-4:] == ["caffepy", "train", "--solver", "s"]
-    assert main(["launch", "--dry-run", "--nodes=2", "--nproc-per-node=8", "train"]) == 0
-    assert "--nodes=2 --ntasks=16 --ntasks-per-node=8" in capsys.readouterr().out
-    assert main(["launch", "--dry-run", "--mpirun=mpirun", "train"]) == 0
-    assert capsys.readouterr().out.startswith(str(fake))
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """The line, and what is said beside it."""
+    assert main(["launch", "--dry-run", *arguments, "--", "train", "--solver", "s"]) == 0
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def test_within_an_allocation_slurm_starts_the_processes(capsys: pytest.CaptureFixture[str], allocation: Path) -> None:
+    line, said = dry_run(capsys)
+    words = shlex.split(line)
+    assert words[:4] == [str(allocation / "srun"), "--nodes=3", "--ntasks=12", "--ntasks-per-node=4"]
+    assert "--mpi=pmix" in words and words[-4:] == ["caffepy", "train", "--solver", "s"]
+    assert said == ""
+    assert "--nodes=2 --ntasks=16 --ntasks-per-node=8" in dry_run(capsys, "--nodes=2", "--nproc-per-node=8")[0]
+    own = dry_run(capsys, "--mpirun-options=--mpi=cray_shasta")[0]
+    assert "--mpi=cray_shasta" in own and "pmix" not in own
+    assert "the allocation has 8 CPUs a host for 9 processes" in mistake(capsys, "--nproc-per-node=9", "train")
+    assert "4 hosts: the allocation has 3" in mistake(capsys, "--nodes=4", "train")
+
+
+def test_where_srun_cannot_start_this_mpi_its_own_launcher_does(
+    capsys: pytest.CaptureFixture[str], allocation: Path
+) -> None:
+    Path("broken").write_text("")
+    line, said = dry_run(capsys)
+    assert line.startswith(f"{allocation / 'mpirun'} -np 12 --map-by ppr:4:node --bind-to none")
+    assert "srun cannot start Open MPI 5.0.1 with --mpi=pmix here (Invalid MPI type 'pmix'): its own mpirun" in said
+    assert "ppr:8:node:OVERSUBSCRIBE" in dry_run(capsys, "--nproc-per-node=8")[0]  # more than tasks, not than CPUs
+    (allocation / "mpirun").unlink()
+    assert "--mpi" not in dry_run(capsys)[0].split("caffepy")[0]  # a site whose only way is srun's default
+
+
+def test_another_launcher_gets_all_hosts_of_the_allocation(
+    capsys: pytest.CaptureFixture[str], allocation: Path
+) -> None:
+    assert dry_run(capsys, "--mpirun=mpirun")[0].startswith(f"{allocation / 'mpirun'} -np 12 ")
+
+
+def test_within_a_step_another_step_shares_its_cpus(
+    capsys: pytest.CaptureFixture[str], allocation: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(monkeypatch, STEP_ID="0", PROCID="0", STEP_NUM_TASKS="1")
+    assert dry_run(capsys)[0].startswith(f"SLURM_OVERLAP=1 {allocation / 'srun'} ")
+    slurm(monkeypatch, STEP_NUM_TASKS="4")
+    assert "srun has started this process; caffepy launch starts all of them" in mistake(capsys, "train")
+    slurm(monkeypatch, PTY_PORT="4711")  # srun -n 4 --pty bash
+    assert dry_run(capsys)[0].startswith("SLURM_OVERLAP=1 ")
+
+
+def test_in_a_container_without_srun_slurm_is_left_out(
+    capsys: pytest.CaptureFixture[str], allocation: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (allocation / "srun").unlink()
+    monkeypatch.setenv("PATH", str(allocation))
+    line, said = dry_run(capsys, "--nproc-per-node=2")
+    assert line.startswith(f"{allocation / 'mpirun'} -np 2 --map-by ppr:2:node --bind-to none")
+    assert "there is no srun here, so Slurm's allocation is left out of account" in said
+    (allocation / "mpirun").write_text(f"{OPEN_MPI}/usr/bin/env > seen\n")
+    variables = program_environment({"PATH": str(allocation), "SLURM_JOB_ID": "7"})
+    command = [PYTHON, "-m", "caffepy", "launch", "--mpirun=mpirun", "train"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60, env=variables)
+    seen = Path("seen").read_text()  # else mpirun would look for srun
+    assert "PATH=" in seen and "SLURM_" not in seen
 
 
 @pytest.mark.mpi

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.errors import ConfigError, MissingExtraError
-from caffepy.parallel import mpirun
-from caffepy.parallel.mpirun import Job, Mpirun, exported_names, find_mpirun, identify, mpirun_line, srun_line
+from caffepy.parallel.mpirun import Job, Mpirun, exported_names, find_mpirun, identify, mpirun_line
 
 ANSWERS = {
     ("Open MPI", "5.0.11"): "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
@@ -55,33 +54,10 @@ def test_hydra() -> None:
     assert line(INTEL, HOSTS) == "-np 8 -ppn 4 -hosts a,b -genvall -genv I_MPI_PIN off"
 
 
-def test_slurm() -> None:
-    common = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpu-bind=none --kill-on-bad-exit=1"
-    job = replace(HOSTS, hosts=[])
-    assert shlex.join(srun_line("srun", job, None, {})) == f"{common} caffepy train"
-    found = srun_line("srun", replace(HOSTS, oversubscribe=True), "pmix", {"SLURM_CPUS_PER_TASK": "16"})
-    assert shlex.join(found) == f"{common} --cpus-per-task=16 --mpi=pmix --nodelist=a,b --overcommit caffepy train"
-
-
 def program(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "listed", "wanted"),
-    [
-        ("Open MPI", "none pmi2 pmix pmix_v4", "pmix"),
-        ("Open MPI", "none pmi2", "pmi2"),
-        ("MPICH", "none pmi2 pmix", "pmi2"),
-        ("Intel MPI", "none pmix", None),
-        ("", "none pmi2 pmix", None),
-    ],
-)
-def test_slurms_plugin_is_one_that_it_has(tmp_path: Path, kind: str, listed: str, wanted: str | None) -> None:
-    srun = program(tmp_path / "srun", f"echo MPI plugin types are... >&2; printf '%s\\n' {listed} >&2")
-    assert mpirun.srun_plugin(str(srun), kind) == wanted
 
 
 def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

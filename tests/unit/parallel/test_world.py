@@ -40,6 +40,26 @@ def test_launchers_are_known_by_their_variables(
     assert (found and (found.rank, found.size)) == expected
 
 
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "again"),
+    [
+        ({**STEP, "SLURM_MPI_TYPE": "pmix"}, "srun", "srun -n 2 --mpi=pmix"),
+        (STEP, "srun", "srun -n 2"),
+        ({**STEP, **HYDRA, "PMI_JOBID": "7.1", "SLURM_MPI_TYPE": "pmi2"}, "srun", "srun -n 4 --mpi=pmi2"),
+        ({**STEP, **HYDRA}, "mpiexec", "mpirun -np 4"),  # Hydra, whose helpers srun started
+        ({**HYDRA, "SLURM_MPI_TYPE": "pmi2"}, "mpiexec", "mpirun -np 4"),
+    ],
+)
+def test_srun_is_told_from_hydra(environment: dict[str, str], name: str, again: str) -> None:
+    found = find_launcher(environment)
+    assert found is not None
+    assert (found.name, found.again) == (name, again)
+
+
 def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caffepy.parallel.world.find_launcher", lambda: None)
     world = create_world()
@@ -57,6 +77,15 @@ def test_a_launcher_of_another_mpi_is_refused_once() -> None:
     assert leaving.value.code == 2
     check_launcher(launcher, 4, "")
     check_launcher(Launcher("a PMIx launcher", 0, None), 4, "")
+
+
+@pytest.mark.parametrize(("options", "way"), [(" --mpi=pmi2", "--mpi=pmi2"), ("", "--mpi=none")])
+def test_sruns_wrong_way_is_named(options: str, way: str) -> None:
+    wanted = (
+        f"srun started 4 processes, .* sees 1: srun's {way} is none that this library knows. Start with caffepy launch"
+    )
+    with pytest.raises(UserError, match=wanted):
+        check_launcher(Launcher("srun", 0, 4, options), 1, "Open MPI v5.0.11, package: x")
 
 
 def test_an_error_of_all_ranks_is_raised_by_the_root_as_it_is() -> None:
