@@ -12,7 +12,7 @@ from laboratory import Laboratory
 
 @dataclass(frozen=True)
 class FaultCase:
-    """A fault that comes over a run; the tests try each once, `endurance.py` as often as it is told.
+    """A fault that comes over a run; the tests try it once, `endurance.py` as often as it is told.
 
     Args:
         kind: what happens.
@@ -20,12 +20,14 @@ class FaultCase:
         check: makes it happen in some round (0, 1, …: rounds differ in when it happens), checks everything that is
             promised and returns the seconds from the fault to the end of all processes.
         mpi: needs mpirun.
+        further: left to `endurance.py`, because another place of the same kind stands for it in the tests.
     """
 
     kind: str
     where: str
     check: Callable[[Laboratory, int], float]
     mpi: bool = False
+    further: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.where}"
@@ -36,5 +38,9 @@ Trials = dict[FaultCase, Future[float]]
 
 
 def parameters(cases: Sequence[FaultCase]) -> list[object]:
-    """The cases as pytest takes them."""
-    return [pytest.param(case, id=str(case), marks=[pytest.mark.mpi] if case.mpi else []) for case in cases]
+    """The tests' cases as pytest takes them."""
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.mpi] if case.mpi else [])
+        for case in cases
+        if not case.further
+    ]

@@ -49,7 +49,7 @@ _LAST_RESORT_SECONDS = 6.0
 """When a process ends after a failure, whatever its main thread is stuck in."""
 _INTERRUPTED = 130
 _TELL_SECONDS = 1.0
-"""How long the others may take to hear of a second Ctrl-C, before they see a rank that is gone."""
+"""How long the others may take to hear of a failure, and rank 0 to answer."""
 
 
 class P2PManager:
@@ -69,6 +69,8 @@ class P2PManager:
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         self._changed = threading.Event()
+        self._heard = threading.Event()
+        """Set when another rank has told the user of a failure."""
         self._started = False
         self._verbose = False
 
@@ -295,6 +297,8 @@ class P2PManager:
 
     def _peer_failed(self, failure: Failure) -> None:
         """The watchdog found out; called in its thread, while the main thread may be stuck in MPI."""
+        if failure.reported:
+            self._heard.set()
         self._fail(failure)
         if self._world.size > 1:
             self._report_failure()
@@ -337,17 +341,21 @@ class P2PManager:
         assert failure is not None
         alone = world.size == 1 or world.ended_together
         if not alone:
-            self._report_failure()
+            self._report_failure(through_root=True)
         deadline = time.monotonic() + _JOIN_SECONDS
         for sync in self._syncs:
             sync.join(max(0.0, deadline - time.monotonic()))
         if not alone:
             world.end(failure.status)
 
-    def _report_failure(self) -> None:
+    def _report_failure(self, through_root: bool = False) -> None:
         """Print the failure, unless some rank has, and tell the other ranks; returns when that is done.
 
         A second thread that comes here waits for the first: whoever returns may end the process.
+
+        Args:
+            through_root: leave the printing to rank 0, so that ranks that fail at once report one error; if it does not
+                answer, print all the same. Not for the watchdog's thread, which hears the answer.
         """
         with self._reporting:
             with self._lock:
@@ -355,10 +363,15 @@ class P2PManager:
                 if failure is None or failure.reported:
                     return
                 self._failure = replace(failure, reported=True)
-            trace = failure.error if self._verbose else None
-            logger.error("%s", failure.message, exc_info=trace)
-            if self._watchdog is not None:
+            if through_root and self._world.rank != 0 and self._watchdog is not None:
                 self._watchdog.tell_failure(failure)
+                if self._heard.wait(_TELL_SECONDS):
+                    if self._verbose:
+                        logger.debug("%s", failure.message, exc_info=failure.error)
+                    return
+            logger.error("%s", failure.message, exc_info=failure.error if self._verbose else None)
+            if self._watchdog is not None:
+                self._watchdog.tell_failure(replace(failure, reported=True))
 
     def _interrupted_again(self) -> None:
         message = "interrupted again: ending at once"

@@ -168,7 +168,8 @@ class Watchdog:
         lifeline: the connection to them; the watchdog closes it.
         progresses: this process's devices.
         timeout: longest wait in seconds.
-        on_failure: called once, from the watchdog's thread, when training has to end.
+        on_failure: called once, from the watchdog's thread, when training has to end; as rank 0 it tells the user and
+            then the others (`tell_failure`), unless the failure was reported.
     """
 
     def __init__(
@@ -196,8 +197,14 @@ class Watchdog:
         self._thread.start()
 
     def tell_failure(self, failure: Failure) -> None:
-        """Tell the other ranks that this one fails; the user has been told."""
-        self._lifeline.send("failed", message=failure.message, status=failure.status, rank=self._world.rank)
+        """Tell rank 0, which tells the user unless that was done, and then all others; as rank 0 tell all others."""
+        self._lifeline.send(
+            "failed",
+            message=failure.message,
+            status=failure.status,
+            rank=self._world.rank,
+            reported=failure.reported or self._world.rank == 0,
+        )
 
     def stop(self) -> None:
         """End in good order: all ranks have agreed that training is over."""
@@ -222,9 +229,11 @@ class Watchdog:
     def _failure(self, event: Event) -> Failure | None:
         """What an event means for training."""
         if event.kind == "failed":
-            if self._world.rank == 0:
-                self._lifeline.send("failed", **{k: v for k, v in event.content.items() if k != "kind"})
-            return Failure(event.content["message"], int(event.content["status"]), reported=True)
+            message, status = event.content["message"], int(event.content["status"])
+            failure = Failure(message, status, reported=bool(event.content["reported"]))
+            if self._world.rank == 0 and failure.reported:
+                self.tell_failure(failure)
+            return failure
         if event.kind == "bye":
             self._ended.add(event.rank)
             self._others.pop(event.rank, None)
@@ -242,15 +251,10 @@ class Watchdog:
         process = f" (process {known[0].pid})" if known else ""
         own = [progress.state(self._world) for progress in self._progresses]
         at = f"{process} at iteration {max(state.iteration for state in (*known, *own))}"
-        failure = Failure(
+        return Failure(
             f"{self._world.name(rank)}{at} ended unexpectedly: it was killed, crashed or lost its network; "
             f"training is stopped"
         )
-        if self._world.rank == 0:
-            logger.error("%s", failure.message)
-            failure = Failure(failure.message, failure.status, reported=True)
-            self.tell_failure(failure)
-        return failure
 
     def _look(self, awake: float) -> Failure | None:
         """Report this process's devices, and judge those that are known.

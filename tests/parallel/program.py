@@ -25,6 +25,8 @@ from caffepy.proto.caffe_pb2 import TRAIN
 
 _SLEEP = 120.0
 """Seconds that nobody waits for."""
+_LONGEST = 300
+"""Seconds after which a run ends whose tests were killed and did not end it."""
 
 
 def say_fault() -> None:
@@ -97,6 +99,7 @@ def arguments() -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.alarm(_LONGEST)
     if forbidden := os.environ.get("FORBID"):
         sys.modules[forbidden] = None  # type: ignore[assignment]
     sys.exit(main(arguments()))

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -128,13 +129,19 @@ class Group:
         self.progresses = [Progress("CPU", lambda: 7) for _ in range(size)]
         self.failures: list[list[Failure]] = [[] for _ in range(size)]
         self.dogs = [
-            Watchdog(FakeWorld(i, size), lines[i], [self.progresses[i]], timeout, self.failures[i].append)
+            Watchdog(FakeWorld(i, size), lines[i], [self.progresses[i]], timeout, partial(self.fail, i))
             for i in range(size)
         ]
         for dog in self.dogs:
             dog.start()
         # Rank 0 has to know all ranks before it can miss one.
         assert eventually(lambda: set(self.dogs[0]._others) == set(range(1, size)))
+
+    def fail(self, rank: int, failure: Failure) -> None:
+        """What a manager does with a failure."""
+        self.failures[rank].append(failure)
+        if rank == 0 and not failure.reported:
+            self.dogs[0].tell_failure(failure)
 
     def kill(self, rank: int) -> None:
         """Close a rank's connections as its kernel would, without a good-bye."""
@@ -163,7 +170,7 @@ def test_a_lost_rank_is_noticed_named_and_told_to_all(group: Callable[..., Group
     assert eventually(lambda: three.failures[0] and three.failures[2])
     (seen,), (told,) = three.failures[0], three.failures[2]
     assert seen.message.startswith("rank 1 on host1 (process ") and "at iteration 7 ended unexpectedly" in seen.message
-    assert told.reported and told.message == seen.message
+    assert told.reported and not seen.reported and told.message == seen.message
 
 
 def test_the_loss_of_rank_0_is_told_by_rank_1(group: Callable[..., Group]) -> None:
@@ -174,13 +181,23 @@ def test_the_loss_of_rank_0_is_told_by_rank_1(group: Callable[..., Group]) -> No
     assert not two.failures[1][0].reported
 
 
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_failure_reaches_all_others(group: Callable[..., Group], culprit: int) -> None:
+def test_a_failure_reaches_all_others(group: Callable[..., Group], culprit: int, reported: bool) -> None:
     three = group(3)
-    three.dogs[culprit].tell_failure(Failure("rank x: it broke", 2))
+    three.dogs[culprit].tell_failure(Failure("rank x: it broke", 2, reported))
     others = [failures for rank, failures in enumerate(three.failures) if rank != culprit]
     assert eventually(lambda: all(others))
     assert all(failure.message == "rank x: it broke" and failure.status == 2 for (failure,) in others)
+    for rank, (failure,) in enumerate(others, start=culprit == 0):
+        assert failure.reported == (reported or rank > 0 or culprit == 0)  # rank 0 tells the user
+
+
+def test_rank_0_answers_whoever_left_the_report_to_it(group: Callable[..., Group]) -> None:
+    three = group(3)
+    three.dogs[1].tell_failure(Failure("rank 1: it broke", 2))
+    assert eventually(lambda: three.failures[1])
+    assert three.failures[1][0].reported
 
 
 def test_an_orderly_end_is_no_failure(group: Callable[..., Group]) -> None:
