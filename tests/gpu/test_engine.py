@@ -182,7 +182,7 @@ def test_two_passes_an_iteration(backend: Backend, engine: Engine) -> None:
 
 
 def test_what_cannot_be_captured_runs_in_between(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
-    random = 'data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 2 } } }'
+    random = 'data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 2 } }'
     data = DATA.replace("} }", "} " + random) % (4, 3, 12, 12, 4)
     results = []
     for eager in (False, True):
