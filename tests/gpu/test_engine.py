@@ -79,7 +79,7 @@ def solver_of(
     text: str = "", extra: str = "",
 ) -> Iterator[Solver]:  # fmt: skip
     """A solver of one of the nets over made-up images that stay the same."""
-    types = f"default_forward_type: {kind} default_backward_type: {kind} {extra}"
+    types = f"default_forward_type: {kind} default_backward_type: {kind} {extra}\n"
     param = solver_param(SOLVER + text, types + DATA % (*shape, shape[0]) + NETS.get(net, net))
     with backend.activate():
         solver = create_solver(param, backend, engine=engine or Engine())
