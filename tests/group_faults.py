@@ -13,6 +13,7 @@ from fault_case import FaultCase
 from laboratory import LIMIT, Laboratory
 from processes import (
     MARK,
+    PATIENCE,
     REPOSITORY,
     WHOLE_LINES,
     find_mpirun,
@@ -41,7 +42,7 @@ def environment(**changes: str) -> dict[str, str]:
     return program_environment({"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", **WHOLE_LINES, **changes})
 
 
-def run(commands: list[tuple[list[str], dict[str, str]]], folder: Path, timeout: float = 60.0) -> Ended:
+def run(commands: list[tuple[list[str], dict[str, str]]], folder: Path, timeout: float = PATIENCE) -> Ended:
     """Run commands at the same time; what still runs after the timeout is killed and fails the test."""
     logs = [folder / f"log{i}.txt" for i in range(len(commands))]
     processes = []

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from processes import (
     MARK,
+    PATIENCE,
     REPOSITORY,
     WHOLE_LINES,
     find_mpirun,
@@ -208,14 +209,14 @@ class Laboratory:
         self._wait_for(started, lambda: time_of_fault(log.read_text(errors="replace")) is not None, "no fault comes")
 
     def _wait_for(self, started: tuple[subprocess.Popen[str], str], come: Callable[[], bool], otherwise: str) -> None:
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + PATIENCE
         while not come():
             if time.monotonic() > end or started[0].poll() is not None:
                 pytest.fail(f"{otherwise}:\n{self.finish(started, 0.1).log}")
             time.sleep(0.01)
 
     def finish(
-        self, started: tuple[subprocess.Popen[str], str], timeout: float = 60.0, fault: float | None = None
+        self, started: tuple[subprocess.Popen[str], str], timeout: float = PATIENCE, fault: float | None = None
     ) -> Outcome:
         """Wait for the end of all processes of a run; those that hang are killed and fail the test."""
         process, prefix = started
@@ -230,7 +231,7 @@ class Laboratory:
         """The file that a run's processes write to."""
         return self.folder / f"{prefix}.log"
 
-    def train(self, *options: str, timeout: float = 60.0, **settings: object) -> Outcome:
+    def train(self, *options: str, timeout: float = PATIENCE, **settings: object) -> Outcome:
         """Start a run and wait for its end; arguments as in `start`."""
         return self.finish(self.start(*options, **settings), timeout)  # type: ignore[arg-type]
 

@@ -19,6 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "LABORATORY_RUN"
 """The environment's variable by which a run's processes are known, whatever became of those that started them."""
 
+PATIENCE = 100.0
+"""Seconds after which a run is taken to hang: the first one of a checkout compiles all kernels."""
 WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
 """Python writes lines to stderr at once and whole, unless it must not buffer: then their pieces mix with others'."""
 
@@ -45,7 +47,7 @@ def kill_processes(mark: str) -> list[int]:
 
 
 def wait_for_end(
-    processes: Sequence[subprocess.Popen[str]], mark: str, logs: Sequence[Path], timeout: float = 60.0
+    processes: Sequence[subprocess.Popen[str]], mark: str, logs: Sequence[Path], timeout: float = PATIENCE
 ) -> tuple[str, float]:
     """Wait until these processes have ended, and all with their mark that they started.
 

@@ -237,7 +237,7 @@ def wait_for_fault(laboratory: Laboratory, started: Started, number: int) -> Non
 _KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], list[Place]]] = {
     "raise": (raises, [Place(2, 0, 3), Place(1, 2), Place(1, 2, 2)], [Place(0), Place(2, 3)]),
     "raise at the start": (raises_at_start, [Place(1, 2)], [Place(1, 0, 2)]),
-    "kill": (killed, [Place(0, 2), Place(1, 3), Place(3, 2, 2)], [Place(1, 2)]),
+    "kill": (killed, [Place(0, 2), Place(1, 3), Place(3, 2, 2)], [Place(1, 2), Place(0, 3)]),
     "kill while saving": (killed_while_saving, [Place(0, 2)], []),
     "kill at the start": (killed_at_start, [Place(1, 2)], []),
     "sleep": (sleeps, [Place(1, 0, 2), Place(3, 2, 2)], [Place(1, 2), Place(2, 3)]),

@@ -363,6 +363,8 @@ class P2PManager:
                 if failure is None or failure.reported:
                     return
                 self._failure = replace(failure, reported=True)
+            if self._heard.is_set():
+                return
             if through_root and self._world.rank != 0 and self._watchdog is not None:
                 self._watchdog.tell_failure(failure)
                 if self._heard.wait(_TELL_SECONDS):

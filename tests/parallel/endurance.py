@@ -1,9 +1,9 @@
 """Lets every fault come over training and over process groups again and again, and prints how each of them ended.
 
-    python tests/parallel/endurance.py --rounds 20 [--faults kill,SIGINT] [--jobs 2]
+    python tests/parallel/endurance.py --rounds 20 [--faults kill,SIGINT] [--jobs 2] [--turns]
 
 The faults and what is promised of their ends are those of the tests: `training_faults.py`, `group_faults.py`. The exit
-status is 1 if anything was not as promised.
+status is 1 if anything was not as promised. Ctrl-C prints the table of what was tried so far.
 """
 
 from __future__ import annotations
@@ -71,16 +71,29 @@ def try_once(record: Record, laboratory: Laboratory, number: int) -> None:
         say(f"{record.case}, round {number + 1}: {record.failures[-1][1].splitlines()[0][:300]}")
 
 
-def try_all(cases: Sequence[FaultCase], rounds: int, jobs: int) -> list[Record]:
-    """All rounds of all cases, so many at a time; each round has every case once."""
+def in_turn(records: Sequence[Record], number: int) -> list[Record]:
+    """One record of each kind, in every round that of another place."""
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        kinds.setdefault(record.case.kind, []).append(record)
+    return [places[number % len(places)] for places in kinds.values()]
+
+
+def try_all(cases: Sequence[FaultCase], rounds: int, jobs: int, turns: bool) -> list[Record]:
+    """All rounds, so many cases at a time; a round has every case once, or one of each kind. Ctrl-C ends it early."""
     records = [Record(case) for case in cases]
     with tempfile.TemporaryDirectory(prefix="endurance") as folder, ThreadPoolExecutor(jobs) as pool:
         laboratory = Laboratory(Path(folder))
-        for number in range(rounds):
-            begin = time.monotonic()
-            list(pool.map(lambda record, number=number: try_once(record, laboratory, number), records))
-            failures = sum(len(record.failures) for record in records)
-            say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s, {failures} failures so far")
+        try:
+            for number in range(rounds):
+                begin = time.monotonic()
+                chosen = in_turn(records, number) if turns else records
+                list(pool.map(lambda record, number=number: try_once(record, laboratory, number), chosen))
+                failures = sum(len(record.failures) for record in records)
+                say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s, {failures} failures so far")
+        except KeyboardInterrupt:
+            say("interrupted: what runs comes to its end")
+            pool.shutdown(cancel_futures=True)
     return records
 
 
@@ -115,8 +128,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="how often each fault comes (20)")
     parser.add_argument("--faults", default="", help="kinds of faults with commas between; all if left out")
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time (1)")
+    parser.add_argument("--turns", action="store_true", help="each round has one place of each kind, in turn")
     args = parser.parse_args()
-    records = try_all(choose(args.faults), args.rounds, args.jobs)
+    records = try_all(choose(args.faults), args.rounds, args.jobs, args.turns)
     report(records)
     return int(any(record.failures for record in records))
 
