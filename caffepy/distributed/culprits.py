@@ -47,9 +47,9 @@ def find_culprits(membership: Membership, begun: int, operation: Operation, wait
     """
     states = membership.store.states()
     others = [rank for rank in range(membership.size) if rank != membership.rank]
-    late = list(waits_for)
-    if not late:
-        late = [rank for rank in others if states.get(rank, State()).collectives < begun]
+    behind = [rank for rank in others if states.get(rank, State()).collectives < begun]
+    # Where one is behind, the pieces of the others are only waited for because it comes before them.
+    late = [rank for rank in waits_for if rank in behind] or list(waits_for) or behind
     if not late:
         elsewhere = ("", operation.describe(membership.size))
         late = [rank for rank in others if states.get(rank, State()).waiting not in elsewhere]

@@ -102,6 +102,8 @@ class MemoryStore:
         self._states: dict[int, tuple[State, float]] = {}
         self._left: set[int] = set()
         self._failure: str | None = None
+        self._told: set[int] = set()
+        """The ranks that have heard of the failure."""
 
     def join(self, rank: int, size: int, member: Member) -> None:
         """Enter a rank; once all are in, `MEMBERS` appears.
@@ -153,6 +155,9 @@ class MemoryStore:
         with self._changed:
             self._states[rank] = state, time.monotonic()
             self._changed.wait_for(lambda: self._failure is not None or rank in self._left, seconds)
+            if self._failure is not None:
+                self._told.add(rank)
+                self._changed.notify_all()
             return self._failure
 
     def states(self) -> dict[int, State]:
@@ -190,6 +195,11 @@ class MemoryStore:
         """Wait until all others that joined have left; whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: set(self._members) <= self._left | {rank}, seconds)
+
+    def wait_told(self, rank: int, seconds: float) -> None:
+        """Wait until all others that joined have left or heard of the failure; they ask for it at their own time."""
+        with self._changed:
+            self._changed.wait_for(lambda: set(self._members) <= self._left | self._told | {rank}, seconds)
 
     def _read(self, key: str) -> Value:
         value, reads = self._values[key]

@@ -33,6 +33,8 @@ _STRANGER_SECONDS = 5.0
 _STRANGER_LIMIT = 4096
 """Longest value that it may send before."""
 _JOIN_SECONDS = 2.0
+_NEWS_SECONDS = 1.0
+"""How long the end waits for ranks that have not asked for news; they would see a connection that closes without."""
 _LOOK_SECONDS = 0.05
 """Between looks at the connection of a rank that is silent because it waits for news."""
 
@@ -74,6 +76,7 @@ class StoreServer:
         hang_up(self._listening)
         self._accepting.join(_JOIN_SECONDS)
         self._store.fail("rank 0 has left")
+        self._store.wait_told(0, _NEWS_SECONDS)
         for line, _ in threads:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RD)  # no more requests; replies still go out

@@ -220,6 +220,15 @@ def test_the_end_of_the_server_is_told(net: Net) -> None:
         client.put("key", b"")
 
 
+def test_the_end_of_the_server_waits_for_a_rank_that_asks_late(net: Net) -> None:
+    client = net.client()
+    net.memory.fail("rank 0 gives up")
+    closing = in_background(net.server.close)
+    time.sleep(0.1)
+    assert client.watch(State(), 10.0) == "rank 0 gives up"
+    assert wait_for(closing) is None
+
+
 def test_a_call_after_close_is_an_abort(net: Net) -> None:
     client = net.client()
     waiting = in_background(client.take, "key", 10.0)
