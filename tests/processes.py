@@ -82,9 +82,9 @@ def ranks_of(mark: str) -> dict[int, psutil.Process]:
 
 
 def time_of_fault(log: str) -> float | None:
-    """When a fault came, as the process said that it came over."""
-    found = re.search(r"fault at (\d+\.\d+)", log)
-    return float(found[1]) if found else None
+    """When a fault came, as the process said that it came over; the last time, if it came step by step."""
+    found = re.findall(r"fault at (\d+\.\d+)", log)
+    return float(found[-1]) if found else None
 
 
 def program_environment(changes: dict[str, str]) -> dict[str, str]:

@@ -42,6 +42,7 @@ class FaultLayer(Layer):
         return "it fails on the host"
 
     def setup(self, bottom: list[Blob], top: list[Blob]) -> None:
+        self._stalled = False
         self._fail_at("start")
 
     def reshape(self, bottom: list[Blob], top: list[Blob]) -> None:
@@ -50,6 +51,8 @@ class FaultLayer(Layer):
     def forward(self, bottom: list[Blob], top: list[Blob]) -> None:
         if delay := float(os.environ.get("DELAY", "0")):
             time.sleep(delay)
+        if self._stalled:  # what was read before still comes
+            say_fault()
         self._fail_at(str(self.context.passes.number))
 
     def backward(self, top: list[Blob], propagate_down: list[bool], bottom: list[Blob]) -> None:
@@ -84,6 +87,7 @@ class FaultLayer(Layer):
         loader = self.context.describe_sample.__self__._loader  # type: ignore[attr-defined]
 
         def stall(*arguments: Any) -> None:
+            self._stalled = True
             say_fault()
             time.sleep(_SLEEP)
 
