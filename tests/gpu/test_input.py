@@ -79,7 +79,8 @@ def test_images_are_the_cpus(backend, shape, whole_mean, storage):
     host.put(6, 1, [(0, memory)], lambda: None)
     InputPrimitives.take_images(cpu, host, (6, 0), slot, mean, 0.1, expected, labels)
     ring = backend.input_ring(slot.size, 1, 4)
-    ring.put(6, 1, [(0, pinned(backend, memory))], lambda: None)
+    source = pinned(backend, memory)
+    ring.put(6, 1, [(0, source)], lambda: None)
     device_mean = backend.zeros(mean.shape)
     backend.from_host(mean, device_mean)
     for counter in ((6, 0), cupy.array([6, 0], cupy.uint64)):
@@ -101,7 +102,8 @@ def test_values_are_rounded_once(backend, shape, storage):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 100
     in_memory = np.ascontiguousarray(values.transpose(0, 2, 3, 1) if len(shape) == 4 else values).reshape(-1)
     ring = backend.input_ring(256 + aligned_size(4 * values.size), 1, 4)
-    ring.put(3, 1, [(256, pinned(backend, in_memory.view(np.uint8)))], lambda: None)
+    source = pinned(backend, in_memory.view(np.uint8))
+    ring.put(3, 1, [(256, source)], lambda: None)
     out = backend.zeros(shape, storage)
     backend.take_values(ring, (3, 0), 256, out)
     assert out.dtype == storage_dtype(storage)
