@@ -75,6 +75,14 @@ class Exchange(Protocol):
 class OverlappingCommunicator(Communicator, Protocol):
     """A communicator whose averages can go on while the device computes."""
 
+    @property
+    def compresses(self) -> bool:
+        """Whether averages that are begun travel as float16; `all_reduce` never does that."""
+
+    @property
+    def moves_by_itself(self) -> bool:
+        """Whether what was begun goes on without the processor that computes: else to begin early only costs time."""
+
     def begin_average(self, array: Array, stamp: Callable[[], Any] | None = None) -> Exchange:
         """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.
 

@@ -70,7 +70,7 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._going_on: deque[_GoingOn] = deque()
         self._begun = 0
-        if hasattr(communicator, "begin_average"):
+        if hasattr(communicator, "begin_average") and (buckets > 1 or getattr(communicator, "compresses", False)):
             self._buckets = cut_buckets(net, max(buckets, 1))
         if self.overlaps:
             self._places = {id(node): index for index, node in enumerate(net.schedule)}

@@ -25,15 +25,21 @@ class HierarchicalCommunicator:
         local: connects the threads of this process.
         ranks: connects the processes.
         compress: send the averages that are begun from process to process as float16.
+        apart: the processes are on several machines. On one, MPI copies through memory, with the processors that
+            compute; measured with Open MPI, a non-blocking sum of 233 MiB takes 350 ms there, a blocking one 134.
     """
 
-    def __init__(self, local: LocalCommunicator, ranks: GroupCommunicator, compress: bool = False) -> None:
+    def __init__(
+        self, local: LocalCommunicator, ranks: GroupCommunicator, compress: bool = False, apart: bool = True
+    ) -> None:
         self._local = local
         self._ranks = ranks
         self._leads = local.rank == 0
         self.rank = ranks.rank * local.size + local.rank
         self.size = ranks.size * local.size
         self._halves = Halves(np, self.size) if compress else None
+        self.compresses = compress
+        self.moves_by_itself = apart
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
         self._local.reduce(array)

@@ -78,6 +78,7 @@ class NcclCommunicator:
 
     memory = "gpu"
     captures = True
+    moves_by_itself = True
 
     def __init__(
         self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: bool = False
@@ -117,6 +118,10 @@ class NcclCommunicator:
             if self._halves is not None:
                 self._halves.widen(sent, array)
         return work
+
+    @property
+    def compresses(self) -> bool:
+        return self._halves is not None
 
     @property
     def reached(self) -> int:

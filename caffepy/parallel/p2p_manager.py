@@ -191,13 +191,13 @@ class P2PManager:
         connect_gpus = options.devices is not None and count * world.size > 1
         unique_id = self._unique_id() if connect_gpus else None
         threads = options.threads or max(1, cores.count // count)
-        compress = options.compression == "fp16"
+        compress, apart = options.compression == "fp16", world.local_size < world.size
         if compress and unique_id is None and ranks is None and world.rank == 0:
             logger.info("--compression fp16 changes nothing: there is no other rank to send gradients to")
 
         def connection(index: int) -> Communicator:
             local = LocalCommunicator(group, index)
-            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks, compress)
+            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks, compress, apart)
             if unique_id is None:
                 return host
             from caffepy.parallel.nccl import NcclCommunicator

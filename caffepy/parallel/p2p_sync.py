@@ -267,9 +267,15 @@ class P2PSync:
             self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
 
     def _make_exchange(self, solver: Solver) -> GradientExchange:
-        """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA)."""
+        """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
+
+        Where nobody says whether to overlap, that depends on whether it is worth it.
+        """
         assert self.communication is not None
-        buckets = solver.net.param.reduce_buckets if solver.param.layer_wise_reduce else 1
+        overlap = getattr(self._connected, "moves_by_itself", False)
+        if solver.param.HasField("layer_wise_reduce"):
+            overlap = solver.param.layer_wise_reduce
+        buckets = solver.net.param.reduce_buckets if overlap else 1
         cut = any(node.need_backward and node.layer.not_captured() for node in solver.net.schedule)
         if cut and solver.backend.captures:
             buckets = 1  # what is begun within a graph must end within it, and here there are several

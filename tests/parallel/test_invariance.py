@@ -44,11 +44,16 @@ def test_threads_and_ranks_train_as_one_device_does(
 
 @pytest.mark.parametrize(
     ("threads", "solver", "net", "parts"),
-    [(1, "", "", "6"), (1, "layer_wise_reduce: false", "", None), (2, "", "reduce_buckets: 2", "2")],
+    [
+        (1, "layer_wise_reduce: true", "", "6"),
+        (1, "", "", None),
+        (2, "layer_wise_reduce: true", "reduce_buckets: 2", "2"),
+    ],
 )
 def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
     laboratory: Laboratory, alone: Outcome, threads: int, solver: str, net: str, parts: str | None
 ) -> None:
+    """Ranks of one machine do so only where they are told to."""
     outcome = laboratory.train(
         "--cpu-solvers", str(threads), ranks=2, batch=32, iterations=20, snapshot=20, net_text=net + NET,
         solver_text=solver,
@@ -69,13 +74,15 @@ def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alon
 
 def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laboratory: Laboratory) -> None:
     one = laboratory.train(iterations=20, net_text=SHARED_NET)
-    two = laboratory.train(ranks=2, batch=32, iterations=20, net_text=SHARED_NET, solver_text="iter_size: 1")
+    two = laboratory.train(ranks=2, batch=32, iterations=20, net_text=SHARED_NET, solver_text="layer_wise_reduce: true")
     assert one.status == two.status == 0, two.log
     assert_same_weights(two, one, 20)
 
 
 def test_several_passes_are_exchanged_once(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(ranks=2, batch=16, iterations=20, solver_text="iter_size: 2")
+    outcome = laboratory.train(
+        ranks=2, batch=16, iterations=20, solver_text="iter_size: 2 layer_wise_reduce: true"
+    )
     single = laboratory.train(batch=32, iterations=20, solver_text="iter_size: 2")
     assert outcome.status == single.status == 0, outcome.log
     assert_same_weights(outcome, single, 20)

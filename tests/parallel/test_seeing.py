@@ -26,7 +26,8 @@ def traced(laboratory: Laboratory, *options: str, **settings: Any) -> tuple[list
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.mpi)], ids=["threads", "ranks"])
 def test_a_trace_holds_every_device(laboratory: Laboratory, ranks: int) -> None:
     devices = ("--cpu", "--threads=1") if ranks else ("--cpu", "--cpu-solvers=2", "--threads=1")
-    events, log = traced(laboratory, "--trace-iterations=20:22", devices=devices, ranks=ranks)
+    window, overlap = "--trace-iterations=20:22", "layer_wise_reduce: true"
+    events, log = traced(laboratory, window, devices=devices, ranks=ranks, solver_text=overlap)
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     wanted = [r"rank 0 on .*: CPU", r"rank 1 on .*: CPU"] if ranks else [r"rank 0 on .*: CPU 0", r"rank 0 on .*: CPU 1"]
     assert all(re.fullmatch(pattern, name) for pattern, name in zip(wanted, names, strict=True)), names
