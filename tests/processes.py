@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ MARK = "LABORATORY_RUN"
 
 PATIENCE = 100.0
 """Seconds after which a run is taken to hang: the first one of a checkout compiles all kernels."""
+_SCRATCH = tempfile.TemporaryDirectory(prefix="caffepy-tests-")
 WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
 """Python writes lines to stderr at once and whole, unless it must not buffer: then their pieces mix with others'."""
 
@@ -88,9 +90,14 @@ def time_of_fault(log: str) -> float | None:
 
 
 def program_environment(changes: dict[str, str]) -> dict[str, str]:
-    """The environment of a run: caffepy from this checkout; Open MPI 4 and 5 may run as root and oversubscribed."""
+    """The environment of a run: caffepy from this checkout; Open MPI 4 and 5 may run as root and oversubscribed.
+
+    A run has a folder of its own for what MPI puts into files: an mpirun that was killed leaves them behind, and a
+    later one whose process number leads to the same names does not start.
+    """
     return {
         **os.environ,
+        "TMPDIR": tempfile.mkdtemp(dir=_SCRATCH.name),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
