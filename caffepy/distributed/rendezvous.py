@@ -203,6 +203,9 @@ def _meet(
             memory.fail(str(error))
             server.close()
         elif store is not None:
+            if isinstance(error, (UserError, PeerError)):
+                with suppress(PeerError):
+                    store.fail(str(error))  # to close without a word would look like a crash
             store.close()
         if isinstance(error, (UserError, PeerError)):
             raise type(error)(f"{where}: {error}") from error

@@ -125,6 +125,12 @@ def test_those_who_wait_hear_who_is_missing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_gives_up_first_is_not_taken_for_dead(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/meet"
+    results = run_threads(2, lambda rank: join(method, rank, 4, (5.0, 0.5)[rank], NOTHING))
+    assert ["has waited 0.5 s for ranks 2, 3 to join" in str(error) for error in results] == [True, True]
+
+
 def test_nobody_but_rank_0_comes_to_the_file(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"rank 1 .*: rank 0 does not answer within 0.3 s: .*No such file .*/meet'"):
         join(f"file://{tmp_path}/meet", 1, 2, 0.3, NOTHING)
