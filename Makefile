@@ -38,10 +38,8 @@ help:
 demo: $(VENV)/demo.stamp $(DIGITS)
 	mpirun -np $(RANKS) caffepy train --solver $(SOLVER)
 
-# Tests in tests/parallel start processes of their own and watch how long they take: one at a time.
 test: lint
-	pytest --numprocesses 2 --dist loadfile tests/unit tests/golden tests/gpu
-	pytest tests/parallel
+	pytest
 
 lint: $(VENV)/test.stamp
 	ruff check .

@@ -68,6 +68,10 @@ class StoreServer:
 
     def close(self) -> None:
         """End all connections; whoever waits is told why. Callable twice."""
+        if self._closing:
+            return
+        self._store.fail("rank 0 has left")
+        self._store.wait_told(0, _NEWS_SECONDS)  # a rank may open another connection to ask
         with self._lock:
             if self._closing:
                 return
@@ -75,8 +79,6 @@ class StoreServer:
             threads = list(self._lines.items())
         hang_up(self._listening)
         self._accepting.join(_JOIN_SECONDS)
-        self._store.fail("rank 0 has left")
-        self._store.wait_told(0, _NEWS_SECONDS)
         for line, _ in threads:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RD)  # no more requests; replies still go out
