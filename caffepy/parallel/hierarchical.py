@@ -106,6 +106,7 @@ class HierarchicalExchange:
         self._halves = halves
         self._sent = array
         self._work: Work | None = None
+        self._ended = False
 
     def begin(self, ranks: GroupCommunicator, blocking: bool) -> None:
         """Begin the ranks' sum, or make it at once if `blocking`; called by the thread that leads."""
@@ -117,14 +118,14 @@ class HierarchicalExchange:
             return
         self._work = ranks.start(Operation("all_reduce", self._sent, self._sent, Operator.SUM, compact=True))
 
-    def progress(self) -> None:
-        if self._work is not None:
-            self._work.wait(0.0)
+    def progress(self, seconds: float = 0.0) -> None:
+        if self._work is not None and not self._ended:
+            self._ended = self._work.wait(seconds)
 
     def finish(self) -> None:
         if self._work is not None:
-            while not self._work.wait(_LOOK_SECONDS):
-                self.progress()
+            while not self._ended:
+                self.progress(_LOOK_SECONDS)
             if self._halves is None:
                 self._array /= self._size
             else:

@@ -33,11 +33,6 @@ class Clock:
         """Whether seconds are being counted, or will be once the first iterations are over."""
         return self._active
 
-    @property
-    def counting(self) -> bool:
-        """Whether seconds are being counted now."""
-        return self._started is not None
-
     def tick(self) -> None:
         """One more iteration is done; it counts if the clock ran."""
         self._seen += 1
