@@ -7,6 +7,8 @@ a pass for bias and ReLU.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from caffepy.backend.cuda_convolution import APART, Candidate, CudaConvolution, Operands, Resources, Source
 from caffepy.backend.cuda_cudnn import Plans
 from caffepy.backend.cuda_cudnn_plans import CopiedCudnn, cudnn_candidates, split_candidates
@@ -64,7 +66,7 @@ class Apart:
 
     def run(self, operands: Operands) -> None:
         """Convolve, and read y once more."""
-        self._convolution.run(self._task.plain, operands)
+        self._convolution.run(self._task.plain, replace(operands, bias=None, sums=None))
         y = operands.out
         if operands.sums is not None:
             reduce(moments, (y,), (operands.sums[0], operands.sums[1]), 1, False, self._resources.scratch)

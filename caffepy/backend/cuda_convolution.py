@@ -134,6 +134,7 @@ class CudaConvolution:
 
     def run(self, task: Task, operands: Operands) -> None:
         """Carry out a task."""
+        assert (operands.bias is None, operands.sums is None) == (not task.bias, not task.sums), task
         chosen = self.candidate(task, operands)
         if chosen is None:
             raise RunError(f"no way to compute convolution {task.direction.value} of {task.problem}")

@@ -93,6 +93,13 @@ def numbers(stored: Any) -> Any:
     return stored.astype(float)
 
 
+def spoil(array: Any) -> None:
+    """Fill an array with NaN, in line with what the current stream does before and after."""
+    import cupy
+
+    array.data.memset_async(0xFF, array.nbytes, cupy.cuda.get_current_stream())
+
+
 class Arrays:
     """Inputs of one problem on the device, what is expected of them, and outputs full of what must not stay."""
 
@@ -122,7 +129,7 @@ class Arrays:
     def output(self, shape: tuple[int, ...], dtype: str | None = None) -> Any:
         """An array of nothing but NaN."""
         array = self.backend.zeros(shape, dtype or self.problem.dtype)
-        array.data.memset(0xFF, array.nbytes)
+        spoil(array)
         return array
 
     def close(self, actual: Any, expected: Any, tolerance: float, what: str) -> None:
@@ -238,8 +245,8 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
 
         work()
         expected = y.get().copy(), dweights.get().copy()
-        y.data.memset(0xFF, y.nbytes)
-        dweights.data.memset(0xFF, dweights.nbytes)
+        spoil(y)
+        spoil(dweights)
         backend.stream.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeThreadLocal)
         work()
         graph = backend.stream.end_capture()
@@ -247,6 +254,16 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
         backend.synchronize()
         assert np.array_equal(y.get(), expected[0])
         assert np.array_equal(dweights.get(), expected[1])
+
+
+def test_a_plain_pass_is_chosen_alike_within_one_with_sums(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make(autotune=True)
+    with backend.activate(), caplog.at_level("WARNING", "caffepy"):
+        plan = backend.plan_convolution((3, 3, 23, 21), (16, 3, 7, 7), window(7, 2, 3), "float16")
+        assert plan.gives_sums in (False, True)
+    assert "is not used" not in caplog.text
 
 
 def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     });
     if constexpr (BIASED) {
-        __shared__ double shared[SHARED_DOUBLES];
+        __shared__ alignas(16) double shared[SHARED_DOUBLES];
         const Share own = own_share();
         finish_columns(
             add_rows(sums, sums, own, shared), own, partial, tickets, columns, dbias, dbias, shared,
