@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda_device import cupy
-from caffepy.backend.cuda_kernels import THREADS, launch_blocks, library_kernel
+from caffepy.backend.cuda_kernels import launch_blocks, library_kernel
 
 
 class CudaStopwatch:
@@ -24,17 +24,17 @@ class CudaStopwatch:
         self._times = cupy.zeros(2 * places, "int64")
         # Kernels are loaded now: within a capture that may be refused.
         self.start(0)
-        self.stop()
+        self.stop(0)
         self.reset()
 
     def start(self, place: int) -> None:
         """From here on time passes for a place."""
         launch_blocks(library_kernel("stopwatch", "start"), (1,), (1,), (self._times, np.int32(place)))
 
-    def stop(self) -> None:
-        """Up to here it has passed, for all places."""
-        arguments = (self._times, np.int32(self._places))
-        launch_blocks(library_kernel("stopwatch", "stop"), (1,), (THREADS,), arguments)
+    def stop(self, place: int) -> None:
+        """Up to here it has passed."""
+        arguments = (self._times, np.int32(place), np.int32(self._places))
+        launch_blocks(library_kernel("stopwatch", "stop"), (1,), (1,), arguments)
 
     def reset(self) -> None:
         """Begin with totals of 0."""

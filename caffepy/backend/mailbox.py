@@ -69,10 +69,9 @@ class HostStopwatch:
         """From here on time passes for a place."""
         self._started[place] = self._now()
 
-    def stop(self) -> None:
-        """Up to here it has passed, for all places."""
-        now = self._now()
-        self._totals = [total + now - start for total, start in zip(self._totals, self._started, strict=True)]
+    def stop(self, place: int) -> None:
+        """Up to here it has passed."""
+        self._totals[place] += self._now() - self._started[place]
 
     def reset(self) -> None:
         """Begin with totals of 0."""

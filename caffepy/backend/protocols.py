@@ -41,8 +41,8 @@ class Stopwatch(Protocol):
     def start(self, place: int) -> None:
         """From here on time passes for a place."""
 
-    def stop(self) -> None:
-        """Up to here it has passed, for all places."""
+    def stop(self, place: int) -> None:
+        """Up to here it has passed."""
 
     def reset(self) -> None:
         """Begin with totals of 0."""

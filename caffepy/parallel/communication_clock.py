@@ -1,8 +1,8 @@
 """How long a device's exchange of gradients takes, and how much of that it waits for.
 
-Communication is the time from the begin of an iteration's first exchange to the end of its last, exposed time the part
-of it in which the device has nothing left to compute. Where the exchange does not overlap with the backward pass, both
-are the same. Waiting for devices that are late counts as communication.
+Communication is the time in which at least one exchange is under way, exposed time that in which the device has nothing
+left to compute. Where the exchange does not overlap with the backward pass, both are about the same. Waiting for
+devices that are late counts as communication. That the device computes more slowly beside an exchange is in neither.
 """
 
 from __future__ import annotations
@@ -24,22 +24,27 @@ class CommunicationClock:
 
     def __init__(self, backend: Backend) -> None:
         self._stopwatch = backend.stopwatch(2)
-        self._begun = False
+        self._under_way = 0
 
-    def begin(self) -> None:
-        """An iteration's first exchange begins."""
-        self._begun = True
-        self._stopwatch.start(_COMMUNICATION)
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count a `with` block as an exchange; several may be open at once, and are counted once."""
+        if not self._under_way:
+            self._stopwatch.start(_COMMUNICATION)
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+        if not self._under_way:
+            self._stopwatch.stop(_COMMUNICATION)
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Count a `with` block in which the device only communicates, or waits until it has; ends the exchange."""
-        if not self._begun:
-            self.begin()
+        """Count a `with` block in which the device only communicates, or waits until it has."""
         self._stopwatch.start(_EXPOSED)
         yield
-        self._stopwatch.stop()
-        self._begun = False
+        self._stopwatch.stop(_EXPOSED)
 
     def reset(self) -> None:
         """Forget what was counted: the first iterations compile and plan."""

@@ -7,7 +7,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from caffepy.backend.arguments import Array
@@ -68,9 +68,6 @@ class Exchange(Protocol):
             PeerError: the connection failed.
         """
 
-    def stamps(self) -> tuple[Any, Any] | None:
-        """Where it began and ended on a device with a clock of its own; None where the host's clock says it."""
-
 
 class OverlappingCommunicator(Communicator, Protocol):
     """A communicator whose averages can go on while the device computes."""
@@ -83,10 +80,11 @@ class OverlappingCommunicator(Communicator, Protocol):
     def moves_by_itself(self) -> bool:
         """Whether what was begun goes on without the processor that computes: else to begin early only costs time."""
 
-    def begin_average(self, array: Array, stamp: Callable[[], Any] | None = None) -> Exchange:
+    def begin_average(self, array: Array, timed: AbstractContextManager[None]) -> Exchange:
         """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.
 
-        `stamp` takes the time at a place of the current stream, for `Exchange.stamps`.
+        `timed` is entered where the exchange begins and left where it has ended, each time with the stream current on
+        which it is.
         """
 
 

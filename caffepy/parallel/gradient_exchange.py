@@ -8,34 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 from caffepy.net import Net
 from caffepy.net.wiring import Node
 from caffepy.parallel.buckets import Bucket, cut_buckets
+from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator, Exchange, OverlappingCommunicator
 from caffepy.trace import NoTrace
 
 _WHOLE = "the gradients' all-reduce"
 """What messages and the trace call it."""
-
-
-@dataclass(frozen=True)
-class _GoingOn:
-    """A bucket's exchange that was begun.
-
-    Args:
-        exchange: the communicator's part.
-        size: what the trace calls it.
-        since: when it was begun, `time.perf_counter`.
-    """
-
-    exchange: Exchange
-    size: str
-    since: float
 
 
 class GradientExchange:
@@ -46,7 +31,7 @@ class GradientExchange:
         communicator: connects the devices.
         buckets: into how many parts to cut; 1: exchange everything at once after the backward pass.
         may_begin: asked in a backward pass whether it completes the gradients, and exchanges may go on beside it.
-        begun: told when an iteration's first exchange begins.
+        clock: adds up how long exchanges take.
         waiting: marks a `with` block that waits for all devices, given what for.
         trace: shows each bucket's exchange.
     """
@@ -57,18 +42,18 @@ class GradientExchange:
         communicator: Communicator,
         buckets: int,
         may_begin: Callable[[], bool],
-        begun: Callable[[], None],
+        clock: CommunicationClock,
         waiting: Callable[[str], AbstractContextManager[None]],
         trace: NoTrace,
     ) -> None:
         self._net = net
         self._communicator = communicator
         self._may_begin = may_begin
-        self._tell_begun = begun
+        self._clock = clock
         self._waiting = waiting
         self._trace = trace
         self._buckets: list[Bucket] = []
-        self._going_on: deque[_GoingOn] = deque()
+        self._going_on: deque[Exchange] = deque()
         self._begun = 0
         if hasattr(communicator, "begin_average") and (buckets > 1 or getattr(communicator, "compresses", False)):
             self._buckets = cut_buckets(net, max(buckets, 1))
@@ -94,16 +79,14 @@ class GradientExchange:
             PeerError: the connection failed.
         """
         if not self._buckets:
-            with self._waiting(_WHOLE):
+            with self._waiting(_WHOLE), self._clock.exchanging():
                 self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
             return
         while self._begun < len(self._buckets):
             self._begin_next()
         for number in range(1, len(self._buckets) + 1):
             with self._waiting(self._name(number)):
-                going_on = self._going_on.popleft()
-                going_on.exchange.finish()
-            self._show(f"bucket {number}", going_on)
+                self._going_on.popleft().finish()
         self._begun = 0
 
     def _after_backward(self, node: Node) -> None:
@@ -111,30 +94,34 @@ class GradientExchange:
         if not self._may_begin():
             return
         place = self._places[id(node)]
-        for going_on in self._going_on:
-            going_on.exchange.progress()
+        for exchange in self._going_on:
+            exchange.progress()
         # The last layer's buckets wait for `finish`: there is nothing left to hide them behind.
         while place > 0 and self._begun < len(self._buckets) and self._buckets[self._begun].node >= place:
-            if not self._begun:
-                self._tell_begun()
             self._begin_next()
 
     def _begin_next(self) -> None:
         bucket = self._buckets[self._begun]
         self._begun += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
-        since = time.perf_counter()
+        timed = self._timed(f"bucket {self._begun}", f"{part.nbytes / 2**20:.3g} MiB")
         # The threads of a process meet here, before any of them comes to `finish`.
         with self._waiting(f"the beginning of {self._name(self._begun)}"):
-            exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, self._trace.stamp)
-        self._going_on.append(_GoingOn(exchange, f"{part.nbytes / 2**20:.3g} MiB", since))
+            exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, timed)
+        self._going_on.append(exchange)
 
     def _name(self, number: int) -> str:
         return f"part {number} of {len(self._buckets)} of {_WHOLE}" if self.overlaps else _WHOLE
 
-    def _show(self, row: str, going_on: _GoingOn) -> None:
-        stamps = going_on.exchange.stamps()
-        if stamps is None:
-            self._trace.add(row, going_on.size, going_on.since, time.perf_counter())
+    @contextmanager
+    def _timed(self, row: str, size: str) -> Iterator[None]:
+        """Time a bucket's exchange, on a device with a clock of its own where its current stream comes to it."""
+        stamp = self._trace.stamp
+        first = None if stamp is None else stamp()
+        since = time.perf_counter()
+        with self._clock.exchanging():
+            yield
+        if stamp is None:
+            self._trace.add(row, size, since, time.perf_counter())
         else:
-            self._trace.add_device(row, going_on.size, *stamps)
+            self._trace.add_device(row, size, first, stamp())

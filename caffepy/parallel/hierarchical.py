@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -50,10 +50,10 @@ class HierarchicalCommunicator:
                 array /= self.size
         self._local.broadcast(array)
 
-    def begin_average(self, array: Any, stamp: Callable[[], Any] | None = None) -> HierarchicalExchange:
+    def begin_average(self, array: Any, timed: AbstractContextManager[None]) -> HierarchicalExchange:
         """`OverlappingCommunicator.begin_average`: what goes on while the threads compute is the ranks' part."""
+        exchange = HierarchicalExchange(self._local, array, self.size, self._halves, timed)
         self._local.reduce(array)
-        exchange = HierarchicalExchange(self._local, array, self.size, self._halves)
         if self._leads:
             exchange.begin(self._ranks, blocking=not self.moves_by_itself)
         return exchange
@@ -97,9 +97,17 @@ class HierarchicalExchange:
         array: this thread's array.
         size: devices in all.
         halves: makes what is sent; None: the array itself is.
+        timed: entered now, left when the ranks' part has ended.
     """
 
-    def __init__(self, local: LocalCommunicator, array: Any, size: int, halves: Halves | None) -> None:
+    def __init__(
+        self,
+        local: LocalCommunicator,
+        array: Any,
+        size: int,
+        halves: Halves | None,
+        timed: AbstractContextManager[None],
+    ) -> None:
         self._local = local
         self._array = array
         self._size = size
@@ -107,6 +115,8 @@ class HierarchicalExchange:
         self._sent = array
         self._work: Work | None = None
         self._ended = False
+        self._timed = ExitStack()
+        self._timed.enter_context(timed)
 
     def begin(self, ranks: GroupCommunicator, blocking: bool) -> None:
         """Begin the ranks' sum, or make it at once if `blocking`; called by the thread that leads."""
@@ -115,6 +125,7 @@ class HierarchicalExchange:
         elif blocking:
             ranks.all_reduce(self._array, average=False)
             self._work = Finished()
+            self._timed.close()
             return
         self._work = ranks.start(Operation("all_reduce", self._sent, self._sent, Operator.SUM, compact=True))
 
@@ -131,6 +142,4 @@ class HierarchicalExchange:
             else:
                 self._halves.widen(self._sent, self._array)
         self._local.broadcast(self._array)
-
-    def stamps(self) -> None:
-        """The host's clock says when it began and ended."""
+        self._timed.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from caffepy.backend.arguments import Array
@@ -102,15 +102,15 @@ class NcclCommunicator:
             operation = nccl_operator(Operator.AVG if average else Operator.SUM)
             self._comm.allReduce(pointer, pointer, array.size, nccl_type(array), operation, stream)
 
-    def begin_average(self, array: Array, stamp: Callable[[], Any] | None = None) -> SideWork:
+    def begin_average(self, array: Array, timed: AbstractContextManager[None]) -> SideWork:
         """`OverlappingCommunicator.begin_average`: on the stream beside the current one, after what is on that now."""
         with self._translated("NCCL's all-reduce"):
-            return self._begin_average(array, stamp)
+            return self._begin_average(array, timed)
 
-    def _begin_average(self, array: Array, stamp: Callable[[], Any] | None) -> SideWork:
+    def _begin_average(self, array: Array, timed: AbstractContextManager[None]) -> SideWork:
         if self._beside is None:
             self._beside = SideStream()
-        with self._using, self._beside.after_current(stamp) as work:
+        with self._using, self._beside.after_current(timed) as work:
             sent = array if self._halves is None else self._halves.shrink(array)
             pointer, stream = sent.data.ptr, cupy.cuda.get_current_stream().ptr
             operator = nccl_operator(Operator.AVG if self._halves is None else Operator.SUM)

@@ -8,7 +8,7 @@ capturing stream, and has to be waited for before its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,20 +40,19 @@ class SideStream:
         return int(self._reached[0])
 
     @contextmanager
-    def after_current(self, stamp: Callable[[], Any] | None) -> Iterator[SideWork]:
+    def after_current(self, timed: AbstractContextManager[None]) -> Iterator[SideWork]:
         """Make this the current stream within a `with` block; what is put on it comes after all that the other holds.
 
         Args:
-            stamp: takes the time at a place of the current stream; called where the work begins and where it ends.
+            timed: entered where the work begins, left where it ends.
         """
         self._begun += 1
         number = min(self._begun, _NUMBERS - 1)
         work = SideWork(self._spare, self._count_finished)
         work.begin(self._stream)
         with self._stream:
-            work.take(stamp)
-            yield work
-            work.take(stamp)
+            with timed:
+                yield work
             cupy.cuda.runtime.memcpyAsync(
                 self._memory.ptr,
                 self._numbers.data.ptr + 4 * number,
@@ -81,17 +80,11 @@ class SideWork:
         self._spare = spare
         self._on_finish = on_finish
         self._events = [spare.pop() if spare else cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._stamps: list[Any] = []
 
     def begin(self, stream: Any) -> None:
         """Have `stream` wait for all that the current stream holds."""
         self._events[0].record(cupy.cuda.get_current_stream())
         stream.wait_event(self._events[0])
-
-    def take(self, stamp: Callable[[], Any] | None) -> None:
-        """Take the time at this place of the current stream, if somebody wants it."""
-        if stamp is not None:
-            self._stamps.append(stamp())
 
     def end(self, stream: Any) -> None:
         """Mark where on `stream` the work ends."""
@@ -106,9 +99,3 @@ class SideWork:
         self._spare += self._events
         self._events = []
         self._on_finish()
-
-    def stamps(self) -> tuple[Any, Any] | None:
-        if not self._stamps:
-            return None
-        first, last = self._stamps
-        return first, last

@@ -16,6 +16,7 @@ from caffepy.backend import Backend, create_backend
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
 from caffepy.parallel.affinity import bind_near_gpu
+from caffepy.parallel.buckets import bucket_count
 from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.gradient_exchange import GradientExchange
@@ -275,7 +276,7 @@ class P2PSync:
         overlap = getattr(self._connected, "moves_by_itself", False)
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
-        buckets = solver.net.param.reduce_buckets if overlap else 1
+        buckets = bucket_count(solver.net.param) if overlap else 1
         cut = any(node.need_backward and node.layer.not_captured() for node in solver.net.schedule)
         if cut and solver.backend.captures:
             buckets = 1  # what is begun within a graph must end within it, and here there are several
@@ -284,7 +285,7 @@ class P2PSync:
             self._connected,
             buckets,
             self._may_begin,
-            self.communication.begin,
+            self.communication,
             self._waiting,
             self.trace,
         )

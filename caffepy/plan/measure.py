@@ -23,6 +23,7 @@ from caffepy.net.capacity import READERS, with_batch
 from caffepy.net.parameters import ALIGNMENT
 from caffepy.net.timing import measure, milliseconds_since
 from caffepy.net.wiring import Node
+from caffepy.parallel.buckets import bucket_count
 from caffepy.plan.profile import Gradient, LayerProfile, Profile
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import Solver, create_solver
@@ -197,7 +198,7 @@ def with_settings_of(path: Path, profile: Profile, origin: str) -> Profile:
         )
     return replace(
         profile,
-        reduce_buckets=solver.net_param.reduce_buckets,
+        reduce_buckets=bucket_count(solver.net_param),
         layer_wise_reduce=solver.layer_wise_reduce,
     )
 
@@ -233,7 +234,7 @@ def _profile(
     layers = [LayerProfile(node.layer.name, *pair) for node, pair in zip(net.schedule, times, strict=True)]
     return Profile(
         net.name, device.description, device.is_cpu, net.batch_size() * solver.iter_size, solver.iter_size,
-        iteration_ms, update_ms, solver.net_param.reduce_buckets, solver.layer_wise_reduce,
+        iteration_ms, update_ms, bucket_count(solver.net_param), solver.layer_wise_reduce,
         tuple(layers), gradients_of(net),
     ).fitted()  # fmt: skip
 

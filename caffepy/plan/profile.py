@@ -54,7 +54,7 @@ class Profile:
         passes: forward and backward passes an iteration (iter_size).
         iteration_ms: a whole iteration, alone.
         update_ms: the update within it.
-        reduce_buckets: the net's field: parts in which gradients are reduced.
+        reduce_buckets: parts in which gradients are reduced: the net's field, or what is usual without it.
         layer_wise_reduce: the solver's field: whether they are reduced while the backward pass goes on.
         layers: in the order of the forward pass.
         gradients: in the order in which the backward pass finishes them.

@@ -47,7 +47,8 @@ def test_a_stopwatch_measures_what_stamps_measure(backend: Backend, captured: bo
         backend.copy(x, y)
         watch.start(1)
         backend.copy(y, x)
-        watch.stop()
+        watch.stop(0)
+        watch.stop(1)
 
     work()
     run = backend.capture(work).launch if captured else work

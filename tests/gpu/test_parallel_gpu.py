@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: bool) ->
 
         def work() -> None:
             backend.fill(array, 1 / 3)
-            exchanges = [communicator.begin_average(array[start : start + 500]) for start in (0, 500)]
+            exchanges = [communicator.begin_average(array[start : start + 500], nullcontext()) for start in (0, 500)]
             for exchange in exchanges:
                 exchange.finish()
             backend.add(array, array)

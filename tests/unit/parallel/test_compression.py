@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,8 +46,8 @@ def test_ranks_send_halves_and_threads_do_not() -> None:
     array = np.full(100, 1 / 3, np.float32)
     local = LocalCommunicator(LocalGroup(1), 0)
     whole = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0))
-    whole.begin_average(array).finish()
+    whole.begin_average(array, nullcontext()).finish()
     np.testing.assert_array_equal(array, np.float32(1 / 3))
     compressed = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0), compress=True)
-    compressed.begin_average(array).finish()
+    compressed.begin_average(array, nullcontext()).finish()
     np.testing.assert_array_equal(array, np.float32(np.float16(1 / 3)))

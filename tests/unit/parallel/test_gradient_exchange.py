@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 from training import build_net
 
+from caffepy.backend.cpu import CpuBackend
 from caffepy.net import Net
+from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.gradient_exchange import GradientExchange
 from caffepy.trace import NO_TRACE
 
@@ -31,8 +33,9 @@ class Recorder:
         self.log: list[str] = []
         self.reached = 0
 
-    def begin_average(self, array: Any, stamp: Any = None) -> Recorder:
-        self.log.append(f"begin {array.size}")
+    def begin_average(self, array: Any, timed: AbstractContextManager[None]) -> Recorder:
+        with timed:
+            self.log.append(f"begin {array.size}")
         return self
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
@@ -44,9 +47,6 @@ class Recorder:
     def finish(self) -> None:
         self.log.append("finish")
 
-    def stamps(self) -> None:
-        """The host's clock says when it ended."""
-
 
 def make(buckets: int, completes: bool = True) -> tuple[Net, GradientExchange, Recorder]:
     net, recorder = build_net(NET), Recorder()
@@ -55,7 +55,7 @@ def make(buckets: int, completes: bool = True) -> tuple[Net, GradientExchange, R
         recorder,  # type: ignore[arg-type]
         buckets,
         lambda: completes,
-        lambda: recorder.log.append("begun"),
+        CommunicationClock(CpuBackend(1)),
         lambda what: nullcontext(recorder.log.append(f"wait for {what}")),
         NO_TRACE,
     )
@@ -75,7 +75,7 @@ def test_a_bucket_begins_after_the_layer_that_completes_it() -> None:
     exchange.finish()
     whole = "the gradients' all-reduce"
     assert recorder.log == [
-        "after loss", "begun", f"wait for the beginning of part 1 of 3 of {whole}", "begin 448",
+        "after loss", f"wait for the beginning of part 1 of 3 of {whole}", "begin 448",
         "after c", f"wait for the beginning of part 2 of 3 of {whole}", "begin 448",
         "after b", f"wait for the beginning of part 3 of 3 of {whole}", "begin 512", "after a", "after data",
         f"wait for part 1 of 3 of {whole}", "finish", f"wait for part 2 of 3 of {whole}", "finish",

@@ -6,6 +6,7 @@ import pytest
 from simulated_nccl import run_simulated
 
 BEGIN = """
+from contextlib import contextmanager, nullcontext
 import numpy as np, simulated_nccl
 simulated_nccl.install(2)
 from process_groups import run_threads
@@ -28,12 +29,11 @@ def work(rank):
     for _ in range(2):
         exchanges = []
         for number, array in enumerate(arrays, 1):
-            exchanges.append(nccl.begin_average(array))
+            exchanges.append(nccl.begin_average(array, nullcontext()))
             assert nccl.reached == number
         for exchange in exchanges:
             exchange.progress()
             exchange.finish()
-            assert exchange.stamps() is None
     nccl.close()
     return [*simulated_nccl.log(), [array.tolist() for array in arrays]]
 for lines in run_threads(2, work):
@@ -48,11 +48,16 @@ def test_times_of_a_bucket_are_taken_on_its_stream() -> None:
     code = """
 def work(rank):
     nccl = communicator(rank)
-    stamp = lambda: (simulated_nccl.current_stream().ptr, len(simulated_nccl.log()))
-    exchange = nccl.begin_average(simulated_nccl.array(np.zeros(3, np.float32)), stamp)
-    exchange.finish()
-    return exchange.stamps()
+    stamps = []
+    @contextmanager
+    def timed():
+        for _ in range(2):
+            stamps.append((simulated_nccl.current_stream().ptr, len(simulated_nccl.log())))
+            if len(stamps) == 1:
+                yield
+    nccl.begin_average(simulated_nccl.array(np.zeros(3, np.float32)), timed()).finish()
+    return stamps
 print(run_threads(2, work))
 """
     # Behind the wait for the other stream, and behind the all-reduce.
-    assert run_simulated(BEGIN + code) == [str([((78, 1), (78, 2))] * 2)]
+    assert run_simulated(BEGIN + code) == [str([[(78, 1), (78, 2)]] * 2)]
