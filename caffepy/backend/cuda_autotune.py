@@ -18,7 +18,7 @@ from caffepy.backend.cuda_device import cupy
 from caffepy.backend.cuda_kernels import c_type, launch, launch_blocks, library_kernel
 from caffepy.backend.cuda_memory import Scratch, allocate, flat, is_capturing, raw
 from caffepy.backend.cuda_problem import Direction, Task
-from caffepy.errors import DeviceError, RunError
+from caffepy.errors import DeviceError, OutOfMemoryError, RunError
 
 if TYPE_CHECKING:
     from caffepy.backend.cuda_convolution import Candidate, Operands, Resources, Source
@@ -115,7 +115,7 @@ def _try_all(
     lasting = resources.scratch
     resources.scratch = Scratch()
     try:
-        trial = Trial(operands_for(task, operands))
+        trial = Trial(operands_for(task, operands), lambda: operands_for(task, None))
         for source in sorted(sources, key=lambda source: source.checked):
             trial.add(source)
         return *trial.best(), trial.certain
@@ -128,14 +128,17 @@ class Trial:
 
     Args:
         operands: the arrays that all are run on.
+        others: makes arrays on which results can be compared, where those of the first do not tell anything: a net's
+            first images may be zeros, its first gradients too large for their storage.
     """
 
-    def __init__(self, operands: Operands) -> None:
+    def __init__(self, operands: Operands, others: Callable[[], Operands]) -> None:
         self.certain = True
         self._operands = operands
+        self._others = others
         self._times: list[tuple[float, Candidate]] = []
         self._trusted: list[Candidate] = []
-        self._expected: list[Array] = []
+        self._expected: list[Array] | None = None
 
     def add(self, source: Source) -> None:
         """Time a source's candidates."""
@@ -163,24 +166,33 @@ class Trial:
         sums = self._operands.sums
         return [self._operands.out] if sums is None else [self._operands.out, sums]
 
-    def _expect(self) -> bool:
-        """Keep the result of a candidate that needs no check; False if there is none, or it tells nothing."""
-        if not self._expected and self._trusted:
-            self._trusted[0].run(self._operands)
+    def _right_results(self) -> list[Array]:
+        """Those of a candidate that needs no check; none if there is no such, or no memory for them."""
+        if self._expected is None:
             try:
-                self._expected = [result.copy() for result in map(flat, self._results())]
-            except cupy.cuda.memory.OutOfMemoryError:
-                return False
-        return bool(self._expected) and all(0.0 < largest(kept) < float("inf") for kept in self._expected)
+                self._expected = self._telling_results() if self._trusted else []
+            except (cupy.cuda.memory.OutOfMemoryError, OutOfMemoryError):
+                self._expected = []
+        return self._expected
+
+    def _telling_results(self) -> list[Array]:
+        for operands in (lambda: self._operands, self._others):
+            self._operands = operands()
+            self._trusted[0].run(self._operands)
+            kept = [result.copy() for result in map(flat, self._results())]
+            if all(0.0 < largest(result) < float("inf") for result in kept):
+                return kept
+        return []
 
     def _is_right(self, candidate: Candidate) -> bool:
-        if not self._expect():
+        expected = self._right_results()
+        if not expected:
             self.certain = False
             return False
         for result in self._results():
             result.data.memset_async(0xFF, result.nbytes, cupy.cuda.get_current_stream())
         candidate.run(self._operands)
-        for result, kept in zip(self._results(), self._expected, strict=True):
+        for result, kept in zip(self._results(), expected, strict=True):
             apart, limit = difference(flat(result), kept), TOLERANCE * largest(kept) + SMALLEST_STEP
             if apart > limit:
                 logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, apart, limit)

@@ -180,6 +180,10 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
             off = np.abs(numbers(sums[0].get()) - arrays.y.sum((0, 2, 3))).max()
             assert off <= tolerance * places, f"{what}: sum off by {off}"
             arrays.close(sums[1], (arrays.y**2).sum((0, 2, 3)), 4 * tolerance, f"{what}: squares")
+            first = sums.get()
+            for _ in range(10):
+                candidate.run(Operands(arrays.x, arrays.weights, out, None, sums))
+                assert np.array_equal(sums.get(), first), f"{what}: other bits in another run"
     elif task.direction is Direction.DATA:
         out = arrays.output(arrays.problem.x)
         candidate.run(Operands(arrays.dy, arrays.weights, out))
@@ -256,6 +260,26 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
         assert np.array_equal(dweights.get(), expected[1])
 
 
+def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..., Any]) -> None:
+    from caffepy.backend.cuda_autotune import Trial, operands_for
+    from caffepy.backend.cuda_candidates import sources
+    from caffepy.backend.cuda_convolution import CudaConvolution
+    from caffepy.backend.cuda_problem import Direction, Problem, Task
+
+    backend = make()
+    with backend.activate():
+        task = Task(Problem((2, 3, 27, 27), (16, 3, 7, 7), window(7, 2), "float16"), Direction.FORWARD)
+        zeros = operands_for(task, None)
+        zeros.first.data.memset_async(0, zeros.first.nbytes, backend.stream)
+        trial = Trial(zeros, lambda: operands_for(task, None))
+        found = sources(task, CudaConvolution(task.problem, backend._resources), backend._resources)
+        checked = next(source for source in found if source.checked)
+        trial.add(next(source for source in found if not source.checked))
+        trial.add(checked)
+        assert trial._is_right(next(c for c in checked.candidates() if c.prepare()))
+        assert trial.certain
+
+
 def test_a_plain_pass_is_chosen_alike_within_one_with_sums(
     make: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,7 +329,8 @@ def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
                 operands.out.fill(self.value)
 
     with make().activate():
-        trial = Trial(operands_for(Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD), None))
+        task = Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD)
+        trial = Trial(operands_for(task, None), lambda: pytest.fail("the first arrays tell enough"))
         trial.add(Source("right", lambda: [Fake("right", 1.0)]))
         trial.add(Source("wrong", lambda: [Fake("wrong", 1.5)], checked=True))
         trial.add(Source("nearly", lambda: [Fake("nearly", 1.001)], checked=True))

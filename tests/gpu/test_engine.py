@@ -164,7 +164,7 @@ def test_fused_layers_train_as_single_ones_and_as_on_the_cpu(
 def test_half_precision_follows_single(backend: Backend, net: str, shape: tuple[int, ...], kind: str) -> None:
     results = []
     for storage in (kind, "FLOAT"):  # at a rate at which roundings do not grow within ten iterations
-        with solver_of(backend, net, shape, kind=storage, base_lr=0.01) as solver:
+        with solver_of(backend, net, shape, kind=storage, base_lr=0.002) as solver:
             assert (solver.net.blobs["loss"].storage, len(solver.net.parameters.copies)) == ("float32", storage == kind)
             results.append(train(solver))
     tolerance = 1e-2 if kind == "FLOAT16" else 6e-2
