@@ -5,10 +5,10 @@
 One process with two threads of one solver, against `mpirun -np 2` with one thread each. Figures are the medians of the
 rounds, whose kinds alternate; each is that of a performance report, which leaves out the first two iterations.
 
-Two cores of an AMD EPYC, Open MPI 5: at 256 images ranks reached 1.01 to 1.05 of the threads' rate without overlap and
-0.97 with it, at 32 images 0.74 and 0.84 when both still went through non-blocking sums. Summing 233 MiB takes 134 ms by
-a blocking call and 350 by a non-blocking one, all of it the cores' own work, and each rank updates all parameters by
-itself: that is what a small batch cannot pay for. Overlap on one machine only adds places to wait at.
+Two cores of an AMD EPYC, Open MPI 5: at 32 images ranks reached 0.74 to 0.84 of the threads' rate when they summed by
+MPI's non-blocking calls, 350 ms for 233 MiB where a blocking one takes 134, all of it the cores' own work. In memory
+that both see they reach 0.96 with overlap and 0.97 without; what is left is that each rank updates all parameters by
+itself.
 """
 
 from __future__ import annotations

@@ -222,12 +222,21 @@ class ParameterBuffer:
     def diff(self) -> Array:
         """Flat gradients and the flags; allocated on first use, since testing needs none."""
         if self._diff is None:
-            self._diff = self.backend.zeros((self.size,))
-            for parameter in self.parameters:
-                parameter.blob.bind(diff=self.view(self._diff, parameter))
-                for blob in parameter.sharers:
-                    blob.bind(diff=self.backend.view(self._diff[parameter.start : parameter.stop], blob.shape))
+            return self.place_gradients(self.backend.zeros((self.size,)))
         return self._diff
+
+    def place_gradients(self, memory: Array) -> Array:
+        """Keep the flat gradients and the flags in memory that somebody gives; what they were is lost.
+
+        Args:
+            memory: float32 zeros, (size,), on the backend's device.
+        """
+        self._diff = memory
+        for parameter in self.parameters:
+            parameter.blob.bind(diff=self.view(memory, parameter))
+            for blob in parameter.sharers:
+                blob.bind(diff=self.backend.view(memory[parameter.start : parameter.stop], blob.shape))
+        return memory
 
     @property
     def gradients(self) -> Array:

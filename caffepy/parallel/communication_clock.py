@@ -52,5 +52,5 @@ class CommunicationClock:
 
     def totals(self) -> tuple[float, float]:
         """Seconds of communication, and of those the exposed ones; waits for the device."""
-        communication, exposed = self._stopwatch.totals()
-        return communication, exposed
+        communication, waited = self._stopwatch.totals()
+        return communication, min(waited, communication)  # a wait begins a little earlier than what it waits for

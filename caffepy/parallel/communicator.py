@@ -77,8 +77,8 @@ class OverlappingCommunicator(Communicator, Protocol):
         """Whether averages that are begun travel as float16; `all_reduce` never does that."""
 
     @property
-    def moves_by_itself(self) -> bool:
-        """Whether what was begun goes on without the processor that computes: else to begin early only costs time."""
+    def favours_overlap(self) -> bool:
+        """Whether to begin early is worth while: what was begun goes on by itself, or at least nobody waits for it."""
 
     def begin_average(self, array: Array, timed: AbstractContextManager[None]) -> Exchange:
         """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.

@@ -78,7 +78,7 @@ class NcclCommunicator:
 
     memory = "gpu"
     captures = True
-    moves_by_itself = True
+    favours_overlap = True
 
     def __init__(
         self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: bool = False

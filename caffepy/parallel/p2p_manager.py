@@ -30,6 +30,7 @@ from caffepy.parallel.lifeline import connect
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.options import OptionsSource, TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.parallel.shared_memory import SharedSums
 from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.watchdog import Watchdog
@@ -192,12 +193,19 @@ class P2PManager:
         unique_id = self._unique_id() if connect_gpus else None
         threads = options.threads or max(1, cores.count // count)
         compress, apart = options.compression == "fp16", world.local_size < world.size
+        shared = None
+        if ranks is not None and unique_id is None and not (apart or compress):
+            arrived, added = world.communicator(), world.communicator()
+            assert arrived is not None and added is not None
+            shared = SharedSums(ranks, arrived, added)
         if compress and unique_id is None and ranks is None and world.rank == 0:
             logger.info("--compression fp16 changes nothing: there is no other rank to send gradients to")
 
         def connection(index: int) -> Communicator:
             local = LocalCommunicator(group, index)
-            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks, compress, apart)
+            host: Communicator = local
+            if ranks is not None:
+                host = HierarchicalCommunicator(local, ranks, compress, apart, shared)
             if unique_id is None:
                 return host
             from caffepy.parallel.nccl import NcclCommunicator

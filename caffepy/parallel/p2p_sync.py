@@ -250,6 +250,7 @@ class P2PSync:
         with self.progress.waiting("the connection of the devices"):
             self._communicator = self._connect()
         if self.world_size > 1:
+            self._place_gradients(self.solver)
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
@@ -267,13 +268,21 @@ class P2PSync:
         if isinstance(self.trace, Trace):
             self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
 
+    def _place_gradients(self, solver: Solver) -> None:
+        """Where the communicator has them best, if it cares."""
+        parameters = solver.net.parameters
+        new_gradients = getattr(self._connected, "new_gradients", None)
+        memory = None if new_gradients is None else new_gradients(parameters.size)
+        if memory is not None:
+            parameters.place_gradients(memory)
+
     def _make_exchange(self, solver: Solver) -> GradientExchange:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
 
         Where nobody says whether to overlap, that depends on whether it is worth it.
         """
         assert self.communication is not None
-        overlap = getattr(self._connected, "moves_by_itself", False)
+        overlap = getattr(self._connected, "favours_overlap", False)
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
         buckets = bucket_count(solver.net.param) if overlap else 1

@@ -52,6 +52,17 @@ def test_blobs_are_views_of_the_buffers() -> None:
     assert not CPU.to_host(buffer.flags).any()
 
 
+def test_gradients_may_lie_in_memory_of_somebody_elses() -> None:
+    net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    memory = np.zeros(net.parameters.size + 7, np.float32)[7:]
+    net.parameters.place_gradients(memory)
+    net.clear_param_diffs()
+    net.forward()
+    net.backward()
+    assert net.parameters.diff is memory and memory[:9].any()
+    assert all(np.shares_memory(p.blob.diff, memory) for p in net.parameters.parameters)
+
+
 def test_gradients_accumulate_until_they_are_cleared() -> None:
     net = build_net(DATA.replace("gaussian", "constant") + inner("a", "data") + inner("b", "a") + LOSS)
     for _ in range(2):

@@ -71,6 +71,16 @@ def test_without_overlap_all_is_exposed() -> None:
     assert clock.totals() == (1.5, 1.5)
 
 
+def test_a_wait_that_begins_early_is_no_more_than_what_it_waits_for() -> None:
+    clock, device = make()
+    with clock.exposed():
+        device.now += 0.125
+        with clock.exchanging():
+            device.now += 0.5
+        device.now += 0.125
+    assert clock.totals() == (0.5, 0.5)
+
+
 def test_what_came_before_a_reset_does_not_count() -> None:
     clock, device = make()
     exchange(clock, device, 1.0)

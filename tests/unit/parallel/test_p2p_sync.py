@@ -38,7 +38,7 @@ class Ended:
 class Streams(LocalCommunicator):
     """Plays NCCL: what it is asked for may be captured."""
 
-    captures = moves_by_itself = True
+    captures = favours_overlap = True
     compresses = False
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
@@ -162,5 +162,4 @@ def test_synchronised_statistics_are_captured_too(monkeypatch: pytest.MonkeyPatc
 def test_communication_is_timed_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     for sync in train(monkeypatch, Streams, net="reduce_buckets: 2 ", iterations=30):
         performance = sync.performance
-        assert 0 < performance.communication < performance.seconds
-        assert 0 < performance.exposed < performance.seconds
+        assert 0 < performance.exposed <= performance.communication < performance.seconds
