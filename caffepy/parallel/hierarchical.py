@@ -89,7 +89,7 @@ class HierarchicalCommunicator:
         exchange = HierarchicalExchange(self._local, array, self.size, self._halves, timed)
         self._local.reduce(array)
         if self._leads and self._shares(array):
-            exchange.go_on(self._begin_shared(array, average=True))
+            exchange.go_on(self._begin_shared(array, average=True), averages=True)
         elif self._leads:
             exchange.begin(self._ranks, blocking=not self._apart)
         return exchange
@@ -161,23 +161,26 @@ class HierarchicalExchange:
             self._sent = self._halves.shrink(self._array)
         elif blocking:
             ranks.all_reduce(self._array, average=False)
-            self._work = Finished()
-            self._timed.close()
+            self.go_on(Finished(), averages=False)
+            self.progress()
             return
-        self._work = ranks.start(Operation("all_reduce", self._sent, self._sent, Operator.SUM, compact=True))
+        work = ranks.start(Operation("all_reduce", self._sent, self._sent, Operator.SUM, compact=True))
+        self.go_on(work, averages=False)
 
-    def go_on(self, work: Work) -> None:
-        """Take over a work that averages the array; called by the thread that leads."""
-        self._work, self._averages = work, True
+    def go_on(self, work: Work, averages: bool) -> None:
+        """Take over a work that makes the array the ranks' sum or average; called by the thread that leads."""
+        self._work, self._averages = work, averages
 
     def progress(self, seconds: float = 0.0) -> None:
         if self._work is not None and not self._ended:
             self._ended = self._work.wait(seconds)
+            if self._ended:
+                self._timed.close()
 
     def finish(self) -> None:
         if self._work is not None:
-            if not self._ended:
-                wait_for(self._work)
+            while not self._ended:
+                self.progress(_LOOK_SECONDS)
             if self._halves is not None:
                 self._halves.widen(self._sent, self._array)
             elif not self._averages:
