@@ -6,6 +6,7 @@ which also make one rank's writes visible to the others; nobody waits before the
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tempfile
@@ -18,6 +19,8 @@ import numpy as np
 
 from caffepy.parallel.communicator import GroupCommunicator
 from caffepy.parallel.operations import Operation, Work
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
 """Where files are memory, on Linux."""
@@ -56,9 +59,13 @@ class SharedSums:
         stride = -(-4 * count // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         with ExitStack() as opened:
             file = self._open_common(opened)
+            size = (self._size + 1) * stride
             if file is None or not self._all(self._reserve(file, stride, count)):
+                if self._rank == 0:
+                    text = "%s has no %.0f MiB for gradients that all ranks see: they are summed by MPI, at once"
+                    logger.info(text, _FOLDER, size / 2**20)
                 return None
-            memory = np.frombuffer(mmap.mmap(file, (self._size + 1) * stride), np.float32)
+            memory = np.frombuffer(mmap.mmap(file, size), np.float32)
         *self._parts, self._total = (memory[at * stride // 4 :][:count] for at in range(self._size + 1))
         return self._parts[self._rank]
 

@@ -91,7 +91,7 @@ def _full(*_: Any) -> None:
 
 @pytest.mark.parametrize("fault", ["full", "no folder", "not reached"])
 def test_where_there_is_no_such_memory_all_do_without(
-    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "full":
         monkeypatch.setattr(os, "posix_fallocate", _full)
@@ -100,7 +100,11 @@ def test_where_there_is_no_such_memory_all_do_without(
     else:  # another rank sees another /dev/shm
         monkeypatch.setattr(shared_memory, "_opened", lambda name: None)
     make = maker(2)
-    assert run_threads(2, lambda rank: make(rank).allocate(1000)) == [None, None]
+    with caplog.at_level("INFO"):
+        assert run_threads(2, lambda rank: make(rank).allocate(2**20)) == [None, None]
+    (message,) = caplog.messages
+    cause = f"{shared_memory._FOLDER} has no 12 MiB for gradients that all ranks see"
+    assert message == f"{cause}: they are summed by MPI, at once"
 
 
 @pytest.mark.parametrize("threads", [1, 2])

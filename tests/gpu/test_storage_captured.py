@@ -1,0 +1,86 @@
+"""Primitives over float16 and bfloat16 in a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import backend_checks as checks
+import backend_oracle as oracle
+import numpy as np
+from storage_checks import stored
+
+from caffepy.backend import Backend, Geometry, RandomStream
+
+
+def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:
+    """Work that calls the primitives in all the ways that need memory of their own, and what it writes."""
+    shape = (6, 16, 8, 8)
+    x, dy = (stored(backend, seed, shape, "float16")[0] for seed in (1, 2))
+    rows, labels = stored(backend, 3, (4, 5, 6), "float32")[0], checks.place(backend, np.ones((4, 6)))
+    across, gain = checks.place(backend, np.ones((6, 8, 8))), stored(backend, 4, (16, 8), "float32")[0]
+    results = [checks.dirty(backend, shape, "bfloat16") for _ in range(4)] + [checks.dirty(backend, shape)]
+    y, dx, wide, dropped, softmax = results
+    pooled, mask = checks.dirty(backend, (6, 16, 4, 4), "float16"), checks.dirty(backend, (6, 16, 4, 4), "uint8")
+    sums, places, total = checks.dirty(backend, (16,)), checks.dirty(backend, (16, 8)), checks.dirty(backend, ())
+    flat, probabilities, totals = backend.zeros((6 * 1024,)), backend.zeros((4, 5, 6)), backend.zeros((2,))
+    bad, ranks = checks.place(backend, [-1], "int32"), backend.zeros((6, 8, 8))
+    counter, halves = checks.place(backend, np.array([1, 2], np.uint64), "uint64"), backend.zeros(shape, "float16")
+    window = Geometry((2, 2), (2, 2), (0, 0), (1, 1))
+
+    def work() -> None:
+        backend.fill(wide, 0)
+        backend.apply(checks.mixed, (x, dy, gain, 0.1), (y,))
+        backend.reduce(checks.two, (x, dy), (sums, sums))
+        backend.reduce(checks.two, (x, dy), (places, places))
+        backend.reduce(checks.two, (x, dy), (total, total))
+        backend.copy(x, flat.reshape(shape))
+        backend.copy(x[:, 2:10], wide[:, 4:12])
+        backend.add(dy, wide)
+        backend.pool_max_forward(x, pooled, mask, window)
+        backend.pool_max_backward(pooled, mask, halves, window)
+        backend.lrn_across_forward(x, halves, None, 5, 1e-2, 0.75, 1.0)
+        backend.lrn_across_backward(x, None, None, dy, halves, 5, 1e-2, 0.75, 1.0)
+        backend.dropout(halves, dropped, 0.5, RandomStream(1, 2), counter)
+        backend.copy(halves, dx)
+        backend.copy(halves, softmax)
+        backend.softmax_forward(softmax, softmax, 2)
+        backend.label_ranks(softmax, across, ranks, bad, 1)
+        backend.softmax_loss_forward(rows, labels, probabilities, totals, bad, 1, None)
+        backend.softmax_loss_backward(probabilities, labels, probabilities, totals, 1, None, 1.0, True)
+
+    return work, [*results, pooled, mask, sums, places, total, flat, probabilities, totals, ranks, halves]
+
+
+def test_everything_can_be_captured(backend: Any) -> None:
+    """A second run neither allocates nor waits; a graph of it computes the same, also after others needed memory."""
+    work, results = everything(backend)
+    work()
+    expected = [backend.to_host(array) for array in results]
+    backend.stream.begin_capture()
+    work()
+    graph = backend.stream.end_capture()
+    for array in results:
+        backend.fill(array, 55)
+    large = backend.zeros((300, 2000))
+    backend.reduce(checks.two, (large, large), (backend.zeros((2000,)), backend.zeros((2000,))))
+    backend.softmax_forward(backend.zeros((7, 40, 30, 31)), backend.zeros((7, 40, 30, 31)), 2)
+    for _ in range(2):
+        graph.launch(backend.stream)
+    for ours, array in zip(expected, results, strict=True):
+        assert np.array_equal(ours, backend.to_host(array))
+
+
+def test_a_captured_dropout_follows_its_counter(backend: Any) -> None:
+    x, out = checks.place(backend, np.ones((8, 64))), backend.zeros((8, 64))
+    counter = checks.place(backend, np.array([0, 0], np.uint64), "uint64")
+    stream = RandomStream(3, 4)
+    backend.dropout(x, out, 0.5, stream, counter)
+    backend.stream.begin_capture()
+    backend.dropout(x, out, 0.5, stream, counter)
+    graph = backend.stream.end_capture()
+    for place in [(1, 0), (1, 8), (2, 2**33)]:
+        backend.from_host(np.array(place, np.uint64), counter)
+        graph.launch(backend.stream)
+        chances = oracle.random_uniform((8, 64), 3, 4, *place)
+        assert np.array_equal(backend.to_host(out), np.where(chances >= 0.5, 2, 0))
