@@ -3,8 +3,9 @@
     python benchmarks/gpu_train.py [--rows resnet50:FLOAT16,lenet:FLOAT] [--ours-only] [--kernels]
 
 Every figure is the median of five groups of iterations: forward, loss, backward, SGD with momentum and weight decay,
-images already on the device. Memory is what our process holds of the device while it trains, and PyTorch's peak. Each
-runs in a process of its own. PyTorch runs eagerly, as one CUDA graph and compiled; our ratio is to the best of these.
+images already on the device. Memory is that of live arrays, ours while it trains and PyTorch's peak, and behind it what
+the process holds of the device with what its allocator keeps. Each runs in a process of its own. PyTorch runs eagerly,
+as one CUDA graph and compiled; our ratio is to the best of these.
 `--kernels` prints where our iteration's time goes (PyTorch's profiler is needed).
 """
 
@@ -120,11 +121,12 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
         milliseconds = measure(step, iterations(name))
         if arguments.kernels:
             print_kernels(lambda: step(3), 3)
-        peak = cupy.get_default_memory_pool().total_bytes() / GIB
+        pool = cupy.get_default_memory_pool()
+        used, held = pool.used_bytes() / GIB, pool.total_bytes() / GIB
         loss = solver.net.loss()
         captured = solver.replay.captured
         solver.close()
-    return {"ms": milliseconds, "gib": peak, "ready": ready, "loss": loss, "captured": captured}
+    return {"ms": milliseconds, "gib": used, "held": held, "ready": ready, "loss": loss, "captured": captured}
 
 
 def print_kernels(work: Callable[[], None], count: int) -> None:
@@ -226,7 +228,8 @@ def theirs(arguments: argparse.Namespace) -> dict[str, float]:
         torch.cuda.synchronize()
 
     milliseconds = measure(step, iterations(name))
-    return {"ms": milliseconds, "gib": torch.cuda.max_memory_allocated() / GIB}
+    used, held = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    return {"ms": milliseconds, "gib": used, "held": held}
 
 
 # -- the table --------------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def show(row: str, who: str, found: dict[str, float] | str, best: float | None =
     extra = f"  ready after {found['ready']:.1f} s, loss {found['loss']:.4f}" if "ready" in found else ""
     print(
         f"{row:18} {who:22} {found['ms']:9.3f} ms {batch / found['ms'] * 1e3:10.0f} images/s {found['gib']:7.2f} GiB"
-        f"{ratio}{extra}",
+        f" of {found['held']:.2f}{ratio}{extra}",
         flush=True,
     )
 

@@ -62,7 +62,7 @@ class SharedSums:
             size = (self._size + 1) * stride
             if file is None or not self._all(self._reserve(file, stride, count)):
                 if self._rank == 0:
-                    text = "%s has no %.0f MiB for gradients that all ranks see: they are summed by MPI, at once"
+                    text = "%s has no %.0f MiB for gradients that all ranks see: they are summed by MPI"
                     logger.info(text, _FOLDER, size / 2**20)
                 return None
             memory = np.frombuffer(mmap.mmap(file, size), np.float32)
