@@ -19,6 +19,19 @@ from caffepy.proto import caffe_pb2
 ALIGNMENT = 64
 """Each parameter starts at a multiple of so many elements: 256 bytes, what vector and tensor units like."""
 
+USUAL_BUCKETS = 3
+"""Where a net does not say how many (NVIDIA Caffe: 6). An exchange takes processors from the convolutions beside it.
+
+Milliseconds of an iteration on two H200 with 6, 3 and 1 of them, and of one GPU alone: ResNet-50 in FLOAT16, 256
+images, 27.1, 26.8, 26.8, and 26.3; in FLOAT 60.1, 60.0, 59.7, and 58.7; CaffeNet in FLOAT16, 256 images, 4.66, 4.67,
+5.07, and 4.24; GoogLeNet in FLOAT16, 64 images, 5.28, 5.10, 5.17, and 4.84.
+"""
+
+
+def bucket_count(param: caffe_pb2.NetParameter) -> int:
+    """Into how many buckets a net's gradients are cut where several devices exchange them."""
+    return param.reduce_buckets if param.HasField("reduce_buckets") else USUAL_BUCKETS
+
 
 @dataclass
 class Parameter:

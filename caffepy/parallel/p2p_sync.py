@@ -15,8 +15,8 @@ import numpy as np
 from caffepy.backend import Backend, create_backend
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
+from caffepy.net.parameters import bucket_count
 from caffepy.parallel.affinity import bind_near_gpu
-from caffepy.parallel.buckets import bucket_count
 from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.gradient_exchange import GradientExchange

@@ -20,10 +20,9 @@ from caffepy.layers.base import LayerContext, layer_class
 from caffepy.layers.prefetching import PrefetchingLayer
 from caffepy.net import Net
 from caffepy.net.capacity import READERS, with_batch
-from caffepy.net.parameters import ALIGNMENT
+from caffepy.net.parameters import ALIGNMENT, bucket_count
 from caffepy.net.timing import measure, milliseconds_since
 from caffepy.net.wiring import Node
-from caffepy.parallel.buckets import bucket_count
 from caffepy.plan.profile import Gradient, LayerProfile, Profile
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import Solver, create_solver

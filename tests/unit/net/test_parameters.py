@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 from training import CPU, build_net, weights_of
 
 from caffepy.errors import ConfigError
 from caffepy.net import ParameterBuffer
-from caffepy.net.parameters import ALIGNMENT
+from caffepy.net.parameters import ALIGNMENT, bucket_count
+from caffepy.proto.caffe_pb2 import NetParameter
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -163,3 +165,8 @@ def test_sharing_convolution_weights_across_shapes_is_refused() -> None:
         build_net(conv)
     with pytest.raises(ConfigError, match="memory order is the logical order"):
         build_net(conv.replace("num_output: 4 axis: 2", "num_output: 9 axis: 2"))
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 3), ("reduce_buckets: 6 ", 6), ("reduce_buckets: 1 ", 1)])
+def test_a_net_may_say_how_many_there_are(text: str, count: int) -> None:
+    assert bucket_count(text_format.Parse(text, NetParameter())) == count

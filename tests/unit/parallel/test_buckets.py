@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from google.protobuf import text_format
 from training import build_net
 
 from caffepy.net.parameters import ParameterBuffer
-from caffepy.parallel.buckets import bucket_count, cut_buckets
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.parallel.buckets import cut_buckets
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -62,8 +60,3 @@ def test_a_net_that_learns_nothing_exchanges_its_flags() -> None:
     net = build_net(DATA + inner("a", "data", "param { lr_mult: 0 }") + LOSS % "a")
     (bucket,) = cut_buckets(net, 6)
     assert bucket.stop - bucket.start == ParameterBuffer.FLAGS
-
-
-@pytest.mark.parametrize(("text", "count"), [("", 3), ("reduce_buckets: 6 ", 6), ("reduce_buckets: 1 ", 1)])
-def test_a_net_may_say_how_many_there_are(text: str, count: int) -> None:
-    assert bucket_count(text_format.Parse(text, NetParameter())) == count
