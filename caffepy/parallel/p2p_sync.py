@@ -249,8 +249,8 @@ class P2PSync:
                 raise AbortedError("training was stopped before it began")
         with self.progress.waiting("the connection of the devices"):
             self._communicator = self._connect()
-        if self.world_size > 1:
             self._place_gradients(self.solver)
+        if self.world_size > 1:
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
