@@ -69,29 +69,31 @@ class HierarchicalCommunicator:
     def all_reduce(self, array: Any, average: bool = True) -> None:
         self._local.reduce(array)
         if self._leads:
-            if self._shares(array):
-                wait_for(self._begin_shared(array, average))
+            work = self._begin_shared(array, average)
+            if work is not None:
+                wait_for(work)
             else:
                 self._ranks.all_reduce(array, average=False)
                 if average:
                     array /= self.size
         self._local.broadcast(array)
 
-    def _shares(self, array: Any) -> bool:
-        return self._shared is not None and self._shared.holds(array)
-
-    def _begin_shared(self, array: Any, average: bool) -> Work:
-        assert self._shared is not None
+    def _begin_shared(self, array: Any, average: bool) -> Work | None:
+        """The ranks' sum or average in memory that they share; None where the array does not lie there."""
+        if self._shared is None or not self._shared.holds(array):
+            return None
         return self._shared.begin(array, 1 / self.size if average else 1.0)
 
     def begin_average(self, array: Any, timed: AbstractContextManager[None]) -> HierarchicalExchange:
         """`OverlappingCommunicator.begin_average`: what goes on while the threads compute is the ranks' part."""
         exchange = HierarchicalExchange(self._local, array, self.size, self._halves, timed)
         self._local.reduce(array)
-        if self._leads and self._shares(array):
-            exchange.go_on(self._begin_shared(array, average=True), averages=True)
-        elif self._leads:
-            exchange.begin(self._ranks, blocking=not self._apart)
+        if self._leads:
+            work = self._begin_shared(array, average=True)
+            if work is not None:
+                exchange.go_on(work, averages=True)
+            else:
+                exchange.begin(self._ranks, blocking=not self._apart)
         return exchange
 
     def broadcast(self, array: Any, root: int = 0) -> None:
