@@ -89,7 +89,7 @@ def make_solver(name: str, kind: str, batch: int, engine: Any, math: str) -> Any
         net_param=net, base_lr=1e-3, lr_policy="fixed", momentum=0.9, weight_decay=5e-4, max_iter=10**6, random_seed=1,
         snapshot_after_train=False, type="SGD",
     )  # fmt: skip
-    backend = create_backend(0, math=math)
+    backend = create_backend(0, math=math, deterministic=engine.deterministic)
     with backend.activate():
         solver = create_solver(param, backend, engine=engine)
         solver.net.forward()
@@ -107,7 +107,9 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     from caffepy.solvers.engine import Engine
 
     name, kind = arguments.row.split(":")
-    engine = Engine(eager=arguments.eager, fuse=not arguments.no_fuse, share=not arguments.no_share)
+    engine = Engine(
+        arguments.eager, not arguments.no_fuse, not arguments.no_share, deterministic=not arguments.no_deterministic
+    )
     start = time.perf_counter()
     solver = make_solver(name, kind, arguments.batch or NETS[name][1], engine, arguments.math)
     with solver.backend.activate():
@@ -276,6 +278,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--no-share", action="store_true")
+    parser.add_argument("--no-deterministic", action="store_true")
     parser.add_argument("--math", default="tf32")
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -284,7 +287,8 @@ def main() -> None:
     if arguments.row:
         print(json.dumps(theirs(arguments) if arguments.peer else ours(arguments)))
         return
-    flags = [f"--{f.replace('_', '-')}" for f in ("kernels", "eager", "no_fuse", "no_share") if getattr(arguments, f)]
+    switches = ("kernels", "eager", "no_fuse", "no_share", "no_deterministic")
+    flags = [f"--{switch.replace('_', '-')}" for switch in switches if getattr(arguments, switch)]
     flags += ["--math", arguments.math, "--batch", str(arguments.batch)]
     for row in arguments.rows.split(","):
         peers = PEERS[row.split(":")[1]]

@@ -24,7 +24,11 @@ __all__ = [
 
 
 def create_backend(
-    device: int | None = None, threads: int | None = None, math: str = "fp32", autotune: bool = True
+    device: int | None = None,
+    threads: int | None = None,
+    math: str = "fp32",
+    autotune: bool = True,
+    deterministic: bool = True,
 ) -> Backend:
     """A backend of one device for one solver thread.
 
@@ -33,6 +37,7 @@ def create_backend(
         threads: CPU threads that the backend may use; None takes all that the process may use.
         math: one of MATH_MODES; the CPU computes in full float32 whatever it says.
         autotune: whether a GPU tries ways of computing each convolution and keeps the fastest.
+        deterministic: whether a GPU must give the same bits in every run; the CPU always does.
 
     Raises:
         DeviceError: the device is not there.
@@ -44,4 +49,4 @@ def create_backend(
         return CpuBackend(threads)
     from caffepy.backend.cuda import CudaBackend
 
-    return CudaBackend(device, math, autotune)
+    return CudaBackend(device, math, autotune, deterministic)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from caffepy.backend.arguments import Array, Counter, Geometry, Normalisation, RandomStream, storage_dtype
@@ -144,6 +144,10 @@ class Backend(InputPrimitives, ABC):
         dtype = storage_dtype(storage)
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return self.view(arena[offset : offset + size].view(dtype), shape)
+
+    def lending(self, room: Array | None) -> AbstractContextManager[None]:
+        """Let primitives keep in `room`, 1-D uint8, what they need within a call, for the time of a `with` block."""
+        return nullcontext()
 
     @abstractmethod
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:

@@ -63,6 +63,7 @@ class CudaBackend(CudaInput, Composed):
         device: CUDA's number of the GPU.
         math: ``fp32`` for products of full float32, ``tf32`` to let tensor cores round factors to ten bits.
         autotune: whether ways of computing a convolution are tried and the fastest kept.
+        deterministic: whether every run must give the same bits.
 
     Raises:
         DeviceError: there is no such GPU.
@@ -75,7 +76,7 @@ class CudaBackend(CudaInput, Composed):
     mask_dtype = "uint8"
     keeps_lrn_scale = False
 
-    def __init__(self, device: int, math: str = "fp32", autotune: bool = True) -> None:
+    def __init__(self, device: int, math: str = "fp32", autotune: bool = True, deterministic: bool = True) -> None:
         if math not in MATH_MODES:
             raise ConfigError(f"unknown math mode '{math}': use {' or '.join(MATH_MODES)}")
         super().__init__()
@@ -95,7 +96,9 @@ class CudaBackend(CudaInput, Composed):
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
         tuner = Tuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
-        self._resources = Resources(cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner)
+        self._resources = Resources(
+            cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic
+        )
         self._convolutions: dict[Problem, CudaConvolution] = {}
         self._closed = False
 
@@ -160,6 +163,14 @@ class CudaBackend(CudaInput, Composed):
         # Blocks that were freed stay in the pool, where they are too small to be part of an arena.
         cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
         return super().arena(size)
+
+    @contextmanager
+    def lending(self, room: Array | None) -> Iterator[None]:
+        self._scratch.lend(room)
+        try:
+            yield
+        finally:
+            self._scratch.lend(None)
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = cuda_memory.allocate(shape, dtype)

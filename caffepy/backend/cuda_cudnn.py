@@ -1,7 +1,9 @@
 """Convolutions as operation graphs of cuDNN.
 
 Owns the graphs: their tensors, what is fused into a forward pass, and which of cuDNN's engines are allowed: none that
-rounds to TF32 in fp32 mode, none that is not deterministic. Behaviour: NVIDIA's cuDNN frontend 1.x.
+rounds to TF32 in fp32 mode, none that says it is not deterministic. Those for sums do not say so, yet their sums differ
+from run to run in the last bits (cuDNN 9.19, all plans at the shapes of ResNet-50, sixty runs each, on an H200): they
+are for backends that need not be deterministic. Behaviour: NVIDIA's cuDNN frontend 1.x.
 """
 
 from __future__ import annotations
@@ -34,10 +36,6 @@ _INEXACT_FOR_HALF = ("REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD", "WINOGRAD
 _UNDECLARED = {Direction.WEIGHTS: ["eng17_", "eng67_"]}
 """Engines that carry none of these notes and yet miss float32 results, the first by up to 9e-3 of the largest value,
 the other by up to 3e-5 (measured with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50)."""
-
-_ATOMIC_SUMS = "_k25=0"
-"""What is in the names of plans that add up a forward pass's sums without a workspace: by atomics, in any order. They
-do not say so either; with cuDNN 9.19 such sums differed from run to run in the last bits."""
 
 
 def strides_of(shape: tuple[int, ...], channels_last: bool, pitch: int | None = None) -> list[int]:
@@ -135,8 +133,7 @@ class CudnnGraph:
         for index in range(self.graph.get_execution_plan_count()):
             if kind is Plans.FALLBACK or self._is_compiled(index) is (kind is Plans.COMPILED):
                 name = self.graph.get_plan_name_at_index(index)
-                if not (self.task.sums and _ATOMIC_SUMS in name):
-                    seen.setdefault(name, index)
+                seen.setdefault(name, index)
         most = MOST_COMPILED if kind is Plans.COMPILED else MOST_PLANS
         return [(index, name) for name, index in seen.items()][:most]
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.arguments import Array, storage_dtype
+from caffepy.backend.arguments import Array, aligned_bytes, storage_dtype
 from caffepy.backend.cuda_device import cupy, device_memory
 
 TICKETS = 1024
 """By how many the tickets of `Scratch` grow."""
+
+LARGE = 2**20
+"""Bytes from which `Scratch` looks for a buffer in the room that it was lent."""
 
 
 def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
@@ -121,10 +124,12 @@ class Scratch:
 
     All calls of a backend run on one stream, so each purpose needs one buffer however many layers use it. A buffer only
     grows; what it held is lost then. A buffer that a captured graph uses is kept until the end, also when it was too
-    small for a later call.
+    small for a later call. Large buffers lie in lent memory instead, while there is enough of it.
     """
 
     def __init__(self) -> None:
+        self._room: Array | None = None
+        self._lent: dict[str, Array] = {}
         self._buffers: dict[str, Array] = {}
         self._views: dict[tuple[str, int, str], Array] = {}
         self._captured: set[str] = set()
@@ -136,6 +141,30 @@ class Scratch:
         Raises:
             DeviceError: out of memory.
         """
+        if self._room is not None and (size := count * np.dtype(dtype).itemsize) >= LARGE:
+            lent = self._from_room(purpose, size)
+            if lent is not None:
+                return lent[:size].view(dtype)
+        return self._kept(purpose, count, dtype)
+
+    def lend(self, room: Array | None) -> None:
+        """Let large buffers lie in `room`, 1-D uint8, until another is lent; None: in memory of their own."""
+        self._room = room
+        self._lent.clear()
+
+    def _from_room(self, purpose: str, size: int) -> Array | None:
+        """The buffer of a purpose in the room, None if it does not fit; one that grows moves behind all others."""
+        assert self._room is not None
+        found = self._lent.get(purpose)
+        if found is None or found.size < size:
+            if self._room.size < size:
+                return None
+            found = self._lent[purpose] = self._room[:size]
+            self._room = self._room[aligned_bytes(size) :]
+        return found
+
+    def _kept(self, purpose: str, count: int, dtype: str) -> Array:
+        """The same in memory of its own."""
         found = self._views.get((purpose, count, dtype))
         if found is None:
             found = self._make(purpose, count, dtype)
@@ -146,7 +175,7 @@ class Scratch:
     def tickets(self, count: int) -> Array:
         """`count` uint32 zeros, with which blocks of a kernel count themselves; the kernel leaves them at zero."""
         before = self._buffers.get("tickets")
-        tickets = self.get("tickets", -(-count // TICKETS) * TICKETS, "uint32")
+        tickets = self._kept("tickets", -(-count // TICKETS) * TICKETS, "uint32")
         if self._buffers["tickets"] is not before:
             tickets.fill(0)
         return tickets

@@ -163,13 +163,20 @@ def add_device_options(parser: argparse._ActionsContainer, default: str) -> None
     )
 
 
-def add_autotune_option(parser: argparse._ActionsContainer) -> None:
-    """--autotune and --no-autotune."""
+def add_convolution_options(parser: argparse._ActionsContainer) -> None:
+    """--autotune, --deterministic and their opposites."""
     parser.add_argument(
         "--autotune",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="try ways of computing each convolution on the GPU once and remember the fastest (default)",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the same bits in every run (default); without it BatchNorm in half precision takes its sums from "
+        "convolutions that round differently each time, which is faster",
     )
 
 

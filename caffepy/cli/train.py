@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import (
     Parser,
-    add_autotune_option,
+    add_convolution_options,
     add_device_options,
     add_state_options,
     file_list,
@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
     engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
     engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
-    add_autotune_option(engine)
+    add_convolution_options(engine)
     devices.add_argument(
         "--sync-bn", action="store_true", help="BatchNorm takes its statistics from all devices' batches together"
     )
@@ -164,7 +164,13 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         trace=args.trace,
         trace_iterations=args.trace_iterations,
         single_rate=args.single_rate,
-        engine=Engine(args.eager, fuse=not args.no_fuse, share=not args.no_share, autotune=args.autotune),
+        engine=Engine(
+            args.eager,
+            fuse=not args.no_fuse,
+            share=not args.no_share,
+            autotune=args.autotune,
+            deterministic=args.deterministic,
+        ),
     )
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-ALIGNMENT = 512
-"""Arrays begin at multiples of so many bytes, as those that CUDA allocates."""
+from caffepy.backend.arguments import aligned_bytes
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,6 @@ class Lifetime:
         return self.first <= other.last and other.first <= self.last
 
 
-def aligned(size: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
     """An offset for each array, so that no two that meet overlap, and the bytes of the arena."""
     live = live_bytes(lifetimes)
@@ -58,9 +52,28 @@ def live_bytes(lifetimes: Sequence[Lifetime]) -> list[int]:
     """For each step the bytes of all arrays that are needed in it; the largest is a bound for every arena."""
     changes = [0] * (max((life.last for life in lifetimes), default=-1) + 2)
     for life in lifetimes:
-        changes[life.first] += aligned(life.size)
-        changes[life.last + 1] -= aligned(life.size)
+        changes[life.first] += aligned_bytes(life.size)
+        changes[life.last + 1] -= aligned_bytes(life.size)
     return list(accumulate(changes[:-1]))
+
+
+def widest_gaps(lifetimes: Sequence[Lifetime], offsets: Sequence[int], arena: int, steps: int) -> list[tuple[int, int]]:
+    """For each step where the widest range begins and ends that no array lies in which is needed then."""
+    order = sorted(range(len(lifetimes)), key=lambda index: offsets[index])
+    gaps = []
+    for step in range(steps):
+        widest, reached = (0, 0), 0
+        for index in order:
+            life, begin = lifetimes[index], offsets[index]
+            if life.first <= step <= life.last:
+                widest = max(widest, (reached, begin), key=_width)
+                reached = max(reached, begin + aligned_bytes(life.size))
+        gaps.append(max(widest, (reached, arena), key=_width))
+    return gaps
+
+
+def _width(gap: tuple[int, int]) -> int:
+    return gap[1] - gap[0]
 
 
 def _orders(lifetimes: Sequence[Lifetime], live: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -84,7 +97,7 @@ def _place(lifetimes: Sequence[Lifetime], order: Sequence[int]) -> tuple[list[in
     placed: list[tuple[int, int, Lifetime]] = []
     for index in order:
         life = lifetimes[index]
-        size = aligned(life.size)
+        size = aligned_bytes(life.size)
         offsets[index] = _best_gap([(begin, end) for begin, end, other in placed if life.meets(other)], size)
         insort(placed, (offsets[index], offsets[index] + size, life), key=lambda entry: entry[0])
     return offsets, max((end for _, end, _ in placed), default=0)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caffepy.backend.arguments import Array
+from caffepy.backend.arguments import Array, aligned_bytes
 from caffepy.backend.base import Backend
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import OutOfMemoryError
 from caffepy.layers.base import LayerContext, layer_class
 from caffepy.layers.prefetching import PrefetchingLayer
-from caffepy.net.arena import Lifetime, aligned, assign_offsets, live_bytes
+from caffepy.net.arena import Lifetime, assign_offsets, live_bytes, widest_gaps
 from caffepy.net.net import Net
 from caffepy.net.shadow import BLOBS, BUFFERS, COPIES, GRADIENTS, INPUTS, PARAMETERS, Place, Shadow
 from caffepy.proto import caffe_pb2
@@ -72,7 +72,7 @@ class MemoryPlan:
     @property
     def alone(self) -> int:
         """Bytes of the slots if each had memory of its own."""
-        return sum(aligned(slot.life.size) for slot in self.slots)
+        return sum(aligned_bytes(slot.life.size) for slot in self.slots)
 
     @property
     def bound(self) -> int:
@@ -98,7 +98,7 @@ class MemoryPlan:
         return sorted(alive, key=lambda slot: -slot.life.size)
 
     def bind(self, net: Net, arena: Array) -> None:
-        """Put a net's blobs into an arena; to be done before its first pass.
+        """Put a net's blobs into an arena, and lend what is free in it; to be done before its first pass.
 
         Args:
             net: built as the plan was made.
@@ -107,6 +107,12 @@ class MemoryPlan:
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
             slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.storage), slot.storage)
+        lives, offsets = [slot.life for slot in self.slots], [slot.offset for slot in self.slots]
+        rooms = [arena[begin:end] for begin, end in widest_gaps(lives, offsets, arena.nbytes, len(self.steps))]
+        for node, room in zip(net.schedule, rooms, strict=False):
+            node.forward_room = room
+        for node, room in zip(reversed(net.schedule), rooms[len(net.schedule) :], strict=False):
+            node.backward_room = room
 
     def new_arena(self, backend: Backend) -> Array:
         """Memory for `bind`.

@@ -254,7 +254,8 @@ class Net:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             self._reshape(node)
-        with self.trace.span("forward", node.layer.name), _named(node.layer):
+        lending = self.backend.lending(node.forward_room)
+        with self.trace.span("forward", node.layer.name), _named(node.layer), lending:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
                 node.layer.check()
@@ -272,7 +273,8 @@ class Net:
     def backward_node(self, node: Node) -> None:
         """Run one layer of the schedule backward, if it has to."""
         if node.need_backward:
-            with self.trace.span("backward", node.layer.name), _named(node.layer):
+            lending = self.backend.lending(node.backward_room)
+            with self.trace.span("backward", node.layer.name), _named(node.layer), lending:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:
                 debug.log_backward(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from caffepy.backend.arguments import Array
 from caffepy.backend.base import Backend
 from caffepy.blob import Blob
 from caffepy.errors import ConfigError
@@ -29,6 +30,8 @@ class Node:
         propagate_down: for each bottom, whether its gradient is needed.
         need_backward: whether the layer's backward pass runs at all.
         shapes: the bottoms' shapes when the layer was last reshaped.
+        forward_room: memory that the layer's forward pass can use for itself, 1-D uint8: no blob needs it then.
+        backward_room: the same for its backward pass.
     """
 
     layer: Layer
@@ -37,6 +40,8 @@ class Node:
     propagate_down: list[bool] = field(default_factory=list)
     need_backward: bool = False
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    forward_room: Array | None = None
+    backward_room: Array | None = None
 
 
 class Wiring:

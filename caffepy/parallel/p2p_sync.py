@@ -213,8 +213,9 @@ class P2PSync:
     def _run(self) -> None:
         try:
             self._bind()
+            math, engine = self._options.math, self._options.engine
             self._backend = create_backend(
-                self.place.device, self.place.threads, self._options.math, self._options.engine.autotune
+                self.place.device, self.place.threads, math, engine.autotune, engine.deterministic
             )
             with self._backend.activate():
                 self._train(self._backend)

@@ -14,9 +14,11 @@ class Engine:
         fuse: compute groups of layers as one.
         share: let blobs that are never needed at the same time have the same memory.
         autotune: try ways of computing each convolution and keep the fastest.
+        deterministic: the same bits in every run; without it BatchNorm's statistics are added up within convolutions.
     """
 
     eager: bool = False
     fuse: bool = True
     share: bool = True
     autotune: bool = True
+    deterministic: bool = True

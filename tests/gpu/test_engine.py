@@ -12,6 +12,7 @@ import pytest
 from training import solver_param, weights_of
 
 from caffepy.backend import Backend, create_backend
+from caffepy.net.fused import MeasuredConvolution
 from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.engine import Engine
 
@@ -138,6 +139,27 @@ def test_shared_memory_gives_the_same_bits(backend: Backend, net: str, kind: str
         with solver_of(backend, net, SHAPES[0], Engine(share=share), kind) as solver:
             results.append(train(solver))
     check_same_bits(*results)
+
+
+@pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16"])
+def test_every_run_gives_the_same_bits(backend: Backend, kind: str) -> None:
+    results = []
+    for _ in range(5):
+        with solver_of(backend, "residual", (32, 3, 20, 20), kind=kind) as solver:
+            results.append(train(solver, 20))
+    for result in results[1:]:
+        check_same_bits(result, results[0])
+
+
+def test_sums_from_convolutions_train_alike(backend: Backend) -> None:
+    results, summing = [], create_backend(0, math="tf32", autotune=False, deterministic=False)
+    for each in (summing, backend):
+        with solver_of(each, "residual", SHAPES[0], kind="FLOAT16", base_lr=0.002) as solver:
+            results.append(train(solver))
+            plans = [n.layer._convolution.plan for n in solver.net.schedule if isinstance(n.layer, MeasuredConvolution)]
+            assert any(plan.gives_sums for plan in plans) == (each is summing)
+    summing.close()
+    np.testing.assert_allclose(*(losses for losses, _ in results), rtol=0, atol=1e-2 * max(results[1][0]))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

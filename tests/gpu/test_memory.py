@@ -103,3 +103,29 @@ def test_an_arena_that_is_too_large(backend: Backend):
     ) as caught:
         plan.new_arena(backend)
     assert 0 < (caught.value.available or 0) < 2**42
+
+
+def test_large_buffers_lie_in_lent_memory(backend: Backend):
+    from caffepy.backend.cuda_memory import LARGE, Scratch
+
+    scratch, room = Scratch(), backend.zeros((5 * LARGE,), "uint8")
+    begin, end = room.data.ptr, room.data.ptr + room.nbytes
+
+    def place(count: int, purpose: str = "a", dtype: str = "float32") -> int:
+        array = scratch.get(purpose, count, dtype)
+        assert (array.size, array.dtype) == (count, dtype)
+        return int(array.data.ptr)
+
+    with backend.activate():
+        own = place(LARGE)
+        assert not begin <= own < end
+        scratch.lend(room)
+        assert place(LARGE // 4 + 1) == begin
+        assert place(LARGE // 4) == begin  # a purpose keeps its place
+        assert place(LARGE // 2, "b", "float16") == begin + LARGE + 512
+        assert place(LARGE) == own  # too large for what is left
+        assert not begin <= place(LARGE - 1, "c", "uint8") < end  # too small to be worth it
+        assert not begin <= scratch.tickets(LARGE).data.ptr < end  # kept from call to call
+        assert place(LARGE // 2) == begin + 2 * LARGE + 512  # what grows moves behind the others
+        scratch.lend(None)
+        assert place(LARGE // 4 + 1) == own

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from training import CPU
 
 from caffepy.backend import Backend
+from caffepy.backend.arguments import ALIGNMENT, aligned_bytes
 from caffepy.backend.cpu import CpuBackend
 from caffepy.backend.dry import DryBackend
 from caffepy.backend.input import ImageSlot
@@ -23,7 +25,7 @@ from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.layers.base import LayerContext
 from caffepy.layers.feeding import blocks_for, expected_bytes, passes_together
 from caffepy.net import Net
-from caffepy.net.arena import ALIGNMENT, Lifetime, aligned, assign_offsets, live_bytes
+from caffepy.net.arena import Lifetime, assign_offsets, live_bytes, widest_gaps
 from caffepy.net.memory import MemoryPlan, describe, plan_memory, sample_shapes
 from caffepy.net.shadow import BLOBS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from caffepy.proto import caffe_pb2
@@ -106,6 +108,20 @@ def poison(arena: np.ndarray) -> None:
     arena.view(np.uint8)[...] = 0xFF
 
 
+class SpoilingBackend(CpuBackend):
+    """Uses all that it is lent, and leaves it as no blob must find it."""
+
+    lent = 0
+
+    @contextmanager
+    def lending(self, room: np.ndarray | None) -> Iterator[None]:
+        assert room is not None
+        self.lent = max(self.lent, room.nbytes)
+        poison(room)
+        yield
+        poison(room)
+
+
 def bind(plan: MemoryPlan, net: Net) -> np.ndarray:
     arena = plan.new_arena(net.backend)
     plan.bind(net, arena)
@@ -127,12 +143,13 @@ def train(net: Net, between: Callable[[], None] = lambda: None) -> list[np.ndarr
 
 
 def check_same(param: caffe_pb2.NetParameter, fuse: bool) -> MemoryPlan:
-    plan = plan_memory(param, context(), fuse=fuse)
+    plan, backend = plan_memory(param, context(), fuse=fuse), SpoilingBackend(1)
     with CPU.activate():
-        alone, sharing = (Net(param, context(), fuse=fuse) for _ in range(2))
+        alone, sharing = Net(param, context(), fuse=fuse), Net(param, context(backend), fuse=fuse)
         arena = bind(plan, sharing)
         for wanted, got in zip(train(alone), train(sharing, lambda: poison(arena)), strict=True):
             np.testing.assert_array_equal(got, wanted)
+    assert backend.lent > plan.arena / 2
     return plan
 
 
@@ -321,7 +338,7 @@ def test_the_description():
     assert "copies" not in line
     assert plan.steps[plan.peak] == "forward of layer 'pool1' (Pooling)"
     assert plan.at_peak()[0].title == "conv1 data"
-    assert sum(aligned(slot.life.size) for slot in plan.at_peak()) == plan.bound
+    assert sum(aligned_bytes(slot.life.size) for slot in plan.at_peak()) == plan.bound
 
 
 def test_too_little_memory_for_the_arena():
@@ -345,10 +362,25 @@ LIVES = st.lists(
 @given(LIVES)
 def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
     offsets, size = assign_offsets(lives)
-    assert max(live_bytes(lives), default=0) <= size <= sum(aligned(life.size) for life in lives)
+    assert max(live_bytes(lives), default=0) <= size <= sum(aligned_bytes(life.size) for life in lives)
     for (a, begin), (b, other) in itertools.combinations(zip(lives, offsets, strict=True), 2):
         if a.meets(b):
             assert begin + a.size <= other or other + b.size <= begin
     for life, offset in zip(lives, offsets, strict=True):
         assert offset % ALIGNMENT == 0
         assert 0 <= offset <= offset + life.size <= size
+
+
+@settings(max_examples=100, deadline=None)
+@given(LIVES, st.integers(0, 3000))
+def test_gaps_are_free_and_none_is_wider(lives: list[Lifetime], behind: int):
+    offsets, size = assign_offsets(lives)
+    gaps = widest_gaps(lives, offsets, size + behind, 30)
+    for step, (begin, end) in enumerate(gaps):
+        taken = np.zeros(size + behind, bool)
+        for life, offset in zip(lives, offsets, strict=True):
+            if life.first <= step <= life.last:
+                taken[offset : offset + aligned_bytes(life.size)] = True
+        assert not taken[begin:end].any()
+        widths = [len(list(run)) for free, run in itertools.groupby(taken) if not free]
+        assert end - begin == max(widths, default=0)
