@@ -58,6 +58,7 @@ TOTAL = Tuning(128, 4)
 TOTAL_OF_MANY = Tuning(128, 1)
 MEASURE = Tuning(1024, 8, sums=True)
 SUMS = Tuning(1024, 4, sums=True)
+SUMS_OF_TWO_HALVES = Tuning(1024, 4, sums=True)
 SUMS_OF_MANY = Tuning(1024, 2, sums=True)
 RELU_AND_BIAS = Tuning(1024, 4, sums=True)
 
@@ -224,7 +225,8 @@ class Normaliser:
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one storage"
         assert total is not None or len(dys) == 1, "several gradients need a place for their sum"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
-        tuning = SUMS if total is None else SUMS_OF_MANY
+        few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
+        tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
         plan = make_plan(
             "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
             SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,

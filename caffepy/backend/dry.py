@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,8 +80,8 @@ class DryBackend(Synchronous, Backend):
         self.mask_dtype = like.mask_dtype if like else "uint8"
         self.keeps_lrn_scale = like.keeps_lrn_scale if like else False
         self._like = like
-        self._largest = 0
-        """Bytes of the arrays of the largest convolution."""
+        self.convolutions: dict[int, int] = {}
+        """For each step with a convolution the bytes of the largest one's arrays."""
         self.step = SETUP
         """What is under way; set by whoever runs the net."""
         self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
@@ -151,12 +151,9 @@ class DryBackend(Synchronous, Backend):
         windows = zip(x_shape[2:], g.kernel, g.stride, g.pad, g.dilation, strict=True)
         y_shape = (x_shape[0], weights_shape[0], *(spatial_output(*window) for window in windows))
         item = np.dtype(storage_dtype(storage)).itemsize
-        self._largest = max(self._largest, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
-        return DryConvolution(self.note)
+        return DryConvolution(self, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
 
-    def workspace(self, own: int = 0) -> int:
-        """Of the largest convolution that was planned, or of a larger one."""
-        own = max(own, self._largest)
+    def workspace(self, own: int) -> int:
         return self._like.workspace(own) if self._like else gpu_workspace(own)
 
     pool_max_forward = _primitive("pool_max_forward", ["x"], ["y", "mask"])
@@ -199,13 +196,20 @@ class DryConvolution:
     """A `Convolution` that notes what it would read and write.
 
     Args:
-        note: the backend's.
+        backend: where it is noted.
+        own: bytes of its arrays.
     """
 
     gives_sums = True
 
-    def __init__(self, note: Callable[[Iterable[Any], Iterable[Any]], None]) -> None:
-        self._note = note
+    def __init__(self, backend: DryBackend, own: int) -> None:
+        self._backend = backend
+        self._own = own
+
+    def _note(self, read: Iterable[Any], written: Iterable[Any]) -> None:
+        found, step = self._backend.convolutions, self._backend.step
+        found[step] = max(found.get(step, 0), self._own)
+        self._backend.note(read, written)
 
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None

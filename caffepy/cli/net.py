@@ -229,7 +229,8 @@ def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[st
     if histories:
         yield ("history", _mebibytes(plan.history(histories)), f"{histories} for each parameter")
     yield ("in all", _mebibytes(plan.total(histories, share)), "")
-    yield ("workspace", _mebibytes(plan.workspace), "at most; what single primitives take for themselves")
+    workspace = _mebibytes(plan.workspace(share))
+    yield ("workspace", workspace, "at most; what single primitives take for themselves beside the blobs")
 
 
 def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:

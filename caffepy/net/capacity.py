@@ -74,7 +74,7 @@ def largest_batch(
 
     def fits(batch: int) -> bool:
         plan = plan_memory(with_batch(param, batch), context, state, fuse)
-        return plan.total(histories, share) + plan.workspace <= available
+        return plan.total(histories, share) + plan.workspace(share) <= available
 
     return largest(fits, below)
 

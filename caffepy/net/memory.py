@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from caffepy.backend.arguments import Array, aligned_bytes
 from caffepy.backend.base import Backend
+from caffepy.backend.dry_array import SETUP
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import OutOfMemoryError
 from caffepy.layers.base import LayerContext, layer_class
@@ -58,7 +59,9 @@ class MemoryPlan:
         live: for each step the bytes of those that are needed in it.
         steps: the steps in words.
         lasting: bytes of everything else, by what it is for (`caffepy.net.shadow.KINDS`).
-        workspace: most bytes that primitives take for themselves.
+        gaps: for each step where the widest range of the arena that it does not need begins and ends.
+        workspaces: for each step with a convolution the most bytes that a backend takes for that.
+        least_workspace: bytes that it takes in any case.
     """
 
     net: str
@@ -67,7 +70,9 @@ class MemoryPlan:
     live: Sequence[int]
     steps: Sequence[str]
     lasting: dict[str, int]
-    workspace: int
+    gaps: Sequence[tuple[int, int]]
+    workspaces: dict[int, int]
+    least_workspace: int
 
     @property
     def alone(self) -> int:
@@ -88,6 +93,12 @@ class MemoryPlan:
         """Bytes of a solver's history that keeps so many values for each parameter."""
         return self.lasting[PARAMETERS] * histories
 
+    def workspace(self, share: bool = True) -> int:
+        """Most bytes that primitives take for themselves; what fits into a gap of the arena costs nothing."""
+        rooms = [end - begin if share else 0 for begin, end in self.gaps]
+        beside = [size for step, size in self.workspaces.items() if size > rooms[step]]
+        return max(beside, default=self.least_workspace)
+
     def total(self, histories: int = 0, share: bool = True) -> int:
         """Bytes of everything but the workspace."""
         return sum(self.lasting.values()) + (self.arena if share else self.alone) + self.history(histories)
@@ -107,8 +118,7 @@ class MemoryPlan:
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
             slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.storage), slot.storage)
-        lives, offsets = [slot.life for slot in self.slots], [slot.offset for slot in self.slots]
-        rooms = [arena[begin:end] for begin, end in widest_gaps(lives, offsets, arena.nbytes, len(self.steps))]
+        rooms = [arena[begin:end] for begin, end in self.gaps]
         for node, room in zip(net.schedule, rooms, strict=False):
             node.forward_room = room
         for node, room in zip(reversed(net.schedule), rooms[len(net.schedule) :], strict=False):
@@ -161,8 +171,13 @@ def plan_memory(
         for (place, memory), life, offset in zip(found, lives, offsets, strict=True)
     ]
     steps = [shadow.step_name(step) for step in range(shadow.steps)]
-    workspace = shadow.backend.workspace()
-    return MemoryPlan(param.name, slots, arena, live_bytes(lives), steps, shadow.lasting(), workspace)
+    gaps = widest_gaps(lives, offsets, arena, shadow.steps)
+    backend = shadow.backend
+    workspaces = {step: backend.workspace(own) for step, own in backend.convolutions.items() if step != SETUP}
+    lasting = shadow.lasting()
+    return MemoryPlan(
+        param.name, slots, arena, live_bytes(lives), steps, lasting, gaps, workspaces, backend.workspace(0)
+    )
 
 
 def sample_shapes(net: Net) -> dict[str, list[tuple[int, ...]]]:

@@ -6,7 +6,11 @@
 //
 // Standing before, beside what columns.cu needs: GROUPS, the most groups of columns that a block has.
 
-constexpr int SHARED_DOUBLES = THREADS * (V > 2 ? V : 2);
+// The memory in which a block adds up; both float packs and doubles are kept there, so it is aligned for the wider.
+__device__ __forceinline__ double *sums_memory() {
+    __shared__ alignas(16) double memory[THREADS * (V > 2 ? V : 2)];
+    return memory;
+}
 
 // How threads share the columns of a block once they are through their rows: each has one, `parts` of them the same.
 struct Share {

@@ -73,6 +73,29 @@ __device__ __forceinline__ void walk(unsigned int rows, Work work) {
     }
 }
 
+// Calls work(place, elements of a, elements of b) for each row of the thread, ROWS rows after both were loaded.
+template <typename A, typename B, typename Work>
+__device__ __forceinline__ void walk_both(const A *a, const B *b, unsigned int column, unsigned int rows,
+                                          unsigned int columns, unsigned int inner, Work work) {
+    const unsigned int step = row_step();
+    walk(rows, [&](unsigned int row, auto complete) {
+        Elements<A> first[ROWS];
+        Elements<B> second[ROWS];
+#pragma unroll
+        for (int u = 0; u < ROWS; ++u) {
+            if (!complete.value && row + u * step >= rows) break;
+            const size_t at = place(row + u * step, column, columns, inner);
+            first[u].load(a + at);
+            second[u].load(b + at);
+        }
+#pragma unroll
+        for (int u = 0; u < ROWS; ++u) {
+            if (!complete.value && row + u * step >= rows) break;
+            work(place(row + u * step, column, columns, inner), first[u], second[u]);
+        }
+    });
+}
+
 // The values of the thread's columns of an array with one number a channel.
 __device__ __forceinline__ void channels(const float *values, unsigned int column, float (&own)[V]) {
     if constexpr (V % 4 == 0) {

@@ -6,7 +6,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     normalise_gradient(const X *x, const D *dy, const float *mean, const float *inverse, const float *scale,
                        const float *bias, const float *sum_dy_x, const float *sum_dy, Y *dx, float per_element,
                        unsigned int rows, unsigned int columns, unsigned int inner) {
-    const unsigned int column = own_column(), step = row_step();
+    const unsigned int column = own_column();
     if (column >= columns) return;
     float factor[V], shift[V], slope[V], offset[V];
     {
@@ -21,28 +21,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < V; ++j) offset[j] = -factor[j] * offset[j] * per_element - slope[j] * m[j];
     }
-    walk(rows, [&](unsigned int row, auto complete) {
-        Elements<X> in[ROWS];
-        Elements<D> gradient[ROWS];
+    const auto work = [&](size_t at, const Elements<X> &in, const Elements<D> &gradient) {
+        Pack<float, V> out;
 #pragma unroll
-        for (int u = 0; u < ROWS; ++u) {
-            if (!complete.value && row + u * step >= rows) break;
-            const size_t at = place(row + u * step, column, columns, inner);
-            in[u].load(x + at);
-            gradient[u].load(dy + at);
+        for (int j = 0; j < V; ++j) {
+            const float value = in[j];
+            float g = gradient[j];
+            if (RELU && !(normalised(value, factor[j], shift[j]) > 0.0f)) g = 0.0f;
+            out[j] = fmaf(factor[j], g, fmaf(slope[j], value, offset[j]));
         }
-#pragma unroll
-        for (int u = 0; u < ROWS; ++u) {
-            if (!complete.value && row + u * step >= rows) break;
-            Pack<float, V> out;
-#pragma unroll
-            for (int j = 0; j < V; ++j) {
-                const float value = in[u][j];
-                float g = gradient[u][j];
-                if (RELU && !(normalised(value, factor[j], shift[j]) > 0.0f)) g = 0.0f;
-                out[j] = fmaf(factor[j], g, fmaf(slope[j], value, offset[j]));
-            }
-            store(dx + place(row + u * step, column, columns, inner), 0, out);
-        }
-    });
+        store(dx + at, 0, out);
+    };
+    walk_both(x, dy, column, rows, columns, inner, work);
 }

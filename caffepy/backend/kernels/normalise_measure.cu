@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float *sum_variance, float *count, float epsilon, float fraction, unsigned int rows, unsigned int columns,
             unsigned int inner) {
     const Statistics statistics = {mean, inverse, sum_mean, sum_variance, count, epsilon, fraction};
-    __shared__ alignas(16) double shared[SHARED_DOUBLES];
+    double *const shared = sums_memory();
     __shared__ float first_row[GROUPS * V], pivots[GROUPS * V];
     const unsigned int column = own_column(), step = row_step(), slot = threadIdx.x * V;
     Pack<float, V> origin = {}, first = {}, second = {};

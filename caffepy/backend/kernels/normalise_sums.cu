@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                    const float *inverse, const float *scale, const float *bias, const unsigned char *mask, D *total,
                    float *sum_dy_x, float *sum_dy, float2 *partial, unsigned int *tickets, unsigned int rows,
                    unsigned int columns, unsigned int inner) {
-    __shared__ alignas(16) double shared[SHARED_DOUBLES];
+    double *const shared = sums_memory();
     const D *const sources[4] = {dy0, dy1, dy2, dy3};
     const unsigned int column = own_column(), step = row_step();
     Pack<float, V> first = {}, second = {};

@@ -6,32 +6,20 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
     relu_gradient(const X *y, const D *dy, Y *dx, float *dbias, int accumulate, float2 *partial,
                   unsigned int *tickets, unsigned int rows, unsigned int columns, unsigned int inner) {
-    const unsigned int column = own_column(), step = row_step();
+    const unsigned int column = own_column();
     Pack<float, V> sums = {};
-    if (column < columns) walk(rows, [&](unsigned int row, auto complete) {
-        Elements<X> in[ROWS];
-        Elements<D> gradient[ROWS];
+    const auto work = [&](size_t at, const Elements<X> &in, const Elements<D> &gradient) {
+        Pack<float, V> g;
 #pragma unroll
-        for (int u = 0; u < ROWS; ++u) {
-            if (!complete.value && row + u * step >= rows) break;
-            const size_t at = place(row + u * step, column, columns, inner);
-            in[u].load(y + at);
-            gradient[u].load(dy + at);
+        for (int j = 0; j < V; ++j) {
+            g[j] = in[j] > 0.0f ? gradient[j] : 0.0f;
+            sums[j] += g[j];
         }
-#pragma unroll
-        for (int u = 0; u < ROWS; ++u) {
-            if (!complete.value && row + u * step >= rows) break;
-            Pack<float, V> g;
-#pragma unroll
-            for (int j = 0; j < V; ++j) {
-                g[j] = in[u][j] > 0.0f ? gradient[u][j] : 0.0f;
-                sums[j] += g[j];
-            }
-            store(dx + place(row + u * step, column, columns, inner), 0, g);
-        }
-    });
+        store(dx + at, 0, g);
+    };
+    if (column < columns) walk_both(y, dy, column, rows, columns, inner, work);
     if constexpr (BIASED) {
-        __shared__ alignas(16) double shared[SHARED_DOUBLES];
+        double *const shared = sums_memory();
         const Share own = own_share();
         finish_columns(
             add_rows(sums, sums, own, shared), own, partial, tickets, columns, dbias, dbias, shared,

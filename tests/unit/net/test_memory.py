@@ -329,6 +329,19 @@ def test_data_are_not_opened_where_their_shape_is_known():
     assert expected_bytes([(64, 1, 28, 28), (64,)], False, 1) == 4 * 64 * 4 * (28 * 28 + 1)
 
 
+def test_a_workspace_that_fits_between_the_blobs_costs_nothing():
+    plan = plan_memory(model("resnet18/train_val.prototxt", (3, 224, 224), 32), context(DryBackend()), fuse=True)
+    fixed = DryBackend().workspace(0)
+    largest = plan.workspace(share=False)
+    assert max(plan.workspaces.values()) == largest >= plan.workspace() >= plan.least_workspace == fixed
+    first = plan.steps.index("forward of layer 'conv1' (Convolution)")  # large, and there is nothing else yet
+    alone = replace(plan, workspaces={first: plan.gaps[first][1] - plan.gaps[first][0]})
+    assert alone.workspace() == fixed < alone.workspace(share=False)
+    tight = replace(plan, gaps=[(0, 0)] * len(plan.steps))
+    assert tight.workspace() == largest
+    assert replace(plan, workspaces={}).workspace() == fixed
+
+
 def test_the_description():
     plan = plan_memory(model("lenet/train_test.prototxt", (1, 28, 28), 64), context(DryBackend()))
     line = describe(plan, 1, "GPU 0")
