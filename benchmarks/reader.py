@@ -1,19 +1,22 @@
 """What the input pipeline sustains: reading alone, the way to the GPU, and how long a GPU waits for its data.
 
-    python benchmarks/reader.py [--gpu 0] [--seconds 1] [--threads 1,2,4]
+    python benchmarks/reader.py [--gpu 0 [--train]] [--seconds 1] [--threads 1,2,4]
 
 Makes LMDBs of random images in a temporary folder: 28 x 28 grey ones for batches of 64 (LeNet), and 3 x 256 x 256 ones
 for batches of 256 that are cropped to 227 x 227, mirrored and have a mean subtracted (CaffeNet). They stay in the page
 cache, so this is not about disks. Prints images a second of the reader alone for several numbers of threads. On a GPU
 also the time of a batch's copy and of its transformation, beside the time that its bytes need at the card's peak; and,
 for a layer that is replayed from a CUDA graph beside a kernel that keeps the GPU busy as long as a net would, by how
-much the data make an iteration longer.
+much the data make an iteration longer. With `--train` the nets themselves are trained with `caffepy train`, from LMDB
+and from images that are made up once and stay on the GPU: what the whole way from the file costs.
 
-One H200 and 16 cores of its host (Xeon): 4.0 million images/s of 28 x 28 with one thread; of the large ones 31,000
-with one, 66,000 with two, 125,000 with four and 176,000 with eight threads. LeNet at 0.136 ms an iteration (471,000
-images/s) waits for 0.1 % of the time, CaffeNet at 6.1 ms (42,000) for 0.5 to 1 %. On two cores of an EPYC one thread
-gave 246,000 small or 6,700 large images a second as long as batches were floats and LMDB was asked for each record; now
-it gives 1.2 to 2.1 million and 29,000 to 49,000.
+One H200 and 16 cores of its host (Xeon): 3.5 to 4.2 million images/s of 28 x 28 with one to four threads; of the large
+ones 31,000 with one, 60,000 with two, 100,000 to 140,000 with four and 176,000 with eight. LeNet at 0.113 ms an
+iteration waits for 0.1 % of the time, CaffeNet in FLOAT16 at 4.26 ms for 2.3 %, in FLOAT at 8.5 ms for 0.3 %. Trained,
+LeNet lost 3.3 and 3.6 % of its 600,000 images/s (its batches' transformation and launches included), CaffeNet in
+FLOAT16 3.0 % of 61,000, in FLOAT 2.0 and 2.2 % of 30,500. On two cores of an EPYC one thread gave 246,000 small or
+6,700 large images a second as long as batches were floats and LMDB was asked for each record; now it gives 1.2 to 2.1
+million and 29,000 to 49,000.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +34,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf import text_format
+from scaling import images_per_second, write_solver
 
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
@@ -63,6 +68,7 @@ class Case:
         batch: the net's batch size.
         transform: its transform_param.
         nets: milliseconds of an iteration without input, by net and storage.
+        trained: `benchmarks/scaling.py`'s name of the net to train, its type, and for how many iterations.
     """
 
     name: str
@@ -71,17 +77,20 @@ class Case:
     batch: int
     transform: str
     nets: tuple[tuple[str, str, float], ...]
+    trained: tuple[tuple[str, str, int], ...]
 
 
 CASES = (
     Case(
         "28 x 28", 60000, (1, 28, 28), 64, "scale: 0.00390625",
         (("LeNet FLOAT", "float32", 0.107), ("LeNet FLOAT, twice as fast", "float32", 0.053)),
+        (("lenet", "FLOAT", 30000),),
     ),
     Case(
         "256 x 256 x 3, crop 227, mirror", 1024, (3, 256, 256), 256,
         "crop_size: 227 mirror: true mean_value: 104 mean_value: 117 mean_value: 123",
         (("CaffeNet FLOAT16", "float16", 4.2), ("CaffeNet FLOAT", "float32", 8.4)),
+        (("caffenet", "FLOAT16", 800), ("caffenet", "FLOAT", 400)),
     ),
 )  # fmt: skip
 
@@ -99,13 +108,18 @@ def write(case: Case, path: Path) -> None:
     write_datums(path, datums())
 
 
+def data_layer(case: Case, data: str) -> caffe_pb2.LayerParameter:
+    """A Data layer's parameters, given the text of its data_param."""
+    text = f"name: 'data' type: 'Data' top: 'data' top: 'label' data_param {{ {data} }}"
+    return text_format.Parse(f"{text} transform_param {{ {case.transform} }}", caffe_pb2.LayerParameter())
+
+
 def make_layer(
     case: Case, path: Path, backend: Backend, threads: int, storage: str = "float32", shuffle: bool = False
 ) -> tuple[Any, list[Blob]]:
     """A Data layer and its tops."""
     data = f"source: '{path}' backend: LMDB batch_size: {case.batch} threads: {threads} shuffle: {str(shuffle).lower()}"
-    text = f"name: 'data' type: 'Data' top: 'data' top: 'label' data_param {{ {data} }}"
-    param = text_format.Parse(f"{text} transform_param {{ {case.transform} }}", caffe_pb2.LayerParameter())
+    param = data_layer(case, data)
     layer: Any = layer_class("Data")(param, LayerContext(backend, caffe_pb2.TRAIN, seed=1))
     tops = [Blob(backend, name="data", storage=storage), Blob(backend, name="label")]
     layer.setup([], tops)
@@ -274,15 +288,32 @@ def show_waiting(case: Case, path: Path, backend: Any, threads: int, seconds: fl
         layer.close()
 
 
+def show_training(case: Case, path: Path, folder: Path, device: list[str]) -> None:
+    """What `caffepy train` reaches with images from LMDB, beside made-up ones."""
+    for name, kind, iterations in case.trained:
+        solver = write_solver(folder, name, iterations, kind, case.batch)
+        command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), *device]
+        made_up = images_per_second(command, folder)
+        param = text_format.Parse(solver.read_text(), caffe_pb2.SolverParameter())
+        param.net_param.layer[0].CopyFrom(data_layer(case, f"source: '{path}' backend: LMDB batch_size: {case.batch}"))
+        solver.write_text(text_format.MessageToString(param))
+        rates = [images_per_second(command, folder) for _ in range(2)]
+        lost = " and ".join(f"{1 - rate / made_up:.1%}" for rate in rates)
+        print(f"{name} {kind} trained: {made_up:,.0f} images/s with made-up images, {lost} less from LMDB", flush=True)
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     counts = ",".join(str(count) for count in (1, 2, 4, 8, 16) if count <= cores)
     parser.add_argument("--gpu", type=int, help="number of a GPU; without it only the reader is measured")
+    parser.add_argument("--train", action="store_true", help="with --gpu: train the nets as well")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--threads", default=counts, help="numbers of threads to try")
     options = parser.parse_args()
+    if options.train and options.gpu is None:
+        parser.error("--train needs --gpu")
     backend: Any = None if options.gpu is None else create_backend(options.gpu)
     with tempfile.TemporaryDirectory() as folder:
         for index, case in enumerate(CASES):
@@ -295,6 +326,8 @@ def main() -> None:
                 for storage in sorted({storage for _, storage, _ in case.nets}):
                     show_steps(case, path, backend, storage)
                 show_waiting(case, path, backend, 0, options.seconds)
+            if options.train:
+                show_training(case, path, Path(folder), ["--gpus", str(options.gpu)])
     if backend is not None:
         backend.close()
 
