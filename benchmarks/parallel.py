@@ -8,7 +8,8 @@ rounds, whose kinds alternate; each is that of a performance report, which leave
 Two cores of an AMD EPYC, Open MPI 5: at 32 images ranks reached 0.74 to 0.84 of the threads' rate when they summed by
 MPI's non-blocking calls, 350 ms for 233 MiB where a blocking one takes 134, all of it the cores' own work. In memory
 that both see they reach 0.96 with overlap and 0.97 without; what is left is that each rank updates all parameters by
-itself. At 256 images it is 1.03 either way (medians of three rounds, which spread by 8 %).
+itself. At 128 images it is 1.00 with overlap and 0.98 without, at 256 1.03 either way (medians of three rounds, which
+spread by 6 to 8 %).
 """
 
 from __future__ import annotations
