@@ -10,6 +10,7 @@ import pytest
 
 from caffepy.cli.main import COMMANDS, build_parser
 from caffepy.cli.options import gpu_list, normalise, positive, positive_seconds
+from caffepy.cli.train import _options as train_options
 from caffepy.errors import ConfigError
 
 
@@ -34,6 +35,15 @@ def test_signal_effects_with_dashes_and_underscores(name: str, spelling: str):
 def test_signal_effects_are_caffes_by_default():
     args = parse("train", "--solver=s")
     assert (args.sigint_effect, args.sighup_effect, args.sigterm_effect) == ("stop", "snapshot", "stop")
+
+
+@pytest.mark.parametrize("switch", ["autotune", "deterministic"])
+def test_switches_of_convolutions_are_on_by_default(switch: str, tmp_path: Path):
+    solver = tmp_path / "solver.prototxt"
+    solver.write_text('net: "net.prototxt" base_lr: 0.1 lr_policy: "fixed" max_iter: 1')
+    for given, value in (([], True), ([f"--no-{switch}"], False), ([f"--{switch}"], True)):
+        engine = train_options(parse("train", f"--solver={solver}", "--cpu", *given)).engine
+        assert getattr(engine, switch) is value
 
 
 def test_values_keep_their_underscores_and_dashes():

@@ -13,6 +13,7 @@ from replaying import NET, Replaying
 from training import solver_param, weights_of
 
 from caffepy.data.schedule import Shard
+from caffepy.errors import DeviceError
 from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicator import Communicator
@@ -21,6 +22,7 @@ from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
 from caffepy.solvers import Action
+from caffepy.solvers.engine import Engine
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '
 
@@ -95,6 +97,25 @@ def train(
         assert sync.join(60)
         assert sync.error is None
     return syncs
+
+
+def test_the_backend_is_made_as_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(*arguments: Any) -> None:
+        asked.append(arguments)
+        raise DeviceError("there is no such device", "use another")
+
+    monkeypatch.setattr(p2p_sync, "create_backend", refuse)
+    engine = Engine(autotune=False, deterministic=False)
+    options = TrainOptions(solver_param(SOLVER, NET), timeout=30, math="tf32", engine=engine)
+    place = Place(0, None, "CPU 0", 3, Shard(0, 1, 1))
+    group = LocalGroup(1, 30)
+    sync = P2PSync(place, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
+    sync.start()
+    assert sync.join(30)
+    assert isinstance(sync.error, DeviceError)
+    assert asked == [(None, 3, "tf32", False, False)]
 
 
 def weights(sync: P2PSync) -> dict[str, np.ndarray]:
