@@ -9,8 +9,8 @@ A kernel is a plain function over a range of items, with raw pointers and number
 
     scale.run(threads, items=n, grain=4096, x, y, 2.0)
 
-It is compiled on its first call to a C function of one signature (argument block, begin, end), kept in
-numba's on-disk cache, and all kernels share one compiled parallel loop. That makes a cold kernel six times
+It is compiled on its first call to a C function of one signature (argument block, begin, end), kept on disk
+(cpu_cache.py), and all kernels share one compiled parallel loop. That makes a cold kernel six times
 cheaper to compile than a `parallel=True` function each, and leaves one place that knows numba's threading layers.
 """
 
@@ -25,8 +25,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from types import CodeType
 from typing import Any
 
@@ -36,6 +35,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from caffepy.backend.cpu_cache import compile_c_function, compile_loop, file_stamp, kernels_stamp
 
 Int = Any
 """Annotation: a 64-bit integer."""
@@ -169,7 +170,7 @@ class _Threads:
         if not getattr(parallel, "_is_initialized", False):
             numba.config.NUMBA_NUM_THREADS = max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
             numba.config.THREADING_LAYER = self._choose_layer()
-        loop = _compile_loop()
+        loop = compile_loop(_parallel_loop, types.void(types.int64, types.int64, types.int64, types.int64))
         # The first call starts numba's threads, which is not safe from two threads at once.
         loop(_nothing.address, 0, 0, 1)
         if numba.threading_layer() == "workqueue":
@@ -193,14 +194,6 @@ class _Threads:
 
 
 THREADS = _Threads()
-
-
-def _compile_loop() -> Any:
-    signature = types.void(types.int64, types.int64, types.int64, types.int64)
-    try:
-        return numba.njit(signature, parallel=True, nogil=True, cache=True)(_parallel_loop)
-    except RuntimeError:  # no folder to cache in
-        return numba.njit(signature, parallel=True, nogil=True)(_parallel_loop)
 
 
 _HEADER = object.__basicsize__
@@ -242,27 +235,12 @@ class Pinned(int):
         return pinned
 
 
-@cache
-def _file_stamp(file: str) -> int:
-    try:
-        return zlib.crc32(Path(file).read_bytes())
-    except OSError:
-        return 0
-
-
-@cache
-def _kernels_stamp() -> int:
-    """Changes with every file of this backend: a kernel may have another's tile compiled into it."""
-    files = sorted(Path(__file__).parent.glob("cpu_*.py"))
-    return zlib.crc32(" ".join(f"{_file_stamp(str(file)):08x}" for file in files).encode())
-
-
 class Entry:
     """A C function void(argument block, begin, end), compiled on first use and cached on disk.
 
     Args:
         name: for the cache's file names and profilers.
-        file: the source file that it belongs to; its time stamp is part of the cache's key.
+        file: the source file that it belongs to; its content is part of the cache's key.
         text: body of the function as Python lines; `_a` is the block of 64-bit words, `_begin` and `_end` the range.
         namespace: what the text refers to.
         fmt: `struct` format of the block.
@@ -272,7 +250,7 @@ class Entry:
         self._file = file
         self._namespace = namespace
         body = "\n".join(f"    {line}" for line in text)
-        stamp = zlib.crc32(f"{_kernels_stamp()} {_file_stamp(file)} {sorted(_OPTIONS.items())} {body}".encode())
+        stamp = zlib.crc32(f"{kernels_stamp()} {file_stamp(file)} {sorted(_OPTIONS.items())} {body}".encode())
         # numba's cache key covers the byte code but not the constants in it, so the name must tell texts apart.
         self.name = f"{name}_{stamp:08x}"
         self._source = f"def {self.name}(_a, _begin, _end):\n{body}\n"
@@ -293,10 +271,7 @@ class Entry:
             function = scope[self.name]
             function.__module__ = "caffepy.backend.cpu_runtime"
             signature = types.void(types.CPointer(types.int64), types.int64, types.int64)
-            try:
-                return numba.cfunc(signature, cache=True, **_OPTIONS)(function)
-            except RuntimeError:  # no folder to cache in
-                return numba.cfunc(signature, **_OPTIONS)(function)
+            return compile_c_function(function, signature, _OPTIONS)
 
     @cached_property
     def address(self) -> int:

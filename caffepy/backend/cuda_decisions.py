@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from caffepy.caches import cache_folder
+
 logger = logging.getLogger(__name__)
 
 VERSION = 2
@@ -42,10 +44,10 @@ class Decisions:
     """Decisions of this process and of earlier ones, shared by all solver threads.
 
     Args:
-        path: file that they are kept in; read once, written whenever there is a new one.
+        path: file that they are kept in, if any; read once, written whenever there is a new one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._turns: dict[str, threading.Lock] = {}
@@ -77,6 +79,8 @@ class Decisions:
                 lock.release()
 
     def _read(self) -> dict[str, Decision]:
+        if self._path is None:
+            return {}
         try:
             stored = json.loads(self._path.read_text(encoding="utf-8"))
             return {str(key): Decision(_name(name), float(time)) for key, (name, time) in stored.items()}
@@ -87,6 +91,8 @@ class Decisions:
             return {}
 
     def _write(self) -> None:
+        if self._path is None:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}")
         stored = {key: (d.name, round(d.microseconds, 2)) for key, d in sorted(self._known.items())}
@@ -100,13 +106,13 @@ def _name(value: Any) -> str:
     return value
 
 
-def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where decisions are kept: caffepy's folder in XDG_CACHE_HOME, or in ~/.cache."""
-    home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "caffepy" / f"autotune-{VERSION}.json"
+def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where decisions are kept; None where there is no cache folder."""
+    folder = cache_folder(environment)
+    return None if folder is None else folder / f"autotune-{VERSION}.json"
 
 
 @cache
-def decisions(path: Path) -> Decisions:
+def decisions(path: Path | None) -> Decisions:
     """The decisions of a file, the same for all threads."""
     return Decisions(path)

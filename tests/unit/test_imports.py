@@ -20,6 +20,7 @@ LEVELS = {
     "proto": 0,
     "registry": 1,
     "files": 1,
+    "caches": 1,
     "report": 1,
     "trace": 2,
     "backend": 2,

@@ -66,9 +66,9 @@ def test_threads_take_turns_where_numba_has_only_its_work_queue() -> None:
 
 def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     code = TRAIN.format(blocked=[])
-    run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    run_python(code, XDG_CACHE_HOME=str(tmp_path))
     first = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
-    report = run_python(code, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_DEBUG_CACHE="1")
+    report = run_python(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_DEBUG_CACHE="1")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == first
     for kernel in ("relu_flat", "pack", "product_by_rows", "_parallel_loop"):
         assert any(f"{kernel}" in path.name for path in first), kernel
@@ -85,7 +85,7 @@ def test_works_where_nothing_can_be_cached(tmp_path: Path) -> None:
         "import inspect, numpy as np\ninspect.getfile = lambda f: '/nowhere/at_all.py'\n"
         "x = np.ones(5, np.float32)\nkernel(double).run(1, 5, 1, x)\nprint(x.sum())\n"
     )
-    assert run_python(code).strip() == "10.0"
+    assert run_python(code, XDG_CACHE_HOME="/dev/null").strip() == "10.0"
 
 
 def test_backends_of_one_process_do_not_disturb_each_other() -> None:

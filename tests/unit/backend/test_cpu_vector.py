@@ -44,9 +44,9 @@ OTHERS = [
 @pytest.mark.parametrize("features, width", OTHERS)
 def test_other_vector_widths(features: dict[str, bool], width: int, tmp_path: Path) -> None:
     tests = Path(__file__).parents[2]
-    # A cache of its own: numba's key knows the processor, not what we pretend that it can do.
+    # A cache of its own: the folder's name knows the processor, not what we pretend that it can do.
     environment = os.environ | {
-        "NUMBA_CACHE_DIR": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", PROGRAM.format(features=features, width=width)]

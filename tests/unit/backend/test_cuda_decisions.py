@@ -72,3 +72,9 @@ def test_one_thread_at_a_time_looks_into_a_task(path: Path) -> None:
 def test_the_file_is_in_the_cache_folder() -> None:
     assert cache_file({"XDG_CACHE_HOME": "/caches"}).parent == Path("/caches/caffepy")
     assert cache_file({}).parent == Path.home() / ".cache" / "caffepy"
+
+
+def test_without_a_file_decisions_hold_for_the_process() -> None:
+    known = Decisions(None)
+    known.put("task", Decision("x", 1.0))
+    assert known.get("task") == Decision("x", 1.0)
