@@ -16,10 +16,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 SOLVER := models/lenet/solver.prototxt
-DIGITS := models/lenet/mnist_train_lmdb/data.mdb
+DIGITS := models/lenet/mnist_train_lmdb/data.mdb models/lenet/mnist_test_lmdb/data.mdb
 PACKAGING := setup.cfg pyproject.toml $(wildcard setup.py)
 SCHEMA := proto/caffe.proto
-SOURCES := $(shell find caffepy -name '*.py' -not -path '*/proto/*' 2>/dev/null)
+# Folders too: one changes when a file in it is removed or renamed.
+SOURCES := $(shell find caffepy -name __pycache__ -prune -o -print 2>/dev/null)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Open MPI refuses to run as root and to start more ranks than cores unless told otherwise; other users and MPIs ignore these.
@@ -31,6 +32,8 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: help demo test lint proto clean
+# Two pips at once would destroy each other's installation.
+.NOTPARALLEL:
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' $(MAKEFILE_LIST)
@@ -64,12 +67,18 @@ $(BIN)/pip:
 # A plain installation follows the sources; an editable one only the packaging files. Compiling every module of every
 # package at once would take longer than the training; Python compiles those that are used.
 $(VENV)/demo.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA) $(SOURCES)
-	if [ ! -e $(VENV)/test.stamp ]; then $(BIN)/pip install --quiet --no-compile '.[mpi]'; fi
+	if [ -e $(VENV)/test.stamp ]; then $(MAKE) $(VENV)/test.stamp; else \
+	  $(REMOVE_PLAIN); $(BIN)/pip install --quiet --no-compile '.[mpi]'; fi
 	touch $@
 
 $(VENV)/test.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA)
+	$(REMOVE_PLAIN)
 	$(BIN)/pip install --quiet --editable '.[mpi,test,dev]'
 	touch $@
 
-$(DIGITS): $(VENV)/demo.stamp
+# Files that pip does not know, as older versions of caffepy left them, would make a package of their folder.
+REMOVE_PLAIN = rm -rf $(VENV)/lib*/python*/site-packages/caffepy
+
+# Order-only: a new installation makes no new digits. The command makes what is missing and keeps what is there.
+$(DIGITS): | $(VENV)/demo.stamp
 	caffepy data mnist --subset --to models/lenet

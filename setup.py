@@ -28,6 +28,9 @@ class BuildWithSchema(build_py):
 
     def run(self) -> None:
         generate()
+        if not self.editable_mode:
+            # pip builds in the source folder: modules that were removed since would be packed again.
+            shutil.rmtree(Path(self.build_lib) / "caffepy", ignore_errors=True)
         super().run()
         if not self.editable_mode:
             shutil.copy(SCHEMA, Path(self.build_lib) / PACKAGE / SCHEMA.name)

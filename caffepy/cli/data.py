@@ -12,7 +12,8 @@ _DESCRIPTION = """\
 Make mnist_train_lmdb and mnist_test_lmdb, as Caffe's convert_mnist_data does.
 
 Without --subset and --from the whole set (60,000 and 10,000 digits, 11 MB) is fetched from its public mirrors
-and checked by its SHA-256. An LMDB appears under its name only when it is complete."""
+and checked by its SHA-256. An LMDB appears under its name only when it is complete; one that holds the same digits
+already is left as it is, one that holds anything else is replaced with --force alone."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the LMDBs and print where they are.
 
     Raises:
-        DataError: input files are missing or wrong, or the LMDBs are there already.
+        DataError: input files are missing or wrong, or LMDBs of other records are there already.
         RunError: fetching or writing failed.
     """
     from caffepy.data import mnist
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--subset and --from exclude each other; give one of them")
     source = mnist.SUBSET if args.subset else args.source
     read = mnist.fetch_file if source is None else mnist.folder_reader(source)
+    there = {path for path in mnist.lmdb_paths(args.to).values() if path.exists() and not args.force}
     for path, count in mnist.build_lmdbs(args.to, read, args.force).items():
-        print(f"{path}: {count} digits")
+        print(f"{path}: {count} digits{', there already' if path in there else ''}")
     return 0

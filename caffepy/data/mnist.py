@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.datum import parse_datum
+from caffepy.data.lmdb_source import LmdbSource
 from caffepy.data.lmdb_write import check_free, record_key, write_datums
 from caffepy.errors import DataError, RunError
 from caffepy.proto import caffe_pb2
@@ -71,8 +73,13 @@ Opener = Callable[[IdxFile], bytes]
 """Gets a file's bytes, unpacked."""
 
 
+def lmdb_paths(target: Path) -> dict[str, Path]:
+    """Where the LMDB of each part lies in a folder."""
+    return {part: target / f"mnist_{part}_lmdb" for part in FILES}
+
+
 def build_lmdbs(target: Path, read: Opener, force: bool = False) -> dict[Path, int]:
-    """Make `mnist_train_lmdb` and `mnist_test_lmdb` in a folder.
+    """Make `mnist_train_lmdb` and `mnist_test_lmdb` in a folder; one that holds the same digits already is left alone.
 
     Args:
         target: the folder.
@@ -83,20 +90,56 @@ def build_lmdbs(target: Path, read: Opener, force: bool = False) -> dict[Path, i
         The records in each of the two.
 
     Raises:
-        DataError: files are missing or are not idx files, or the LMDBs are there already.
+        DataError: files are missing or are not idx files, or an LMDB of other records is there already.
         RunError: fetching or writing failed.
     """
-    paths = {part: target / f"mnist_{part}_lmdb" for part in FILES}
-    for path in paths.values():
+    paths = lmdb_paths(target)
+    counts = {path: None if force else _count_of_same(path, FILES[part], read) for part, path in paths.items()}
+    for path in (path for path, count in counts.items() if count is None):
         check_free(path, force)
-    built = {}
-    for part, (images_file, labels_file) in FILES.items():
-        images = parse_images(read(images_file), images_file.name)
-        labels = parse_labels(read(labels_file), labels_file.name)
-        if len(images) != len(labels):
-            raise DataError(f"{images_file.name} has {len(images)} digits and {labels_file.name} {len(labels)} labels")
-        built[paths[part]] = write_datums(paths[part], _datums(images, labels), force)
-    return built
+    return {path: counts[path] or _build(path, FILES[part], read, force) for part, path in paths.items()}
+
+
+def _build(path: Path, files: tuple[IdxFile, IdxFile], read: Opener, force: bool) -> int:
+    images_file, labels_file = files
+    images = parse_images(read(images_file), images_file.name)
+    labels = parse_labels(read(labels_file), labels_file.name)
+    if len(images) != len(labels):
+        raise DataError(f"{images_file.name} has {len(images)} digits and {labels_file.name} {len(labels)} labels")
+    return write_datums(path, _datums(images, labels), force)
+
+
+def _count_of_same(path: Path, files: tuple[IdxFile, IdxFile], read: Opener) -> int | None:
+    """How many digits an LMDB holds, None unless they are those of the two files; what would be fetched is not."""
+    if not path.is_dir():
+        return None
+    try:
+        count, contents = _as_idx(path)
+    except DataError:
+        return None
+    for file, content in zip(files, contents, strict=True):
+        wanted = file.sha256 if read is fetch_file else hashlib.sha256(read(file)).hexdigest()
+        if hashlib.sha256(content).hexdigest() != wanted:
+            return None
+    return count
+
+
+def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
+    """The records of an LMDB and the two idx files that they came from.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    source = LmdbSource(path)
+    try:
+        records = [parse_datum(source.read(number)) for number in range(len(source))]
+        images = b"".join(bytes(data) for _, data in records)
+        labels = bytes(min(max(datum.label, 0), 255) for datum, _ in records)
+        count, first = len(records), records[0][0]
+    finally:
+        source.close()
+    images_header = struct.pack(">4I", _IMAGES_MAGIC, count, first.height, first.width)
+    return count, (images_header + images, struct.pack(">2I", _LABELS_MAGIC, count) + labels)
 
 
 def _datums(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:

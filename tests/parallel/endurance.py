@@ -25,6 +25,7 @@ import pytest  # noqa: E402
 from fault_case import FaultCase  # noqa: E402
 from group_faults import GROUP_FAULTS  # noqa: E402
 from laboratory import Laboratory  # noqa: E402
+from processes import default_interrupts  # noqa: E402
 from training_faults import TRAINING_FAULTS  # noqa: E402
 
 CASES = [*TRAINING_FAULTS, *GROUP_FAULTS]
@@ -130,7 +131,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time (1)")
     parser.add_argument("--turns", action="store_true", help="each round has one place of each kind, in turn")
     args = parser.parse_args()
-    records = try_all(choose(args.faults), args.rounds, args.jobs, args.turns)
+    with default_interrupts():
+        records = try_all(choose(args.faults), args.rounds, args.jobs, args.turns)
     report(records)
     return int(any(record.failures for record in records))
 

@@ -8,9 +8,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,16 @@ def run(*arguments: str, max_iter: int = 20, **settings: object) -> subprocess.C
     return subprocess.run([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, **settings)
 
 
+def ignore_as_nohup() -> None:
+    """What `nohup COMMAND &` in a script leaves a process to begin with."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 @contextmanager
-def training(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def training(*arguments: str, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     """A training process that has begun its iterations and would go on for days."""
-    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, **settings)
     try:
         assert process.stderr is not None
         for line in process.stderr:
@@ -71,15 +78,28 @@ def last_snapshot() -> int:
     return max((int(re.findall(r"\d+", path.name)[0]) for path in Path().glob("tiny_iter_*.solverstate")), default=-1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_stops_with_a_snapshot(number: signal.Signals):
-    with training() as process:
+@pytest.mark.parametrize(
+    ("number", "begin"),
+    [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGINT, ignore_as_nohup)],
+    ids=["SIGINT", "SIGTERM", "SIGINT under nohup"],
+)
+def test_a_signal_stops_with_a_snapshot(number: signal.Signals, begin: Callable[[], None] | None):
+    with training(preexec_fn=begin) as process:
         process.send_signal(number)
         _, rest = process.communicate(timeout=30)
     assert process.returncode == 0
     assert last_snapshot() > 0
     assert "Traceback" not in rest
     assert f"caffepy train --solver solver.prototxt --snapshot tiny_iter_{last_snapshot()}.solverstate" in rest
+
+
+def test_the_tests_pass_where_signals_are_ignored():
+    tests = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/parallel/test_signals.py"]
+    result = subprocess.run(
+        command, cwd=tests, preexec_fn=ignore_as_nohup, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout
 
 
 def test_sighup_takes_a_snapshot_and_goes_on():

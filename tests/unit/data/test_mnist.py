@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import http.server
+import shutil
 import struct
 import threading
 
@@ -44,11 +45,42 @@ def test_lmdbs_are_those_of_convert_mnist_data(folder, tmp_path):
     source.close()
 
 
-def test_lmdbs_that_are_there_are_kept(folder, tmp_path):
-    mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
+def test_lmdbs_of_other_digits_are_kept(folder, tmp_path, monkeypatch):
+    before = mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("must not even be fetched"))
     with pytest.raises(DataError, match="mnist_train_lmdb' is there already"):
-        mnist.build_lmdbs(tmp_path, lambda _: pytest.fail("must not even be fetched"))
-    mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder), force=True)
+        mnist.build_lmdbs(tmp_path, mnist.fetch_file)
+    (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(images_file(20, 2)))
+    with pytest.raises(DataError, match="mnist_test_lmdb' is there already"):
+        mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
+    assert mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder), force=True) == before
+
+
+def test_lmdbs_of_the_same_digits_are_found(folder, tmp_path, monkeypatch):
+    built = mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
+    train, test = built
+    written = (train / "data.mdb").stat().st_mtime_ns
+    assert mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder)) == built
+    shutil.rmtree(test)  # as an interrupt between the two leaves it
+    assert mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder)) == built
+    assert (train / "data.mdb").stat().st_mtime_ns == written
+
+    read = mnist.folder_reader(folder)
+    known = {
+        part: tuple(mnist.IdxFile(file.name, 0, hashlib.sha256(read(file)).hexdigest()) for file in files)
+        for part, files in mnist.FILES.items()
+    }
+    monkeypatch.setattr(mnist, "FILES", known)
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("must not be fetched again"))
+    assert mnist.build_lmdbs(tmp_path, mnist.fetch_file) == built
+
+
+@pytest.mark.parametrize("content", [b"", b"no LMDB"])
+def test_a_damaged_lmdb_is_not_taken_for_the_digits(folder, tmp_path, content):
+    train, _ = mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
+    (train / "data.mdb").write_bytes(content)
+    with pytest.raises(DataError, match="mnist_train_lmdb' is there already"):
+        mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
 
 
 def test_the_shipped_subset_is_whole(tmp_path):
