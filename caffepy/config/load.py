@@ -133,10 +133,18 @@ def check_blob(blob: BlobProto, where: str) -> None:
 
 
 def blob_shape(blob: BlobProto) -> tuple[int, ...]:
-    """The shape of a stored blob; old files give N, C, H and W instead of ``shape``."""
-    if blob.HasField("shape"):
-        return tuple(blob.shape.dim)
-    return (blob.num, blob.channels, blob.height, blob.width)
+    """The shape of a stored blob; old files give N, C, H and W instead of ``shape``.
+
+    A blob with neither has no axes: Caffe's `blob.cpp` writes ``shape`` only where there is an axis to write.
+    """
+    if has_old_shape(blob):
+        return (blob.num, blob.channels, blob.height, blob.width)
+    return tuple(blob.shape.dim)
+
+
+def has_old_shape(blob: BlobProto) -> bool:
+    """Whether a blob's shape is given as N, C, H and W alone."""
+    return not blob.HasField("shape") and any(map(blob.HasField, ("num", "channels", "height", "width")))
 
 
 def _complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Elements of an array under another shape, in logical order, whatever the order in memory.
 
-Owns the one place where layers mind that 4-D arrays are channels last: Flatten, Reshape, InnerProduct and losses
-whose bottoms have different shapes of one count.
+Owns the one place where layers mind that 4-D arrays are channels last: Flatten, Reshape, InnerProduct, convolutions
+whose channels are not axis 1, and losses whose bottoms have different shapes of one count.
 """
 
 from __future__ import annotations
@@ -70,3 +70,49 @@ class Reordered:
     @cached_property
     def _row(self) -> Array:
         return self._backend.zeros((math.prod(self._other),), self._storage)
+
+
+class Extended:
+    """Arrays of `shape` seen as larger ones, with zeros behind the elements along some axes.
+
+    Args:
+        backend: where the arrays live.
+        shape: what arrays given to `pull`, `target` and `push` have.
+        larger: what they are seen as, no shorter along any axis.
+        storage: what their elements are kept in.
+    """
+
+    def __init__(
+        self, backend: Backend, shape: tuple[int, ...], larger: tuple[int, ...], storage: str = "float32"
+    ) -> None:
+        self._backend = backend
+        self._storage = storage
+        self._shape, self._larger = shape, larger
+        self._is_same = shape == larger
+
+    def pull(self, array: Array) -> Array:
+        """The elements of `array` and the zeros; where it is a copy, the next pull overwrites it."""
+        if not self._is_same:
+            self._backend.copy(array, self._own)
+        return self.target(array)
+
+    def target(self, array: Array) -> Array:
+        """Where to compute what `array` shall hold, and more that is dropped; call `push` afterwards.
+
+        What was written behind the elements stays there: such an object cannot serve `pull` as well.
+        """
+        return array if self._is_same else self._buffer
+
+    def push(self, array: Array) -> None:
+        """Bring what was computed in `target(array)` into `array`."""
+        if not self._is_same:
+            self._backend.copy(self._own, array)
+
+    @property
+    def _own(self) -> Array:
+        """The part of the buffer that the elements take."""
+        return self._buffer[tuple(slice(0, size) for size in self._shape)]
+
+    @cached_property
+    def _buffer(self) -> Array:
+        return self._backend.zeros(self._larger, self._storage)

@@ -82,6 +82,8 @@ class Fusion:
             return
         if node.layer.type == "InnerProduct" and (len(node.tops[0].shape) != 2 or len(node.layer.blobs) < 2):
             return  # the ReLU is part of the pass that adds the bias, and its gradient's sums are for axis 1
+        if isinstance(node.layer, ConvolutionLayer) and node.layer.axis != 1:
+            return
         relu = self._nodes[found]
         fused = FusedActivation([node.layer, relu.layer])
         self._claim(
@@ -191,6 +193,7 @@ class Fusion:
         if writer is None or writer in self._claimed or norm.uses_stored:
             return
         node = self._nodes[writer]
-        if isinstance(node.layer, ConvolutionLayer) and len(node.tops) == 1 and node.layer.bias is None:
-            measured = MeasuredConvolution(node.layer, norm)
+        first = node.layer
+        if isinstance(first, ConvolutionLayer) and first.axis == 1 and len(node.tops) == 1 and first.bias is None:
+            measured = MeasuredConvolution(first, norm)
             self._claim([writer], Node(measured, node.bottoms, node.tops, node.propagate_down, node.need_backward))

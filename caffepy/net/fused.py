@@ -60,7 +60,7 @@ class FusedActivation(FusedLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         first = self.members[0]
         if isinstance(first, ConvolutionLayer):
-            first.plan.forward(bottom[0].data, first.weights(), first.bias, top[0].data, relu=True)
+            first.compute(bottom[0], top[0], relu=True)
             return
         assert isinstance(first, InnerProductLayer)
         first.compute(bottom[0], top[0], rectified_with_channel)
@@ -201,10 +201,10 @@ class MeasuredConvolution(FusedLayer):
         self._convolution.reshape(bottom, top)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        first, plan = self._convolution, self._convolution.plan
+        first = self._convolution
         alone = self.context.average is None
-        sums = self._normalisation.sums_for(top[0].shape[1]) if alone and plan.gives_sums else None
-        plan.forward(bottom[0].data, first.weights(), None, top[0].data, sums=sums)
+        sums = self._normalisation.sums_for(top[0].shape[1]) if alone and first.plan.gives_sums else None
+        first.compute(bottom[0], top[0], sums=sums)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._convolution.backward(top, propagate_down, bottom)

@@ -22,7 +22,7 @@ from caffepy.net.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
 from caffepy.net.precision import Precision
 from caffepy.net.splits import insert_splits
-from caffepy.net.weights import load_blob, proto_shape, same_shape, to_blob_proto
+from caffepy.net.weights import is_stored, load_blob, proto_shape, same_shape, to_blob_proto
 from caffepy.net.wiring import (
     GradientPlan,
     Node,
@@ -364,15 +364,16 @@ class Net:
         return copied
 
     def _copy_layer(self, source: caffe_pb2.LayerParameter, target: Layer, origin: str) -> None:
-        missing = range(len(source.blobs), len(target.blobs))
-        shared_elsewhere = all((target.name, index) in self._table.shared for index in missing)
-        if len(source.blobs) > len(target.blobs) or not shared_elsewhere:
+        stored = {index: blob for index, blob in enumerate(source.blobs) if is_stored(blob)}
+        missing = [index for index in range(len(target.blobs)) if index not in stored and self.owns(target, index)]
+        if len(source.blobs) > len(target.blobs) or missing:
+            lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
             raise SnapshotError(
-                f"{origin}: layer '{target.name}' has {len(source.blobs)} parameters there and {len(target.blobs)} "
-                "in the net; rename the layer in the net to learn it from scratch"
+                f"{origin}: layer '{target.name}' has {len(stored)} parameters there and {len(target.blobs)} "
+                f"in the net{lacking}; rename the layer in the net to learn it from scratch"
             )
-        for index, (blob, mine) in enumerate(zip(source.blobs, target.blobs, strict=False)):
-            where = f"{origin}: layer '{target.name}', parameter {index}"
+        for index, blob in stored.items():
+            mine, where = target.blobs[index], f"{origin}: layer '{target.name}', parameter {index}"
             if not same_shape(blob, mine.shape):
                 raise SnapshotError(
                     f"{where}: shape is {format_shape(proto_shape(blob))} there and {format_shape(mine.shape)} in the "

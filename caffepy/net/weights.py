@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from caffepy.blob import Blob, format_shape
+from caffepy.config.load import blob_shape, has_old_shape
 from caffepy.errors import SnapshotError
 from caffepy.proto import caffe_pb2
 
@@ -22,8 +23,12 @@ _RAW_TYPES = {caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT: "<f4", caffe_pb2.FLOAT16
 
 
 def to_blob_proto(data: np.ndarray, diff: np.ndarray | None = None) -> caffe_pb2.BlobProto:
-    """A BlobProto of a float32 array in logical order (and its derivatives), as BVLC Caffe writes it."""
-    wire = caffe_pb2.BlobProto(shape=caffe_pb2.BlobShape(dim=data.shape)).SerializeToString()
+    """A BlobProto of a float32 array in logical order (and its derivatives), as BVLC Caffe writes it.
+
+    That of an array without axes has no `shape`.
+    """
+    shape = caffe_pb2.BlobShape(dim=data.shape) if data.shape else None
+    wire = caffe_pb2.BlobProto(shape=shape).SerializeToString()
     for tag, array in ((_DATA_TAG, data), (_DIFF_TAG, diff)):
         if array is not None and array.size:
             content = np.ascontiguousarray(array, "<f4").tobytes()
@@ -54,16 +59,19 @@ def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
 
 
 def proto_shape(blob: caffe_pb2.BlobProto) -> tuple[int, ...]:
-    """The shape of a BlobProto; the old num, channels, height, width when there is no `shape`."""
-    if blob.HasField("shape"):
-        return tuple(blob.shape.dim)
-    return (blob.num, blob.channels, blob.height, blob.width)
+    """The shape of a BlobProto; the old num, channels, height, width when it has these and no `shape`."""
+    return blob_shape(blob)
+
+
+def is_stored(blob: caffe_pb2.BlobProto) -> bool:
+    """Whether a BlobProto holds anything: an empty one stands for a parameter that is stored with its owner alone."""
+    return bool(blob.data or blob.double_data or blob.raw_data) or blob.HasField("shape") or has_old_shape(blob)
 
 
 def same_shape(blob: caffe_pb2.BlobProto, shape: tuple[int, ...]) -> bool:
     """Whether a BlobProto fits; an old four-number shape fits when it is `shape` with ones before it."""
     saved = proto_shape(blob)
-    if blob.HasField("shape"):
+    if not has_old_shape(blob):
         return saved == shape
     return len(shape) <= 4 and saved == (1,) * (4 - len(shape)) + shape
 

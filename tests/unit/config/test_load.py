@@ -9,6 +9,7 @@ import pytest
 from caffepy.config import load
 from caffepy.config.load import blob_shape, check_blob, read_net, read_solver, read_solver_state, read_weights
 from caffepy.errors import ConfigError, SnapshotError
+from caffepy.net.weights import same_shape
 from caffepy.proto.caffe_pb2 import (
     FLOAT,
     FLOAT16,
@@ -165,6 +166,7 @@ def test_files_above_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.
             BlobProto(num=1, channels=1, height=2, width=2, data=[1]),
             r"holds 1 values where its shape \(1, 1, 2, 2\) needs 4",
         ),
+        (BlobProto(data=[1, 2]), r"holds 2 values where its shape \(\) needs 1"),
         (BlobProto(shape=BlobShape(dim=[-1, 3])), r"has the impossible shape \(-1, 3\); the file is damaged"),
         (BlobProto(shape=BlobShape(dim=[3]), raw_data_type=FLOAT16, raw_data=b"1234"), "holds 2 values"),
     ],
@@ -182,6 +184,8 @@ def test_blobs_must_be_whole(tmp_path: Path, blob: BlobProto, message: str) -> N
     [
         BlobProto(shape=BlobShape(dim=[2, 2])),
         BlobProto(shape=BlobShape(), data=[1]),
+        BlobProto(data=[1]),
+        BlobProto(double_data=[1]),
         BlobProto(shape=BlobShape(dim=[2]), double_data=[1, 2]),
         BlobProto(shape=BlobShape(dim=[2]), raw_data_type=FLOAT, raw_data=b"12345678"),
     ],
@@ -192,3 +196,11 @@ def test_good_blobs_pass(blob: BlobProto) -> None:
 
 def test_old_blobs_have_four_axes() -> None:
     assert blob_shape(BlobProto(num=1, channels=2, height=3, width=4)) == (1, 2, 3, 4)
+    assert blob_shape(BlobProto(num=1, data=[1])) == (1, 0, 0, 0)
+
+
+def test_a_blob_without_any_shape_has_no_axes() -> None:
+    assert blob_shape(BlobProto(data=[1])) == ()
+    assert same_shape(BlobProto(data=[1]), ())
+    assert not same_shape(BlobProto(data=[1]), (1,))
+    assert same_shape(BlobProto(num=1, channels=1, height=1, width=1, data=[1]), ())

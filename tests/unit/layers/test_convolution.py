@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layer_harness import Runner, check_layer, gaussian
 
@@ -49,6 +49,135 @@ def transpose_of_correlate(x, weights, bias, stride, pad, dilation, group):
             y[(slice(None), out, *window)] += np.einsum("nc...,co->no...", x[:, into], w)
     y = y[(slice(None), slice(None), *[slice(pad, n - pad) for n in sizes])]
     return y if bias is None else y + bias.reshape((-1,) + (1,) * axes)
+
+
+def sampled(x, weights, stride, pad, dilation, group, axis):
+    """Convolution as Caffe's im2col reads: pixel by pixel, 0 outside the image; channels at any axis.
+
+    The number of windows is an integer division that rounds towards 0, as C++ does.
+    """
+    batch, spatial = x.shape[:axis], x.shape[axis + 1 :]
+    images = x.reshape(-1, *x.shape[axis:])
+    sizes = []
+    for size, kernel in zip(spatial, weights.shape[2:], strict=True):
+        sizes.append(int((size + 2 * pad - dilation * (kernel - 1) - 1) / stride) + 1)
+    outputs, inputs = weights.shape[0] // group, weights.shape[1]
+    y = np.zeros((len(images), weights.shape[0], *sizes))
+    for pixel in np.ndindex(*sizes):
+        for place in np.ndindex(*weights.shape[2:]):
+            at = tuple(p * stride - pad + k * dilation for p, k in zip(pixel, place, strict=True))
+            if all(0 <= a < size for a, size in zip(at, spatial, strict=True)):
+                for o in range(weights.shape[0]):
+                    first = o // outputs * inputs
+                    seen = images[(slice(None), slice(first, first + inputs), *at)]
+                    y[(slice(None), o, *pixel)] += seen @ weights[(o, slice(None), *place)]
+    return y.reshape(*batch, *y.shape[1:])
+
+
+def spread_out(x, weights, stride, pad, dilation, group, axis):
+    """Deconvolution likewise, its transpose: what falls outside the output is dropped."""
+    batch, spatial = x.shape[:axis], x.shape[axis + 1 :]
+    images = x.reshape(-1, *x.shape[axis:])
+    sizes = [
+        stride * (n - 1) + dilation * (k - 1) + 1 - 2 * pad for n, k in zip(spatial, weights.shape[2:], strict=True)
+    ]
+    outputs, inputs = weights.shape[1], weights.shape[0] // group
+    y = np.zeros((len(images), outputs * group, *sizes))
+    for pixel in np.ndindex(*spatial):
+        for place in np.ndindex(*weights.shape[2:]):
+            at = tuple(p * stride - pad + k * dilation for p, k in zip(pixel, place, strict=True))
+            if all(0 <= a < size for a, size in zip(at, sizes, strict=True)):
+                for c in range(weights.shape[0]):
+                    first = c // inputs * outputs
+                    added = images[(slice(None), c, *pixel)][:, None] * weights[(c, slice(None), *place)]
+                    y[(slice(None), slice(first, first + outputs), *at)] += added
+    return y.reshape(*batch, *y.shape[1:])
+
+
+def check_any_axis(type_name, shape, axis, kernel, outputs, stride=1, pad=0, dilation=1, group=1, written_axis=None):
+    """A layer whose channels are at any axis, with any number of spatial axes, against the sampled formulas."""
+    spatial = len(shape) - axis - 1
+    text = (
+        f"type: '{type_name}' convolution_param {{ num_output: {outputs} {f'kernel_size: {kernel}' * bool(kernel)} "
+        f"stride: {stride} pad: {pad} dilation: {dilation} group: {group} "
+        f"axis: {axis if written_axis is None else written_axis} }}"
+    )
+    convolution = type_name == "Convolution"
+    ends = (outputs, shape[axis] // group) if convolution else (shape[axis], outputs // group)
+    params = [gaussian(ends + (kernel,) * spatial, 1), gaussian((outputs,), 2)]
+    formula = sampled if convolution else spread_out
+
+    def reference(x, weights, bias):
+        y = formula(x, weights, stride, pad, dilation, group, axis)
+        return y + bias.reshape((-1,) + (1,) * spatial)
+
+    check_layer(text, [gaussian(shape)], reference, params=params)
+
+
+@pytest.mark.parametrize("type_name", ["Convolution", "Deconvolution"])
+@pytest.mark.parametrize("kernel", [0, 1, 3])
+def test_without_spatial_axes_it_is_an_inner_product_in_groups(type_name, kernel):
+    """Caffe's base_conv_layer.cpp then takes the kernel's size and uses it nowhere."""
+    check_any_axis(type_name, (3, 6), 1, kernel, 4, stride=2, pad=1, group=2)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_channels_at_any_axis(data):
+    draw = data.draw
+    axis, spatial, group = draw(st.integers(0, 3)), draw(st.integers(0, 2)), draw(st.integers(1, 2))
+    kernel, stride, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    batch = [draw(st.integers(1, 2)) for _ in range(axis)]
+    extent = dilation * (kernel - 1) + 1
+    shape = (*batch, group * draw(st.integers(1, 2)), *[extent + draw(st.integers(0, 2)) for _ in range(spatial)])
+    type_name = draw(st.sampled_from(["Convolution", "Deconvolution"]))
+    written = draw(st.sampled_from([axis, axis - len(shape)]))
+    check_any_axis(type_name, shape, axis, kernel, 2 * group, stride, 0, dilation, group, written)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((2, 3, 4, 3, 2), 2), ((2, 3, 4, 5), 2), ((2, 3, 4), 2), ((3, 4, 5), 0), ((2, 2, 3, 4, 3), 3)]
+)
+def test_the_axes_before_the_channels_are_the_batch(shape, axis):
+    check_any_axis("Convolution", shape, axis, 2, 3)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_a_kernel_that_reaches_past_the_padded_image_finds_zeros_there(data):
+    """One window, as long as it reaches past it by less than the stride."""
+    draw = data.draw
+    axes, group = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    pad, stride, dilation = draw(st.integers(0, 1)), draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    beyond = draw(st.integers(1, stride - 1))
+    kernel = draw(st.integers(2, 4))
+    size = dilation * (kernel - 1) + 1 - 2 * pad - beyond
+    assume(size > 0)
+    other = [size + draw(st.integers(0, 3)) for _ in range(axes - 1)]
+    shape = (2, group * draw(st.integers(1, 2)), *draw(st.permutations([size, *other])))
+    check_any_axis("Convolution", shape, 1, kernel, 2 * group, stride, pad, dilation, group)
+
+
+def test_a_kernel_that_reaches_past_the_image_after_a_reshape():
+    text = "type: 'Convolution' convolution_param { num_output: 2 kernel_size: 3 stride: 2 }"
+    runner = Runner(text, [gaussian((2, 3, 6, 6))])
+    weights, bias = (blob.host_data().astype(np.float64) for blob in runner.layer.blobs)
+    for shape in ((1, 3, 2, 7), (2, 3, 5, 2), (2, 3, 6, 6)):
+        x = gaussian(shape)
+        runner.bottom[0].reshape(shape)
+        runner.layer.reshape(runner.bottom, runner.top)
+        wanted = sampled(x.astype(np.float64), weights, 2, 0, 1, 1, 1) + bias.reshape(-1, 1, 1)
+        assert np.allclose(runner.forward([x])[0], wanted, atol=1e-5)
+
+
+def test_several_bottoms_with_channels_at_axis_2():
+    text = "type: 'Convolution' convolution_param { num_output: 2 kernel_size: 2 axis: 2 }"
+    params = [gaussian((2, 3, 2, 2), 3), gaussian((2,), 4)]
+
+    def reference(x, z, weights, bias):
+        return tuple(sampled(v, weights, 1, 0, 1, 1, 2) + bias.reshape(-1, 1, 1) for v in (x, z))
+
+    check_layer(text, [gaussian((2, 2, 3, 3, 4)), gaussian((2, 2, 3, 3, 4), 5)], reference, params=params)
 
 
 def check(formula, type_name, shape, outputs, kernel, stride=1, pad=0, dilation=1, group=1, bias=True):
@@ -139,7 +268,11 @@ def test_reshaping_makes_a_new_plan():
         ("num_output: 2 kernel_size: 3 kernel_h: 3 kernel_w: 3", "either kernel_size or kernel_h"),
         ("num_output: 2 kernel_size: 0", "kernel is .0, 0.; no entry may be 0"),
         ("num_output: 2 kernel_size: 3 stride: 0", "stride is .0, 0."),
-        ("num_output: 2 kernel_size: 3 axis: 2", "axis is 2, but channels must be axis 1"),
+        (
+            "num_output: 2 kernel_h: 3 kernel_w: 3 axis: 2",
+            "kernel_h and kernel_w are for two spatial axes, .* here are 1",
+        ),
+        ("num_output: 2 kernel_size: 3 kernel_size: 3 axis: 3", "kernel_size is given 2 times.* each of 0 axes"),
     ],
 )
 def test_settings_that_do_not_fit(settings_text, message):
@@ -151,6 +284,8 @@ def test_settings_that_do_not_fit(settings_text, message):
     ("settings_text", "message"),
     [
         ("num_output: 2 kernel_size: 7", r"kernel \(7, 7\).*smaller kernel or more padding.*'a' is 1 3 6 6 \(108\)"),
+        ("num_output: 2 kernel_size: 8 stride: 2", r"kernel \(8, 8\).*leaves a spatial output of \(0, 0\)"),
+        ("num_output: 2 kernel_size: 3 axis: 4", r"layer 'L' \(Convolution\): axis 4 does not exist in shape 1 3 6 6"),
         ("num_output: 3 kernel_size: 3 group: 2", "group 2 must divide both the 3 input channels and num_output 3"),
     ],
 )
@@ -168,5 +303,7 @@ def test_bottoms_of_two_shapes():
 def test_channels_that_the_weights_do_not_have():
     runner = Runner("type: 'Convolution' convolution_param { num_output: 2 kernel_size: 2 }", [gaussian((1, 3, 4, 4))])
     runner.bottom[0].reshape((1, 5, 4, 4))
-    with pytest.raises(ShapeError, match=r"need 3 channels.*'a' is 1 5 4 4 \(80\); 'L\[0\]' is 2 3 2 2"):
+    with pytest.raises(
+        ShapeError, match=r"need 3 channels at axis 1 and 2 spatial axes.*'a' is 1 5 4 4 \(80\); 'L\[0\]' is 2 3 2 2"
+    ):
         runner.layer.reshape(runner.bottom, runner.top)
