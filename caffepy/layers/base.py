@@ -117,6 +117,8 @@ class Layer:
     """Whether tops that the prototxt does not name are made, up to the fewest allowed (losses)."""
     no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
+    no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
+    """Tops whose gradient `backward` leaves out, as Caffe does; the net refuses a loss weight there."""
     half: ClassVar[bool] = False
     """Whether bottoms and tops may be kept in half precision; other layers are given float32."""
     follows_bottom: ClassVar[bool] = False
@@ -146,6 +148,10 @@ class Layer:
         """What the layer's blobs are kept in, set by the net."""
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
+        self.kept_loss: Array | None = None
+        """The layer's part of the loss, taken before a later layer overwrites a top of it; shape (). Set by the net."""
+        self.reader_propagates = False
+        """Whether a later layer gives the first top a gradient, set by the net where that top has a loss weight."""
 
     def top_storage(self, index: int) -> str:
         """What a top is kept in."""

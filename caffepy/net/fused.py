@@ -39,7 +39,7 @@ class FusedLayer(Layer):
         super().__init__(param, members[0].context)
         self.members = list(members)
         self.storage = members[0].storage
-        self.loss_weights = [0.0] * len(members[-1].loss_weights)
+        self.loss_weights = list(members[-1].loss_weights)
         self.blobs = [blob for member in members for blob in member.blobs]
         self.propagate_to_params = [wanted for member in members for wanted in member.propagate_to_params]
 
