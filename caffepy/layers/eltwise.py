@@ -45,6 +45,7 @@ class EltwiseLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
 
     bottoms = (2, None)
     _winner: Temporary

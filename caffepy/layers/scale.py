@@ -26,6 +26,7 @@ class BroadcastLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
 
     bottoms = (1, 2)
     _axis = 0

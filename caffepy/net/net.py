@@ -20,7 +20,7 @@ from caffepy.layers.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
-from caffepy.net.precision import Precision
+from caffepy.net.precision import Precision, find_label_tops
 from caffepy.net.splits import insert_splits
 from caffepy.net.weights import load_blob, proto_shape, same_shape, to_blob_proto
 from caffepy.net.wiring import (
@@ -98,10 +98,13 @@ class Net:
     def _build_layers(self, wiring: Wiring) -> None:
         plan = GradientPlan()
         precision = Precision(self.param, self.backend)
-        for layer_param, overwritten in zip(self.param.layer, overwritten_tops(self.param.layer), strict=True):
+        layers = self.param.layer
+        for layer_param, overwritten, labels in zip(
+            layers, overwritten_tops(layers), find_label_tops(self.param), strict=True
+        ):
             where = f"layer '{layer_param.name}'"
             layer = layer_class(layer_param.type, where)(layer_param, self.context)
-            layer.tops_overwritten = overwritten
+            layer.tops_overwritten, layer.label_tops = overwritten, labels
             node = wiring.connect(layer, precision)
             for one in (*insert_casts(node, self.context), node):
                 self._add_node(one)

@@ -26,7 +26,7 @@ def insert_splits(param: caffe_pb2.NetParameter) -> caffe_pb2.NetParameter:
     Raises:
         ConfigError: a bottom that no earlier layer produces; the message offers the nearest name.
     """
-    sources = _find_sources(param)
+    sources = find_sources(param)
     uses = Counter(sources.values())
     weights = _written_loss_weights(param)
     uses.update(weights.keys())
@@ -61,7 +61,7 @@ def split_blob_name(layer: caffe_pb2.LayerParameter, top: int, use: int) -> str:
     return f"{split_layer_name(layer, top)}_{use}"
 
 
-def _find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]:
+def find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]:
     """For each (layer, bottom) the top that it reads: the last one of that name so far."""
     last: dict[str, Source] = {}
     sources = {}

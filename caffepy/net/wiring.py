@@ -107,12 +107,15 @@ class Wiring:
 
 
 def insert_casts(node: Node, context: LayerContext) -> list[Node]:
-    """Cast layers for bottoms that are kept in another storage than the layer wants; `node` then reads their tops."""
+    """Cast layers for bottoms that are kept in another storage than the layer wants; `node` then reads their tops.
+
+    Labels are wanted in float32 by everybody.
+    """
     layer = node.layer
-    wanted = layer.storage if layer.half else "float32"
     casts = []
     for j, blob in enumerate(node.bottoms):
-        if blob.storage == wanted or j in layer.no_gradient_bottoms:
+        wanted = layer.storage if layer.half and j not in layer.no_gradient_bottoms else "float32"
+        if blob.storage == wanted:
             continue
         name = f"{blob.name}_as_{wanted}"
         cast = layer_class("Cast")(caffe_pb2.LayerParameter(name=name, type="Cast"), context)

@@ -133,9 +133,12 @@ def test_the_other_tops_keep_their_weights() -> None:
 @pytest.mark.parametrize("reader", ["", 'layer { name: "s" type: "Silence" bottom: "p" }'])
 def test_a_weight_at_the_probabilities_is_refused(reader: str) -> None:
     """They have no gradient; where they are read elsewhere, Caffe stops as well."""
-    text = DATA + """layer { name: "label" type: "Input" top: "label" input_param { shape { dim: 4 } } }
+    text = (
+        DATA
+        + """layer { name: "label" type: "Input" top: "label" input_param { shape { dim: 4 } } }
         layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" top: "p"
         loss_weight: 1 loss_weight: 0.5 }"""
+    )
     message = r"layer 'loss' \(SoftmaxWithLoss\): loss_weight 0.5 at its top 'p' \(top 1\) has no effect"
     with pytest.raises(ConfigError, match=message):
         net_of(text + reader)
