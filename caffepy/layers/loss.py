@@ -160,7 +160,7 @@ def cross_entropy(x: Each, target: Each) -> tuple[Each, Each]:
 def cross_entropy_ignoring(x: Each, target: Each, ignored: Scalar) -> tuple[Each, Each]:
     whole = floor(target) if target >= 0 else -floor(-target)
     counts = 0.0 if whole == ignored else 1.0
-    return counts * (max(x, 0.0) - x * target + log1p(exp(-fabs(x)))), counts
+    return 0.0 if whole == ignored else max(x, 0.0) - x * target + log1p(exp(-fabs(x))), counts
 
 
 @expression

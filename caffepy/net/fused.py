@@ -174,7 +174,10 @@ class FusedNormalisation(FusedLayer):
     def _gradient_places(self) -> tuple[Array, Array]:
         """Where the sums go: straight into the parameters' diffs where these hold nothing yet."""
         places = [self._sum_dy_x, self._sum_dy]
-        for i, (layer, index) in enumerate(self._learned()):
+        learned = self._learned()
+        if len({id(layer.blobs[index].gradient_owner) for layer, index in learned}) < len(learned):
+            return places[0], places[1]  # scale and bias are one parameter: its diff cannot hold both sums
+        for i, (layer, index) in enumerate(learned):
             blob = layer.blobs[index]
             if layer.propagate_to_params[index] and not blob.gradient_started:
                 places[i] = blob.diff
@@ -187,6 +190,8 @@ class FusedNormalisation(FusedLayer):
                 continue
             if layer.accumulate(index):
                 self.backend.add(place, blob.diff)
+            elif place is not blob.diff:
+                self.backend.copy(place, blob.diff)
 
 
 class MeasuredConvolution(FusedLayer):
