@@ -68,6 +68,11 @@ class Blob:
         return self._shape
 
     @property
+    def gradient_owner(self) -> Blob:
+        """The blob whose `diff` this one's is: another one's where a parameter is shared across shapes."""
+        return self
+
+    @property
     def count(self) -> int:
         """The number of elements."""
         return math.prod(self._shape)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu_runtime import Entry, address_of
-from caffepy.backend.cpu_vector import select
+from caffepy.backend.cpu_vector import larger_of, select, smaller_of
 from caffepy.backend.expression import Expression, Kind
 
 GRAIN = 16384
@@ -34,6 +34,8 @@ _FUNCTIONS = {
     "tanh": math.tanh,
     "fabs": math.fabs,
     "select": select,
+    "larger_of": larger_of,
+    "smaller_of": smaller_of,
     "floor": np.floor,  # math's makes an integer of a float
     "isfinite": math.isfinite,
 }
@@ -96,11 +98,20 @@ def _formula(expression: Expression, index: str, channel: str, same: Same = ()) 
 
 
 class _Select(ast.NodeTransformer):
-    """`a if c else b` as a call, which computes both: a branch around a store keeps the loop from being vectorised."""
+    """`a if c else b` as a call, which computes both: a branch around a store keeps the loop from being vectorised.
+
+    Likewise min and max, whose Python forms drop a NaN that is not the first.
+    """
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         self.generic_visit(node)
         return ast.Call(ast.Name("select"), [node.test, node.body, node.orelse], [])
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        assert isinstance(node.func, ast.Name)
+        name = {"max": "larger_of", "min": "smaller_of"}.get(node.func.id, node.func.id)
+        return ast.Call(ast.Name(name), node.args, [])
 
 
 def _without_branches(line: str) -> str:

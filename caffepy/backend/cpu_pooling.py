@@ -40,11 +40,12 @@ class _WindowWriter(Writer):
         self.store(self.builder.bitcast(where, VECTOR), self.vector_at(mask, self.word(0)), wanted, lanes)
 
     def _better(self, found: list[Any] | None, value: Any, at: Any) -> list[Any]:
-        """The larger of what was found and `value` at place `at`, and its place; the first one wins."""
+        """The larger of what was found and `value` at place `at`, and its place; the first one wins, and the first NaN."""
         where = self.splat(self.builder.trunc(at, ir.IntType(32)))
         if found is None:
             return [value, where]
-        larger = self.builder.fcmp_ordered(">", value, found[0])
+        number = self.builder.fcmp_ordered("==", found[0], found[0])
+        larger = self.builder.and_(self.builder.fcmp_unordered(">", value, found[0]), number)
         return [self.builder.select(larger, value, found[0]), self.builder.select(larger, where, found[1])]
 
 

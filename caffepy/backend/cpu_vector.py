@@ -143,6 +143,27 @@ def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) ->
     return types.void(pointer, pointer, types.int64), generate
 
 
+def _extreme(comparison: str) -> Any:
+    """The larger (">") or smaller ("<") of two float32, NaN where one of them is NaN, without a branch."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, second = arguments
+        # Where the second is a number this is one instruction; a NaN there comes back as it loses no comparison.
+        better = builder.or_(
+            builder.fcmp_ordered(comparison, first, second), builder.fcmp_unordered("uno", first, first)
+        )
+        return builder.select(better, first, second)
+
+    def typed(typing_context: Any, first: Any, second: Any) -> Any:
+        return types.float32(types.float32, types.float32), generate
+
+    return intrinsic(typed)
+
+
+larger_of = _extreme(">")
+smaller_of = _extreme("<")
+
+
 @intrinsic
 def select(typing_context: Any, condition: Any, yes: Any, no: Any) -> Any:
     """One of two float32, both of which are computed, without a branch."""

@@ -49,10 +49,13 @@ FUNCTIONS = {
     "fabs": "fabsf",
     "floor": "floorf",
     "isfinite": "isfinite",
-    "min": "fminf",
-    "max": "fmaxf",
+    "min": "smaller_of",
+    "max": "larger_of",
 }
-"""Functions that a formula may call, with their names in CUDA C; in Python those of `math`, min and max."""
+"""Functions that a formula may call, with their names in CUDA C; in Python those of `math`, min and max.
+
+On a device min and max take two values and give NaN where either is NaN, unlike C's fminf and fmaxf.
+"""
 
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "+",

@@ -18,6 +18,7 @@ class ActivationLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
 
     _kept: Temporary | None = None
 

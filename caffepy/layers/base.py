@@ -117,10 +117,14 @@ class Layer:
     """Whether tops that the prototxt does not name are made, up to the fewest allowed (losses)."""
     no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
+    no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
+    """Tops whose gradient `backward` leaves out, as Caffe does; the net refuses a loss weight there."""
     half: ClassVar[bool] = False
     """Whether bottoms and tops may be kept in half precision; other layers are given float32."""
     follows_bottom: ClassVar[bool] = False
     """Whether the tops are kept as the first bottom is, unless the prototxt says otherwise."""
+    keeps_labels: ClassVar[bool] = False
+    """Whether tops can be labels where bottoms are: the layer moves numbers, or maps each by itself."""
     exact_tops: ClassVar[int | None] = None
     """First top that is always float32 (labels)."""
     feeds: ClassVar[bool] = False
@@ -144,12 +148,18 @@ class Layer:
         """What `temporary` made, by name."""
         self.storage = "float32"
         """What the layer's blobs are kept in, set by the net."""
+        self.label_tops: frozenset[int] = frozenset()
+        """Tops that some layer reads as labels, set by the net before `storage`."""
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
+        self.kept_loss: Array | None = None
+        """The layer's part of the loss, taken before a later layer overwrites a top of it; shape (). Set by the net."""
+        self.reader_propagates = False
+        """Whether a later layer gives the first top a gradient, set by the net where that top has a loss weight."""
 
     def top_storage(self, index: int) -> str:
         """What a top is kept in."""
-        exact = not self.half or (self.exact_tops is not None and index >= self.exact_tops)
+        exact = not self.half or (self.exact_tops is not None and index >= self.exact_tops) or index in self.label_tops
         return "float32" if exact else self.storage
 
     # -- to be written by layer types ----------------------------------------------------------------

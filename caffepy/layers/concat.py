@@ -13,6 +13,7 @@ class AxisLayer(Layer):
     """A layer whose blobs agree in every axis but one."""
 
     half = True
+    keeps_labels = True
 
     _axis: int
     _bounds: list[tuple[int, int]]

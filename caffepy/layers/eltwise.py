@@ -18,12 +18,12 @@ def weighted_sum(a: Each, b: Each, weight_a: Scalar, weight_b: Scalar) -> Each:
 
 @expression
 def larger(a: Each, b: Each) -> tuple[Each, Each]:
-    return (a if a > b else b), (0.0 if a > b else 1.0)
+    return (a if a != a else (a if a > b else b)), (0.0 if a != a else (0.0 if a > b else 1.0))
 
 
 @expression
 def larger_next(y: Each, winner: Each, b: Each, number: Scalar) -> tuple[Each, Each]:
-    return (b if b > y else y), (number if b > y else winner)
+    return (b if b != b else (b if b > y else y)), (number if b != b else (number if b > y else winner))
 
 
 @expression
@@ -45,6 +45,7 @@ class EltwiseLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
 
     bottoms = (2, None)
     _winner: Temporary

@@ -40,16 +40,24 @@ class LossLayer(Layer):
             raise self.shape_error("both bottoms must have the same first axis, N", bottom[0], bottom[1])
         top[0].reshape(())
 
+    @property
+    def _knows_weight(self) -> bool:
+        """Whether the first top's gradient is its loss weight: not where a layer above writes that gradient.
+
+        Then the unwritten weight 1 counts in the loss that is reported, but not in the gradient, as in Caffe.
+        """
+        return bool(self.loss_weights and self.loss_weights[0]) and not self.reader_propagates
+
     def weight(self) -> float:
         """The gradient of the loss by the first top, if it is known beforehand; else 1 (see `finish`)."""
-        return self.loss_weights[0] if self.loss_weights and self.loss_weights[0] else 1.0
+        return self.loss_weights[0] if self._knows_weight else 1.0
 
     def finish(self, top: Blobs, dx: Array) -> None:
         """Multiply a bottom's diff by the first top's, where that is not a loss weight but comes from layers above.
 
         Where it is one, the loss scale comes in instead.
         """
-        if not (self.loss_weights and self.loss_weights[0]):
+        if not self._knows_weight:
             self.backend.apply(product_with_channel, (dx, top[0].diff), (dx,), 0)
         elif self.context.loss_scale is not None:
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
@@ -95,6 +103,7 @@ class SoftmaxWithLossLayer(LossLayer):
     """
 
     tops = (1, 2)
+    no_gradient_tops = frozenset({1})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if self.param.loss_param.label_smoothing:
@@ -151,7 +160,7 @@ def cross_entropy(x: Each, target: Each) -> tuple[Each, Each]:
 def cross_entropy_ignoring(x: Each, target: Each, ignored: Scalar) -> tuple[Each, Each]:
     whole = floor(target) if target >= 0 else -floor(-target)
     counts = 0.0 if whole == ignored else 1.0
-    return counts * (max(x, 0.0) - x * target + log1p(exp(-fabs(x)))), counts
+    return 0.0 if whole == ignored else max(x, 0.0) - x * target + log1p(exp(-fabs(x))), counts
 
 
 @expression

@@ -23,6 +23,7 @@ class PoolingLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
 
     tops = (1, 2)
     _mask: Temporary

@@ -26,6 +26,7 @@ class BroadcastLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
 
     bottoms = (1, 2)
     _axis = 0
@@ -169,7 +170,7 @@ class ScaleLayer(BroadcastLayer):
         if len(self.blobs) < 2 or self._whole or not all(self.propagate_to_params):
             return False
         scale, bias = self.blobs
-        if scale.gradient_started != bias.gradient_started:
+        if scale.gradient_started != bias.gradient_started or scale.gradient_owner is bias.gradient_owner:
             return False
         accumulate = self.accumulate(0) and self.accumulate(1)
         bias.gradient_started = True

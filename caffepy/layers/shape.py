@@ -16,6 +16,7 @@ class ReshapingLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
     follows_bottom = True
 
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None

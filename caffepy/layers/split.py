@@ -13,6 +13,7 @@ class SplitLayer(Layer):
     """
 
     half = True
+    keeps_labels = True
     follows_bottom = True
 
     tops = (1, None)

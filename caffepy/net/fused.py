@@ -39,7 +39,7 @@ class FusedLayer(Layer):
         super().__init__(param, members[0].context)
         self.members = list(members)
         self.storage = members[0].storage
-        self.loss_weights = [0.0] * len(members[-1].loss_weights)
+        self.loss_weights = list(members[-1].loss_weights)
         self.blobs = [blob for member in members for blob in member.blobs]
         self.propagate_to_params = [wanted for member in members for wanted in member.propagate_to_params]
 
@@ -174,7 +174,10 @@ class FusedNormalisation(FusedLayer):
     def _gradient_places(self) -> tuple[Array, Array]:
         """Where the sums go: straight into the parameters' diffs where these hold nothing yet."""
         places = [self._sum_dy_x, self._sum_dy]
-        for i, (layer, index) in enumerate(self._learned()):
+        learned = self._learned()
+        if len({id(layer.blobs[index].gradient_owner) for layer, index in learned}) < len(learned):
+            return places[0], places[1]  # scale and bias are one parameter: its diff cannot hold both sums
+        for i, (layer, index) in enumerate(learned):
             blob = layer.blobs[index]
             if layer.propagate_to_params[index] and not blob.gradient_started:
                 places[i] = blob.diff
@@ -187,6 +190,8 @@ class FusedNormalisation(FusedLayer):
                 continue
             if layer.accumulate(index):
                 self.backend.add(place, blob.diff)
+            elif place is not blob.diff:
+                self.backend.copy(place, blob.diff)
 
 
 class MeasuredConvolution(FusedLayer):

@@ -20,7 +20,7 @@ from caffepy.layers.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
-from caffepy.net.precision import Precision
+from caffepy.net.precision import Precision, find_label_tops
 from caffepy.net.splits import insert_splits
 from caffepy.net.weights import is_stored, load_blob, proto_shape, same_shape, to_blob_proto
 from caffepy.net.wiring import (
@@ -28,6 +28,8 @@ from caffepy.net.wiring import (
     Node,
     Wiring,
     check_gradients,
+    check_loss_weights,
+    find_loss_readers,
     force_backward,
     insert_casts,
     overwritten_tops,
@@ -77,9 +79,9 @@ class Net:
         self._table = ParameterTable()
         self._buffer: ParameterBuffer | None = None
         self._log_level = logging.INFO if context.shard.rank == 0 and self.backend.holds_values else logging.DEBUG
-        self.param = insert_splits(
-            filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
-        )
+        filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
+        check_loss_weights(filtered)
+        self.param = insert_splits(filtered)
         wiring = Wiring(self.backend)
         self._build_layers(wiring)
         self._plan_backward()
@@ -96,10 +98,13 @@ class Net:
     def _build_layers(self, wiring: Wiring) -> None:
         plan = GradientPlan()
         precision = Precision(self.param, self.backend)
-        for layer_param, overwritten in zip(self.param.layer, overwritten_tops(self.param.layer), strict=True):
+        layers = self.param.layer
+        for layer_param, overwritten, labels in zip(
+            layers, overwritten_tops(layers), find_label_tops(self.param), strict=True
+        ):
             where = f"layer '{layer_param.name}'"
             layer = layer_class(layer_param.type, where)(layer_param, self.context)
-            layer.tops_overwritten = overwritten
+            layer.tops_overwritten, layer.label_tops = overwritten, labels
             node = wiring.connect(layer, precision)
             for one in (*insert_casts(node, self.context), node):
                 self._add_node(one)
@@ -115,6 +120,10 @@ class Net:
 
     def _plan_backward(self) -> None:
         prune_backward(self.nodes)
+        find_loss_readers(self.nodes)
+        for node in self.nodes:
+            if node.layer.tops_overwritten and any(node.layer.loss_weights):
+                node.layer.kept_loss = self.backend.zeros(())
         if self.param.force_backward:
             force_backward(self.nodes)
         if self.phase == caffe_pb2.TRAIN:
@@ -259,8 +268,18 @@ class Net:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
                 node.layer.check()
+        if node.layer.kept_loss is not None:
+            self._keep_loss(node, node.layer.kept_loss)
         if self.debug_info:
             debug.log_forward(node)
+
+    def _keep_loss(self, node: Node, total: Array) -> None:
+        """Add up the loss of tops that a later layer works on in place."""
+        accumulate = False
+        for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
+            if weight:
+                self.backend.reduce(scaled, (top.data, weight), (total,), accumulate=accumulate)
+                accumulate = True
 
     def backward(self) -> None:
         """Run backward every layer that lies between a learnable parameter and the loss."""
@@ -273,6 +292,7 @@ class Net:
     def backward_node(self, node: Node) -> None:
         """Run one layer of the schedule backward, if it has to."""
         if node.need_backward:
+            self._put_loss_weights(node)
             lending = self.backend.lending(node.backward_room)
             with self.trace.span("backward", node.layer.name), _named(node.layer), lending:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
@@ -280,6 +300,19 @@ class Net:
                 debug.log_backward(node)
         for callback in self.after_backward:
             callback(node)
+
+    def _put_loss_weights(self, node: Node) -> None:
+        """Fill the diffs of tops with a loss weight, in every pass: layers in place overwrite them.
+
+        Losses know their weight, and that the loss scale comes in.
+        """
+        if node.layer.is_loss:
+            return
+        for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
+            if weight:
+                self.backend.fill(top.diff, weight)
+                if self.context.loss_scale is not None:
+                    self.backend.apply(scaled, (top.diff, self.context.loss_scale), (top.diff,))
 
     def changed_shapes(self) -> bool:
         """Whether a data layer's new batch has another shape or form than those that its readers were made for."""
@@ -289,20 +322,25 @@ class Net:
 
     def add_loss(self, total: Array, accumulate: bool) -> None:
         """total (+)= the loss of this pass, on the device; `total` has shape ()."""
-        for node in self.nodes:
-            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
-                if weight:
-                    self.backend.reduce(scaled, (top.data, weight), (total,), accumulate=accumulate)
-                    accumulate = True
+        for values, weight in self._losses():
+            self.backend.reduce(scaled, (values, weight), (total,), accumulate=accumulate)
+            accumulate = True
 
     def loss(self) -> float:
         """The sum over all tops of loss weight times the sum of the top's elements; waits for the device."""
         return sum(
-            weight * float(top.host_data().sum(dtype="float64"))
-            for node in self.nodes
-            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
-            if weight
+            weight * float(self.backend.to_host(values).sum(dtype="float64")) for values, weight in self._losses()
         )
+
+    def _losses(self) -> Iterator[tuple[Array, float]]:
+        """What is added up to the loss after a forward pass, and its weights."""
+        for node in self.nodes:
+            if node.layer.kept_loss is not None:
+                yield node.layer.kept_loss, 1.0
+                continue
+            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
+                if weight:
+                    yield top.data, weight
 
     def clear_param_diffs(self) -> None:
         """Forget the parameter gradients; the next backward pass overwrites them."""
@@ -318,9 +356,8 @@ class Net:
         with _named(node.layer):
             node.layer.reshape(node.bottoms, node.tops)
         node.shapes = [bottom.shape for bottom in node.bottoms]
-        for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
-            if weight:
-                self.backend.fill(top.diff, weight)
+        if node.layer.is_loss and node.layer.loss_weights[0]:
+            self.backend.fill(node.tops[0].diff, node.layer.loss_weights[0])
 
     def check(self) -> None:
         """Raise what layers noticed on the device; call when it is idle."""

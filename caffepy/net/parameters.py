@@ -68,6 +68,10 @@ class SharedBlob(Blob):
         super().__init__(owner.backend, shape, name)
 
     @property
+    def gradient_owner(self) -> Blob:
+        return self._owner
+
+    @property
     def gradient_started(self) -> bool:
         """The owner's: the two have one gradient."""
         return self._owner.gradient_started

@@ -1,7 +1,8 @@
-"""What each layer's blobs are kept in: NVIDIA Caffe's type fields, and the Cast layers between layers that differ.
+"""What each layer's blobs are kept in: NVIDIA Caffe's type fields, and which blobs are labels.
 
 Owns the reading of `default_forward_type`, `forward_type` and their companions. Sums are kept in float32 whatever the
-`*_math` fields say: on the chips of today that costs nothing.
+`*_math` fields say: on the chips of today that costs nothing. Labels are float32 from where they come from: float16 has
+no whole numbers beyond 2,048 but the even ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 
 from caffepy.backend import Backend
 from caffepy.errors import ConfigError
-from caffepy.layers.base import Layer
+from caffepy.layers.base import Layer, layer_class
+from caffepy.net.splits import Source, find_sources
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,37 @@ def storage_name(kind: caffe_pb2.Type, where: str) -> str:
             f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16"
         )
     return _STORAGE[kind]
+
+
+def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
+    """For each layer of a net with its Split layers the tops that have to be kept in float32, as labels come that way.
+
+    A top does if it reaches a bottom that takes labels through layers that only move numbers or map each by itself, and
+    if its own numbers may be exact: those of data, of layers that know float32 alone, or of another such top.
+    """
+    classes = [layer_class(layer.type, f"layer '{layer.name}'") for layer in net.layer]
+    sources = find_sources(net)
+    wanted = _read_as_labels(net, classes, sources)
+    exact: set[Source] = set()
+    for i, (layer, kind) in enumerate(zip(net.layer, classes, strict=True)):
+        handed_on = kind.keeps_labels and any(sources[i, j] in exact for j in range(len(layer.bottom)))
+        if not layer.bottom or not kind.half or handed_on:
+            exact.update((i, j) for j in range(len(layer.top)) if (i, j) in wanted)
+    return [frozenset(j for j in range(len(layer.top)) if (i, j) in exact) for i, layer in enumerate(net.layer)]
+
+
+def _read_as_labels(
+    net: caffe_pb2.NetParameter, classes: list[type[Layer]], sources: dict[tuple[int, int], Source]
+) -> set[Source]:
+    """The tops that labels are made of, whatever these are made of."""
+    found: set[Source] = set()
+    for i in reversed(range(len(net.layer))):
+        layer, kind = net.layer[i], classes[i]
+        bottoms = range(len(layer.bottom))
+        found.update(sources[i, j] for j in bottoms if j in kind.no_gradient_bottoms)
+        if kind.keeps_labels and any((i, j) in found for j in range(len(layer.top))):
+            found.update(sources[i, j] for j in bottoms)
+    return found
 
 
 class Precision:
@@ -59,6 +92,8 @@ class Precision:
             return "float32"
         if in_place is not None:
             return in_place
+        if layer.keeps_labels and layer.label_tops:
+            return "float32"
         if layer.follows_bottom and bottoms and not layer.param.HasField("forward_type"):
             return bottoms[0]
         return self._asked(layer)

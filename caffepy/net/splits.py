@@ -19,12 +19,14 @@ Source = tuple[int, int]
 def insert_splits(param: caffe_pb2.NetParameter) -> caffe_pb2.NetParameter:
     """A copy of `param` with a Split layer after each layer whose top is used more than once.
 
-    A nonzero loss weight written at a top counts as a use; it moves to the Split's first top.
+    A nonzero loss weight written at a top counts as a use; it moves to the Split's first top. What is left behind is an
+    explicit 0, where Caffe leaves nothing: its loss layers take that for 1 and add their loss twice, and the weights of
+    the layer's other tops are lost.
 
     Raises:
         ConfigError: a bottom that no earlier layer produces; the message offers the nearest name.
     """
-    sources = _find_sources(param)
+    sources = find_sources(param)
     uses = Counter(sources.values())
     weights = _written_loss_weights(param)
     uses.update(weights.keys())
@@ -45,7 +47,7 @@ def insert_splits(param: caffe_pb2.NetParameter) -> caffe_pb2.NetParameter:
             if uses[i, j] > 1:
                 _add_split(result, original, j, uses[i, j], weights.get((i, j), 0.0))
                 if (i, j) in weights:
-                    layer.ClearField("loss_weight")
+                    layer.loss_weight[j] = 0
     return result
 
 
@@ -59,7 +61,7 @@ def split_blob_name(layer: caffe_pb2.LayerParameter, top: int, use: int) -> str:
     return f"{split_layer_name(layer, top)}_{use}"
 
 
-def _find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]:
+def find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]:
     """For each (layer, bottom) the top that it reads: the last one of that name so far."""
     last: dict[str, Source] = {}
     sources = {}

@@ -107,12 +107,15 @@ class Wiring:
 
 
 def insert_casts(node: Node, context: LayerContext) -> list[Node]:
-    """Cast layers for bottoms that are kept in another storage than the layer wants; `node` then reads their tops."""
+    """Cast layers for bottoms that are kept in another storage than the layer wants; `node` then reads their tops.
+
+    Labels are wanted in float32 by everybody.
+    """
     layer = node.layer
-    wanted = layer.storage if layer.half else "float32"
     casts = []
     for j, blob in enumerate(node.bottoms):
-        if blob.storage == wanted or j in layer.no_gradient_bottoms:
+        wanted = layer.storage if layer.half and j not in layer.no_gradient_bottoms else "float32"
+        if blob.storage == wanted:
             continue
         name = f"{blob.name}_as_{wanted}"
         cast = layer_class("Cast")(caffe_pb2.LayerParameter(name=name, type="Cast"), context)
@@ -154,6 +157,22 @@ def _loss_weights(layer: Layer, tops: int) -> list[float]:
     return written or [1.0 if layer.is_loss and j == 0 else 0.0 for j in range(tops)]
 
 
+def check_loss_weights(param: caffe_pb2.NetParameter) -> None:
+    """Refuse weights that would count in the loss and in no gradient; to be asked before the splits take weights away.
+
+    Raises:
+        ConfigError: a loss weight is written at a top whose gradient its layer leaves out.
+    """
+    for layer in param.layer:
+        where = f"layer '{layer.name}' ({layer.type})"
+        for index in sorted(layer_class(layer.type, f"layer '{layer.name}'").no_gradient_tops):
+            if index < min(len(layer.loss_weight), len(layer.top)) and layer.loss_weight[index]:
+                raise ConfigError(
+                    f"{where}: loss_weight {layer.loss_weight[index]:g} at its top '{layer.top[index]}' (top {index}) "
+                    "has no effect on any gradient; write loss_weight: 0 for that top"
+                )
+
+
 class GradientPlan:
     """Finds out, while layers are added in order, which blobs depend on something learnable."""
 
@@ -190,6 +209,19 @@ def prune_backward(nodes: list[Node]) -> None:
             node.need_backward = False
             node.propagate_down = [False] * len(node.bottoms)
         skipped.update(blob for blob, down in zip(node.bottoms, node.propagate_down, strict=True) if not down)
+
+
+def find_loss_readers(nodes: list[Node]) -> None:
+    """Tell losses whose first top has a weight that nobody wrote whether a later layer writes that top's gradient.
+
+    A weight that was written is on a Split's first top where there are readers, so that gradients are added up.
+    """
+    for index, node in enumerate(nodes):
+        if node.layer.is_loss and node.layer.loss_weights[0]:
+            readers = [later for later in nodes[index + 1 :] if node.tops[0] in later.bottoms]
+            node.layer.reader_propagates = any(
+                later.need_backward and later.propagate_down[later.bottoms.index(node.tops[0])] for later in readers
+            )
 
 
 def force_backward(nodes: list[Node]) -> None:

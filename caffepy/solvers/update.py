@@ -43,17 +43,6 @@ def control(
     )
 
 
-def _check_losses(net: Net) -> None:
-    """Refuse losses whose gradient is a constant of the net's: a loss scale reaches loss layers alone.
-
-    Raises:
-        ConfigError: another layer's top has a loss weight.
-    """
-    for layer in net.layers:
-        if any(layer.loss_weights) and not layer.is_loss:
-            raise layer.error("a loss_weight here does not go with global_grad_scale; leave one of the two out")
-
-
 class Update:
     """A solver's update.
 
@@ -79,7 +68,6 @@ class Update:
         self._total, self._good, self._scale, self._go, self.loss_scale = (self._backend.zeros(()) for _ in range(5))
         self.restore_loss_scale(0.0)
         if scaled:
-            _check_losses(net)
             net.context.loss_scale = self.loss_scale
 
     @property

@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_loss(Loss &loss, Softmax s, float own, int l
         atomicMax(bad_label, (int)place);
         return;
     }
-    loss.sum -= (double)logf(fmaxf(s(own), 1.175494351e-38f));
+    loss.sum -= (double)logf(larger_of(s(own), 1.175494351e-38f));
     loss.counted += 1.0;
 }
 

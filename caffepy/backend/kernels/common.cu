@@ -3,6 +3,27 @@
 #define EACH_INDEX(i, n) \
     for (unsigned int i = blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += gridDim.x * blockDim.x)
 
+// The larger and the smaller of two numbers, NaN where one of them is NaN: C's fmaxf and fminf would hide it.
+__device__ __forceinline__ float larger_of(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return a > b || a != a ? a : b;
+#endif
+}
+
+__device__ __forceinline__ float smaller_of(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return a < b || a != a ? a : b;
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);

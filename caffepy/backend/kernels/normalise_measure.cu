@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-        const float mean = first[j] * share, squares = fmaxf(second[j] - first[j] * mean, 0.0f);
+        const float mean = first[j] * share, squares = larger_of(second[j] - first[j] * mean, 0.0f);
         const float distance = origin[j] - pivots[slot + j] + mean;
         first[j] = seen * distance;
         second[j] = seen ? squares + seen * distance * distance : 0.0f;

@@ -48,6 +48,9 @@ __device__ __forceinline__ int nearest(int i, int size) { return min(max(i, 0), 
 
 #ifdef MASK
 
+// Whether a value takes the place of the best so far: the first maximum does, and the first NaN, which passes on.
+__device__ __forceinline__ bool wins(float value, float best) { return !(value <= best) && best == best; }
+
 // TOGETHER output rows are one thread's: windows that overlap share what they load.
 
 // Number of a place in its window; without padding it is known before, as repetitions at the end are never the first maximum.
@@ -87,7 +90,7 @@ extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, S
 #pragma unroll
                     for (int k = 0; k < WIDTH; ++k) {
                         const float value = to_float(raw[c][k]);
-                        if (value > best[r][k]) best[r][k] = value, where[r][k] = code;
+                        if (wins(value, best[r][k])) best[r][k] = value, where[r][k] = code;
                     }
                 }
             }

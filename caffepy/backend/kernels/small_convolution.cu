@@ -253,8 +253,8 @@ gather(const Element *image, const Element *weights, const float *bias, Element 
                 const int place = (warp_m * TILES_M + i) * 16 + g + 8 * h;
                 const float first = sums[q][2 * h] + low, second = sums[q][2 * h + 1] + high;
                 if (place >= there) continue;
-                store_pair<Element, OUTPUTS>(first_place + place * OUTPUTS, n, relu ? fmaxf(first, 0.0f) : first,
-                                             relu ? fmaxf(second, 0.0f) : second);
+                store_pair<Element, OUTPUTS>(first_place + place * OUTPUTS, n, relu ? larger_of(first, 0.0f) : first,
+                                             relu ? larger_of(second, 0.0f) : second);
             }
         }
     }

@@ -8,7 +8,7 @@ struct Statistics {
 // Takes in a channel with m elements.
 __device__ __forceinline__ void keep(const Statistics &s, unsigned int c, double mean, double variance, unsigned int m,
                                      float old_mean, float old_variance) {
-    variance = fmax(variance, 0.0);
+    variance = variance < 0.0 ? 0.0 : variance;  // NaN stays
     s.mean[c] = (float)mean;
     s.inverse[c] = (float)rsqrt(variance + s.epsilon);
     s.sum_mean[c] = s.fraction * old_mean + (float)mean;

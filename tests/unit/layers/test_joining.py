@@ -123,3 +123,12 @@ def test_split_shares_memory():
 def test_silence_stops_gradients():
     result = Runner("type: 'Silence'", [gaussian((2, 3)), gaussian((4,))]).run([])
     assert [diff.any() for diff in result.bottom_diffs] == [False, False]
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_nan_wins_a_maximum(where):
+    inputs = [gaussian((3, 4), i) for i in range(3)]
+    inputs[where][1, 2] = np.nan
+    result = Runner("type: 'Eltwise' eltwise_param { operation: MAX }", inputs).run([np.ones((3, 4), np.float32)])
+    np.testing.assert_array_equal(result.tops[0], np.maximum(np.maximum(*inputs[:2]), inputs[2]))
+    assert [diff[1, 2] for diff in result.bottom_diffs] == [float(i == where) for i in range(3)]

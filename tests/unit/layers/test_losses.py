@@ -133,6 +133,15 @@ def test_sigmoid_cross_entropy_of_large_scores_is_finite():
     assert result.bottom_diffs[0].tolist() == [[-1, 1]]
 
 
+@pytest.mark.parametrize("ignored_score", [np.inf, -np.inf, np.nan, 3e38])
+def test_sigmoid_cross_entropy_ignores_whatever_the_score_is(ignored_score):
+    x, t = np.array([[ignored_score, 2]], np.float32), np.array([[255, 1]], np.float32)
+    text = "type: 'SigmoidCrossEntropyLoss' loss_param { ignore_label: 255 normalization: VALID }"
+    result = Runner(text, [x, t]).run([np.float32(1)])
+    assert result.tops[0] == pytest.approx(cross_entropy(2.0, 1.0), rel=1e-6)
+    np.testing.assert_allclose(result.bottom_diffs[0], [[0, 1 / (1 + np.exp(-2.0)) - 1]], rtol=1e-5)
+
+
 @pytest.mark.parametrize("shapes", [((4, 3), (4, 3)), ((5, 1), (5,)), ((2, 3, 2, 2), (2, 12)), ((2, 12), (2, 3, 2, 2))])
 def test_euclidean(shapes):
     def reference(a, b):

@@ -61,7 +61,7 @@ def test_a_loss_weight_is_a_use_and_moves_to_the_first_top() -> None:
         + 'layer { name: "b" type: "ReLU" bottom: "a" top: "b" }'
     )
     assert [layer.name for layer in layers] == ["data", "a", "a_a_0_split", "b"]
-    assert not layers[1].loss_weight
+    assert list(layers[1].loss_weight) == [0], "a loss layer would take nothing for 1"
     assert list(layers[2].loss_weight) == [2, 0]
     assert list(layers[3].bottom) == ["a_a_0_split_1"]
 

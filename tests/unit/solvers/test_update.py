@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from training import build_solver, weights_of
 
-from caffepy.errors import ConfigError
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
@@ -63,11 +62,18 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved() -> None:
         assert loss_scale(solver) == 512
 
 
-def test_a_loss_weight_that_the_scale_does_not_reach_is_refused() -> None:
-    net = "global_grad_scale: 8 " + NET.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param')
-    message = "a loss_weight here does not go with global_grad_scale"
-    with pytest.raises(ConfigError, match=message), build_solver(SOLVER, net):
-        pytest.fail("it was accepted")
+def test_the_loss_scale_reaches_every_loss_weight() -> None:
+    """Also that of another layer than a loss, and that of a loss that is read elsewhere."""
+    text = NET.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param').replace('top: "loss" }', """top: "loss"
+        loss_weight: 0.5 }
+        layer { name: "double" type: "Power" bottom: "loss" top: "double" loss_weight: 1 power_param { scale: 2 } }""")
+    found = []
+    for scale in ("", "global_grad_scale: 128 "):
+        with build_solver(SOLVER, scale + text) as solver:
+            solver.step(3)
+            found.append(weights_of(solver.net))
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6)
 
 
 def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
