@@ -306,7 +306,7 @@ class Backend(InputPrimitives, ABC):
         """First pass: g = the sum of `dys`, 0 where the ReLU was off; sum_dy = sum of g, sum_dy_x = sum of g * normal.
 
         normal = (x - mean) * inverse. Where the ReLU was off is in `mask` or, without one, worked out from x. `total`
-        gets g; it may be one of `dys`, and must be given if there are several of them.
+        gets g; it may be one of `dys`, and must be given if there are several of them. There may be any number.
         """
 
     @abstractmethod

@@ -29,6 +29,9 @@ SUM_GROUPS = 32
 MOST_SOURCES = 8
 """Arrays that one launch of `total` adds up."""
 
+MOST_GRADIENTS = 4
+"""Gradients that one launch of `backward_sums` adds up; each takes registers of every thread."""
+
 NEEDS = {"normalise_measure": ("statistics",)}
 """Files that a kernel file needs before it, beside the usual ones."""
 
@@ -221,6 +224,7 @@ class Normaliser:
         mask: Array | None, total: Array | None,
     ) -> None:  # fmt: skip
         """See `Backend.batch_norm_backward_sums`."""
+        dys = self._at_most_four(dys, total)
         arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one storage"
         assert total is not None or len(dys) == 1, "several gradients need a place for their sum"
@@ -231,10 +235,21 @@ class Normaliser:
             "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
             SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
         )  # fmt: skip
-        sources = [*dys, *[dys[0]] * (4 - len(dys))]
+        sources = [*dys, *[dys[0]] * (MOST_GRADIENTS - len(dys))]
         out = dys[0] if total is None else total
         place = x if mask is None else mask
         plan.launch(x, *sources, *per_channel, place, out, sum_dy_x, sum_dy, *plan.between_blocks(self._scratch))
+
+    def _at_most_four(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
+        """As many gradients as one launch adds up: the surplus is added up in `total`, which then is one of them."""
+        if len(dys) <= MOST_GRADIENTS:
+            return dys
+        assert total is not None, "several gradients need a place for their sum"
+        here = total.data.ptr
+        # What lies in the total already must be in it afterwards.
+        first, *others = sorted(dys, key=lambda a: a.data.ptr != here)
+        self.total([first, *others[MOST_GRADIENTS - 1 :]], total)
+        return [total, *others[: MOST_GRADIENTS - 1]]
 
     def backward_data(
         self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool

@@ -62,12 +62,33 @@ class Fusion:
         """The node whose values node `index` finds in `blob`."""
         return next((i for i in range(index - 1, -1, -1) if blob in self._nodes[i].tops), None)
 
-    def _next(self, index: int, types: str) -> int | None:
-        """The node behind the first top of node `index`, if it is of that type and not taken."""
-        found = self._reader(index, self._nodes[index].tops[0])
+    def _next(self, chain: Chain, types: str) -> int | None:
+        """The node behind the first top of a chain's last node, if it is of that type and may join the chain."""
+        found = self._reader(chain[-1], self._nodes[chain[-1]].tops[0])
         if found is None or found in self._claimed or self._nodes[found].layer.type != types:
             return None
-        return found
+        # What has a loss weight keeps its top's diff, which a group overwrites.
+        weighted = any(any(self._nodes[i].layer.loss_weights) for i in (*chain, found))
+        return None if weighted or self._cut_off(chain, found) or self._shares_on_the_way(chain, found) else found
+
+    def _cut_off(self, chain: Chain, found: int) -> bool:
+        """Whether `propagate_down: false` keeps node `found`'s gradient from parameters of the chain."""
+        if self._nodes[chain[-1]].need_backward or not self._nodes[found].need_backward:
+            return False
+        return any(any(self._nodes[i].layer.propagate_to_params) for i in chain)
+
+    def _shares_on_the_way(self, chain: Chain, found: int) -> bool:
+        """Whether a node between the chain and node `found`, where it would be computed, has a parameter of the chain.
+
+        Running statistics would be updated in another order, and gradients be taken for complete too early.
+        """
+        names = set().union(*(self._parameter_names(i) for i in chain))
+        between = set(range(chain[0] + 1, found)) - set(chain)
+        return any(not names.isdisjoint(self._parameter_names(i)) for i in between)
+
+    def _parameter_names(self, index: int) -> set[str]:
+        """Names under which a node's parameters are shared."""
+        return {spec.name for spec in self._nodes[index].layer.param.param if spec.name}
 
     def _claim(self, chain: Chain, node: Node) -> None:
         self._claimed.update(chain)
@@ -77,7 +98,7 @@ class Fusion:
 
     def _fuse_activation(self, index: int) -> None:
         node = self._nodes[index]
-        found = self._next(index, "ReLU")
+        found = self._next([index], "ReLU")
         if found is None or len(node.tops) != 1 or not self._is_plain_relu(found):
             return
         if node.layer.type == "InnerProduct" and (len(node.tops[0].shape) != 2 or len(node.layer.blobs) < 2):
@@ -96,7 +117,8 @@ class Fusion:
         if node.layer.param.relu_param.negative_slope != 0:
             return False
         # Dropout in place leaves the sign of what it keeps, and the gradient of what it drops is 0 anyway.
-        return not self._overwritten(index, node.tops[0]) or self._next(index, "Dropout") is not None
+        writers = (later for later in self._nodes[index + 1 :] if node.tops[0] in later.tops)
+        return all(writer.layer.type == "Dropout" for writer in writers)
 
     def _overwritten(self, index: int, blob: Blob) -> bool:
         """Whether a node from `index` on, itself not counted, writes into the blob."""
@@ -110,8 +132,8 @@ class Fusion:
         if norm.uses_stored and norm.context.phase == caffe_pb2.TRAIN:
             return
         chain, residual = self._find_chain(index)
-        source = self._source(index, self._nodes[chain[-1]])
-        if len(chain) == 1 or source is None:
+        source = self._source(index) if len(chain) > 1 else None
+        if source is None:
             return
         node = self._nodes[index]
         last = self._nodes[chain[-1]]
@@ -131,17 +153,17 @@ class Fusion:
         chain, residual = [index], None
         norm = self._nodes[index].layer
         assert isinstance(norm, BatchNormLayer)
-        scale = self._next(chain[-1], "Scale")
+        scale = self._next(chain, "Scale")
         if scale is not None and not norm.scale_bias and self._is_plain_scale(scale):
             chain.append(scale)
-        summing = self._next(chain[-1], "Eltwise")
+        summing = self._next(chain, "Eltwise")
         if summing is not None and self._is_plain_sum(summing):
             chain.append(summing)
             residual = summing
-        relu = self._next(chain[-1], "ReLU")
+        relu = self._next(chain, "ReLU")
         if relu is not None and self._nodes[relu].layer.param.relu_param.negative_slope == 0:
             chain.append(relu)
-        split = self._next(chain[-1], "Split")
+        split = self._next(chain, "Split")
         if split is not None and len(chain) > 1 and self._is_plain_split(split):
             chain.append(split)
         return chain, residual
@@ -161,22 +183,29 @@ class Fusion:
         node = self._nodes[index]
         param = node.layer.param.eltwise_param
         plain = param.operation == caffe_pb2.EltwiseParameter.SUM and all(c == 1 for c in param.coeff)
-        return plain and len(node.bottoms) == 2 and node.bottoms[0] is not node.bottoms[1]
+        apart = len({id(blob) for blob in (*node.bottoms, *node.tops)}) == len(node.bottoms) + 1
+        return plain and len(node.bottoms) == 2 and apart
 
-    def _source(self, index: int, last: Node) -> Blob | None:
+    def _source(self, index: int) -> Blob | None:
         """Where the BatchNorm finds its bottom in the backward pass: a blob of its own if a later layer overwrites it.
 
-        None if its producer cannot write anywhere else.
+        All layers before that use the blob then use the other one, so that those which work in place still do. None if
+        the first of them cannot write anywhere else; nothing is changed then.
         """
         blob = self._nodes[index].bottoms[0]
         if not self._overwritten(index - 1, blob):
             return blob
-        writer = self._writer(index, blob)
-        if writer is None or not self._nodes[writer].bottoms or writer in self._claimed:
+        users = [i for i, node in enumerate(self._nodes[:index]) if blob in node.bottoms or blob in node.tops]
+        if not users or not self._nodes[users[0]].bottoms or not self._claimed.isdisjoint(users):
             return None
+        if not self._nodes[index].propagate_down[0] and any(self._nodes[i].need_backward for i in users):
+            return None  # they find in the blob's diff what a later layer left there
         hidden = Blob(blob.backend, blob.shape, f"{blob.name} before {self._nodes[index].layer.name}", blob.storage)
-        self._nodes[writer].tops[self._nodes[writer].tops.index(blob)] = hidden
-        self._nodes[index].bottoms[0] = hidden
+        lists = [self._nodes[index].bottoms]
+        for i in users:
+            lists += [self._nodes[i].bottoms, self._nodes[i].tops]
+        for blobs in lists:
+            blobs[:] = [hidden if one is blob else one for one in blobs]
         return hidden
 
     def _gradient_tops(self, last: int) -> list[bool]:

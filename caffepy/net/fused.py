@@ -79,7 +79,8 @@ class FusedNormalisation(FusedLayer):
     """y = max(scale * normal(x) + bias + residual, 0), handed to several readers.
 
     A BatchNorm, then where they are there a Scale, an Eltwise sum, a ReLU and a Split. Bottoms: x, and the residual if
-    there is a sum. The second bottom's diff holds the gradient of the sum, which is its own.
+    there is a sum. The gradient of the sum is the second bottom's own, and lies in its diff where that is wanted. Diffs
+    of the tops are overwritten: nobody else reads them.
 
     Args:
         members: the layers.
@@ -154,7 +155,7 @@ class FusedNormalisation(FusedLayer):
         x, n = bottom[0].data, self._normalisation()
         wanted = [blob for blob, comes in zip(top, self._gradient_tops, strict=True) if comes] or list(top[:1])
         dys = [blob.diff for blob in wanted]
-        total = bottom[1].diff if self._adds else dys[0] if len(dys) > 1 else None
+        total = self._total(dys, bottom, propagate_down)
         scale, bias = self._gradient_places()
         mask = None if self._mask is None else self._mask.array
         self.backend.batch_norm_backward_sums(x, dys, n, scale, bias, self._relu, mask, total)
@@ -165,6 +166,12 @@ class FusedNormalisation(FusedLayer):
             sums = self._norm.averaged(scale, bias)
             self.backend.batch_norm_backward_data(x, dy, n, *sums, bottom[0].diff, masked)
 
+    def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:
+        """Where the gradient before the ReLU goes; None: nowhere, it can be worked out again from the one top's."""
+        if self._adds and propagate_down[1]:
+            return bottom[1].diff
+        return dys[0] if self._adds or len(dys) > 1 else None
+
     def _learned(self) -> list[tuple[Layer, int]]:
         """Which parameters are scale and bias: (layer, index)."""
         if self._scale is not None:
@@ -172,7 +179,7 @@ class FusedNormalisation(FusedLayer):
         return [(self._norm, 3), (self._norm, 4)] if self._norm.scale_bias else []
 
     def _gradient_places(self) -> tuple[Array, Array]:
-        """Where the sums go: straight into the parameters' diffs where these hold nothing yet."""
+        """Where the sums go: straight into the parameters' diffs where these hold nothing yet and are two."""
         places = [self._sum_dy_x, self._sum_dy]
         learned = self._learned()
         if len({id(layer.blobs[index].gradient_owner) for layer, index in learned}) < len(learned):

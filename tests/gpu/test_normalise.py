@@ -85,8 +85,10 @@ def test_backward(backend: Backend, shape: tuple[int, ...], storage: str) -> Non
 @in_each_storage
 @pytest.mark.parametrize(("relu", "mask"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
-    ("sources", "total"), [(1, ""), (1, "own"), (1, "first"), (2, "own"), (3, "last"), (4, "own"), (4, "first")]
-)
+    ("sources", "total"),
+    [(1, ""), (1, "own"), (1, "first"), (2, "own"), (3, "last"), (4, "own"), (4, "first"), (5, "own"), (5, "first"),
+     (6, "last"), (9, "own"), (12, "first")],
+)  # fmt: skip
 @pytest.mark.parametrize("shape", [(4, 7, 5, 5), (4, 16, 9, 9)])
 def test_backward_combinations(
     backend: Backend, shape: tuple[int, ...], sources: int, total: str, relu: bool, mask: bool, storage: str

@@ -4,6 +4,8 @@
 // Standing before, beside what columns.cu needs: X, D (storage of the gradients and the total), SOURCES (1 to 4),
 // RELU (0 none, 1 as the mask says, 2 as x says), TOTAL.
 
+static_assert(SOURCES >= 1 && SOURCES <= 4, "the kernel has four arguments for gradients");
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     normalise_sums(const X *x, const D *dy0, const D *dy1, const D *dy2, const D *dy3, const float *mean,
                    const float *inverse, const float *scale, const float *bias, const unsigned char *mask, D *total,

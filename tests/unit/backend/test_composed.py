@@ -48,8 +48,10 @@ def test_backward(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("relu", "mask"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
-    ("sources", "total"), [(1, ""), (1, "own"), (1, "first"), (2, "own"), (2, "last"), (3, "last"), (4, "own")]
-)
+    ("sources", "total"),
+    [(1, ""), (1, "own"), (1, "first"), (2, "own"), (2, "last"), (3, "last"), (4, "own"), (5, "own"), (5, "first"),
+     (6, "last"), (9, "own")],
+)  # fmt: skip
 def test_backward_of_fused_layers(sources: int, total: str, relu: bool, mask: bool) -> None:
     checks.check_backward(BACKEND, (4, 7, 5, 5), STORAGE, sources, relu, mask, total)
 

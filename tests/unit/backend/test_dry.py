@@ -73,6 +73,16 @@ def test_what_is_used_before_the_first_step_lasts():
     assert x.memory.lasting
 
 
+def test_any_number_of_gradients_are_noted():
+    dry = backend()
+    arrays = [dry.zeros((2, 3)) for _ in range(8)]
+    n = Normalisation(*(dry.zeros((3,)) for _ in range(7)), 1e-5, 0.9)
+    dry.step = 4
+    dry.batch_norm_backward_sums(arrays[0], arrays[1:7], n, *(dry.zeros((3,)) for _ in range(2)), total=arrays[7])
+    assert [span(array)[:2] for array in arrays] == [(4, 4)] * 8
+    assert not arrays[7].memory.lasting
+
+
 def test_views_are_their_memory():
     dry = backend()
     x = dry.zeros((2, 3, 4, 5), "bfloat16")

@@ -1,0 +1,63 @@
+"""Random nets give the same fused as layer by layer; `python tests/random_nets.py --count 2000` compares more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from random_nets import ELEMENTWISE, TOLERANCE, RandomNet, compare_on_cpu, errors, parse
+
+NETS, PARTS = 160, 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_fused_nets_give_what_plain_ones_give(part: int) -> None:
+    found: Counter[str] = Counter()
+    for seed in range(part, NETS, PARTS):
+        # Sharing is taken in turn within each part; seeds of one part are PARTS apart.
+        worst, groups = compare_on_cpu(seed, shares=[seed // PARTS % 2 == 1])
+        found.update(groups)
+        assert not worst, (
+            f"net {seed} differs: {worst}; see it with: python tests/random_nets.py --first {seed} --count 1 --show"
+        )
+    assert sum(found.values()) >= NETS // PARTS // 2, "hardly anything was fused"
+
+
+def test_the_nets_hold_what_they_are_to_try() -> None:
+    kinds: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    for seed in range(NETS):
+        random_net = RandomNet(seed)
+        param = parse(random_net)
+        reading = Counter(bottom for layer in param.layer for bottom in layer.bottom if bottom not in layer.top)
+        in_place = Counter(top for layer in param.layer for top in layer.top if top in layer.bottom)
+        kinds.update(layer.type for layer in param.layer)
+        kinds.update(layer.type + " in place" for layer in param.layer if set(layer.top) & set(layer.bottom))
+        names = Counter(spec.name for layer in param.layer for spec in layer.param if spec.name)
+        seen["five readers"] += max(reading.values()) >= 5
+        seen["chains of four"] += max(in_place.values(), default=0) >= 4
+        seen["shared parameters"] += max(names.values(), default=0) >= 2
+        seen["propagate_down"] += any(layer.propagate_down for layer in param.layer)
+        seen["frozen"] += any(spec.HasField("lr_mult") for layer in param.layer for spec in layer.param)
+        seen["force_backward"] += param.force_backward
+        seen["sums"] += any(layer.type == "Eltwise" for layer in param.layer)
+    for kind in ELEMENTWISE:
+        assert kinds[kind + " in place"] > 2, kind
+    assert min(seen.values()) > 5, seen
+    assert kinds["Convolution"] > 100
+    assert kinds["InnerProduct"] > 100
+
+
+def test_a_seed_stands_for_one_net() -> None:
+    assert RandomNet(5).text == RandomNet(5).text != RandomNet(6).text
+
+
+def test_errors_are_relative_and_see_what_is_missing() -> None:
+    one, nan = np.ones(3), np.array([1.0, np.nan])
+    assert errors({"a": one}, {"a": one * 2}) == {"a": 0.5}
+    assert errors({"a": one, "b": one}, {"a": one}) == {"a": 0.0, "b": np.inf}
+    assert errors({"a": nan}, {"a": nan}) == {"a": 0.0}
+    assert errors({"a": nan}, {"a": np.ones(2)}) == {"a": np.inf}
+    small = errors({"d a": one * 0, "d b": one}, {"d a": one * TOLERANCE / 200, "d b": one})
+    assert small["d a"] < TOLERANCE  # beside a gradient of 1
