@@ -33,14 +33,14 @@ from caffepy.solvers.clock import Clock
 from caffepy.solvers.display import Display
 from caffepy.solvers.eager import EagerIteration
 from caffepy.solvers.engine import Engine
-from caffepy.solvers.loss import LossWindow, check_finite, finite_loss
+from caffepy.solvers.loss import LossWindow, check_finite, check_skipped, finite_loss
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.numbers import Numbers
 from caffepy.solvers.replay import Replay
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.state import restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.testing import run_test
-from caffepy.solvers.update import Update
+from caffepy.solvers.update import MAX_SKIPPED, Update
 from caffepy.trace import NO_TRACE, NoTrace
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Solver(ABC):
         keep_going: log a loss that is not finite instead of stopping.
         engine: how iterations are run.
         trace: takes the times of what this device does.
+        guard: leave out updates whose gradients are not finite also where the net itself does not need it.
+        max_skipped: updates left out in a row after which training ends.
 
     Raises:
         ConfigError: solver and nets do not hold together.
@@ -86,6 +88,8 @@ class Solver(ABC):
         keep_going: bool = False,
         engine: Engine | None = None,
         trace: NoTrace = NO_TRACE,
+        guard: bool = False,
+        max_skipped: int = MAX_SKIPPED,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -104,6 +108,7 @@ class Solver(ABC):
         self.losses = LossWindow(self.param.average_loss)
         self.requests = Requests(request)
         self._snapshot_at = -1
+        self._guard, self._max_skipped = guard, max_skipped
         # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (self.engine.fuse, self.engine.share))
@@ -131,7 +136,8 @@ class Solver(ABC):
             net.prepare()
             net.keeps_copies = False
         half = "float16" in self.net.parameters.copies
-        self.updating = Update(self.net, self.rule, self.history, self.param.clip_gradients, guard=half)
+        clip, guard = self.param.clip_gradients, half or self._guard
+        self.updating = Update(self.net, self.rule, self.history, clip, guard, self._max_skipped)
         self.numbers = Numbers(self)
         self.eager = EagerIteration(self)
         self.replay = Replay(self)
@@ -173,6 +179,7 @@ class Solver(ABC):
             self.restore(resume_from)
         self.stopped_early = False
         self.step(max(self.param.max_iter - self.iteration, 0))
+        self.display.show_skipped()
         if self.param.snapshot_after_train and self._snapshot_at != self.iteration:
             self.snapshot()
         if self.stopped_early:
@@ -214,6 +221,8 @@ class Solver(ABC):
         else:
             self.eager.run(display, read_loss)
             self.replay.capture()
+        if read_loss:
+            check_skipped(self)
         self.iteration += 1
         self.clock.tick()
 
