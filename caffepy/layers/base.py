@@ -187,6 +187,14 @@ class Layer:
         """Why the layer cannot be part of a captured graph; empty if it can."""
         return ""
 
+    def measured(self) -> Sequence[int]:
+        """Which parameters the forward pass changes: running statistics."""
+        return ()
+
+    def differing(self) -> Sequence[int]:
+        """Those of `measured` that differ between devices that train together, because their batches do."""
+        return ()
+
     def feed(self, number: int) -> None:
         """Bring the data of pass `number` to the device; for layers that have `feeds`, before that pass's `forward`."""
         raise NotImplementedError

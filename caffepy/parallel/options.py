@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.errors import ConfigError
 from caffepy.solvers.engine import Engine
+from caffepy.solvers.update import MAX_SKIPPED
 
 if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 EFFECTS = ("stop", "snapshot", "none")
 """What a signal may do."""
-COMPRESSIONS = ("none", "fp16")
-"""Gradients travel between ranks, and between GPUs, as they are or as float16."""
+COMPRESSIONS = ("none", "fp16", "bf16")
+"""Gradients travel between ranks, and between GPUs, as they are, as float16 or as bfloat16."""
 
 
 @dataclass
@@ -47,6 +48,7 @@ class TrainOptions:
         single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
         compression: how gradients travel, one of `COMPRESSIONS`.
+        max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
     """
 
     solver: SolverParameter
@@ -67,6 +69,7 @@ class TrainOptions:
     engine: Engine = field(default_factory=Engine)
     sync_bn: bool = False
     compression: str = "none"
+    max_skipped: int = MAX_SKIPPED
     share_gpus: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None

@@ -108,6 +108,7 @@ class Solver(ABC):
         self.losses = LossWindow(self.param.average_loss)
         self.requests = Requests(request)
         self._snapshot_at = -1
+        self._averaged_at = 0
         self._guard, self._max_skipped = guard, max_skipped
         # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
@@ -191,6 +192,7 @@ class Solver(ABC):
     def step(self, iterations: int) -> None:
         """Make so many iterations, with the tests and snapshots that fall due."""
         self.callback.on_start(self)
+        self._averaged_at = self.iteration
         self._refresh_copies()
         end = self.iteration + iterations
         self.clock.resume()
@@ -253,12 +255,35 @@ class Solver(ABC):
     def _finish(self) -> None:
         """A last forward pass to show the loss and a last test, where they fall due."""
         if self._due(self.param.display):
-            self.net.forward()
+            with self._keeping_statistics():
+                self.net.forward()
             self.losses.add(finite_loss(self))
             self.net.check()
             self.display.show_loss()
         if self._due(self.param.test_interval):
             self.test_all()
+
+    def _average_statistics(self) -> None:
+        """Let all devices have the same running statistics, so that what is tested and saved is one model.
+
+        Once an iteration: to average what is alike already could round it, and a resumed run has the averaged ones.
+        """
+        if self.callback.world_size == 1 or self._averaged_at == self.iteration:
+            return
+        self._averaged_at = self.iteration
+        if arrays := self.net.statistics(differing=True):
+            self.callback.average_over_devices(arrays)
+
+    @contextmanager
+    def _keeping_statistics(self) -> Iterator[None]:
+        """Let a forward pass of the train net, which is no part of training, leave the running statistics alone."""
+        arrays = self.net.statistics()
+        kept = [self.backend.zeros(tuple(array.shape)) for array in arrays]
+        for array, before in zip(arrays, kept, strict=True):
+            self.backend.copy(array, before)
+        yield
+        for array, before in zip(arrays, kept, strict=True):
+            self.backend.copy(before, array)
 
     # -- what an iteration is made of ----------------------------------------------------------------
 
@@ -290,6 +315,7 @@ class Solver(ABC):
         """
         self.replay.settle()
         with self._not_training(), self.trace.span("test"):
+            self._average_statistics()
             scores = []
             for index in range(len(self.test_nets)):
                 score = run_test(self, index)
@@ -326,6 +352,7 @@ class Solver(ABC):
         with self._not_training(), self.trace.span("snapshot"):
             if self.replay.captured and self.iteration > 0:
                 finite_loss(self)  # nobody may have looked at it for some iterations
+            self._average_statistics()
             path = write_snapshot(self)
             self._snapshot_at = self.iteration
             self.callback.barrier()

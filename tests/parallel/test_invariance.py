@@ -68,12 +68,31 @@ def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
     assert outcome.logged("gradients are exchanged") == told
 
 
-def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train("--compression", "fp16", ranks=2, batch=32, iterations=20, snapshot=20)
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compressed_gradients_train_nearly_the_same(
+    laboratory: Laboratory, alone: Outcome, compression: str
+) -> None:
+    outcome = laboratory.train("--compression", compression, ranks=2, batch=32, iterations=20, snapshot=20)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, 20, 1e-2)
     compressed, whole = outcome.weights(20), alone.weights(20)
     assert any(np.abs(compressed[name] - whole[name]).max() > 1e-6 for name in whole), "nothing was rounded"
+
+
+def test_gradients_that_do_not_fit_into_float16_are_skipped_counted_and_end_training(laboratory: Laboratory) -> None:
+    net = NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e8 }')
+    outcome = laboratory.train(
+        "--compression", "fp16", "--max-skipped", "12", ranks=2, batch=32, iterations=20, net_text=net
+    )
+    assert outcome.status == 1, outcome.log
+    assert "RuntimeWarning" not in outcome.log
+    assert outcome.logged("skipped since") == [
+        f"Iteration {iteration}, {count} skipped since the last display, because gradients were not finite"
+        for iteration, count in ((0, "1 update"), (10, "10 updates"))
+    ]
+    (message,) = outcome.errors()
+    assert "iteration 11: 12 updates in a row were skipped" in message
+    assert "begins in layer 'ip2' (InnerProduct); " in message and "--compression bf16" in message
 
 
 def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laboratory: Laboratory) -> None:

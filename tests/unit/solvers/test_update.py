@@ -213,7 +213,10 @@ def test_too_many_skipped_updates_in_a_row_end_training_and_name_the_layer(param
 
 def test_gradients_whose_squares_overflow_name_the_layer_of_the_largest() -> None:
     with build_solver(SOLVER, "global_grad_scale: 1e37 " + DEEP, max_skipped=3) as solver:
-        message = r"the sum of their gradients' squares is not finite; the largest are those of layer '(ip|last)' \(InnerProduct\); lower"
+        message = (
+            r"because the sum of their gradients' squares is not finite; the largest are those of layer '(ip|last)' "
+            r"\(InnerProduct\); lower"
+        )
         with pytest.raises(NonFiniteError, match=message):
             solver.step(20)
 
