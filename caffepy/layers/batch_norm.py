@@ -82,9 +82,12 @@ class BatchNormLayer(Layer):
         return self._scale_bias
 
     def not_captured(self) -> str:
-        if self.context.average is None or self.context.average_captured or self._use_stored:
+        if not self.meets_devices() or self.context.average_captured:
             return ""
         return "it averages statistics over all devices through the host"
+
+    def meets_devices(self) -> bool:
+        return self.context.average is not None and not self._use_stored
 
     def measured(self) -> Sequence[int]:
         return () if self._use_stored else range(STATISTICS)

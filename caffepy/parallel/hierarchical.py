@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import numpy as np
-
 from caffepy.parallel.communicator import GroupCommunicator
 from caffepy.parallel.compression import Halves, host_compressor
 from caffepy.parallel.local import LocalCommunicator

@@ -196,6 +196,14 @@ class P2PSync:
         with self._waiting("BatchNorm's statistics"):
             self._connected.all_reduce(array, average=True)
 
+    def _total(self, array: Any) -> None:
+        """What losses call that are divided by a number of labels."""
+        with self._waiting("the number of labels that are not ignored"):
+            self._connected.all_reduce(array, average=False)
+            if self._captures and self._backend is not None and not self._backend.capturing:
+                # What follows may compile and allocate, which waits for the device, and so for the other devices.
+                self._settle()
+
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         """Mark an operation that waits for all devices, for the watchdog and in the trace."""
@@ -261,10 +269,11 @@ class P2PSync:
             self._communicator = self._connect()
             self._place_gradients(self.solver)
         if self.world_size > 1:
+            self.solver.net.context.total_over_devices = self._total
+            self.solver.net.context.average_captured = self._captures
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
-            self.solver.net.context.average_captured = self._captures
         self.progress.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.

@@ -92,7 +92,7 @@ def _first_non_finite(solver: Solver) -> Node | None:
     """Where what is not finite began, as far as one device can tell that is about to stop."""
     if solver.keeps_blobs:
         return solver.net.first_non_finite()
-    if solver.keep_going or solver.net.context.average is not None:
+    if solver.keep_going or any(layer.meets_devices() for layer in solver.net.layers):
         return None
     solver.replay.settle()
     try:

@@ -126,6 +126,19 @@ def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory)
     assert any(np.abs(own[name] - theirs[name]).max() > 1e-3 for name in theirs), "per device should differ"
 
 
+def test_ignored_labels_are_counted_over_all_devices(laboratory: Laboratory) -> None:
+    net = NET.replace('top: "loss" }', 'top: "loss" loss_param { ignore_label: 3 } }')
+    runs = [
+        laboratory.train("--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=20, net_text=net)
+        for ranks, threads in ((0, 1), (0, 2), (2, 1))
+    ]
+    shown = [[line.split("loss = ")[1] for line in run.logged("iters), loss = ")] for run in runs]
+    for run, losses in zip(runs, shown, strict=True):
+        assert run.status == 0, run.log
+        assert_same_weights(run, runs[0], 20)
+        np.testing.assert_allclose(np.array(losses, float), np.array(shown[0], float), rtol=1e-5)
+
+
 def test_an_mpi_that_the_main_thread_alone_may_call(laboratory: Laboratory, alone: Outcome) -> None:
     outcome = laboratory.train(
         "--cpu-solvers", "2", ranks=2, batch=32, iterations=20, snapshot=20, MPI4PY_RC_THREAD_LEVEL="funneled"

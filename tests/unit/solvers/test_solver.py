@@ -360,7 +360,8 @@ def test_every_rule_learns(rule: str) -> None:
 
 
 NORMALISED = NET.replace(
-    'layer { name: "accuracy"', 'layer { name: "bn" type: "BatchNorm" bottom: "ip" top: "ip" }\nlayer { name: "accuracy"'
+    'layer { name: "accuracy"',
+    'layer { name: "bn" type: "BatchNorm" bottom: "ip" top: "ip" }\nlayer { name: "accuracy"',
 )
 
 
@@ -406,7 +407,8 @@ def test_running_statistics_are_averaged_once_before_tests_and_snapshots(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "net", [NET, NORMALISED.replace("top: \"ip\" }\nlayer", 'top: "ip" batch_norm_param { use_global_stats: true } }\nlayer')]
+    "net",
+    [NET, NORMALISED.replace('top: "ip" }\nlayer', 'top: "ip" batch_norm_param { use_global_stats: true } }\nlayer')],
 )
 def test_nothing_is_averaged_that_is_alike_on_all_devices(net: str) -> None:
     callback = Averaging()
