@@ -9,8 +9,8 @@ from caffepy.parallel.compression import Halves
 _ROUND = """
 unsigned int bits = __float_as_uint(x * factor);
 unsigned int upper = bits >> 16;
-bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-y = (unsigned short)(nan ? upper | 0x40u : (bits + 0x7fffu + (upper & 1u)) >> 16);
+bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+y = (unsigned short)(is_nan ? upper | 0x40u : (bits + 0x7fffu + (upper & 1u)) >> 16);
 """
 _WIDEN = "y = __uint_as_float((unsigned int)x << 16);"
 

@@ -84,7 +84,8 @@ class TrainOptions:
         """Refuse what cannot be run.
 
         Raises:
-            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive.
+            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive,
+                a compression that is not known, max_skipped below 1.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -94,6 +95,8 @@ class TrainOptions:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
         if not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
+        if self.max_skipped < 1:
+            raise ConfigError(f"max_skipped is {self.max_skipped}; it must be at least 1")
         if self.compression not in COMPRESSIONS:
             raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):

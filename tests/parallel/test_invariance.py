@@ -129,7 +129,9 @@ def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory)
 def test_ignored_labels_are_counted_over_all_devices(laboratory: Laboratory) -> None:
     net = NET.replace('top: "loss" }', 'top: "loss" loss_param { ignore_label: 3 } }')
     runs = [
-        laboratory.train("--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=20, net_text=net)
+        laboratory.train(
+            "--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=20, net_text=net
+        )
         for ranks, threads in ((0, 1), (0, 2), (2, 1))
     ]
     shown = [[line.split("loss = ")[1] for line in run.logged("iters), loss = ")] for run in runs]

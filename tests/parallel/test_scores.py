@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from laboratory import NORMALISED_NET, PROGRAM, Laboratory, Outcome
-from processes import program_environment
+from laboratory import NORMALISED_NET, Laboratory, scores_of_snapshot
 
 ITERATIONS = 25
 """When the only test falls due, so that it begins with the first sample as `caffepy test` does."""
 TESTED_ONCE = "test_initialization: false"
-
-
-def scores_of_snapshot(outcome: Outcome, iteration: int) -> list[str]:
-    """What `caffepy test` prints of a run's snapshot, as training prints it."""
-    weights = f"{outcome.prefix}_iter_{iteration}.caffemodel"
-    model = f"net{outcome.prefix.removeprefix('run')}.prototxt"
-    command = [sys.executable, str(PROGRAM), "test", "--cpu", "--model", model, "--weights", weights, "--iterations=5"]
-    done = subprocess.run(
-        command, cwd=outcome.folder, env=program_environment({}), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("] ", 1)[1] for line in done.stderr.splitlines() if "] " in line]
-    return [line for line in lines if line.startswith(("accuracy = ", "loss = "))]
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(0, 1), (0, 4), (2, 1)])
