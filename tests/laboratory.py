@@ -236,6 +236,19 @@ class Laboratory:
         return self.finish(self.start(*options, **settings), timeout)  # type: ignore[arg-type]
 
 
+def scores_of_snapshot(outcome: Outcome, iteration: int) -> list[str]:
+    """What `caffepy test` prints of a run's snapshot, as training prints it."""
+    weights = f"{outcome.prefix}_iter_{iteration}.caffemodel"
+    model = f"net{outcome.prefix.removeprefix('run')}.prototxt"
+    command = [sys.executable, str(PROGRAM), "test", "--cpu", "--model", model, "--weights", weights, "--iterations=5"]
+    done = subprocess.run(
+        command, cwd=outcome.folder, env=program_environment({}), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("] ", 1)[1] for line in done.stderr.splitlines() if "] " in line]
+    return [line for line in lines if line.startswith(("accuracy = ", "loss = "))]
+
+
 def write_lmdb(folder: Path, count: int = 640, cut: int = -1) -> None:
     """Images (1, 12, 12) of ten classes, each a noisy pattern of its own; record `cut` is cut off in its middle."""
     lmdb = pytest.importorskip("lmdb")

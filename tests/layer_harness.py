@@ -17,6 +17,7 @@ from google.protobuf import text_format
 
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
+from caffepy.data.schedule import Shard
 from caffepy.layers import Layer, LayerContext, layer_class
 from caffepy.proto import caffe_pb2
 
@@ -101,6 +102,7 @@ class Runner:
         first_sample: global number of the first sample, for layers that draw random numbers.
         seed: of random numbers and fillers.
         pass_number: the pass, likewise.
+        shard: the device among those that train together.
         loss_weight: weight of top 0; None: 1 for losses, 0 for others.
     """
 
@@ -114,6 +116,7 @@ class Runner:
     first_sample: int = 0
     seed: int = 1
     pass_number: int = 0
+    shard: Shard = field(default_factory=Shard)
     loss_weight: float | None = None
     layer: Layer = field(init=False)
     bottom: list[Blob] = field(init=False)
@@ -125,7 +128,7 @@ class Runner:
         param.name = param.name or "L"
         names = [chr(ord("a") + i) for i in range(len(self.inputs))]
         param.bottom.extend(names)
-        context = LayerContext(backend, self.phase, self.seed, first_sample=lambda _: self.first_sample)
+        context = LayerContext(backend, self.phase, self.seed, self.shard, first_sample=lambda _: self.first_sample)
         context.passes.number = self.pass_number
         cls = layer_class(param.type)
         count = self.tops if self.tops is not None else max(cls.tops[0], 0 if cls.tops[1] == 0 else 1)

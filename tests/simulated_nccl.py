@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from laboratory import program_environment
 
+from caffepy.parallel.compression import round_to_bfloat16, widen_bfloat16
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.operations import Operation, Operator
 
-TYPES = {7: np.float32, 6: np.float16, 8: np.float64, 2: np.int32, 4: np.int64, 1: np.uint8}
+TYPES = {7: np.float32, 6: np.float16, 8: np.float64, 2: np.int32, 4: np.int64, 1: np.uint8, 9: np.uint16}
 OPERATORS = {0: Operator.SUM, 1: Operator.PRODUCT, 2: Operator.MAX, 3: Operator.MIN, 4: Operator.AVG}
 THREADS_STREAM = 77
 groups: dict[bytes, LocalGroup] = {}
@@ -101,7 +102,8 @@ class NcclCommunicator:
 
     def run(self, name: str, sent: Any, received: Any, op: int | None = None, peer: int | None = None) -> None:
         operator = None if op is None else OPERATORS[op]
-        work = self.local.start(Operation(name, sent, received, operator, peer))
+        bfloat16 = received is not None and received.dtype == np.uint16
+        work = self.local.start(Operation(name, sent, received, operator, peer, compact=bfloat16))
         assert work.wait(30.0), name
 
     def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
@@ -197,6 +199,18 @@ class Device:
         here.device = self.number
 
 
+def elementwise(inputs: str, outputs: str, code: str, name: str) -> Any:
+    """CuPy's ElementwiseKernel; what a kernel computes is known by its name."""
+
+    def to_bfloat16(x: Array, factor: float, y: Array) -> None:
+        round_to_bfloat16(np.asarray(x) * np.float32(factor), np.asarray(y))
+
+    def from_bfloat16(x: Array, y: Array) -> None:
+        widen_bfloat16(np.asarray(x), np.asarray(y))
+
+    return {"caffepy_to_bfloat16": to_bfloat16, "caffepy_from_bfloat16": from_bfloat16}[name]
+
+
 def install(gpus: int) -> None:
     """Take the place of CuPy in this process."""
     cupy: Any = ModuleType("cupy")
@@ -204,7 +218,7 @@ def install(gpus: int) -> None:
     nccl: Any = ModuleType("cupy.cuda.nccl")
     runtime: Any = ModuleType("cupy.cuda.runtime")
     numbers = {name: number for number, name in enumerate(("SUM", "PROD", "MAX", "MIN", "AVG"))}
-    numbers.update({np.dtype(dtype).name.upper(): number for number, dtype in TYPES.items()})
+    numbers.update({np.dtype(dtype).name.upper(): number for number, dtype in TYPES.items() if number != 9})
     for name, number in numbers.items():
         setattr(nccl, f"NCCL_{name}", number)
     nccl.available, nccl.NcclError, nccl.NcclCommunicator = True, RuntimeError, NcclCommunicator
@@ -217,7 +231,7 @@ def install(gpus: int) -> None:
     cuda.get_current_stream, cuda.Stream = current_stream, Stream
     cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = Pinned, copy_to_pinned, 2
     cupy.arange = lambda count, dtype: np.arange(count, dtype=dtype).view(Array)
-    cupy.multiply, cupy.copyto = np.multiply, np.copyto
+    cupy.multiply, cupy.copyto, cupy.ElementwiseKernel = np.multiply, np.copyto, elementwise
     cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array
     cupy.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
     cupy.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)

@@ -31,7 +31,7 @@ the net is run here, the all-reduces follow an alpha-beta model, and their overl
 ITERATIONS = 20
 """Iterations to measure if nothing is said."""
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "recursive-doubling", "recursive-halving")
-WIRE_BYTES = {"none": 4, "fp16": 2}
+WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
 """Bytes of a gradient on its way, by what `caffepy train --compression` says."""
 
 

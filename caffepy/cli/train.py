@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EFFECTS = ("stop", "snapshot", "none")
-_COMPRESSIONS = ("none", "fp16")
+_COMPRESSIONS = ("none", "fp16", "bf16")
 _DESCRIPTION = """\
 Train the net that a solver prototxt names.
 
@@ -71,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--compression",
         choices=_COMPRESSIONS,
         default="none",
-        help="send gradients as float16: half the bytes, for networks that are slow (default: none)",
+        help="send gradients as float16 or bfloat16: half the bytes, for networks that are slow (default: none)",
     )
     seeing = parser.add_argument_group("seeing what it does")
     seeing.add_argument(
@@ -95,6 +95,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
             f"--{name}-effect", choices=_EFFECTS, default=effect, help=f"what {name.upper()} does (default: {effect})"
         )
     parser.add_argument("--keep-going", action="store_true", help="go on when the loss is not finite")
+    parser.add_argument(
+        "--max-skipped",
+        type=positive,
+        default=50,
+        metavar="N",
+        help="updates skipped in a row, because gradients are not finite, that end training (50)",
+    )
     parser.add_argument(
         "--timeout", type=positive_seconds, default=300.0, metavar="SECONDS", help="longest wait for another rank (300)"
     )
@@ -161,6 +168,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         math=args.math,
         sync_bn=args.sync_bn,
         compression=args.compression,
+        max_skipped=args.max_skipped,
         trace=args.trace,
         trace_iterations=args.trace_iterations,
         single_rate=args.single_rate,

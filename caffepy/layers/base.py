@@ -87,8 +87,10 @@ class LayerContext:
     """Shapes of one sample of each top, by layer, for data layers that are not to open their data: a planned net's."""
     average: Callable[[Array], None] | None = None
     """Averages an array over all devices, in place; set where BatchNorm's statistics are to be global."""
+    total_over_devices: Callable[[Array], None] | None = None
+    """Adds an array up over all devices that train together, in place; None in test nets and on one device."""
     average_captured: bool = False
-    """Whether `average` may be captured into a graph."""
+    """Whether `average` and `total_over_devices` may be captured into a graph."""
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""
@@ -196,6 +198,18 @@ class Layer:
     def not_captured(self) -> str:
         """Why the layer cannot be part of a captured graph; empty if it can."""
         return ""
+
+    def meets_devices(self) -> bool:
+        """Whether a pass exchanges something with the other devices, so that all have to make it."""
+        return False
+
+    def measured(self) -> Sequence[int]:
+        """Which parameters the forward pass changes: running statistics."""
+        return ()
+
+    def differing(self) -> Sequence[int]:
+        """Those of `measured` that differ between devices that train together, because their batches do."""
+        return ()
 
     def feed(self, number: int) -> None:
         """Bring the data of pass `number` to the device; for layers that have `feeds`, before that pass's `forward`."""

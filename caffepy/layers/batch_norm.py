@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.arguments import Normalisation
 from caffepy.backend.composed import scaled, squared_distance
@@ -80,9 +82,19 @@ class BatchNormLayer(Layer):
         return self._scale_bias
 
     def not_captured(self) -> str:
-        if self.context.average is None or self.context.average_captured or self._use_stored:
+        if not self.meets_devices() or self.context.average_captured:
             return ""
         return "it averages statistics over all devices through the host"
+
+    def meets_devices(self) -> bool:
+        return self.context.average is not None and not self._use_stored
+
+    def measured(self) -> Sequence[int]:
+        return () if self._use_stored else range(STATISTICS)
+
+    def differing(self) -> Sequence[int]:
+        """Mean and variance, sums over all passes; their factor counts the passes, which is alike everywhere."""
+        return () if self._use_stored or self.context.average is not None else (0, 1)
 
     def measure(self, x: Array, n: Normalisation) -> None:
         """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""

@@ -15,8 +15,8 @@ _Parameter = caffe_pb2.LossParameter
 
 
 @expression
-def over_count(total: Each, count: Each) -> Each:
-    return total / max(count, 1.0)
+def over_count(total: Each, count: Each, devices: Scalar) -> Each:
+    return total * devices / max(count, 1.0)
 
 
 @expression
@@ -25,12 +25,19 @@ def over_count_channel(x: Each, count: Channel) -> Each:
 
 
 class LossLayer(Layer):
-    """A layer that compares bottom 0 with bottom 1 and gives one number, of shape ()."""
+    """A layer that compares bottom 0 with bottom 1 and gives one number, of shape ().
+
+    Losses and gradients of devices that train together are averaged, so that each device's are made such that the
+    average is what one device with the whole batch has.
+    """
 
     bottoms = (2, 2)
     is_loss = True
     auto_tops = True
     no_gradient_bottoms = frozenset({1})
+
+    _divisor: float | None = 1.0
+    """What `divisor` said of the present shapes."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for blob in bottom[:2]:
@@ -63,7 +70,9 @@ class LossLayer(Layer):
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
     def divisor(self, default: int, places: int, batch: int) -> float | None:
-        """What the sum of losses is divided by, at least 1; None: the number of places counted on the device.
+        """What the sum of losses is divided by; None: the number of places counted on the device.
+
+        Where nothing is divided (NONE) it is 1 over the devices, since an average over these follows.
 
         Args:
             default: the mode where the prototxt has neither `normalization` nor the old `normalize`.
@@ -77,12 +86,34 @@ class LossLayer(Layer):
         if mode == _Parameter.VALID and param.HasField("ignore_label"):
             return None
         counts = {_Parameter.FULL: places, _Parameter.VALID: places, _Parameter.BATCH_SIZE: batch}
-        return float(max(counts.get(mode, 1), 1))  # type: ignore[call-overload]
+        if mode not in counts:
+            return 1 / self.context.shard.world_size if self.context.phase == caffe_pb2.TRAIN else 1.0
+        return float(max(counts[mode], 1))  # type: ignore[index]
+
+    def meets_devices(self) -> bool:
+        return self._divisor is None and self.context.total_over_devices is not None
+
+    def not_captured(self) -> str:
+        if not self.meets_devices() or self.context.average_captured:
+            return ""
+        return "it counts labels over all devices through the host"
+
+    @property
+    def _counted_devices(self) -> int:
+        """How many devices' labels a count is of."""
+        return self.context.shard.world_size if self.meets_devices() else 1
+
+    def scale(self) -> float:
+        """The gradient's factor, without what is counted on the device."""
+        return self.weight() * self._counted_devices if self._divisor is None else self.weight() / self._divisor
 
     def put_loss(self, total: Array, count: Array, divisor: float | None, loss: Array) -> None:
-        """loss = total / divisor, or over the count that the device made."""
+        """loss = total / divisor, or over the count that the device made; that becomes the count of all devices."""
         if divisor is None:
-            self.backend.apply(over_count, (total, count), (loss,))
+            if self.meets_devices():
+                assert self.context.total_over_devices is not None
+                self.context.total_over_devices(count.reshape(1))
+            self.backend.apply(over_count, (total, count, float(self._counted_devices)), (loss,))
         else:
             self.backend.apply(scaled, (total, 1 / divisor), (loss,))
 
@@ -140,7 +171,7 @@ class SoftmaxWithLossLayer(LossLayer):
         if not propagate_down[0]:
             return
         by_count = self._divisor is None
-        scale = self.weight() / (self._divisor or 1.0)
+        scale = self.scale()
         self.backend.softmax_loss_backward(
             self._probabilities(bottom, top), self._labels.kept(), bottom[0].diff, self._totals, self._axis,
             self.ignored, scale, by_count,
@@ -219,7 +250,7 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
         if not propagate_down[0]:
             return
         x, t, dx = bottom[0].data, self._targets.target(bottom[1].data), bottom[0].diff
-        scale = self.weight() / (self._divisor or 1.0)
+        scale = self.scale()
         if self.ignored is None:
             self.backend.apply(cross_entropy_gradient, (x, t, scale), (dx,))
         else:

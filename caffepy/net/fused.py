@@ -46,6 +46,9 @@ class FusedLayer(Layer):
     def not_captured(self) -> str:
         return next((reason for member in self.members if (reason := member.not_captured())), "")
 
+    def meets_devices(self) -> bool:
+        return any(member.meets_devices() for member in self.members)
+
     def check(self) -> None:
         for member in self.members:
             member.check()

@@ -359,6 +359,16 @@ class Net:
         if node.layer.is_loss and node.layer.loss_weights[0]:
             self.backend.fill(node.tops[0].diff, node.layer.loss_weights[0])
 
+    def statistics(self, differing: bool = False) -> list[Array]:
+        """Flat views of the parameters that forward passes change: BatchNorm's running statistics.
+
+        Args:
+            differing: only those that differ between devices that train together.
+        """
+        chosen = ((layer, layer.differing() if differing else layer.measured()) for layer in self.layers)
+        blobs = [layer.blobs[index] for layer, indices in chosen for index in indices]
+        return [self.parameters.data[run] for run in self.parameters.runs(blobs)]
+
     def check(self) -> None:
         """Raise what layers noticed on the device; call when it is idle."""
         for layer in self.layers:

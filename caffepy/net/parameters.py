@@ -270,6 +270,18 @@ class ParameterBuffer:
         """What devices that train together average: gradients and flags."""
         return self.diff[: self.learned + self.FLAGS]
 
+    def runs(self, blobs: Iterable[Blob]) -> list[slice]:
+        """The places of parameters in a flat array; those that lie side by side are one."""
+        wanted = set(blobs)
+        chosen = [p for p in self.parameters if not wanted.isdisjoint([p.blob, *p.sharers])]
+        runs: list[slice] = []
+        for one in sorted(chosen, key=lambda parameter: parameter.start):
+            if runs and one.start == -(-runs[-1].stop // ALIGNMENT) * ALIGNMENT:
+                runs[-1] = slice(runs[-1].start, one.stop)
+            else:
+                runs.append(slice(one.start, one.stop))
+        return runs
+
     def new_history(self) -> Array:
         """Zeros laid out as the parameters are."""
         return self.backend.zeros((self.size,))

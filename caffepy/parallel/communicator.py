@@ -74,7 +74,7 @@ class OverlappingCommunicator(Communicator, Protocol):
 
     @property
     def compresses(self) -> bool:
-        """Whether averages that are begun travel as float16; `all_reduce` never does that."""
+        """Whether averages that are begun travel in two bytes a number; `all_reduce` never does that."""
 
     @property
     def favours_overlap(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from caffepy.errors import PeerError, UserError
+from caffepy.parallel.compression import add_bfloat16
 from caffepy.parallel.operations import Operation, Operator, Work
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class MpiOperations:
         self._calls = calls
         # MPI goes on writing to the arrays of an operation that nobody waits for any more: they must not be freed.
         self._unfinished: set[MpiWork] = set()
-        self._add_halves: Any = None
+        self._sums: dict[Callable[..., None], Any] = {}
 
     def start(self, operation: Operation) -> Work:
         """`GroupCommunicator.start`."""
@@ -70,8 +71,9 @@ class MpiOperations:
     def _request(self, operation: Operation, sent: Any, received: Any) -> Any:
         comm, peer = self._comm, operation.peer
         sent_or_place = self._mpi.IN_PLACE if sent is received else sent
-        if operation.compact and received.dtype == np.float16:
-            return comm.Iallreduce(sent_or_place, [received, self._mpi.UINT16_T], self._sum_of_halves())
+        if operation.compact:
+            add = _add_bfloats if operation.bfloat16 else _add_halves
+            return comm.Iallreduce(sent_or_place, [received, self._mpi.UINT16_T], self._sum(add))
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: comm.Iallreduce(sent_or_place, received, self._operator(operation)),
             "reduce": lambda: comm.Ireduce(sent_or_place, received, self._operator(operation), peer),
@@ -87,11 +89,11 @@ class MpiOperations:
         }
         return calls[operation.name]()
 
-    def _sum_of_halves(self) -> Any:
-        """MPI's operator that adds float16 numbers; MPI has no type for them."""
-        if self._add_halves is None:
-            self._add_halves = self._mpi.Op.Create(_add_halves, commute=True)
-        return self._add_halves
+    def _sum(self, add: Callable[..., None]) -> Any:
+        """MPI's operator that adds numbers of two bytes; MPI has no types for them."""
+        if add not in self._sums:
+            self._sums[add] = self._mpi.Op.Create(add, commute=True)
+        return self._sums[add]
 
     def _operator(self, operation: Operation) -> Any:
         mpi = self._mpi
@@ -108,7 +110,13 @@ class MpiOperations:
 def _add_halves(source: Any, target: Any, datatype: Any) -> None:
     """target += source, as MPI calls it: two buffers of float16 numbers."""
     total = np.frombuffer(target, np.float16)
-    np.add(total, np.frombuffer(source, np.float16), out=total)
+    with np.errstate(all="ignore"):
+        np.add(total, np.frombuffer(source, np.float16), out=total)
+
+
+def _add_bfloats(source: Any, target: Any, datatype: Any) -> None:
+    """The same of bfloat16 numbers."""
+    add_bfloat16(np.frombuffer(source, np.uint16), np.frombuffer(target, np.uint16))
 
 
 class _Buffers:

@@ -10,7 +10,7 @@ from typing import Any
 from caffepy.backend.arguments import Array
 from caffepy.errors import AbortedError, MissingExtraError, PeerError
 from caffepy.parallel.communicator import Communicator
-from caffepy.parallel.compression import Halves
+from caffepy.parallel.nccl_compression import device_compressor
 from caffepy.parallel.nccl_operations import Messages, NcclWork, enqueue, nccl_operator, nccl_type
 from caffepy.parallel.nccl_stream import SideStream, SideWork
 from caffepy.parallel.operations import Operation, Operator, Work
@@ -70,7 +70,7 @@ class NcclCommunicator:
         unique_id: from `new_unique_id`.
         rank: this device's number.
         host: connects the same devices through host memory.
-        compress: send the averages that are begun as float16.
+        compress: how the averages that are begun travel, one of `options.COMPRESSIONS`.
 
     Raises:
         PeerError: NCCL could not connect them.
@@ -81,7 +81,7 @@ class NcclCommunicator:
     favours_overlap = True
 
     def __init__(
-        self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: bool = False
+        self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: str = "none"
     ) -> None:
         check_nccl()
         self.rank = rank
@@ -91,7 +91,7 @@ class NcclCommunicator:
         self._using = threading.Lock()
         self._messages = Messages()
         self._beside: SideStream | None = None
-        self._halves = Halves(cupy, size) if compress else None
+        self._halves = device_compressor(compress, size)
         self._comm: Any = None
         with self._translated("NCCL's connection of the GPUs"):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)

@@ -24,6 +24,7 @@ _TYPES = {
     "int32": "NCCL_INT32",
     "int64": "NCCL_INT64",
     "uint8": "NCCL_UINT8",
+    "uint16": "NCCL_BFLOAT16",
 }
 _OPERATORS = {
     Operator.SUM: "NCCL_SUM",
@@ -37,8 +38,8 @@ _SLEEPS = (0.00005, 0.002)
 
 
 def nccl_type(array: Array) -> int:
-    """NCCL's number for an array's dtype."""
-    return int(getattr(nccl, _TYPES[str(array.dtype)]))
+    """NCCL's number for an array's dtype; uint16 is bfloat16, 9, for which CuPy did not always have a name."""
+    return int(getattr(nccl, _TYPES[str(array.dtype)], 9))
 
 
 def nccl_operator(operator: Operator) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from caffepy.backend.arguments import Array
+from caffepy.parallel.compression import add_bfloat16
 
 
 class Operator(Enum):
@@ -85,7 +86,8 @@ class Operation:
         operator: of a reduction.
         peer: the root, or the other end of a send or receive.
         tag: tells several messages between two devices apart.
-        compact: a float16 sum may be rounded after each addition, so that nothing longer has to travel.
+        compact: a sum of numbers of two bytes, rounded after each addition, so that nothing longer has to travel:
+            float16, or bfloat16 in an array of uint16.
     """
 
     name: str
@@ -95,6 +97,11 @@ class Operation:
     peer: int | None = None
     tag: int = 0
     compact: bool = False
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether an array of uint16 holds bfloat16 numbers."""
+        return self.compact and self.received is not None and self.received.dtype == np.uint16
 
     @property
     def kind(self) -> Kind | None:
@@ -158,10 +165,17 @@ def combine(operation: Operation, pieces: list[Any]) -> None:
         return
     if kind.how == "reduce":
         assert operation.operator is not None
-        result = reduce_pieces(pieces, operation.operator)
+        result = _sum_bfloats(pieces) if operation.bfloat16 else reduce_pieces(pieces, operation.operator)
     else:
         result = np.concatenate(pieces)
     received.reshape(-1)[:] = result
+
+
+def _sum_bfloats(pieces: list[Any]) -> Any:
+    total = pieces[0].copy()
+    for piece in pieces[1:]:
+        add_bfloat16(piece, total)
+    return total
 
 
 def piece_of(operation: Operation, receiver: int, size: int) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.errors import ConfigError
 from caffepy.solvers.engine import Engine
+from caffepy.solvers.update import MAX_SKIPPED
 
 if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 EFFECTS = ("stop", "snapshot", "none")
 """What a signal may do."""
-COMPRESSIONS = ("none", "fp16")
-"""Gradients travel between ranks, and between GPUs, as they are or as float16."""
+COMPRESSIONS = ("none", "fp16", "bf16")
+"""Gradients travel between ranks, and between GPUs, as they are, as float16 or as bfloat16."""
 
 
 @dataclass
@@ -47,6 +48,7 @@ class TrainOptions:
         single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
         compression: how gradients travel, one of `COMPRESSIONS`.
+        max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
     """
 
     solver: SolverParameter
@@ -67,6 +69,7 @@ class TrainOptions:
     engine: Engine = field(default_factory=Engine)
     sync_bn: bool = False
     compression: str = "none"
+    max_skipped: int = MAX_SKIPPED
     share_gpus: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -81,7 +84,8 @@ class TrainOptions:
         """Refuse what cannot be run.
 
         Raises:
-            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive.
+            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive,
+                a compression that is not known, max_skipped below 1.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -91,6 +95,8 @@ class TrainOptions:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
         if not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
+        if self.max_skipped < 1:
+            raise ConfigError(f"max_skipped is {self.max_skipped}; it must be at least 1")
         if self.compression not in COMPRESSIONS:
             raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):

@@ -192,14 +192,14 @@ class P2PManager:
         connect_gpus = options.devices is not None and count * world.size > 1
         unique_id = self._unique_id() if connect_gpus else None
         threads = options.threads or max(1, cores.count // count)
-        compress, apart = options.compression == "fp16", world.local_size < world.size
+        compress, apart = options.compression, world.local_size < world.size
         shared = None
-        if ranks is not None and unique_id is None and not (apart or compress):
+        if ranks is not None and unique_id is None and not (apart or compress != "none"):
             arrived, added = world.communicator(), world.communicator()
             assert arrived is not None and added is not None
             shared = SharedSums(ranks, arrived, added)
-        if compress and unique_id is None and ranks is None and world.rank == 0:
-            logger.info("--compression fp16 changes nothing: there is no other rank to send gradients to")
+        if compress != "none" and unique_id is None and ranks is None and world.rank == 0:
+            logger.info("--compression %s changes nothing: there is no other rank to send gradients to", compress)
 
         def connection(index: int) -> Communicator:
             local = LocalCommunicator(group, index)

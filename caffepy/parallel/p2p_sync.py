@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from caffepy.backend import Backend, create_backend
+from caffepy.backend import Array, Backend, create_backend
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
 from caffepy.net.parameters import bucket_count
@@ -171,6 +171,14 @@ class P2PSync:
         with self.progress.waiting(self._exchange.describe), self.trace.span("waits", "the gradients' all-reduce"):
             self._settle(wait)
 
+    def average_over_devices(self, arrays: Sequence[Array]) -> None:
+        if self.world_size == 1:
+            return
+        with self._waiting("the average of running statistics"):
+            for array in arrays:
+                self._connected.all_reduce(array, average=True)
+            self._settle()
+
     def sum_over_devices(self, values: Any) -> Any:
         if self.world_size == 1:
             return np.array(values, np.float64)
@@ -187,6 +195,14 @@ class P2PSync:
         """What layers call whose statistics are those of all devices."""
         with self._waiting("BatchNorm's statistics"):
             self._connected.all_reduce(array, average=True)
+
+    def _total(self, array: Any) -> None:
+        """What losses call that are divided by a number of labels."""
+        with self._waiting("the number of labels that are not ignored"):
+            self._connected.all_reduce(array, average=False)
+            if self._captures and self._backend is not None and not self._backend.capturing:
+                # What follows may compile and allocate, which waits for the device, and so for the other devices.
+                self._settle()
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -217,7 +233,8 @@ class P2PSync:
             self._backend = create_backend(
                 self.place.device, self.place.threads, math, engine.autotune, engine.deterministic
             )
-            with self._backend.activate():
+            # Numbers that are not finite are counted or reported by training itself.
+            with self._backend.activate(), np.errstate(all="ignore"):
                 self._train(self._backend)
         except BaseException as error:
             self._fail(error)
@@ -252,10 +269,11 @@ class P2PSync:
             self._communicator = self._connect()
             self._place_gradients(self.solver)
         if self.world_size > 1:
+            self.solver.net.context.total_over_devices = self._total
+            self.solver.net.context.average_captured = self._captures
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
-            self.solver.net.context.average_captured = self._captures
         self.progress.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
@@ -325,6 +343,8 @@ class P2PSync:
             keep_going=options.keep_going,
             engine=options.engine,
             trace=self.trace,
+            guard=options.compression != "none" and self.world_size > 1,
+            max_skipped=options.max_skipped,
         )
         self.solver = solver
         self.communication = CommunicationClock(backend)

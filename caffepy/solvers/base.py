@@ -33,14 +33,14 @@ from caffepy.solvers.clock import Clock
 from caffepy.solvers.display import Display
 from caffepy.solvers.eager import EagerIteration
 from caffepy.solvers.engine import Engine
-from caffepy.solvers.loss import LossWindow, check_finite, finite_loss
+from caffepy.solvers.loss import LossWindow, check_finite, check_skipped, finite_loss
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.numbers import Numbers
 from caffepy.solvers.replay import Replay
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.state import restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.testing import run_test
-from caffepy.solvers.update import Update
+from caffepy.solvers.update import MAX_SKIPPED, Update
 from caffepy.trace import NO_TRACE, NoTrace
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Solver(ABC):
         keep_going: log a loss that is not finite instead of stopping.
         engine: how iterations are run.
         trace: takes the times of what this device does.
+        guard: leave out updates whose gradients are not finite also where the net itself does not need it.
+        max_skipped: updates left out in a row after which training ends.
 
     Raises:
         ConfigError: solver and nets do not hold together.
@@ -86,6 +88,8 @@ class Solver(ABC):
         keep_going: bool = False,
         engine: Engine | None = None,
         trace: NoTrace = NO_TRACE,
+        guard: bool = False,
+        max_skipped: int = MAX_SKIPPED,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -104,6 +108,8 @@ class Solver(ABC):
         self.losses = LossWindow(self.param.average_loss)
         self.requests = Requests(request)
         self._snapshot_at = -1
+        self._averaged_at = 0
+        self._guard, self._max_skipped = guard, max_skipped
         # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (self.engine.fuse, self.engine.share))
@@ -131,7 +137,8 @@ class Solver(ABC):
             net.prepare()
             net.keeps_copies = False
         half = "float16" in self.net.parameters.copies
-        self.updating = Update(self.net, self.rule, self.history, self.param.clip_gradients, guard=half)
+        clip, guard = self.param.clip_gradients, half or self._guard
+        self.updating = Update(self.net, self.rule, self.history, clip, guard, self._max_skipped)
         self.numbers = Numbers(self)
         self.eager = EagerIteration(self)
         self.replay = Replay(self)
@@ -173,6 +180,7 @@ class Solver(ABC):
             self.restore(resume_from)
         self.stopped_early = False
         self.step(max(self.param.max_iter - self.iteration, 0))
+        self.display.show_skipped()
         if self.param.snapshot_after_train and self._snapshot_at != self.iteration:
             self.snapshot()
         if self.stopped_early:
@@ -184,6 +192,7 @@ class Solver(ABC):
     def step(self, iterations: int) -> None:
         """Make so many iterations, with the tests and snapshots that fall due."""
         self.callback.on_start(self)
+        self._averaged_at = self.iteration
         self._refresh_copies()
         end = self.iteration + iterations
         self.clock.resume()
@@ -214,6 +223,8 @@ class Solver(ABC):
         else:
             self.eager.run(display, read_loss)
             self.replay.capture()
+        if read_loss:
+            check_skipped(self)
         self.iteration += 1
         self.clock.tick()
 
@@ -244,12 +255,35 @@ class Solver(ABC):
     def _finish(self) -> None:
         """A last forward pass to show the loss and a last test, where they fall due."""
         if self._due(self.param.display):
-            self.net.forward()
+            with self._keeping_statistics():
+                self.net.forward()
             self.losses.add(finite_loss(self))
             self.net.check()
             self.display.show_loss()
         if self._due(self.param.test_interval):
             self.test_all()
+
+    def _average_statistics(self) -> None:
+        """Let all devices have the same running statistics, so that what is tested and saved is one model.
+
+        Once an iteration: to average what is alike already could round it, and a resumed run has the averaged ones.
+        """
+        if self.callback.world_size == 1 or self._averaged_at == self.iteration:
+            return
+        self._averaged_at = self.iteration
+        if arrays := self.net.statistics(differing=True):
+            self.callback.average_over_devices(arrays)
+
+    @contextmanager
+    def _keeping_statistics(self) -> Iterator[None]:
+        """Let a forward pass of the train net, which is no part of training, leave the running statistics alone."""
+        arrays = self.net.statistics()
+        kept = [self.backend.zeros(tuple(array.shape)) for array in arrays]
+        for array, before in zip(arrays, kept, strict=True):
+            self.backend.copy(array, before)
+        yield
+        for array, before in zip(arrays, kept, strict=True):
+            self.backend.copy(before, array)
 
     # -- what an iteration is made of ----------------------------------------------------------------
 
@@ -281,6 +315,7 @@ class Solver(ABC):
         """
         self.replay.settle()
         with self._not_training(), self.trace.span("test"):
+            self._average_statistics()
             scores = []
             for index in range(len(self.test_nets)):
                 score = run_test(self, index)
@@ -317,6 +352,7 @@ class Solver(ABC):
         with self._not_training(), self.trace.span("snapshot"):
             if self.replay.captured and self.iteration > 0:
                 finite_loss(self)  # nobody may have looked at it for some iterations
+            self._average_statistics()
             path = write_snapshot(self)
             self._snapshot_at = self.iteration
             self.callback.barrier()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from caffepy.backend.arguments import Array
 
 if TYPE_CHECKING:
     from caffepy.solvers.base import Solver
@@ -40,6 +42,9 @@ class SolverCallback(Protocol):
     def settle(self, wait: Callable[[], None]) -> None:
         """Call `wait`, which lasts until the device has done work that the other devices may have a part in."""
 
+    def average_over_devices(self, arrays: Sequence[Array]) -> None:
+        """Make each array of the device the mean of all devices', with the same bits on each."""
+
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         """The elementwise sum of a small float64 array over all devices."""
 
@@ -66,6 +71,9 @@ class SingleDevice:
     def settle(self, wait: Callable[[], None]) -> None:
         """Wait: there is nobody to watch over."""
         wait()
+
+    def average_over_devices(self, arrays: Sequence[Array]) -> None:
+        """They are the mean of one."""
 
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         """The values themselves."""

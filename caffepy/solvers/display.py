@@ -43,7 +43,10 @@ class Display:
         solver.log("Iteration %d, loss = %.6g", solver.iteration, values[0] / solver.callback.world_size)
 
     def show_update(self, due: bool = True) -> None:
-        """``Iteration 100, lr = 0.01`` and the loss scale, where the display is `due`; always, what clipping did."""
+        """``Iteration 100, lr = 0.01``, the loss scale and skipped updates where the display is `due`.
+
+        What clipping did is always shown.
+        """
         solver = self._solver
         if due:
             solver.log("Iteration %d, lr = %.6g", solver.iteration, solver.numbers.rate)
@@ -57,6 +60,17 @@ class Display:
         if due and solver.updating.adaptive:
             scale = solver.backend.to_host(solver.updating.loss_scale)
             solver.log("Iteration %d, loss scale = %g", solver.iteration, scale)
+        if due:
+            self.show_skipped()
+
+    def show_skipped(self) -> None:
+        """``Iteration 100, 2 updates skipped since the last display, ...``, if there were any."""
+        count = self._solver.updating.newly_skipped()
+        if count:
+            self._solver.log(
+                "Iteration %d, %d update%s skipped since the last display, because gradients were not finite",
+                self._solver.iteration, count, "s" * (count > 1),
+            )  # fmt: skip
 
 
 def output_lines(net: Net, values: np.ndarray) -> Iterator[str]:

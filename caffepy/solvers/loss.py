@@ -76,11 +76,23 @@ def check_finite(solver: Solver, loss: float) -> None:
     log.warning("%s", message)
 
 
+def check_skipped(solver: Solver) -> None:
+    """Stop where too many updates in a row were left out; what the device was asked for is done.
+
+    Raises:
+        NonFiniteError: naming the layer whose gradient overflowed.
+    """
+    try:
+        solver.updating.check_skipped()
+    except NonFiniteError as error:
+        raise NonFiniteError(f"iteration {solver.iteration}: {error}") from None
+
+
 def _first_non_finite(solver: Solver) -> Node | None:
     """Where what is not finite began, as far as one device can tell that is about to stop."""
     if solver.keeps_blobs:
         return solver.net.first_non_finite()
-    if solver.keep_going or solver.net.context.average is not None:
+    if solver.keep_going or any(layer.meets_devices() for layer in solver.net.layers):
         return None
     solver.replay.settle()
     try:

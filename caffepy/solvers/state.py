@@ -60,6 +60,7 @@ def _save_state(solver: Solver) -> SolverState:
     state.test_pass_number.extend(net.context.passes.number for net in solver.test_nets)
     if solver.updating.adaptive:
         state.loss_scale = float(solver.backend.to_host(solver.updating.loss_scale))
+        state.good_steps = solver.updating.good_steps
     for index, layer in _data_layers(solver):
         state.data_position.add(layer=layer.name, position=layer.position(), test_net=index)
     return state
@@ -85,7 +86,7 @@ def restore_state(solver: Solver, path: Path) -> None:
     if state.HasField("learned_net"):
         _restore_weights(solver, snapshot.find_learned_net(state, path))
     _restore_history(solver, state, path)
-    solver.updating.restore_loss_scale(state.loss_scale)
+    solver.updating.restore_loss_scale(state.loss_scale, state.good_steps)
     solver.iteration = state.iter
     solver.current_step = state.current_step
     solver.losses.restore(list(state.loss_window))

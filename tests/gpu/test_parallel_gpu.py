@@ -7,7 +7,16 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from laboratory import LIMIT, LONG, Laboratory, Outcome, assert_same_weights
+from laboratory import (
+    LIMIT,
+    LONG,
+    NET,
+    NORMALISED_NET,
+    Laboratory,
+    Outcome,
+    assert_same_weights,
+    scores_of_snapshot,
+)
 
 from caffepy.backend import create_backend
 
@@ -86,8 +95,10 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_averages_that_are_begun_can_be_captured_and_replayed(compress: bool) -> None:
+@pytest.mark.parametrize(
+    ("compress", "rounded"), [("none", 1 / 3), ("fp16", float(np.float16(1 / 3))), ("bf16", 0.333984375)]
+)
+def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rounded: float) -> None:
     from caffepy.parallel.local import LocalCommunicator, LocalGroup
     from caffepy.parallel.nccl import NcclCommunicator, new_unique_id
 
@@ -109,17 +120,77 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: bool) ->
         for _ in range(3):
             graph.launch()
         communicator.wait()
-        expected = 2 * np.float32(np.float16(1 / 3) if compress else 1 / 3)
-        np.testing.assert_array_equal(backend.to_host(array), np.full(1000, expected, np.float32))
+        np.testing.assert_array_equal(backend.to_host(array), np.full(1000, 2 * np.float32(rounded), np.float32))
         assert communicator.reached == 2
         del graph
         communicator.close()
     backend.close()
 
 
-def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
+def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
+    from caffepy.parallel.compression import Bfloats
+    from caffepy.parallel.nccl_compression import CudaBfloats
+
+    bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, np.uint32)
+    bits[:6] = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x3F808000]
+    values = bits.view(np.float32)
+    backend = create_backend(0)
+    with backend.activate(), np.errstate(all="ignore"):
+        array, found = backend.zeros(values.shape), backend.zeros(values.shape)
+        backend.from_host(values, array)
+        device, host = CudaBfloats(1), Bfloats(np, 1)
+        copy, wanted = device.shrink(array), host.shrink(values)
+        device.widen(copy, found)
+        finite = np.isfinite(values)
+        np.testing.assert_array_equal(backend.to_host(copy)[finite], wanted[finite])
+        widened = np.empty_like(values)
+        host.widen(wanted, widened)
+        np.testing.assert_array_equal(backend.to_host(found), widened)
+    backend.close()
+
+
+def test_skipped_updates_are_counted_in_graphs_and_too_many_name_the_layer(laboratory: Laboratory) -> None:
+    net = "global_grad_scale: 1e38 " + NET
+    outcome = laboratory.train("--max-skipped", "12", devices=("--gpus", "0", *EXACT), iterations=100, net_text=net)
+    assert outcome.status == 1, outcome.log
+    assert [line.split(" since")[0] for line in outcome.logged("skipped since")] == [
+        "Iteration 0, 1 update skipped", "Iteration 10, 10 updates skipped", "Iteration 20, 10 updates skipped",
+    ]  # fmt: skip
+    (message,) = outcome.errors()
+    assert re.search(r"iteration 20: 12 updates in a row were skipped, .* layer '(conv|ip1|ip2)'", message)
+
+
+@pytest.mark.parametrize("options", [(), ("--eager",)])
+def test_ignored_labels_are_counted_over_all_gpus(laboratory: Laboratory, options: tuple[str, ...]) -> None:
     need_gpus(2)
-    outcome = laboratory.train("--compression", "fp16", devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
+    net = NET.replace('top: "loss" }', 'top: "loss" loss_param { ignore_label: 3 } }')
+    one, two = (
+        laboratory.train(*options, devices=("--gpus", gpus, *EXACT), iterations=ITERATIONS, net_text=net)
+        for gpus in ("0", "0,1")
+    )
+    assert two.status == 0, two.log
+    assert_same_weights(two, one, ITERATIONS, TOLERANCE)
+
+
+def test_a_printed_score_is_that_of_the_snapshot(laboratory: Laboratory) -> None:
+    """The CPU scores the snapshot: statistics of one GPU alone would differ in the third digit."""
+    need_gpus(2)
+    outcome = laboratory.train(
+        devices=("--gpus", "0,1", *EXACT), iterations=25, net_text=NORMALISED_NET,
+        solver_text="test_initialization: false",
+    )  # fmt: skip
+    assert outcome.status == 0, outcome.log
+    printed = [float(score.split(" = ")[1].split()[0]) for score in outcome.scores()]
+    found = [float(score.split(" = ")[1].split()[0]) for score in scores_of_snapshot(outcome, 25)]
+    np.testing.assert_allclose(found, printed, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compressed_gradients_train_nearly_the_same(
+    laboratory: Laboratory, alone: Outcome, compression: str
+) -> None:
+    need_gpus(2)
+    outcome = laboratory.train("--compression", compression, devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, 1e-2)
 

@@ -68,12 +68,31 @@ def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
     assert outcome.logged("gradients are exchanged") == told
 
 
-def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train("--compression", "fp16", ranks=2, batch=32, iterations=20, snapshot=20)
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compressed_gradients_train_nearly_the_same(
+    laboratory: Laboratory, alone: Outcome, compression: str
+) -> None:
+    outcome = laboratory.train("--compression", compression, ranks=2, batch=32, iterations=20, snapshot=20)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, 20, 1e-2)
     compressed, whole = outcome.weights(20), alone.weights(20)
     assert any(np.abs(compressed[name] - whole[name]).max() > 1e-6 for name in whole), "nothing was rounded"
+
+
+def test_gradients_that_do_not_fit_into_float16_are_skipped_counted_and_end_training(laboratory: Laboratory) -> None:
+    net = NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e8 }')
+    outcome = laboratory.train(
+        "--compression", "fp16", "--max-skipped", "12", ranks=2, batch=32, iterations=20, net_text=net
+    )
+    assert outcome.status == 1, outcome.log
+    assert "RuntimeWarning" not in outcome.log
+    assert outcome.logged("skipped since") == [
+        f"Iteration {iteration}, {count} skipped since the last display, because gradients were not finite"
+        for iteration, count in ((0, "1 update"), (10, "10 updates"))
+    ]
+    (message,) = outcome.errors()
+    assert "iteration 11: 12 updates in a row were skipped" in message
+    assert "begins in layer 'ip2' (InnerProduct); " in message and "--compression bf16" in message
 
 
 def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laboratory: Laboratory) -> None:
@@ -105,6 +124,21 @@ def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory)
     assert_same_weights(results[0], one, 30, 2e-4)
     own, theirs = results[1].weights(30), one.weights(30)
     assert any(np.abs(own[name] - theirs[name]).max() > 1e-3 for name in theirs), "per device should differ"
+
+
+def test_ignored_labels_are_counted_over_all_devices(laboratory: Laboratory) -> None:
+    net = NET.replace('top: "loss" }', 'top: "loss" loss_param { ignore_label: 3 } }')
+    runs = [
+        laboratory.train(
+            "--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=20, net_text=net
+        )
+        for ranks, threads in ((0, 1), (0, 2), (2, 1))
+    ]
+    shown = [[line.split("loss = ")[1] for line in run.logged("iters), loss = ")] for run in runs]
+    for run, losses in zip(runs, shown, strict=True):
+        assert run.status == 0, run.log
+        assert_same_weights(run, runs[0], 20)
+        np.testing.assert_allclose(np.array(losses, float), np.array(shown[0], float), rtol=1e-5)
 
 
 def test_an_mpi_that_the_main_thread_alone_may_call(laboratory: Laboratory, alone: Outcome) -> None:

@@ -32,6 +32,16 @@ def test_signal_effects_with_dashes_and_underscores(name: str, spelling: str):
     assert getattr(args, f"{name}_effect") == "snapshot"
 
 
+def test_skipped_updates_and_compression_reach_training(tmp_path: Path):
+    solver = tmp_path / "solver.prototxt"
+    solver.write_text('net: "n.prototxt" max_iter: 1 base_lr: 1 lr_policy: "fixed"')
+    given = parse("train", f"--solver={solver}", "--cpu", "--max_skipped=7", "--compression=bf16")
+    options = train_options(given)
+    options.check()
+    assert (options.max_skipped, options.compression) == (7, "bf16")
+    assert train_options(parse("train", f"--solver={solver}", "--cpu")).max_skipped == 50
+
+
 def test_signal_effects_are_caffes_by_default():
     args = parse("train", "--solver=s")
     assert (args.sigint_effect, args.sighup_effect, args.sigterm_effect) == ("stop", "snapshot", "stop")

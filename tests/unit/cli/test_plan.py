@@ -73,7 +73,8 @@ def test_given_times(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     "options, communication",
     [
-        ((), 19.456), (("--compression=fp16",), 9.728), (("--algorithm=tree",), 38.912), (("--latency=1ms",), 23.456),
+        ((), 19.456), (("--compression=fp16",), 9.728), (("--compression=bf16",), 9.728),
+        (("--algorithm=tree",), 38.912), (("--latency=1ms",), 23.456),
         (("--bucket-mb=1",), 19.456), (("--latency=1ms", "--bucket-mb=1"), 21.456),
     ],
 )  # fmt: skip

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_harness import BACKENDS, Runner, assert_near, check_layer, gaussian
+from layer_harness import BACKENDS, TEST, Runner, assert_near, check_layer, gaussian
 
+from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
 
 
@@ -124,6 +125,59 @@ def test_sigmoid_cross_entropy(shape, normalization, ignored):
         return (cross_entropy(x, t) * counted).sum() / max(divisors.get(normalization, shape[0]), 1)
 
     check_layer(text, [x, t], reference)
+
+
+def counted(labels, ignored):
+    return np.float32((labels.astype(int) != ignored).sum())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(["SoftmaxWithLoss", "SigmoidCrossEntropyLoss"]),
+    normalization=st.sampled_from(["", "FULL", "VALID", "BATCH_SIZE", "NONE"]),
+    devices=st.integers(1, 4),
+    ignored=st.lists(st.booleans(), min_size=24, max_size=24),
+    ignore=st.booleans(),
+    weight=st.sampled_from([1.0, 0.5]),
+)
+def test_devices_together_have_the_loss_and_gradient_of_one(kind, normalization, devices, ignored, ignore, weight):
+    """Each has a part of the batch; losses and gradients are averaged as training does."""
+    classes = kind == "SoftmaxWithLoss"
+    x = gaussian((24, 3))
+    labels = labels_for(x.shape, 1) if classes else np.random.default_rng(2).uniform(0, 0.9, x.shape).astype(np.float32)
+    if ignore:
+        labels[np.array(ignored)] = 9
+    mode = f"normalization: {normalization}" if normalization else ""
+    text = f"type: '{kind}' loss_param {{ {mode} {'ignore_label: 9' if ignore else ''} }}"
+    whole = Runner(text, [x, labels], loss_weight=weight).run([np.float32(weight)])
+    own, total = [], counted(labels, 9)
+    for rank in range(devices):
+        part = slice(24 // devices * rank, 24 // devices * (rank + 1))
+        runner = Runner(text, [x[part], labels[part]], loss_weight=weight, shard=Shard(rank, devices))
+        counts = []
+
+        def add_up(array, counts=counts):
+            counts.append(array.copy())
+            array[...] = total
+
+        if devices > 1:
+            runner.layer.context.total_over_devices = add_up
+        own.append(runner.run([np.float32(weight)]))
+        asks = ignore and devices > 1 and (normalization == "VALID" or (classes and normalization == ""))
+        assert [list(np.ravel(count)) for count in counts] == ([[counted(labels[part], 9)]] * len(counts))
+        assert bool(counts) == asks == runner.layer.meets_devices()
+    assert_near(np.mean([result.tops[0] for result in own]), whole.tops[0], 1e-5, "loss")
+    together = np.concatenate([result.bottom_diffs[0] for result in own]) / devices
+    assert_near(together, whole.bottom_diffs[0], 1e-5, "gradient")
+
+
+def test_a_test_nets_loss_is_its_own_devices():
+    """A test batch is scored by one device."""
+    inputs = [gaussian((4, 3)), labels_for((4, 3), 1)]
+    for mode in ("VALID", "NONE"):
+        text = f"type: 'SoftmaxWithLoss' loss_param {{ normalization: {mode} ignore_label: 1 }}"
+        one, two = (Runner(text, inputs, phase=TEST, shard=shard).forward() for shard in (Shard(), Shard(1, 2)))
+        assert one[0] == two[0]
 
 
 def test_sigmoid_cross_entropy_of_large_scores_is_finite():

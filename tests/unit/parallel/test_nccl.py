@@ -13,18 +13,18 @@ from process_groups import run_threads
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.nccl import NcclCommunicator, new_unique_id
 group, unique_id = LocalGroup(2), new_unique_id()
-def communicator(rank, compress=False):
+def communicator(rank, compress="none"):
     return NcclCommunicator(2, unique_id, rank, LocalCommunicator(group, rank), compress)
 """
 BUCKET = ["stream 78 waits for stream 77", "all-reduce of 3 %s on stream 78"]
 JOIN = ["stream 77 waits for stream 78"]
 
 
-@pytest.mark.parametrize(("compress", "dtype"), [(False, "float32"), (True, "float16")])
-def test_buckets_go_beside_the_threads_stream_which_waits_for_them(compress: bool, dtype: str) -> None:
+@pytest.mark.parametrize(("compress", "dtype"), [("none", "float32"), ("fp16", "float16"), ("bf16", "uint16")])
+def test_buckets_go_beside_the_threads_stream_which_waits_for_them(compress: str, dtype: str) -> None:
     code = f"""
 def work(rank):
-    nccl = communicator(rank, {compress})
+    nccl = communicator(rank, {compress!r})
     arrays = [simulated_nccl.array(np.full(3, i + rank, np.float32)) for i in range(2)]
     for _ in range(2):
         exchanges = []

@@ -19,6 +19,8 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParamete
         ({"cpu_solvers": 0}, "nothing to train on"),
         ({"devices": [0, 1, 0]}, r"GPU 0 is named twice in \[0, 1, 0\]"),
         ({"timeout": 0.0}, "timeout is 0.0; it must be a positive"),
+        ({"max_skipped": 0}, "max_skipped is 0; it must be at least 1"),
+        ({"compression": "fp8"}, "unknown compression 'fp8'; known: none, fp16, bf16"),
         ({"sigint_effect": "explode"}, "cannot have the effect 'explode'; known: stop, snapshot, none"),
     ],
 )

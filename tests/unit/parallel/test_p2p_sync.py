@@ -62,8 +62,9 @@ def train(
     iterations: int = 12,
     sync_bn: bool = False,
     text: str = NET,
+    devices: int = 2,
 ) -> list[P2PSync]:
-    """Two devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
+    """The devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
     finish = GradientExchange.finish
 
     def noted(exchange: GradientExchange) -> None:
@@ -74,7 +75,7 @@ def train(
     monkeypatch.setattr(GradientExchange, "finish", noted)
     param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
     options = TrainOptions(param, timeout=30, sync_bn=sync_bn)
-    group = LocalGroup(2, 30)
+    group = LocalGroup(devices, 30)
     syncs: list[P2PSync] = []
 
     def connect(index: int) -> Communicator:
@@ -84,8 +85,8 @@ def train(
         if sync.finished.is_set() and sync.solver is not None:
             sync.weights = weights_of(sync.solver.net)  # type: ignore[attr-defined]
 
-    for index in range(2):
-        place = Place(index, None, f"CPU {index}", 1, Shard(index, 2, 2))
+    for index in range(devices):
+        place = Place(index, None, f"CPU {index}", 1, Shard(index, devices, devices))
         syncs.append(P2PSync(place, options, partial(connect, index), lambda: Action.NONE, keep_weights))
     for sync in syncs:
         sync.start()
@@ -178,6 +179,35 @@ def test_synchronised_statistics_are_captured_too(monkeypatch: pytest.MonkeyPatc
     assert launches(other[0]) > 22
     for name, values in weights(one[0]).items():
         np.testing.assert_allclose(values, weights(other[0])[name], rtol=1e-6, atol=1e-7)
+
+
+IGNORING = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 dim: 3 } data_filler { type: "gaussian" }
+  data_filler { type: "uniform" min: 0 max: 2 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SigmoidCrossEntropyLoss" bottom: "ip" bottom: "label" top: "loss"
+  loss_param { normalization: VALID ignore_label: 1 } }
+"""
+
+
+def test_two_devices_count_valid_labels_together(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = []
+    for kind, devices in ((Streams, 2), (LocalCommunicator, 2), (LocalCommunicator, 1)):
+        caplog.clear()
+        text = IGNORING if devices == 2 else IGNORING.replace("dim: 6", "dim: 12")
+        with caplog.at_level(logging.INFO):
+            syncs = train(monkeypatch, kind, "display: 3 iter_size: 2 ", text=text, devices=devices)
+        losses = [r.getMessage().split("loss = ")[1] for r in caplog.records if "iters), loss" in r.getMessage()]
+        shown.append(([float(loss) for loss in losses], weights(syncs[0]), launches(syncs[0])))
+    assert shown[0][2] < shown[1][2], "on the device the count is part of the graphs"
+    for losses, found, _ in shown[:2]:
+        np.testing.assert_allclose(losses, shown[2][0], rtol=1e-5)
+        for name, values in found.items():
+            np.testing.assert_allclose(values, shown[2][1][name], rtol=1e-5, atol=1e-6)
 
 
 def test_communication_is_timed_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:

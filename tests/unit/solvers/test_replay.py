@@ -85,6 +85,16 @@ def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
         assert solver.iteration <= CHECK_INTERVAL + 2
 
 
+def test_skipped_updates_are_counted_in_replays_and_too_many_end_training(caplog: pytest.LogCaptureFixture) -> None:
+    net = "global_grad_scale: 1e38 " + NET
+    with replaying(SOLVER + "display: 10", net, max_skipped=35) as solver, caplog.at_level(logging.INFO):
+        with pytest.raises(NonFiniteError, match=r"iteration 40: 35 updates in a row .* layer '(ip|last)'"):
+            solver.step(100)
+        assert launches(solver) == 40
+    shown = [r.getMessage().split(" since")[0] for r in caplog.records if "skipped" in r.getMessage()]
+    assert shown == ["Iteration 0, 1 update skipped"] + [f"Iteration {n}, 10 updates skipped" for n in (10, 20, 30, 40)]
+
+
 def test_no_snapshot_is_made_of_nonsense(tmp_path: Path) -> None:
     with replaying(SOLVER + f'snapshot_prefix: "{tmp_path}/x"') as solver:
         solver.step(2)

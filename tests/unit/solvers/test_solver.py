@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from training import CPU, build_solver, weights_of
 
+from caffepy import snapshot
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
 from caffepy.solvers import Action, Solver
@@ -356,3 +357,74 @@ def test_every_rule_learns(rule: str) -> None:
         first = solver.losses.mean()
         solver.step(30)
         assert solver.losses.mean() < first
+
+
+NORMALISED = NET.replace(
+    'layer { name: "accuracy"',
+    'layer { name: "bn" type: "BatchNorm" bottom: "ip" top: "ip" }\nlayer { name: "accuracy"',
+)
+
+
+class Averaging(TwoDevices):
+    """A callback whose other device's arrays hold 1 more than this one's; notes what was averaged."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 0))
+        self.averaged: list[int] = []
+
+    def average_over_devices(self, arrays: Sequence[np.ndarray]) -> None:
+        for array in arrays:
+            self.averaged.append(array.size)
+            array += 0.5
+
+
+def statistics(solver: Solver) -> list[np.ndarray]:
+    (norm,) = (layer for layer in solver.net.layers if layer.type == "BatchNorm")
+    return [blob.host_data() for blob in norm.blobs]
+
+
+def test_running_statistics_are_averaged_once_before_tests_and_snapshots(tmp_path: Path) -> None:
+    callback = Averaging()
+    text = TESTED + f'snapshot: 2 snapshot_prefix: "{tmp_path}/x"'
+    with build_solver(text, NORMALISED, callback=callback) as solver:
+        solver.step(1)
+        assert callback.averaged == [], "all devices have the root's before the first iteration"
+        solver.step(1)
+        before = statistics(solver)
+        assert callback.averaged == [64 + 2], "mean and variance, in one piece"
+        solver.test_all()
+        assert callback.averaged == [66], "they were averaged for the snapshot of this iteration"
+        saved = snapshot.read_weights(tmp_path / "x_iter_2.caffemodel").layer
+        assert [list(blob.data) for layer in saved if layer.name == "bn" for blob in layer.blobs] == [
+            values.reshape(-1).tolist() for values in before
+        ]
+        assert before[2] == pytest.approx(1.999)
+        solver.step(1)
+        solver.test_all()
+        assert callback.averaged == [66, 66]
+        for values, old in zip(statistics(solver)[:2], before[:2], strict=True):
+            assert np.abs(values - 0.999 * old - 0.5).max() < 10  # they moved on from the averaged ones
+
+
+@pytest.mark.parametrize(
+    "net",
+    [NET, NORMALISED.replace('top: "ip" }\nlayer', 'top: "ip" batch_norm_param { use_global_stats: true } }\nlayer')],
+)
+def test_nothing_is_averaged_that_is_alike_on_all_devices(net: str) -> None:
+    callback = Averaging()
+    with build_solver(TESTED, net.replace("lr_mult: 2", "lr_mult: 0"), callback=callback) as solver:
+        solver.step(3)
+        assert callback.averaged == []
+
+
+def test_the_loss_that_is_shown_last_leaves_the_tested_statistics_alone(lines: Any, tmp_path: Path) -> None:
+    text = f'base_lr: 0.1 lr_policy: "fixed" max_iter: 4 display: 4 snapshot_prefix: "{tmp_path}/x" '
+    with build_solver(text + "test_iter: 3 test_interval: 4 test_initialization: false", NORMALISED) as solver:
+        lines()
+        solver.solve()
+        shown = lines()
+        assert shown[-5].startswith("Iteration 4, loss = ")
+        saved = snapshot.read_weights(tmp_path / "x_iter_4.caffemodel").layer
+        assert [list(blob.data) for layer in saved if layer.name == "bn" for blob in layer.blobs] == [
+            values.reshape(-1).tolist() for values in statistics(solver)
+        ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from training import build_solver, weights_of
 
+from caffepy.errors import NonFiniteError
+from caffepy.net.wiring import Node
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
@@ -89,7 +93,7 @@ def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.Monke
 def test_snapshots_hold_the_adaptive_scale(tmp_path: Path) -> None:
     text, net = SOLVER + f'snapshot_prefix: "{tmp_path}/x"', "global_grad_scale_adaptive: true " + NET
     with build_solver(text, net) as solver:
-        solver.updating.restore_loss_scale(64)
+        solver.updating.restore_loss_scale(64, 0)
         solver.step(1)
         state = solver.snapshot()
     with build_solver(text, net) as solver:
@@ -105,3 +109,148 @@ def test_what_is_not_learned_lies_behind_what_is() -> None:
         assert weights.start == 128
         lr_mult, decay_mult = parameters.multipliers()
         assert (lr_mult.tolist(), decay_mult.tolist()) == ([2.0], [0.0])
+
+
+# -- loss scales and snapshots ---------------------------------------------------------------------------
+
+ADAPTIVE = "global_grad_scale_adaptive: true " + NET
+
+
+@pytest.mark.parametrize("form", ["BINARYPROTO", "HDF5"])
+def test_snapshots_hold_the_count_of_good_steps(tmp_path: Path, form: str) -> None:
+    text = SOLVER + f'snapshot_prefix: "{tmp_path}/x" snapshot_format: {form}'
+    with build_solver(text, ADAPTIVE) as solver:
+        solver.backend.fill(solver.updating._good, 997)
+        solver.step(1)
+        state = solver.snapshot()
+    with build_solver(text, ADAPTIVE) as solver:
+        solver.restore(state)
+        solver.step(1)
+        assert loss_scale(solver) == 4096
+        solver.step(1)
+        assert loss_scale(solver) == 8192
+
+
+@pytest.mark.parametrize(("net", "wanted"), [("", 1.0), ("global_grad_scale: 128 ", 128.0)])
+def test_a_snapshots_scale_is_for_nets_that_adapt_it(tmp_path: Path, net: str, wanted: float) -> None:
+    text = SOLVER + f'snapshot_prefix: "{tmp_path}/x"'
+    with build_solver(text, ADAPTIVE) as solver:
+        solver.step(1)
+        state = solver.snapshot()
+        solver.step(1)
+        expected = weights_of(solver.net)
+    with build_solver(text, net + NET) as solver:
+        solver.restore(state)
+        assert loss_scale(solver) == wanted
+        solver.step(1)
+        for name, values in weights_of(solver.net).items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def messages(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_clipping_shows_the_norm_without_the_loss_scale(caplog: pytest.LogCaptureFixture) -> None:
+    shown = []
+    for net in (NET, "global_grad_scale: 128 " + NET, ADAPTIVE):
+        caplog.clear()
+        with build_solver(SOLVER + "clip_gradients: 0.01 display: 1", net) as solver, caplog.at_level("INFO"):
+            solver.backend.fill(solver.updating._good, 998)  # the adaptive scale is doubled in the second step
+            solver.step(3)
+        shown.append([re.sub(r"(\d\.\d{3})\d*", r"\1", line) for line in messages(caplog, "Gradient clipping")])
+    assert len(shown[0]) == 3
+    assert shown[1] == shown[2] == shown[0]
+
+
+# -- steps that are left out -----------------------------------------------------------------------------
+
+
+def overflow(solver: Solver, parameter: int, iterations: Callable[[int], bool]) -> None:
+    """Let a parameter's gradient and all that come behind it in the backward pass be infinite in some iterations."""
+    backward_node, last = solver.net.backward_node, solver.net.schedule[1]
+
+    def overflowing(node: Node) -> None:
+        backward_node(node)
+        if node is last and iterations(solver.iteration):
+            for one in solver.net.parameters.parameters[: parameter + 1]:
+                one.blob.diff.reshape(-1)[0] = np.inf
+
+    solver.net.backward_node = overflowing  # type: ignore[method-assign]
+
+
+DEEP = NET.replace(
+    'layer { name: "loss"', 'layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"'
+    ' inner_product_param { num_output: 3 weight_filler { type: "xavier" } } } layer { name: "loss"',
+).replace('bottom: "ip" bottom: "label"', 'bottom: "last" bottom: "label"')  # fmt: skip
+
+
+@pytest.mark.parametrize("net", ["global_grad_scale: 2 ", "global_grad_scale_adaptive: true "])
+def test_skipped_updates_are_counted_at_each_display(net: str, caplog: pytest.LogCaptureFixture) -> None:
+    with build_solver(SOLVER + "display: 4", net + NET) as solver, caplog.at_level("INFO"):
+        overflow(solver, 0, lambda iteration: iteration in (0, 2, 3, 9))
+        solver.step(13)
+    shown = messages(caplog, "skipped")
+    assert shown == [
+        f"Iteration {iteration}, {count} since the last display, because gradients were not finite"
+        for iteration, count in ((0, "1 update skipped"), (4, "2 updates skipped"), (12, "1 update skipped"))
+    ]
+
+
+def test_updates_skipped_since_the_last_display_are_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    text = SOLVER + "max_iter: 40 snapshot_after_train: false"
+    with build_solver(text, "global_grad_scale: 1e38 " + NET) as solver, caplog.at_level("INFO"):
+        before = weights_of(solver.net)
+        solver.solve()
+        assert all(np.array_equal(values, before[name]) for name, values in weights_of(solver.net).items())
+    assert messages(caplog, "Iteration 40, 40 updates skipped since the last display")
+
+
+@pytest.mark.parametrize(("parameter", "layer"), [(1, "ip"), (2, "last"), (3, "last")])
+def test_too_many_skipped_updates_in_a_row_end_training_and_name_the_layer(parameter: int, layer: str) -> None:
+    with build_solver(SOLVER, "global_grad_scale: 2 " + DEEP, max_skipped=5) as solver:
+        overflow(solver, parameter, lambda iteration: iteration != 4)
+        message = (
+            rf"iteration 9: 5 updates in a row were skipped, because gradients are not finite; in the backward pass "
+            rf"that begins in layer '{layer}' \(InnerProduct\); lower global_grad_scale or set global_grad_scale_adapt"
+        )
+        with pytest.raises(NonFiniteError, match=message):
+            solver.step(20)
+
+
+def test_gradients_whose_squares_overflow_name_the_layer_of_the_largest() -> None:
+    with build_solver(SOLVER, "global_grad_scale: 1e37 " + DEEP, max_skipped=3) as solver:
+        message = (
+            r"because the sum of their gradients' squares is not finite; the largest are those of layer '(ip|last)' "
+            r"\(InnerProduct\); lower"
+        )
+        with pytest.raises(NonFiniteError, match=message):
+            solver.step(20)
+
+
+def test_too_many_skipped_updates_that_are_over_are_an_error_too() -> None:
+    """A device that works behind the host is looked at now and then."""
+    with build_solver(SOLVER, "global_grad_scale: 2 " + NET, max_skipped=3) as solver:
+        solver.step(1)
+        solver.backend.fill(solver.updating._bad, 3)
+        with pytest.raises(NonFiniteError, match="3 updates in a row .* so that the layer is not known"):
+            solver.step(1)
+
+
+def test_a_net_in_float_is_guarded_where_gradients_are_compressed() -> None:
+    with build_solver(SOLVER, NET, guard=True, max_skipped=4) as solver:
+        overflow(solver, 0, lambda iteration: iteration == 2)
+        solver.step(5)
+        assert all(np.isfinite(values).all() for values in weights_of(solver.net).values())
+        overflow(solver, 0, lambda iteration: True)
+        with pytest.raises(NonFiniteError, match=r"iteration 8: 4 updates in a row .* --compression bf16"):
+            solver.step(20)
+
+
+def test_the_guard_of_compressed_gradients_changes_no_bits() -> None:
+    found = []
+    for guard in (False, True):
+        with build_solver(SOLVER, NET, guard=guard) as solver:
+            solver.step(5)
+            found.append(weights_of(solver.net))
+    assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())

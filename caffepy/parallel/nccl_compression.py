@@ -1,0 +1,43 @@
+"""Gradients as bfloat16 on their way between GPUs, whatever CuPy's version knows of that type."""
+
+from __future__ import annotations
+
+from caffepy.backend.arguments import Array
+from caffepy.backend.cuda_device import cupy
+from caffepy.parallel.compression import Halves
+
+_ROUND = """
+unsigned int bits = __float_as_uint(x * factor);
+unsigned int upper = bits >> 16;
+bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+y = (unsigned short)(is_nan ? upper | 0x40u : (bits + 0x7fffu + (upper & 1u)) >> 16);
+"""
+_WIDEN = "y = __uint_as_float((unsigned int)x << 16);"
+
+
+class CudaBfloats(Halves):
+    """`compression.Bfloats` for arrays on GPUs, with the same bits; on the current stream, which may be captured.
+
+    Args:
+        size: how many arrays the mean is of.
+    """
+
+    dtype = "uint16"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(cupy, size)
+        self._rounding = cupy.ElementwiseKernel("float32 x, float32 factor", "uint16 y", _ROUND, "caffepy_to_bfloat16")
+        self._widening = cupy.ElementwiseKernel("uint16 x", "float32 y", _WIDEN, "caffepy_from_bfloat16")
+
+    def _round(self, array: Array, copy: Array) -> None:
+        self._rounding(array, self._factor, copy)
+
+    def widen(self, copy: Array, array: Array) -> None:
+        self._widening(copy, array)
+
+
+def device_compressor(kind: str, size: int) -> Halves | None:
+    """What makes the copies of arrays on GPUs; arguments as in `compression.host_compressor`."""
+    if kind == "bf16":
+        return CudaBfloats(size)
+    return Halves(cupy, size) if kind == "fp16" else None
