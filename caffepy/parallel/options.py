@@ -30,8 +30,9 @@ class TrainOptions:
         devices: numbers of this rank's GPUs; None trains on the CPU.
         share_gpus: `devices` are all that this process sees, to be divided among the ranks of its machine.
         cpu_solvers: solver threads of this rank, on the CPU.
-        snapshot: the .solverstate to resume from.
-        weights: .caffemodel files to start from.
+        snapshot: the .solverstate to resume from; rank 0 reads it.
+        resume_newest: resume from the newest whole snapshot with the solver's prefix, if rank 0 finds one.
+        weights: .caffemodel files to start from; rank 0 reads them.
         per_device_batch: `batch_size` is each device's (BVLC) and not each rank's (NVIDIA).
         keep_going: do not stop at a loss that is not finite.
         timeout: longest wait for another device or rank, in seconds.
@@ -47,6 +48,7 @@ class TrainOptions:
         single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
         compression: how gradients travel, one of `COMPRESSIONS`.
+        check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
 
     solver: SolverParameter
@@ -71,6 +73,8 @@ class TrainOptions:
     trace: Path | None = None
     trace_iterations: range | None = None
     single_rate: float | None = None
+    resume_newest: bool = False
+    check_replicas: int = 0
 
     @property
     def local_devices(self) -> list[int | None]:
@@ -81,7 +85,8 @@ class TrainOptions:
         """Refuse what cannot be run.
 
         Raises:
-            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive.
+            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive, a
+                negative interval.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -91,6 +96,8 @@ class TrainOptions:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
         if not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
+        if self.check_replicas < 0:
+            raise ConfigError(f"check_replicas is {self.check_replicas}; it must be a number of iterations, or 0")
         if self.compression not in COMPRESSIONS:
             raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):
