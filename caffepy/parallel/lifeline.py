@@ -168,15 +168,15 @@ class Spoke(Lifeline):
     Args:
         address: the hub's.
         rank: this rank.
-        same_machine: the hub is on this machine, and in the same container if there are any.
+        same_host: the hub is on this machine, and in the same container if there are any.
 
     Raises:
         OSError: the hub cannot be reached.
     """
 
-    def __init__(self, address: tuple[list[str], int, str], rank: int, same_machine: bool) -> None:
+    def __init__(self, address: tuple[list[str], int, str], rank: int, same_host: bool) -> None:
         hosts, port, token = address
-        self._line = _Line(_connect(hosts[:1] if same_machine else hosts[1:], port), 0)
+        self._line = _Line(_connect(hosts[:1] if same_host else hosts[1:], port), 0)
         self._line.send({"token": token, "rank": rank})
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._line.socket, selectors.EVENT_READ)
