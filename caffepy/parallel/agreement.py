@@ -188,10 +188,13 @@ def describe_nets(solver: Solver) -> Description:
 
 def _describe_net(name: str, net: Net) -> Description:
     described = {f"{field} of {name}": value for field, value in _flatten(net.param, skipped={"layer", "layers"})}
+    seen: set[str] = set()
     for index, layer in enumerate(net.param.layer):
         described[f"layer {index} of {name}"] = f"'{layer.name}' ({layer.type})"
+        number = f" (layer {index})" if layer.name in seen else ""
+        seen.add(layer.name)
         for field, value in _flatten(layer, skipped={"name", "type"}):
-            described[f"{field} of layer '{layer.name}' (layer {index}) of {name}"] = value
+            described[f"{field} of layer '{layer.name}'{number} of {name}"] = value
     return described
 
 

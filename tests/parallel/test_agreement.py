@@ -85,7 +85,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Laboratory], Outcome], str]] = {
     ),
     "lr_mult": (
         differing(with_net, "mult", "lr_mult: 2", "lr_mult: 1"),
-        r"param\[1\]\.lr_mult of layer 'conv' \(layer 1\) of the train net is 2 on RANK0 and 1 on RANK1",
+        r"param\[1\]\.lr_mult of layer 'conv' of the train net is 2 on RANK0 and 1 on RANK1",
     ),
     "data": (
         other_lmdb,

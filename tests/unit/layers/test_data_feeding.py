@@ -239,6 +239,13 @@ def test_a_device_that_takes_nothing_is_given_up(folder, monkeypatch):
     layer.close()
 
 
+def test_a_layer_waits_for_its_data_as_long_as_it_is_told(folder):
+    layer, _ = make(folder / "bytes3", 2, timeout=12.5)
+    layer.feed(0)
+    assert layer._prefetcher._timeout == 12.5
+    layer.close()
+
+
 def test_waiting_for_data_is_measured(folder):
     layer, blobs = make(folder / "bytes3", 2)
     assert layer.waited == 0
