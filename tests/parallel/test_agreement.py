@@ -118,6 +118,18 @@ def test_the_first_difference_is_named_before_the_first_iteration(
     assert re.match(f"{wanted}; all ranks must train alike: give them the same files and options$", message), message
 
 
+def test_torchruns_variables_are_refused(laboratory: Laboratory) -> None:
+    alone = laboratory.train(iterations=2, RANK="1", WORLD_SIZE="2")
+    assert alone.status == 2, alone.log
+    assert re.search(r"has RANK=1 and WORLD_SIZE=2, .* start with mpirun -np 2 caffepy train", alone.errors()[0])
+    pytest.importorskip("mpi4py")
+    launched = laboratory.train(ranks=2, batch=32, iterations=2, RANK="0", WORLD_SIZE="2")
+    assert launched.status == 2, launched.log
+    wanted = r"rank 1 on \S+: the environment has RANK=0 and WORLD_SIZE=2, but MPI says rank 1 of 2 processes: unset"
+    (message,) = launched.errors()
+    assert re.match(wanted, message), message
+
+
 # -- folders of the ranks' own ---------------------------------------------------------------------------
 
 
@@ -156,8 +168,10 @@ def test_only_the_root_needs_snapshots_and_weights(laboratory: Laboratory) -> No
         assert outcome.logged("Restoring previous" if options else "Finetuning from start.caffemodel"), outcome.log
         return Path(str(where).replace("{rank}", "0")) / "saved" / f"{name}_iter_20.solverstate"
 
-    together = run("together", laboratory.folder)
-    assert_same_files(together, run("apart", folder / "rank{rank}"))
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, "together", laboratory.folder), pool.submit(run, "apart", folder / "rank{rank}")]
+        together, apart = (done.result() for done in runs)
+    assert_same_files(together, apart)
     shutil.copy(laboratory.folder / "saved" / "together_iter_10.caffemodel", folder / "rank0" / "saved")
     state = laboratory.folder / "saved" / "together_iter_10.solverstate"
     shutil.copy(state, folder / "rank0" / "saved" / "resumed_iter_10.solverstate")
