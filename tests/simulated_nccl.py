@@ -224,6 +224,7 @@ def install(gpus: int) -> None:
     nccl.available, nccl.NcclError, nccl.NcclCommunicator = True, RuntimeError, NcclCommunicator
     nccl.groupStart, nccl.groupEnd = group_start, group_end
     nccl.get_unique_id = lambda: bytes(range(128))
+    nccl.get_version = lambda: 22803
     runtime.CUDARuntimeError = RuntimeError
     runtime.deviceGetPCIBusId = lambda device: f"0000:{device:02X}:00.0"
     runtime.getDeviceCount = lambda: gpus

@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: another device failed.
     """
     from caffepy.parallel.bench import AllReduceBench
-    from caffepy.parallel.world import create_world
+    from caffepy.parallel.world import create_world, refuse_foreign_launcher
 
     world = create_world()
+    world.call_on_all(lambda: refuse_foreign_launcher(world))
     options = _options(args, world)
     timings: list[Timing] = []
 

@@ -94,6 +94,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         parser.add_argument(
             f"--{name}-effect", choices=_EFFECTS, default=effect, help=f"what {name.upper()} does (default: {effect})"
         )
+    parser.add_argument(
+        "--check-replicas",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="compare the parameters of all devices every N iterations (default: at each snapshot)",
+    )
     parser.add_argument("--keep-going", action="store_true", help="go on when the loss is not finite")
     parser.add_argument(
         "--max-skipped",
@@ -155,10 +162,12 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         devices=train_devices(args, gpu_mode, param.device_id, str(args.solver)),
         share_gpus=shares_gpus(args, gpu_mode),
         cpu_solvers=args.cpu_solvers,
-        snapshot=_snapshot(args.snapshot, resolve.output(param.snapshot_prefix)),
+        snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
+        resume_newest=args.snapshot == "auto",
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
+        check_replicas=args.check_replicas,
         timeout=args.timeout,
         verbose=args.verbose,
         sigint_effect=args.sigint_effect,
@@ -193,17 +202,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
     if args.gpus is not None and args.cpu_solvers > 1:
         raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver a GPU")
-
-
-def _snapshot(wanted: str | None, prefix: Path) -> Path | None:
-    if wanted != "auto":
-        return Path(wanted) if wanted else None
-    from caffepy.snapshot import newest_snapshot
-
-    newest = newest_snapshot(prefix)
-    if newest is None:
-        logger.info("no whole snapshot with the prefix %s: training starts from the beginning", prefix)
-    return newest
 
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:

@@ -13,6 +13,7 @@ from caffepy.backend.input import ImageSlot
 from caffepy.blob import MAX_ELEMENTS, check_shape, format_shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
+from caffepy.data.source import hash_of
 from caffepy.errors import DataError
 
 if TYPE_CHECKING:
@@ -85,6 +86,18 @@ class Hdf5Source:
                 return [_dataset(file, name, path).astype(np.float32)[...] for name in self._datasets]
             except (OSError, MemoryError) as error:
                 raise DataError(f"HDF5 file '{path}' cannot be read: {error or 'out of memory'}") from error
+
+    def fingerprint(self) -> dict[str, str]:
+        """`RecordSource.fingerprint`, of the rows of each file and the first file's first row."""
+        with _open(self.files[0]) as file:
+            try:
+                rows = [_dataset(file, name, self.files[0]).astype(np.float32)[0] for name in self._datasets]
+            except (OSError, MemoryError) as error:
+                raise DataError(f"HDF5 file '{self.files[0]}' cannot be read: {error or 'out of memory'}") from error
+        return {
+            "the number of rows of each file": ", ".join(map(str, self.rows)),
+            "the hash of the first row": hash_of(*(np.asarray(row).tobytes() for row in rows)),
+        }
 
     def close(self) -> None:
         """Give back the memory. Callable twice."""

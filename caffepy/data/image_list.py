@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from caffepy.data.source import hash_of
 from caffepy.errors import DataError
 
 
@@ -56,6 +57,21 @@ class ImageListSource:
 
     def record_name(self, number: int) -> str:
         return f"record {number} ('{self._files[number]}')"
+
+    def fingerprint(self) -> dict[str, str]:
+        labels = ",".join(map(str, self.labels))
+        return {
+            "the number of images": str(len(self)),
+            "the hash of the labels": hash_of(labels.encode()),
+            "the hash of the first image": hash_of(self._read_named(0)),
+            "the hash of the last image": hash_of(self._read_named(len(self) - 1)),
+        }
+
+    def _read_named(self, number: int) -> bytes:
+        try:
+            return self.read(number)
+        except DataError as error:
+            raise DataError(f"{self.description}: {self.record_name(number)} {error}") from error
 
     def close(self) -> None:
         """There is nothing open between reads."""

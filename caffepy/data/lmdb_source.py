@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.data.lmdb_file import check_file
+from caffepy.data.source import hash_of
 from caffepy.errors import DataError
 
 if TYPE_CHECKING:
@@ -177,6 +178,19 @@ class LmdbSource:
                 return f"record {number} (key '{bytes(other._cursor.key()).decode(errors='backslashreplace')}')"
         except (lmdb.Error, DataError):
             return f"record {number}"
+
+    def fingerprint(self) -> dict[str, str]:
+        found = {"the number of records": str(self._length)}
+        self._check_size()
+        try:
+            cursor = self._transaction.cursor()
+            for which, move in (("first", cursor.first), ("last", cursor.last)):
+                move()
+                found[f"the {which} key"] = f"'{bytes(cursor.key()).decode(errors='backslashreplace')}'"
+                found[f"the hash of the {which} record"] = hash_of(cursor.value())
+        except self._failure as error:
+            raise DataError(f"{self.description} is damaged: {error}; build it again") from error
+        return found
 
     def close(self) -> None:
         if not self._closed:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from caffepy.data.lmdb_index import LmdbIndex
+
+
+def hash_of(*parts: bytes | memoryview) -> str:
+    """A short hash of bytes, for fingerprints."""
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 class RecordSource(Protocol):
@@ -36,6 +45,13 @@ class RecordSource(Protocol):
 
     def record_name(self, number: int) -> str:
         """What messages call the record: ``record 12 (key '00000012')``."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells this source from another one of the same name, by what messages call it; cheap, without paths.
+
+        Raises:
+            DataError: it cannot be read.
+        """
 
     def close(self) -> None:
         """Give back what is open. Callable twice."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.mean import read_mean
 from caffepy.data.random import below, sample_words
+from caffepy.data.source import hash_of
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
 
@@ -99,6 +100,10 @@ class Transformer:
         self._mean_values = np.array(param.mean_value, np.float32)
         self._last: tuple[tuple[int, ...], tuple[int, int, int]] = ((), (0, 0, 0))
         """The shape that came last, and what became of it."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """`RecordSource.fingerprint` of the mean file, where there is one."""
+        return {} if self._mean_file is None else {"the hash of the mean": hash_of(self._mean_file.tobytes())}
 
     @property
     def whole_size(self) -> tuple[int, int]:

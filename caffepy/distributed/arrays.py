@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,14 @@ Parts = Array | Sequence[Array]
 
 Empty = Callable[[tuple[int, ...], Any], Array]
 """Makes a contiguous array where the communicator has its arrays."""
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number, NumPy's among them, as Python's own; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def on_gpu(array: Any) -> bool:

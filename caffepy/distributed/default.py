@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 
+from caffepy.distributed.arrays import whole_number
 from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.membership import Membership
@@ -36,6 +37,9 @@ def connect(
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0 < seconds < 1e9:
         raise UserError(f"timeout is {timeout}; it must be a positive number of seconds")
+    rank, world_size, device = (
+        _whole(name, value) for name, value in (("rank", rank), ("world_size", world_size), ("device", device))
+    )
     membership = join(init_method, rank, world_size, seconds)
     chosen = backend or default_backend(membership)
     try:
@@ -46,6 +50,13 @@ def connect(
         if isinstance(error, CaffepyError):
             error.args = (message,)
         raise
+
+
+def _whole(name: str, value: int | None) -> int | None:
+    number = None if value is None else whole_number(value)
+    if number is None and value is not None:
+        raise UserError(f"{name} is {value!r}; it must be a whole number")
+    return number
 
 
 def init_process_group(

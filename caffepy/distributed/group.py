@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from caffepy.backend.arguments import Array
-from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operator, take_array, take_parts
+from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operator, take_array, take_parts, whole_number
 from caffepy.distributed.base import BaseGroup
 from caffepy.distributed.handle import Handle
 from caffepy.errors import UserError
@@ -39,14 +39,14 @@ class ProcessGroup(BaseGroup):
     def isend(self, array: Array, destination: int, tag: int = 0) -> Handle:
         """Start to send."""
         with self.calling("send"):
-            self._check_message(destination, tag)
+            destination, tag = self._check_message(destination, tag)
             buffer = self._array(array, "array")
         return self.start(Operation("send", sent=buffer.data, peer=destination, tag=tag), [], True)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
         """Start to receive."""
         with self.calling("receive"):
-            self._check_message(source, tag)
+            source, tag = self._check_message(source, tag)
             buffer = self._array(array, "array", written=True)
         return self.start(Operation("receive", received=buffer.data, peer=source, tag=tag), [buffer], True)
 
@@ -55,7 +55,8 @@ class ProcessGroup(BaseGroup):
     def broadcast(self, array: Array, root: int = 0, async_op: bool = False) -> Handle:
         """array = the root's array."""
         with self.calling("broadcast"):
-            sends = self._is_root(root)
+            root = self._check_rank(root, "root")
+            sends = root == self.rank
             buffer = self._array(array, "array", written=not sends)
         sent, received = (buffer.data, None) if sends else (None, buffer.data)
         operation = Operation("broadcast", sent, received, peer=root)
@@ -73,7 +74,8 @@ class ProcessGroup(BaseGroup):
     ) -> Handle:
         """On the root: array = operator(all ranks' arrays); the others' arrays stay as they are."""
         with self.calling("reduce"):
-            receives = self._is_root(root)
+            root = self._check_rank(root, "root")
+            receives = root == self.rank
             buffer = self._array(array, "array", written=receives)
             operator = check_operator(operator, array)
         operation = Operation("reduce", buffer.data, buffer.data if receives else None, operator, root)
@@ -89,6 +91,7 @@ class ProcessGroup(BaseGroup):
     def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """On the root: outputs[i] = the array of rank i; the others give no outputs."""
         with self.calling("gather"):
+            root = self._check_rank(root, "root")
             own = self._array(array, "array")
             gathered = self._at_root(outputs, "outputs", array, root, written=True)
         operation = Operation("gather", own.data, gathered[0].data if gathered else None, peer=root)
@@ -97,6 +100,7 @@ class ProcessGroup(BaseGroup):
     def scatter(self, array: Array, inputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """array = the root's inputs[rank]; the others give no inputs."""
         with self.calling("scatter"):
+            root = self._check_rank(root, "root")
             own = self._array(array, "array", written=True)
             scattered = self._at_root(inputs, "inputs", array, root)
         operation = Operation("scatter", scattered[0].data if scattered else None, own.data, peer=root)
@@ -137,7 +141,7 @@ class ProcessGroup(BaseGroup):
         self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False
     ) -> list[Buffer]:
         """What the root alone gives."""
-        if self._is_root(root) != (parts is not None):
+        if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
         return [] if parts is None else [self._parts(parts, name, like, written)]
 
@@ -155,19 +159,19 @@ class ProcessGroup(BaseGroup):
             raise UserError(f"{name} of shape {whole.shape} cannot be cut into {self.size} equal parts")
         return whole[: whole.shape[0] // self.size]
 
-    def _is_root(self, root: int) -> bool:
-        self._check_rank(root, "root")
-        return root == self.rank
-
-    def _check_rank(self, rank: Any, name: str) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
+    def _check_rank(self, rank: Any, name: str) -> int:
+        number = whole_number(rank)
+        if number is None or not 0 <= number < self.size:
             raise UserError(f"{name} {rank!r} is not a rank of this group: they are 0 to {self.size - 1}")
+        return number
 
-    def _check_message(self, peer: int, tag: int) -> None:
-        self._check_rank(peer, "rank")
-        if peer == self.rank:
+    def _check_message(self, peer: int, tag: int) -> tuple[int, int]:
+        """Peer and tag as Python's own numbers: what carries them may take no others."""
+        other, number = self._check_rank(peer, "rank"), whole_number(tag)
+        if other == self.rank:
             raise UserError("a rank cannot send to itself")
-        if not isinstance(tag, int) or not 0 <= tag <= TAG_LIMIT:
+        if number is None or not 0 <= number <= TAG_LIMIT:
             raise UserError(f"tag {tag!r} is not an integer from 0 to {TAG_LIMIT}")
-        if tag and self.backend == "nccl":
+        if number and self.backend == "nccl":
             raise UserError("NCCL knows no tags: leave it out")
+        return other, number

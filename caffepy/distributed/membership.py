@@ -61,5 +61,4 @@ class Membership:
 
     def _neighbours(self, stop: int) -> int:
         """How many of the ranks before `stop` are on this machine."""
-        own = self.members[self.rank]
-        return [(member.host, member.machine) for member in self.members[:stop]].count((own.host, own.machine))
+        return [member.machine for member in self.members[:stop]].count(self.members[self.rank].machine)

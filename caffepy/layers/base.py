@@ -69,6 +69,7 @@ class LayerContext:
         test_iter: batches in one whole test (TEST phase).
         iter_size: passes that are fed before the first of them runs, those of one iteration.
         resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
+        timeout: seconds without data from the disk, or without room for them on the device, after which training fails.
     """
 
     backend: Backend
@@ -79,6 +80,7 @@ class LayerContext:
     test_iter: int = 1
     iter_size: int = 1
     resolve: Callable[[str], Path] = Path
+    timeout: float = 600.0
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None

@@ -139,6 +139,8 @@ class DummyDataLayer(Layer):
 class ImagesLayer(PrefetchingLayer):
     """A layer whose records are images."""
 
+    _transformer: Transformer
+
     @abstractmethod
     def _loader_of(self, seed: int, stream: int) -> ImageLoader:
         """What fills batches with these random choices."""
@@ -149,6 +151,9 @@ class ImagesLayer(PrefetchingLayer):
 
     def byte_images(self, count: int) -> ByteImages | None:
         return self._loader_of(0, 0).byte_images(count)
+
+    def fingerprint(self) -> dict[str, str]:
+        return {**super().fingerprint(), **self._transformer.fingerprint()}
 
 
 @register_layer("Data")

@@ -18,14 +18,15 @@ from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = 600.0
-"""Seconds after which a device that takes no input is given up."""
 _MOST_THREADS = 8
 """More threads than this copy no faster from one memory."""
 
 
 class Source(Protocol):
     """What a data layer opens in `setup` and closes in `close`."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells it from another source of the same name; see `caffepy.data.source.RecordSource`."""
 
     def close(self) -> None:
         """Give back what is open. Callable twice."""
@@ -69,6 +70,14 @@ class PrefetchingLayer(Layer):
     def byte_images(self, count: int) -> ByteImages | None:
         """How batches of `count` records come if these are images of bytes; None: as floats."""
         return None
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tells the layer's data from others of the same name, by what messages call it.
+
+        Raises:
+            DataError: the source cannot be read.
+        """
+        return {} if self._source is None else self._source.fingerprint()
 
     def threads(self, asked: int) -> int:
         """How many threads read, given the prototxt's number (0: automatic).
@@ -227,9 +236,10 @@ class PrefetchingLayer(Layer):
         while not ring.ready():
             if self._closed:
                 raise AbortedError(f"layer '{self.name}' ({self.type}): closed while waiting for the device")
-            if time.monotonic() > started + _TIMEOUT:
+            if time.monotonic() > started + self.context.timeout:
                 raise RunError(
-                    f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for {_TIMEOUT:.0f} s"
+                    f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for "
+                    f"{self.context.timeout:.0f} s"
                 )
             time.sleep(0.0002)
 
@@ -249,6 +259,7 @@ class PrefetchingLayer(Layer):
                 slot=slot,
                 block=1 if slot is None else passes_together(slot),
                 memory=self.backend.host_memory,
+                timeout=self.context.timeout,
             )
         return self._prefetcher
 

@@ -168,7 +168,7 @@ class Spoke(Lifeline):
     Args:
         address: the hub's.
         rank: this rank.
-        same_host: the hub is on this machine.
+        same_host: the hub is on this machine, and in the same container if there are any.
 
     Raises:
         OSError: the hub cannot be reached.
@@ -215,7 +215,7 @@ def connect(world: World) -> Lifeline:
     line: Lifeline | None = hub
     if hub is None:
         try:
-            line = Spoke(address, world.rank, world.host == world.hosts[0])
+            line = Spoke(address, world.rank, world.machines[world.rank] == world.machines[0])
         except OSError as error:
             logger.debug("no lifeline to %s: %s", world.name(0), error)
     cut_off = [rank for rank, connected in enumerate(world.all_gather(line is not None)) if not connected]

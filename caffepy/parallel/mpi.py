@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import socket
 import sys
@@ -115,15 +116,26 @@ class MpiWorld(World):
         check_launcher(launcher, self.size, self._mpi.Get_library_version())
         machines = self.all_gather((socket.gethostname(), machine_identity()))
         self.hosts = [host for host, _ in machines]
-        self.machines = ["/".join(machine) for machine in machines]
-        own = machines[self.rank]
-        self.local_size = machines.count(own)
-        self.local_rank = machines[: self.rank].count(own)
+        self.machines = [machine for _, machine in machines]
+        own = self.machines[self.rank]
+        self.local_size = self.machines.count(own)
+        self.local_rank = self.machines[: self.rank].count(own)
 
     def all_gather(self, value: T) -> list[T]:
         self._wait(self._control.Ibarrier())
         gathered: list[T] = self._control.allgather(value)
         return gathered
+
+    def broadcast(self, value: T) -> T:
+        """`World.broadcast` by MPI_Bcast: the others' values are not sent anywhere."""
+        content = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
+        size = np.array([len(content)], np.int64)
+        self._wait(self._control.Ibcast(size, 0))
+        if self.rank != 0:
+            content = bytearray(int(size[0]))
+        self._wait(self._control.Ibcast([content, self._mpi.BYTE], 0))
+        received: T = value if self.rank == 0 else pickle.loads(content)
+        return received
 
     def serve(self) -> None:
         self._calls.serve()

@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from caffepy.backend.arguments import Array
-from caffepy.errors import AbortedError, MissingExtraError, PeerError
+from caffepy.errors import AbortedError, DeviceError, MissingExtraError, PeerError
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.nccl_compression import device_compressor
+from caffepy.parallel.nccl_info import nccl_version
 from caffepy.parallel.nccl_operations import Messages, NcclWork, enqueue, nccl_operator, nccl_type
 from caffepy.parallel.nccl_stream import SideStream, SideWork
 from caffepy.parallel.operations import Operation, Operator, Work
@@ -26,18 +27,26 @@ UniqueId = Any
 
 _ERRORS = (nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError, KeyError, AttributeError)
 """What CuPy raises: KeyError at statuses that it cannot name, AttributeError once `close` let the communicator go."""
+_LEAST_VERSION = 21000
+"""2.10, the first with ncclAvg, as NCCL counts."""
 _LOCK_SECONDS = 1.0
 """How long an abort waits for an operation that is being put on the stream: that can block if the stream is full."""
 
 
 def check_nccl() -> None:
-    """Refuse to start without the NCCL library.
+    """Refuse to start without an NCCL library that can average.
 
     Raises:
         MissingExtraError: CuPy cannot load it.
+        DeviceError: it is too old.
     """
     if not nccl.available:
         raise MissingExtraError("nvidia-nccl-cu13", "cuda13", "to train on several GPUs")
+    if int(nccl.get_version()) < _LEAST_VERSION:
+        raise DeviceError(
+            f"NCCL {nccl_version()} is too old: averages of gradients (ncclAvg) need 2.10 or later; "
+            "pip install -U nvidia-nccl-cu13 (nvidia-nccl-cu12 for CUDA 12)"
+        )
 
 
 def new_unique_id() -> UniqueId:

@@ -31,8 +31,9 @@ class TrainOptions:
         devices: numbers of this rank's GPUs; None trains on the CPU.
         share_gpus: `devices` are all that this process sees, to be divided among the ranks of its machine.
         cpu_solvers: solver threads of this rank, on the CPU.
-        snapshot: the .solverstate to resume from.
-        weights: .caffemodel files to start from.
+        snapshot: the .solverstate to resume from; rank 0 reads it.
+        resume_newest: resume from the newest whole snapshot with the solver's prefix, if rank 0 finds one.
+        weights: .caffemodel files to start from; rank 0 reads them.
         per_device_batch: `batch_size` is each device's (BVLC) and not each rank's (NVIDIA).
         keep_going: do not stop at a loss that is not finite.
         timeout: longest wait for another device or rank, in seconds.
@@ -49,6 +50,7 @@ class TrainOptions:
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
         compression: how gradients travel, one of `COMPRESSIONS`.
         max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
+        check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
 
     solver: SolverParameter
@@ -74,6 +76,8 @@ class TrainOptions:
     trace: Path | None = None
     trace_iterations: range | None = None
     single_rate: float | None = None
+    resume_newest: bool = False
+    check_replicas: int = 0
 
     @property
     def local_devices(self) -> list[int | None]:
@@ -85,7 +89,7 @@ class TrainOptions:
 
         Raises:
             ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive,
-                a compression that is not known, max_skipped below 1.
+                a compression that is not known, max_skipped below 1, a negative interval.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -97,6 +101,8 @@ class TrainOptions:
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
         if self.max_skipped < 1:
             raise ConfigError(f"max_skipped is {self.max_skipped}; it must be at least 1")
+        if self.check_replicas < 0:
+            raise ConfigError(f"check_replicas is {self.check_replicas}; it must be a number of iterations, or 0")
         if self.compression not in COMPRESSIONS:
             raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):

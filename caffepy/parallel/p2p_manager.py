@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, CaffepyError, ConfigError, PeerError, RunError
 from caffepy.parallel.affinity import Cores, current_cores, take_cores
+from caffepy.parallel.agreement import check_alike, describe_nets, describe_run
 from caffepy.parallel.batch import describe_batch
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.failure import Failure, describe_error, exit_status
@@ -34,9 +37,10 @@ from caffepy.parallel.shared_memory import SharedSums
 from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.watchdog import Watchdog
-from caffepy.parallel.world import World, create_world, find_launcher
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.parallel.world import World, create_world, find_launcher, refuse_foreign_launcher
+from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.report import format_report
+from caffepy.snapshot import newest_snapshot
 from caffepy.solvers.callbacks import Action
 from caffepy.trace import pack_events, unpack_events, write_trace
 
@@ -102,6 +106,7 @@ class P2PManager:
 
     def _run(self) -> None:
         world = self._world
+        world.call_on_all(lambda: refuse_foreign_launcher(world))
         options = world.call_on_all(self._options)
         self._verbose = options.verbose
         world.call_on_all(partial(_check_trace, options, world.rank))
@@ -151,13 +156,16 @@ class P2PManager:
                 )
                 world.agree(error)
         self._check_gpus(options)
+        if world.size > 1:
+            check_alike(world, world.call_on_all(lambda: describe_run(options)))
         solver = SolverParameter()
         solver.CopyFrom(options.solver)
         if solver.random_seed < 0:
             solver.random_seed = secrets.randbelow(1 << 31)
         solver.random_seed = world.broadcast(solver.random_seed)
+        found = world.call_on_all(lambda: _find_snapshot(options) if world.rank == 0 else None)
         return replace(
-            options, solver=solver, snapshot=world.broadcast(options.snapshot), weights=world.broadcast(options.weights)
+            options, solver=solver, snapshot=world.broadcast(found), weights=world.broadcast(options.weights)
         )
 
     def _share_gpus(self, options: TrainOptions) -> TrainOptions:
@@ -212,12 +220,13 @@ class P2PManager:
 
             return NcclCommunicator(host.size, unique_id, host.rank, host, compress)
 
+        labels = [_label(i, device, count) for i, device in enumerate(devices)]
+        names = self._name_devices(labels)
         for i, device in enumerate(devices):
             shard = Shard(world.rank * count + i, world.size * count, count, options.per_device_batch)
-            label = str(device) if device is not None else f"CPU {i}" if count > 1 else "CPU"
-            place = Place(i, device, label, None if device is not None else threads, shard)
+            place = Place(i, device, labels[i], None if device is not None else threads, shard)
             request = signals if i == 0 else _nothing
-            self._syncs.append(P2PSync(place, options, partial(connection, i), request, self._thread_changed))
+            self._syncs.append(P2PSync(place, options, partial(connection, i), request, self._thread_changed, names))
 
     def _unique_id(self) -> Any:
         from caffepy.parallel.nccl import check_nccl, new_unique_id
@@ -231,31 +240,36 @@ class P2PManager:
             sync.start()
         self._wait(lambda sync: sync.ready.is_set())
         self._world.agree(next((_as_exception(sync.error) for sync in self._syncs if sync.error is not None), None))
-        self._check_nets()
+        state = self._agree_on_start()
         if self._world.rank == 0:
             describe_batch(self._syncs[0])
             logger.info("Starting Optimization")
         self._started = True
         for sync in self._syncs:
-            sync.go()
+            sync.go(state)
         self._wait(lambda sync: sync.finished.is_set())
         self._raise_failure()
         self._report(options)
         self._write_trace(options)
 
-    def _check_nets(self) -> None:
-        """Refuse ranks that read different files under the same name."""
-        root = self._syncs[0].solver
-        assert root is not None
-        sizes = self._world.all_gather((root.net.name, int(root.net.parameters.data.size), root.performance.batch))
-        for rank, size in enumerate(sizes):
-            if size != sizes[0]:
-                error = ConfigError(
-                    f"ranks have built different nets: {self._world.name(0)} '{sizes[0][0]}' with {sizes[0][1]} "
-                    f"parameters and batch {sizes[0][2]}, {self._world.name(rank)} '{size[0]}' with {size[1]} and "
-                    f"{size[2]}: do their prototxt files differ?"
-                )
-                self._world.agree(error)
+    def _agree_on_start(self) -> SolverState | None:
+        """Refuse ranks that read different files under the same name; returns what the root has restored, if it has."""
+        world, solver = self._world, self._syncs[0].solver
+        assert solver is not None
+        if world.size > 1:
+            check_alike(world, world.call_on_all(lambda: describe_nets(solver)))
+        restored = world.broadcast(None if solver.restored is None else solver.restored.SerializeToString())
+        return None if restored is None else SolverState.FromString(restored)
+
+    def _name_devices(self, labels: list[str]) -> list[str]:
+        """What messages call each of all devices, given the labels of this rank's."""
+        world = self._world
+        several = world.size > 1
+        return [
+            f"{world.name(rank)}, device {label}" if several else f"device {label}"
+            for rank, others in enumerate(world.all_gather(labels))
+            for label in others
+        ]
 
     def _wait(self, reached: Callable[[P2PSync], bool]) -> None:
         """Wait until all threads have come to a point, or one has failed."""
@@ -399,6 +413,24 @@ def _check_trace(options: TrainOptions, rank: int) -> None:
     """Refuse a trace that the root could not write once training is over."""
     if rank == 0 and options.trace is not None and not options.trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {options.trace}: there is no folder {options.trace.parent}; make it first")
+
+
+def _find_snapshot(options: TrainOptions) -> Path | None:
+    """The snapshot to resume from, on the root."""
+    if not options.resume_newest:
+        return options.snapshot
+    prefix = (options.resolve or PathResolver(None)).output(options.solver.snapshot_prefix)
+    newest = newest_snapshot(prefix)
+    if newest is None:
+        logger.info("no whole snapshot with the prefix %s: training starts from the beginning", prefix)
+    return newest
+
+
+def _label(index: int, device: int | None, count: int) -> str:
+    """What messages call one of this rank's devices."""
+    if device is not None:
+        return str(device)
+    return f"CPU {index}" if count > 1 else "CPU"
 
 
 def _nothing() -> Action:

@@ -21,7 +21,9 @@ from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.gradient_exchange import GradientExchange
 from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.replicas import check_replicas
 from caffepy.parallel.watchdog import Progress
+from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
 """How much longer than the watchdog's timeout a thread waits for all others to have built their nets."""
+_DATA_SECONDS = 90.0
+"""How much longer than the watchdog's timeout a thread waits for its data: the watchdog names process and device."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class P2PSync:
             ready.
         request: what signals ask for.
         on_change: called in the thread when it is ready, has failed or has finished.
+        names: what messages call each of all devices; by default their numbers.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class P2PSync:
         connect: Callable[[], Communicator],
         request: Callable[[], Action],
         on_change: Callable[[P2PSync], None],
+        names: Sequence[str] = (),
     ) -> None:
         self.place = place
         self.is_root = place.shard.rank == 0
@@ -98,6 +104,10 @@ class P2PSync:
         self._connect = connect
         self._request = request
         self._on_change = on_change
+        self._names = names or [f"device {number}" for number in range(self.world_size)]
+        self._compared = -1
+        """The iteration after which the parameters were compared last."""
+        self._state: SolverState | None = None
         self._go = threading.Event()
         self._cancelled = False
         self._communicator: Communicator | None = None
@@ -111,8 +121,13 @@ class P2PSync:
         """Start the thread (the seed documents' StartInternalThread)."""
         self._thread.start()
 
-    def go(self) -> None:
-        """All devices are ready: train."""
+    def go(self, state: SolverState | None = None) -> None:
+        """All devices are ready: train.
+
+        Args:
+            state: what the root has restored; None: nothing.
+        """
+        self._state = state
         self._go.set()
 
     def abort(self) -> None:
@@ -143,6 +158,23 @@ class P2PSync:
             for array in (solver.net.parameters.data, *solver.history):
                 self._connected.broadcast(array, root=0)
             self._settle()
+
+    def on_iteration(self, solver: Solver) -> None:
+        interval = self._options.check_replicas
+        if interval and solver.iteration % interval == 0:
+            solver.replay.settle()
+            self.on_snapshot(solver)
+
+    def on_snapshot(self, solver: Solver) -> None:
+        """Compare the parameters, so that a snapshot is that of all devices."""
+        if self.world_size == 1 or self._compared == solver.iteration:
+            return
+        check_replicas(solver.net, self.place.shard.rank, self._names, self._sum_hashes)
+        self._compared = solver.iteration
+
+    def _sum_hashes(self, values: Any) -> Any:
+        with self._waiting("the comparison of the parameters"):
+            return self._connected.sum(values)
 
     def on_gradients_ready(self, solver: Solver) -> None:
         if self.world_size == 1:
@@ -265,6 +297,8 @@ class P2PSync:
             self._on_change(self)
             if not self._go.wait(self._options.timeout + _START_SECONDS) or self._cancelled:
                 raise AbortedError("training was stopped before it began")
+        if self._state is not None and not self.is_root:
+            self.solver.adopt(self._state)
         with self.progress.waiting("the connection of the devices"):
             self._communicator = self._connect()
             self._place_gradients(self.solver)
@@ -345,17 +379,23 @@ class P2PSync:
             trace=self.trace,
             guard=options.compression != "none" and self.world_size > 1,
             max_skipped=options.max_skipped,
+            timeout=options.timeout + _DATA_SECONDS,
         )
         self.solver = solver
         self.communication = CommunicationClock(backend)
         solver.clock.on_start = self.communication.reset
         if isinstance(self.trace, Trace) and backend.asynchronous:
             self.trace.watch_device(backend.stamp, backend.synchronize)
-        if options.snapshot is not None:
-            solver.restore(options.snapshot)
-        elif self.is_root:
-            solver.load_weights(options.weights)
+        if self.is_root:
+            self._read_start(solver)
         return solver
+
+    def _read_start(self, solver: Solver) -> None:
+        """What training starts from is read by the root alone: the others may have no such files."""
+        if self._options.snapshot is not None:
+            solver.restore(self._options.snapshot)
+        else:
+            solver.load_weights(self._options.weights)
 
     def _close(self) -> None:
         """Solver first: graphs that captured the communicator's calls must go before it."""

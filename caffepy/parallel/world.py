@@ -79,7 +79,7 @@ class World:
         self.size = 1
         self.hosts = [socket.gethostname()]
         """The host of each rank."""
-        self.machines = [""]
+        self.machines = [machine_identity()]
         """What tells the ranks' machines apart, whatever they are called."""
         self.local_rank = 0
         """This process's number among those of its host."""
@@ -165,12 +165,24 @@ class World:
         os._exit(status)
 
 
-def machine_identity() -> str:
-    """Tells machines apart whose host names are the same, as containers' often are."""
+def machine_identity(system: Path = Path("/proc")) -> str:
+    """Tells machines apart, whatever they are called: which boot of which kernel, and which network of it.
+
+    Containers of one machine have a network each unless they share the host's: their loopback addresses are not the
+    same. Where the system says neither, the host name has to do.
+
+    Args:
+        system: where Linux keeps what it says of itself.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = (system / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return ""
+        return socket.gethostname()
+    try:
+        network = (system / "self/ns/net").stat()
+    except OSError:
+        return f"{boot}/{socket.gethostname()}"
+    return f"{boot}/{network.st_dev}:{network.st_ino}"
 
 
 def own_addresses() -> list[str]:
@@ -204,6 +216,38 @@ def _describe(error: Exception | None) -> tuple[str, int] | None:
     if isinstance(error, CaffepyError):
         return str(error), error.exit_status
     return f"{type(error).__name__}: {error}", RunError.exit_status
+
+
+def refuse_foreign_launcher(world: World, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse what torchrun tells its processes: each would train alone, or as another rank than it believes to be.
+
+    Raises:
+        UserError: RANK and WORLD_SIZE do not stand for the processes of `world`; with the command to use.
+    """
+    told = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
+    if not told or told == {"WORLD_SIZE": "1"} or told == {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}:
+        return
+    given = " and ".join(f"{name}={value}" for name, value in told.items())
+    if len(told) == 1:
+        missing = "WORLD_SIZE" if "RANK" in told else "RANK"
+        raise UserError(f"the environment has {given} but no {missing}: {_advice('2')}")
+    if world.size > 1:
+        raise UserError(
+            f"the environment has {given}, but MPI says rank {world.rank} of {world.size} processes: "
+            "unset RANK and WORLD_SIZE"
+        )
+    size = told["WORLD_SIZE"]
+    raise UserError(
+        f"the environment has {given}, as torchrun sets them, but no MPI started this process, which would train "
+        f"alone: {_advice(size if size.isdigit() and int(size) > 1 else '2')}"
+    )
+
+
+def _advice(size: str) -> str:
+    return (
+        f"start with mpirun -np {size} caffepy train …, or caffepy launch --nproc-per-node {size} -- train …; to train "
+        "in one process unset RANK and WORLD_SIZE"
+    )
 
 
 def create_world() -> World:

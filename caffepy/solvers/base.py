@@ -24,7 +24,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import refuse_unsupported
 from caffepy.data.schedule import Shard
 from caffepy.net.memory import describe
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
@@ -38,7 +38,7 @@ from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.numbers import Numbers
 from caffepy.solvers.replay import Replay
 from caffepy.solvers.requests import Requests
-from caffepy.solvers.state import restore_state, snapshot_paths, write_snapshot
+from caffepy.solvers.state import adopt_state, restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.testing import run_test
 from caffepy.solvers.update import MAX_SKIPPED, Update
 from caffepy.trace import NO_TRACE, NoTrace
@@ -66,6 +66,7 @@ class Solver(ABC):
         trace: takes the times of what this device does.
         guard: leave out updates whose gradients are not finite also where the net itself does not need it.
         max_skipped: updates left out in a row after which training ends.
+        timeout: longest wait for data, in seconds.
 
     Raises:
         ConfigError: solver and nets do not hold together.
@@ -90,6 +91,7 @@ class Solver(ABC):
         trace: NoTrace = NO_TRACE,
         guard: bool = False,
         max_skipped: int = MAX_SKIPPED,
+        timeout: float = 600.0,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -107,26 +109,29 @@ class Solver(ABC):
         self.stopped_early = False
         self.losses = LossWindow(self.param.average_loss)
         self.requests = Requests(request)
+        self.restored: SolverState | None = None
+        """What `restore` read, without history."""
         self._snapshot_at = -1
         self._averaged_at = 0
         self._guard, self._max_skipped = guard, max_skipped
         # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (self.engine.fuse, self.engine.share))
-        self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share)
+        self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets()
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
         self.clock = Clock(self.performance, backend)
         self.display = Display(self)
-        if self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix):
+        writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
+        if self.callback.is_root and writes:
             snapshot.check_prefix(snapshot_paths(self)[0])
 
     def _build_nets(self) -> None:
         factory = self._factory
         self.net = factory.train_net()
         self.net.trace = self.trace
-        for names in self.param.weights:
+        for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
         if factory.share:
@@ -227,6 +232,7 @@ class Solver(ABC):
             check_skipped(self)
         self.iteration += 1
         self.clock.tick()
+        self.callback.on_iteration(self)
 
     def _look_at_loss(self, display: bool) -> None:
         loss = self.replay.loss()
@@ -353,6 +359,7 @@ class Solver(ABC):
             if self.replay.captured and self.iteration > 0:
                 finite_loss(self)  # nobody may have looked at it for some iterations
             self._average_statistics()
+            self.callback.on_snapshot(self)
             path = write_snapshot(self)
             self._snapshot_at = self.iteration
             self.callback.barrier()
@@ -365,8 +372,13 @@ class Solver(ABC):
             SnapshotError: it cannot be read, or is of another solver or net.
         """
         self.log("Restoring previous solver status from %s", path)
-        restore_state(self, Path(path))
+        self.restored = restore_state(self, Path(path))
         self._refresh_copies()
+        self._snapshot_at = self.iteration
+
+    def adopt(self, state: SolverState) -> None:
+        """Go on from what another device's solver has `restored`; its weights and history come in `on_start`."""
+        adopt_state(self, state)
         self._snapshot_at = self.iteration
 
     def close(self) -> None:

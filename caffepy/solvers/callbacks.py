@@ -33,6 +33,12 @@ class SolverCallback(Protocol):
     def on_start(self, solver: Solver) -> None:
         """Called before the first iteration of a `step`: give every device the root's parameters and history."""
 
+    def on_iteration(self, solver: Solver) -> None:
+        """Called after each iteration, which the device may not have done yet; `solver.iteration` is counted up."""
+
+    def on_snapshot(self, solver: Solver) -> None:
+        """Called before a snapshot is written, when the device has done all that it was asked for."""
+
     def on_gradients_ready(self, solver: Solver) -> None:
         """Make `parameters.diff`, flags included, the average over all devices; on a GPU, put that on the stream."""
 
@@ -60,6 +66,12 @@ class SingleDevice:
 
     def on_start(self, solver: Solver) -> None:
         """Nobody else needs the parameters."""
+
+    def on_iteration(self, solver: Solver) -> None:
+        """There is nobody to keep up with."""
+
+    def on_snapshot(self, solver: Solver) -> None:
+        """There are no other parameters to compare with."""
 
     def on_gradients_ready(self, solver: Solver) -> None:
         """The gradients are the average of one."""

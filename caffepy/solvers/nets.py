@@ -48,6 +48,7 @@ class NetFactory:
         resolve: finds the files that the solver names.
         fuse: compute groups of layers as one.
         share: whether `share_memory` will be called.
+        timeout: longest wait of a data layer, in seconds.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class NetFactory:
         resolve: Resolve,
         fuse: bool = False,
         share: bool = False,
+        timeout: float = 600.0,
     ) -> None:
         self.param = param
         self.backend = backend
@@ -65,6 +67,7 @@ class NetFactory:
         self.resolve = resolve
         self.fuse = fuse
         self.share = share
+        self.timeout = timeout
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
     def train_net(self) -> Net:
@@ -177,4 +180,5 @@ class NetFactory:
             test_iter=test_iter,
             iter_size=self.param.iter_size,
             resolve=source.resolve,
+            timeout=self.timeout,
         )

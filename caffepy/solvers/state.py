@@ -74,8 +74,10 @@ def _history_arrays(solver: Solver) -> Iterator[np.ndarray]:
             yield solver.backend.to_host(parameters.view(flat, parameter))
 
 
-def restore_state(solver: Solver, path: Path) -> None:
+def restore_state(solver: Solver, path: Path) -> SolverState:
     """Load weights, history and position from a .solverstate and the .caffemodel that it names.
+
+    Returns the state without its history, for `adopt_state` of the devices that train with this one.
 
     Raises:
         SnapshotError: a file cannot be read, or is of another solver or net.
@@ -86,6 +88,13 @@ def restore_state(solver: Solver, path: Path) -> None:
     if state.HasField("learned_net"):
         _restore_weights(solver, snapshot.find_learned_net(state, path))
     _restore_history(solver, state, path)
+    state.ClearField("history")
+    adopt_state(solver, state)
+    return state
+
+
+def adopt_state(solver: Solver, state: SolverState) -> None:
+    """Take over everything but weights and history, which the devices get from the root when training starts."""
     solver.updating.restore_loss_scale(state.loss_scale, state.good_steps)
     solver.iteration = state.iter
     solver.current_step = state.current_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from contextlib import nullcontext
 
 import numpy as np
@@ -234,6 +235,48 @@ def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gp
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = outcome.errors()
     assert re.search(r"device 1, iteration 20: layer 'fault' \(Fault\): ValueError: injected", message)
+
+
+@pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
+def test_replicas_are_compared_between_graphs(laboratory: Laboratory, ranks: int, gpus: str) -> None:
+    """NCCL's averages have the same bits on all GPUs; a weight that changes on one of them is found."""
+    need_gpus(2)
+    settings = {"devices": ("--gpus", gpus, *EXACT), "ranks": ranks, "batch": 32}
+    plain = laboratory.train(iterations=ITERATIONS, **settings)
+    checked = laboratory.train("--check-replicas", "1", iterations=ITERATIONS, **settings)
+    assert checked.status == 0, checked.log
+    assert_same_weights(checked, plain, ITERATIONS, TOLERANCE)
+    broken = laboratory.train("--check-replicas", "5", iterations=LONG, FAULT="change 1 12", **settings)
+    assert broken.status == 1, broken.log
+    (message,) = broken.errors()
+    wanted = r"iteration 15: .*device \d no longer has the parameters of .*: parameter 0 of layer 'ip1'"
+    assert re.search(wanted, message), message
+
+
+def test_gpu_ranks_that_differ_are_refused(laboratory: Laboratory) -> None:
+    need_gpus(2)
+    outcome = laboratory.train("--math", "{tf32|fp32}", devices=("--gpus", "{rank}"), ranks=2, batch=32)
+    assert outcome.status == 2, outcome.log
+    (message,) = outcome.errors()
+    assert re.match(r"--math is tf32 on rank 0 on \S+ and fp32 on rank 1 on \S+; all ranks must train alike", message)
+
+
+def test_the_root_alone_needs_the_snapshot(laboratory: Laboratory) -> None:
+    """Ranks with GPUs go on, bit by bit, from a snapshot that is in rank 0's folder only."""
+    need_gpus(2)
+    settings = {"devices": ("--gpus", "{rank}", *EXACT), "ranks": 2, "batch": 32, "iterations": 20, "snapshot": 10}
+    whole = laboratory.train(**settings)
+    assert whole.status == 0, whole.log
+    folder = laboratory.new_folder()
+    for rank in range(2):
+        (folder / f"rank{rank}").mkdir()
+    for ending in ("caffemodel", "solverstate"):
+        shutil.copy(laboratory.folder / f"{whole.prefix}_iter_10.{ending}", folder / "rank0")
+    state = f"{whole.prefix}_iter_10.solverstate"
+    resumed = laboratory.train("--snapshot", state, FOLDER=f"{folder}/rank{{rank}}", **settings)
+    assert resumed.status == 0, resumed.log
+    found = (folder / "rank0" / f"{resumed.prefix}_iter_20.caffemodel").read_bytes()
+    assert found == (laboratory.folder / f"{whole.prefix}_iter_20.caffemodel").read_bytes()
 
 
 @pytest.mark.parametrize(("kind", "words"), [("kill", "rank 1 on .* ended unexpectedly"), ("sleep", "for rank 1 on")])

@@ -3,8 +3,9 @@
 FAULT="kind device iteration [later]" in the environment makes that device (counted through all ranks) fail in its
 forward pass of that iteration, or so many seconds later, wherever it is then: raise, kill, sleep, stall (its reading
 thread gets no more data), mark (nothing at all), or the name of a signal that its process sends itself. The iteration
-``start`` is when the net is built. DELAY is the seconds that each forward pass takes longer, FORBID a package that must
-not be imported.
+``start`` is when the net is built. With the kind ``change`` a weight of layer ip1 is changed after that iteration.
+FOLDER is the working directory, in which ``{rank}`` stands for the process's number. DELAY is the seconds that each
+forward pass takes longer, FORBID a package that must not be imported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from caffepy.blob import Blob
@@ -22,6 +24,7 @@ from caffepy.cli.main import main
 from caffepy.layers.base import Layer, register_layer
 from caffepy.parallel.world import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
+from caffepy.solvers import Solver
 
 _SLEEP = 120.0
 """Seconds that nobody waits for."""
@@ -94,16 +97,41 @@ class FaultLayer(Layer):
         loader.load = loader.load_bytes = stall
 
 
+def change_a_weight(device: int, iteration: int) -> None:
+    """Let a device's weights differ from the others' after an iteration."""
+    iterate = Solver._iterate
+
+    def changing(solver: Solver) -> None:
+        if solver.shard.rank == device and solver.iteration == iteration:
+            changed = next(p for p in solver.net.parameters.parameters if p.layer == "ip1")
+            solver.backend.fill(changed.blob.data[:1], 0.125)
+        iterate(solver)
+
+    Solver._iterate = changing  # type: ignore[method-assign]
+
+
 def arguments() -> list[str]:
-    """The command line; ``{rank}`` and sums and products with it stand for this process's number."""
+    """The command line; ``{rank}`` and sums and products with it stand for this process's number, ``{a|b}`` for a on
+    rank 0 and b on rank 1."""
     launcher = find_launcher()
     rank = launcher.rank if launcher else 0
     values = {"rank": rank, "rank+1": rank + 1, "2*rank": 2 * rank, "2*rank+1": 2 * rank + 1}
-    return [re.sub(r"\{([^}]+)\}", lambda found: str(values[found[1]]), argument) for argument in sys.argv[1:]]
+
+    def own(found: re.Match[str]) -> str:
+        return found[1].split("|")[rank] if "|" in found[1] else str(values[found[1]])
+
+    words = [re.sub(r"\{([^}]+)\}", own, argument) for argument in sys.argv[1:]]
+    if folder := os.environ.get("FOLDER"):
+        for place in (place for place, word in enumerate(words[:-1], 1) if word == "--solver"):
+            words[place] = str(Path(words[place]).absolute())
+        os.chdir(folder.replace("{rank}", str(rank)))
+    return words
 
 
 if __name__ == "__main__":
     signal.alarm(_LONGEST)
+    if (fault := os.environ.get("FAULT", "")).startswith("change "):
+        change_a_weight(*map(int, fault.split()[1:]))
     if forbidden := os.environ.get("FORBID"):
         sys.modules[forbidden] = None  # type: ignore[assignment]
     sys.exit(main(arguments()))

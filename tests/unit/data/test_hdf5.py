@@ -70,6 +70,17 @@ def test_shuffling_keeps_files_together_and_changes_every_epoch(tmp_path):
         assert (np.diff(in_first_file.astype(int)) != 0).sum() == 1
 
 
+def test_a_fingerprint_tells_sets_apart(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    one, other = (source(tmp_path / name, sizes) for name, sizes in (("a", [3, 2]), ("b", [3, 4])))
+    assert one.fingerprint()["the number of rows of each file"] == "3, 2"
+    assert one.fingerprint()["the hash of the first row"] == other.fingerprint()["the hash of the first row"]
+    write(other.files[0], data=np.full((3, 2, 2, 3), 7.0), label=np.zeros(3))
+    again = Hdf5Source(tmp_path / "b" / "list.txt", ("data", "label"))
+    assert again.fingerprint()["the hash of the first row"] != one.fingerprint()["the hash of the first row"]
+
+
 def test_one_file_is_held_at_a_time(tmp_path):
     rows = source(tmp_path, [3, 3])
     first = rows.arrays(0)

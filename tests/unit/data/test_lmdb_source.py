@@ -48,6 +48,28 @@ def test_any_record_can_be_read_after_any_other(folders, kind):
     source.close()
 
 
+def test_a_fingerprint_tells_sets_apart_and_not_their_places(tmp_path):
+    def fingerprint(name, records):
+        source = LmdbSource(make(tmp_path / name, records))
+        found = source.fingerprint()
+        assert bytes(source.read(1)) == b"value 1"
+        source.close()
+        return found
+
+    records = numbered(5)
+    first = fingerprint("first", records)
+    assert first == fingerprint("second", records)
+    assert first["the number of records"] == "5"
+    assert (first["the first key"], first["the last key"]) == ("'00000000'", "'00000004'")
+    assert fingerprint("names", numbered(5, "_x"))["the last key"] == "'00000004_x'"
+    changed = {
+        name: fingerprint(f"changed {place}", [*records[:place], (records[place][0], b"?"), *records[place + 1 :]])
+        for name, place in (("the hash of the first record", 0), ("the hash of the last record", 4))
+    }
+    for name, found in changed.items():
+        assert {key for key in first if first[key] != found[key]} == {name}
+
+
 def test_a_false_last_number_is_noticed(tmp_path):
     """First and last key look right, but numbers in between do not count records."""
     keys = [b"%08d" % k for k in (*range(100), *range(150, 249), 399)]

@@ -231,6 +231,23 @@ def test_images_of_a_list(tmp_path):
     assert labels.tolist() == [6, 7, 5]
 
 
+def test_a_fingerprint_tells_lists_apart_and_not_their_places(tmp_path):
+    def fingerprint(name, labels):
+        (tmp_path / name).mkdir()
+        lines = [f"my image {n}.png {label}" for n, label in enumerate(labels)]
+        return image_list(tmp_path / name, lines).fingerprint()
+
+    first = fingerprint("a", [5, 6, 7])
+    assert first == fingerprint("b", [5, 6, 7])
+    assert first["the number of images"] == "3"
+    other = fingerprint("c", [5, 0, 7])
+    assert {key for key in first if first[key] != other[key]} == {"the hash of the labels"}
+    shorter = fingerprint("d", [5, 6])
+    assert shorter["the hash of the last image"] != first["the hash of the last image"]
+    with pytest.raises(DataError, match=r"image list '.*': record 0 \('.*absent.png'\) cannot be read: No such file"):
+        image_list(tmp_path, ["absent.png 1"]).fingerprint()
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -12,6 +12,7 @@ from collectives import Checker
 from process_groups import raise_first, run_local, run_tcp
 
 from caffepy.distributed import AVG, ProcessGroup
+from caffepy.distributed.default import connect
 from caffepy.errors import PeerError, UserError
 
 
@@ -48,6 +49,34 @@ def refused(action: Any, size: int = 2) -> str:
         return ""
 
     return str(raise_first(run_local(size, work))[0])
+
+
+def test_numpys_integers_are_ranks_roots_and_tags() -> None:
+    def work(group: ProcessGroup) -> list[float]:
+        own, other = np.full(1, group.rank, np.float32), np.int64(1 - group.rank)
+        received, rows = np.zeros(1, np.float32), np.zeros((2, 1), np.float32)
+        sending = group.isend(own, other, np.int64(3))
+        group.recv(received, other, np.uint8(3))
+        sending.wait()
+        group.broadcast(own, np.int32(1))
+        group.reduce(own, np.int64(0))
+        group.gather(own, rows if group.rank == 1 else None, np.int64(1))
+        group.scatter(own, rows if group.rank == 1 else None, np.int16(1))
+        return [float(received[0]), float(own[0])]
+
+    for run in (run_local, run_tcp):
+        assert raise_first(run(2, work)) == [[1.0, 2.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "device"])
+def test_what_is_no_whole_number_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is '1'; it must be a whole number"):
+        connect("tcp", "tcp://127.0.0.1:1", **{name: "1"})  # type: ignore[arg-type]
+
+
+def test_a_group_is_joined_as_rank_int64() -> None:
+    with connect("tcp", "tcp://127.0.0.1:1", rank=np.int64(0), world_size=np.int64(1)) as group:
+        assert (group.rank, type(group.rank)) == (0, int)
 
 
 ARRAY = np.zeros(4, np.float32)

@@ -15,7 +15,6 @@ from caffepy.blob import Blob
 from caffepy.data.lmdb_write import record_key, write_datums
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, RunError
-from caffepy.layers import prefetching
 from caffepy.layers.base import LayerContext, layer_class
 from caffepy.layers.feeding import ByteForm, FloatForm, blocks_for, passes_together
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
@@ -234,9 +233,16 @@ def test_a_device_that_takes_nothing_is_given_up(folder, monkeypatch):
     layer, _ = make(folder / "bytes3", 2)
     layer.feed(0)
     monkeypatch.setattr(layer._form.ring, "ready", lambda: False)
-    monkeypatch.setattr(prefetching, "_TIMEOUT", 0.05)
+    layer.context.timeout = 0.05
     with pytest.raises(RunError, match=r"layer 'd' \(Data\): cpu has taken no input for 0 s"):
         layer.feed(64)
+    layer.close()
+
+
+def test_a_layer_waits_for_its_data_as_long_as_it_is_told(folder):
+    layer, _ = make(folder / "bytes3", 2, timeout=12.5)
+    layer.feed(0)
+    assert layer._prefetcher._timeout == 12.5
     layer.close()
 
 

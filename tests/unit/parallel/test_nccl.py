@@ -44,6 +44,23 @@ for lines in run_threads(2, work):
     assert lines == (iteration + iteration + ["[[0.5, 0.5, 0.5], [1.5, 1.5, 1.5]]"]) * 2
 
 
+@pytest.mark.parametrize(("number", "refused"), [(2804, "2.8.4"), (20906, "2.9.6"), (21000, None), (22803, None)])
+def test_an_nccl_that_cannot_average_is_refused(number: int, refused: str | None) -> None:
+    code = f"""
+from caffepy.errors import DeviceError
+from caffepy.parallel import nccl as ours
+ours.nccl.get_version = lambda: {number}
+try:
+    ours.check_nccl()
+    print(None)
+except DeviceError as error:
+    print(error)
+"""
+    (said,) = run_simulated(BEGIN + code)
+    wanted = f"NCCL {refused} is too old: averages of gradients (ncclAvg) need 2.10 or later"
+    assert said.startswith(wanted if refused else "None")
+
+
 def test_times_of_a_bucket_are_taken_on_its_stream() -> None:
     code = """
 def work(rank):

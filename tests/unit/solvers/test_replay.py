@@ -169,6 +169,12 @@ class TwoDevices:
     def on_start(self, solver: Solver) -> None:
         """The other device has the same weights."""
 
+    def on_iteration(self, solver: Solver) -> None:
+        """The other device keeps up."""
+
+    def on_snapshot(self, solver: Solver) -> None:
+        """The other device has the same parameters."""
+
     def on_gradients_ready(self, solver: Solver) -> None:
         flags = solver.net.parameters.flags
         flags[0] = (flags[0] + (solver.iteration == self.stop_at)) / 2

@@ -224,6 +224,12 @@ class TwoDevices:
     def on_start(self, solver: Solver) -> None:
         pass
 
+    def on_iteration(self, solver: Solver) -> None:
+        """The other device keeps up."""
+
+    def on_snapshot(self, solver: Solver) -> None:
+        """The other device has the same parameters."""
+
     def on_gradients_ready(self, solver: Solver) -> None:
         flags = solver.net.parameters.flags
         flags[:2] = (flags[:2] + self.flags) / 2

@@ -1,0 +1,251 @@
+"""What all ranks must have alike before they train together, and the sentence about the first thing that differs.
+
+Owns the list of what counts. Paths, numbers of devices and folders may differ from host to host and are left out; what
+the files hold is compared instead. The random seed, the snapshot and weights to start from are the root's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+import caffepy
+from caffepy.errors import ConfigError
+from caffepy.layers.prefetching import PrefetchingLayer
+from caffepy.net import Net
+from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.world import World
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solvers import Solver
+
+Description: TypeAlias = "dict[str, str]"
+"""What a rank has: a field, as messages call it, and its value; in the order in which differences are looked for."""
+
+PATHS = frozenset(
+    {
+        "SolverParameter.net",
+        "SolverParameter.train_net",
+        "SolverParameter.test_net",
+        "SolverParameter.weights",
+        "SolverParameter.snapshot_prefix",
+        "TransformationParameter.mean_file",
+        "DataParameter.source",
+        "DataParameter.mean_file",
+        "HDF5DataParameter.source",
+        "HDF5OutputParameter.file_name",
+        "ImageDataParameter.source",
+        "ImageDataParameter.root_folder",
+        "ImageDataParameter.mean_file",
+        "InfogainLossParameter.source",
+        "WindowDataParameter.source",
+        "WindowDataParameter.root_folder",
+        "WindowDataParameter.mean_file",
+        "AnnotatedDataParameter.label_map_file",
+        "VideoDataParameter.video_file",
+        "DetectionOutputParameter.save_file",
+        "DetectionEvaluateParameter.name_size_file",
+        "SaveOutputParameter.output_directory",
+        "SaveOutputParameter.output_name_prefix",
+        "SaveOutputParameter.label_map_file",
+        "SaveOutputParameter.name_size_file",
+        "TRTParameter.deploy",
+        "TRTParameter.model",
+        "TRTParameter.calibrator",
+    }
+)
+"""Fields that name a file or folder, by message: each host has its own."""
+_OF_THE_ROOT = frozenset({"random_seed"})
+_OF_THE_HOST = frozenset({"device_id", "solver_mode"})
+_NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
+"""Compared as the nets that became of them."""
+_OWN_OPTIONS = frozenset(
+    {
+        "solver", "resolve", "devices", "share_gpus", "snapshot", "resume_newest", "weights", "verbose",
+        "sigint_effect", "sighup_effect", "sigterm_effect", "threads", "trace", "single_rate",
+    }
+)  # fmt: skip
+"""Options that each rank may have its own of, that are the root's, or that are looked at elsewhere."""
+_SPELLINGS = {
+    "per_device_batch": "--batch per-device",
+    "engine.fuse": "fusing of layers (--no-fuse)",
+    "engine.share": "sharing of memory (--no-share)",
+}
+_NOT_GIVEN = "not given"
+_LONG_LIST = 32
+"""Longer lists of numbers are compared by a hash."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first field in which a rank differs from the root."""
+
+    field: str
+    roots: str
+    other: str
+
+    def sentence(self, root: str, rank: str) -> str:
+        """``base_lr is 0.01 on rank 0 on a and 0.001 on rank 1 on b``, given what the two ranks are called."""
+        return f"{self.field} is {self.roots} on {root} and {self.other} on {rank}"
+
+
+def first_difference(roots: Description, other: Description) -> Difference | None:
+    """The first field, in the root's order, that another rank has otherwise or lacks; else one that it alone has."""
+    for field in (*roots, *(field for field in other if field not in roots)):
+        mine, theirs = (description.get(field, _NOT_GIVEN) for description in (roots, other))
+        if mine != theirs:
+            return Difference(field, mine, theirs)
+    return None
+
+
+def check_alike(world: World, description: Description) -> None:
+    """Compare the ranks' descriptions with the root's; called by the main thread of all ranks.
+
+    Raises:
+        ConfigError: the first difference of the first rank that has one; on the root, see `World.agree`.
+    """
+    found = world.all_gather(first_difference(world.broadcast(description), description))
+    for rank, difference in enumerate(found):
+        if difference is not None:
+            sentence = difference.sentence(world.name(0), world.name(rank))
+            world.agree(ConfigError(f"{sentence}; all ranks must train alike: give them the same files and options"))
+
+
+# -- what is compared ----------------------------------------------------------------------------------
+
+
+def describe_run(options: TrainOptions) -> Description:
+    """Versions, options and the solver's fields: what is known before any net is built."""
+    return {
+        "caffepy's version": caffepy.__version__,
+        "NumPy's version": np.__version__,
+        **_describe_gpus(options),
+        **describe_options(options),
+        **describe_solver(options.solver),
+    }
+
+
+def _describe_gpus(options: TrainOptions) -> Description:
+    if options.devices is None:
+        return {}
+    from caffepy.parallel.nccl_info import nccl_version
+
+    return {"NCCL's version": str(nccl_version())}
+
+
+def describe_options(options: TrainOptions) -> Description:
+    """Every option but those that `_OWN_OPTIONS` names."""
+    described = {"--trace": "given" if options.trace is not None else _NOT_GIVEN}
+    for name, value in _flat_options(options):
+        if name.partition(".")[0] not in _OWN_OPTIONS:
+            spelling = _SPELLINGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")
+            described[spelling] = _option_text(value)
+    return described
+
+
+def _flat_options(options: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if is_dataclass(value):
+            yield from _flat_options(value, f"{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def _option_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, range):
+        return f"{value.start}:{value.stop}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return _NOT_GIVEN if value is None else str(value)
+
+
+def describe_solver(param: SolverParameter) -> Description:
+    """The solver's fields, without its nets."""
+    return dict(_flatten(param, skipped=_NETS | _OF_THE_ROOT | _OF_THE_HOST))
+
+
+def describe_nets(solver: Solver) -> Description:
+    """The solver's nets, layer by layer, and the data that they read."""
+    described = {"the number of test nets": str(len(solver.test_nets))}
+    nets = [("the train net", solver.net)]
+    nets += [(f"test net {index}", net) for index, net in enumerate(solver.test_nets)]
+    for name, net in nets:
+        described.update(_describe_net(name, net))
+    for name, net in nets:
+        described.update(_describe_data(name, net))
+    described["the number of parameters"] = str(solver.net.parameters.size)
+    described["the batch of a device"] = str(solver.performance.batch)
+    return described
+
+
+def _describe_net(name: str, net: Net) -> Description:
+    described = {f"{field} of {name}": value for field, value in _flatten(net.param, skipped={"layer", "layers"})}
+    seen: set[str] = set()
+    for index, layer in enumerate(net.param.layer):
+        described[f"layer {index} of {name}"] = f"'{layer.name}' ({layer.type})"
+        number = f" (layer {index})" if layer.name in seen else ""
+        seen.add(layer.name)
+        for field, value in _flatten(layer, skipped={"name", "type"}):
+            described[f"{field} of layer '{layer.name}'{number} of {name}"] = value
+    return described
+
+
+def _describe_data(name: str, net: Net) -> Description:
+    return {
+        f"{field} of layer '{layer.name}' of {name}": value
+        for layer in net.layers
+        if isinstance(layer, PrefetchingLayer)
+        for field, value in layer.fingerprint().items()
+    }
+
+
+# -- messages as fields and values -----------------------------------------------------------------------
+
+
+def _flatten(message: Message, prefix: str = "", skipped: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """The fields that a message has, by path, with their values; neither `PATHS` nor those called as in `skipped`."""
+    for field, value in message.ListFields():
+        if f"{message.DESCRIPTOR.name}.{field.name}" in PATHS or field.name in skipped:
+            continue
+        path = prefix + field.name
+        repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        if field.message_type is None:
+            yield path, _list_text(field, value) if repeated else _value_text(field, value)
+        elif repeated:
+            for index, part in enumerate(value):
+                yield from _flatten_part(part, f"{path}[{index}]")
+        else:
+            yield from _flatten_part(value, path)
+
+
+def _flatten_part(message: Message, path: str) -> Iterator[tuple[str, str]]:
+    """A field that is a message; that it is there may mean something even where it is empty."""
+    yield path, "given"
+    yield from _flatten(message, f"{path}.")
+
+
+def _list_text(field: FieldDescriptor, values: Any) -> str:
+    if len(values) <= _LONG_LIST:
+        return ", ".join(_value_text(field, value) for value in values)
+    content = "\n".join(_value_text(field, value) for value in values)
+    return f"{len(values)} values with hash {hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
+
+
+def _value_text(field: FieldDescriptor, value: Any) -> str:
+    """A value as a prototxt has it; float32 numbers with the digits that tell them apart."""
+    if field.enum_type is not None:
+        number = field.enum_type.values_by_number.get(value)
+        return str(value) if number is None else str(number.name)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
+        return str(np.float32(value)).removesuffix(".0")
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return "true" if value else "false"
+    return f"'{value}'" if isinstance(value, str) else str(value)

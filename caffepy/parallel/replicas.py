@@ -1,0 +1,81 @@
+"""Whether all devices hold the same parameters: each one's hashes are compared with the root's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.errors import RunError
+from caffepy.layers.batch_norm import STATISTICS
+from caffepy.net import Net
+from caffepy.net.parameters import Parameter
+
+_HASH_BYTES = 6
+"""Hashes travel as float64 numbers, which hold whole numbers of 53 bits."""
+_MOST_NAMES = 4
+
+Sum = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""The sum of an array over all devices, which all of them call."""
+
+
+def check_replicas(net: Net, device: int, names: Sequence[str], sum_over_devices: Sum) -> None:
+    """Compare the parameters of all devices; called by all of them, when they have done all that they were asked for.
+
+    BatchNorm's running statistics are left out: they are each device's own until they are averaged.
+
+    Args:
+        net: this device's.
+        device: its number among all devices.
+        names: what messages call each device.
+        sum_over_devices: connects them.
+
+    Raises:
+        RunError: on all devices, where one's parameters are not the root's, with the first layer that differs.
+    """
+    parameters = _replicated(net)
+    flat = net.backend.to_host(net.parameters.data)
+    own = [_hash(flat[parameter.start : parameter.stop]) for parameter in parameters]
+
+    def gather(values: Sequence[int]) -> NDArray[np.float64]:
+        rows = np.zeros((len(names), len(values)))
+        rows[device] = values
+        return sum_over_devices(rows)
+
+    whole = gather([_hash(np.array(own, np.uint64))])
+    if (whole == whole[0]).all():
+        return
+    raise RunError(_describe(parameters, gather(own), names))
+
+
+def _replicated(net: Net) -> list[Parameter]:
+    """The parameters that every device changes in the same way."""
+    statistics = {layer.name for layer in net.layers if layer.type == "BatchNorm"}
+    return [p for p in net.parameters.parameters if p.layer not in statistics or p.index >= STATISTICS]
+
+
+def _hash(values: NDArray[Any]) -> int:
+    content = np.ascontiguousarray(values).data.cast("B")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "little")
+
+
+def _describe(parameters: Sequence[Parameter], hashes: NDArray[np.float64], names: Sequence[str]) -> str:
+    """The sentence about hashes that differ.
+
+    Args:
+        parameters: the net's that were compared.
+        hashes: (devices, parameters).
+        names: of the devices.
+    """
+    differs = hashes != hashes[0]
+    others = [names[int(device)] for device in np.flatnonzero(differs.any(axis=1))]
+    first = parameters[int(np.flatnonzero(differs.any(axis=0))[0])]
+    listed = ", ".join(others[:_MOST_NAMES]) + (f" and {len(others) - _MOST_NAMES} more" * (len(others) > _MOST_NAMES))
+    return (
+        f"{listed} no longer {'has' if len(others) == 1 else 'have'} the parameters of {names[0]}: parameter "
+        f"{first.index} of layer '{first.layer}' is the first of {int(differs.any(axis=0).sum())} that differ; go on "
+        "from a snapshot before this iteration, and look at the memory of these machines if it happens again"
+    )

@@ -1,0 +1,213 @@
+"""Ranks that differ are refused by name before the first iteration; those that drift apart are found."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from laboratory import NET, SOLVER, Laboratory, Outcome
+
+from caffepy.proto.caffe_pb2 import Datum
+from caffepy.snapshot import read_state
+
+_AT_A_TIME = 3
+_SETTINGS = {"iterations": 20, "snapshot": 0, "prefix": "refused"}
+
+
+def with_solver(laboratory: Laboratory, name: str, written: str, instead: str) -> tuple[str, ...]:
+    """The option that gives rank 1 another solver."""
+    for rank, text in enumerate((SOLVER, SOLVER.replace(written, instead))):
+        (laboratory.folder / f"{name}{rank}.prototxt").write_text(text % {**_SETTINGS, "net": "refused.prototxt"})
+    assert SOLVER.replace(written, instead) != SOLVER
+    (laboratory.folder / "refused.prototxt").write_text(NET % {"batch": 32})
+    return "--solver", f"{name}{{rank}}.prototxt"
+
+
+def with_net(laboratory: Laboratory, name: str, written: str, instead: str) -> tuple[str, ...]:
+    """The option that gives rank 1 another net."""
+    for rank, text in enumerate((NET, NET.replace(written, instead))):
+        (laboratory.folder / f"{name}_net{rank}.prototxt").write_text(text % {"batch": 32})
+        values = {**_SETTINGS, "net": f"{name}_net{rank}.prototxt"}
+        (laboratory.folder / f"{name}{rank}.prototxt").write_text(SOLVER % values)
+    assert NET.replace(written, instead) != NET
+    return "--solver", f"{name}{{rank}}.prototxt"
+
+
+def write_other_lmdb(laboratory: Laboratory) -> None:
+    """Folders of two ranks, with an LMDB of the same name each; the last record's label differs."""
+    import lmdb
+
+    for rank in range(2):
+        folder = laboratory.folder / f"other{rank}"
+        shutil.copytree(laboratory.folder / "train_lmdb", folder / "train_lmdb")
+    path = str(laboratory.folder / "other1" / "train_lmdb")
+    with lmdb.open(path, map_size=1 << 24) as environment, environment.begin(write=True) as transaction:
+        datum = Datum.FromString(transaction.get(b"00000639"))
+        datum.label += 1
+        transaction.put(b"00000639", datum.SerializeToString())
+
+
+def other_lmdb(laboratory: Laboratory) -> Outcome:
+    write_other_lmdb(laboratory)
+    return laboratory.train(ranks=2, batch=32, FOLDER="other{rank}")
+
+
+def differing(make: Callable[..., tuple[str, ...]], *change: str) -> Callable[[Laboratory], Outcome]:
+    """What starts two ranks of which one has another file."""
+    return lambda laboratory: laboratory.train(*make(laboratory, *change), ranks=2)
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Laboratory], Outcome], str]] = {
+    "base_lr": (
+        differing(with_solver, "rate", "base_lr: 0.02", "base_lr: 0.002"),
+        r"base_lr is 0\.02 on RANK0 and 0\.002 on RANK1",
+    ),
+    "L1": (
+        differing(with_solver, "decay", "weight_decay: ", 'regularization_type: "L1" weight_decay: '),
+        r"regularization_type is not given on RANK0 and 'L1' on RANK1",
+    ),
+    "max_iter": (
+        differing(with_solver, "length", "max_iter: %(iterations)d", "max_iter: 30"),
+        r"max_iter is 20 on RANK0 and 30 on RANK1",
+    ),
+    "type": (
+        differing(with_solver, "rule", "display: 10", 'type: "Nesterov" display: 10'),
+        r"type is not given on RANK0 and 'Nesterov' on RANK1",
+    ),
+    "compression": (
+        lambda laboratory: laboratory.train("--compression", "{none|fp16}", ranks=2, batch=32),
+        r"--compression is none on RANK0 and fp16 on RANK1",
+    ),
+    "lr_mult": (
+        differing(with_net, "mult", "lr_mult: 2", "lr_mult: 1"),
+        r"param\[1\]\.lr_mult of layer 'conv' of the train net is 2 on RANK0 and 1 on RANK1",
+    ),
+    "data": (
+        other_lmdb,
+        r"the hash of the last record of layer 'data' of the train net is [0-9a-f]{12} on RANK0 and [0-9a-f]{12} on "
+        "RANK1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trials(laboratory: Laboratory, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
+    """The chosen differences, tried beside each other."""
+    pytest.importorskip("mpi4py")
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        chosen = [item for item in request.session.items if item.parent is request.node]
+        names = [item.callspec.params["name"] for item in chosen if "trials" in getattr(item, "fixturenames", ())]
+        yield {name: pool.submit(DIFFERENCES[name][0], laboratory) for name in names}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_the_first_difference_is_named_before_the_first_iteration(
+    trials: dict[str, Future[Outcome]], name: str
+) -> None:
+    outcome = trials[name].result()
+    assert outcome.status == 2, outcome.log
+    assert not outcome.logged("Starting Optimization") and not outcome.logged("Iteration"), outcome.log
+    (message,) = outcome.errors()
+    wanted = DIFFERENCES[name][1].replace("RANK0", r"rank 0 on \S+").replace("RANK1", r"rank 1 on \S+")
+    assert re.match(f"{wanted}; all ranks must train alike: give them the same files and options$", message), message
+
+
+def test_torchruns_variables_are_refused(laboratory: Laboratory) -> None:
+    alone = laboratory.train(iterations=2, RANK="1", WORLD_SIZE="2")
+    assert alone.status == 2, alone.log
+    assert re.search(r"has RANK=1 and WORLD_SIZE=2, .* start with mpirun -np 2 caffepy train", alone.errors()[0])
+    pytest.importorskip("mpi4py")
+    launched = laboratory.train(ranks=2, batch=32, iterations=2, RANK="0", WORLD_SIZE="2")
+    assert launched.status == 2, launched.log
+    wanted = r"rank 1 on \S+: the environment has RANK=0 and WORLD_SIZE=2, but MPI says rank 1 of 2 processes: unset"
+    (message,) = launched.errors()
+    assert re.match(wanted, message), message
+
+
+# -- folders of the ranks' own ---------------------------------------------------------------------------
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """Weights and history of two runs, bit by bit.
+
+    Args:
+        one: a .solverstate with its .caffemodel beside it.
+        other: another.
+    """
+    assert one.with_suffix(".caffemodel").read_bytes() == other.with_suffix(".caffemodel").read_bytes()
+    first, second = read_state(one), read_state(other)
+    assert len(first.history) == 6
+    for state in (first, second):
+        state.ClearField("learned_net")
+    assert first == second
+
+
+def test_only_the_root_needs_snapshots_and_weights(laboratory: Laboratory) -> None:
+    """Rank 1's folder has neither the weights to start from, nor snapshots, nor a folder for them."""
+    pytest.importorskip("mpi4py")
+    start = laboratory.train(iterations=1)
+    (laboratory.folder / "saved").mkdir()
+    folder = laboratory.new_folder()
+    (folder / "rank1").mkdir()
+    (folder / "rank0" / "saved").mkdir(parents=True)
+    for target in (laboratory.folder, folder / "rank0"):
+        shutil.copy(laboratory.folder / f"{start.prefix}_iter_1.caffemodel", target / "start.caffemodel")
+
+    def run(name: str, where: Path, *options: str) -> Path:
+        outcome = laboratory.train(
+            *options, ranks=2, batch=32, iterations=20, snapshot=10, prefix=f"saved/{name}", FOLDER=str(where),
+            solver_text='average_loss: 3 weights: "start.caffemodel"',
+        )  # fmt: skip
+        assert outcome.status == 0, outcome.log
+        assert outcome.logged("Restoring previous" if options else "Finetuning from start.caffemodel"), outcome.log
+        return Path(str(where).replace("{rank}", "0")) / "saved" / f"{name}_iter_20.solverstate"
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, "together", laboratory.folder), pool.submit(run, "apart", folder / "rank{rank}")]
+        together, apart = (done.result() for done in runs)
+    assert_same_files(together, apart)
+    shutil.copy(laboratory.folder / "saved" / "together_iter_10.caffemodel", folder / "rank0" / "saved")
+    state = laboratory.folder / "saved" / "together_iter_10.solverstate"
+    shutil.copy(state, folder / "rank0" / "saved" / "resumed_iter_10.solverstate")
+    assert_same_files(together, run("resumed", folder / "rank{rank}", "--snapshot", "auto"))
+    assert not list((folder / "rank1").iterdir())
+
+
+# -- replicas --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "snapshot", "found", "names"),
+    [
+        (2, ("--check-replicas", "5"), 0, 15, (r"rank 0 on \S+, device CPU", r"rank 1 on \S+, device CPU")),
+        (0, ("--cpu-solvers", "3"), 20, 20, ("device CPU 0", "device CPU 1")),
+    ],
+    ids=["ranks", "threads"],
+)
+def test_a_weight_that_changes_on_one_device_ends_training(
+    laboratory: Laboratory, ranks: int, options: tuple[str, ...], snapshot: int, found: int, names: tuple[str, str]
+) -> None:
+    outcome = laboratory.train(*options, ranks=ranks, batch=32, snapshot=snapshot, FAULT="change 1 12")
+    assert outcome.status == 1, outcome.log
+    (message,) = outcome.errors()
+    wanted = (
+        rf"iteration {found}: {names[1]} no longer has the parameters of {names[0]}: parameter 0 of layer 'ip1' is the "
+        "first of 1 that differ; go on from a snapshot before this iteration"
+    )
+    assert re.search(wanted, message), message
+    assert outcome.snapshots() == []
+
+
+def test_replicas_that_agree_are_left_alone(laboratory: Laboratory) -> None:
+    plain, checked = (
+        laboratory.train("--cpu-solvers", "2", *options, iterations=12) for options in ((), ("--check-replicas", "1"))
+    )
+    assert plain.status == checked.status == 0, checked.log
+    for name, values in plain.weights(12).items():
+        np.testing.assert_array_equal(checked.weights(12)[name], values)
