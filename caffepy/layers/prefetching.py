@@ -190,6 +190,9 @@ class PrefetchingLayer(Layer):
     def outdated(self) -> bool:
         return self._taken is not None and self._form is not self._taken
 
+    def known_until(self, number: int) -> int:
+        return number if self._batch is None else max(number, self._batch.number + self._batch.passes)
+
     @property
     def waited(self) -> float:
         """Seconds that this layer's solver has waited for batches to be read."""

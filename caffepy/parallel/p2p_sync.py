@@ -177,6 +177,14 @@ class P2PSync:
         with self._waiting("the sum of scores"):
             return self._connected.sum(np.asarray(values, np.float64))
 
+    def least(self, number: float, what: str) -> float:
+        if self.world_size == 1:
+            return number
+        numbers = np.zeros(self.world_size)
+        numbers[self.place.shard.rank] = number
+        with self._waiting(what):
+            return float(self._connected.sum(numbers).min())
+
     def barrier(self) -> None:
         if self.world_size == 1:
             return

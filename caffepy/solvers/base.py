@@ -102,7 +102,7 @@ class Solver(ABC):
         self.current_step = 0
         self.stopped_early = False
         self.losses = LossWindow(self.param.average_loss)
-        self.requests = Requests(request)
+        self.requests = Requests(request, alone=self.callback.world_size == 1)
         self._snapshot_at = -1
         # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
@@ -206,7 +206,7 @@ class Solver(ABC):
         self.requests.poll()
         self.numbers.send()
         if self.callback.world_size > 1:
-            self.requests.clear()  # they are on their way, and are acted on when all devices have heard them
+            self.requests.told()
         read_loss = display or self._needs_loss()
         if self.replay.captured and self.replay.run():
             if read_loss:
@@ -214,6 +214,7 @@ class Solver(ABC):
         else:
             self.eager.run(display, read_loss)
             self.replay.capture()
+        self.requests.hear(self.replay.behind)
         self.iteration += 1
         self.clock.tick()
 
