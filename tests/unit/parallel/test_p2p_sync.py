@@ -61,11 +61,8 @@ class Streams(LocalCommunicator):
 
 
 class Nccl(Streams):
-    """Also refuses what NCCL does not allow: an exchange that some devices replay and others run eagerly, or graphs that
-    were not captured together."""
-
-    def __init__(self, group: LocalGroup, rank: int) -> None:
-        super().__init__(group, rank)
+    """Also refuses what NCCL does not allow: an exchange that some devices replay and others run eagerly, or of graphs
+    that were not captured together."""
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
         backend = self.group.backends[self.rank]  # type: ignore[attr-defined]

@@ -41,7 +41,8 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[list[list[int]]], list[bo
     """Devices, how far answers are behind, each iteration's signals to each device, and where all devices settle."""
     devices, iterations = draw(st.integers(1, 4)), draw(st.integers(1, 12))
     one = st.lists(st.sampled_from([signal.SIGHUP, signal.SIGTERM]), max_size=3)
-    signals = draw(st.lists(st.lists(one, min_size=devices, max_size=devices), min_size=iterations, max_size=iterations))
+    each = st.lists(one, min_size=devices, max_size=devices)
+    signals = draw(st.lists(each, min_size=iterations, max_size=iterations))
     settled = draw(st.lists(st.booleans(), min_size=iterations, max_size=iterations))
     return devices, draw(st.sampled_from([0, 2])), signals, settled
 
