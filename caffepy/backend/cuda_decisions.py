@@ -149,7 +149,7 @@ class _FileLocks:
 
     @contextmanager
     def held(self, key: str | None, seconds: float) -> Iterator[None]:
-        """Hold a key's lock, or with None the one for all, within a `with` block, which begins without it after `seconds`.
+        """Hold a key's lock, or with None the one for all, in a `with` block, which begins without it after `seconds`.
 
         Of each lock a process may hold one at a time: locks belong to processes, not to threads.
         """

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+from caffepy.awake import awake_seconds
 from caffepy.backend.input import ByteImages, InputRing
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
@@ -226,11 +227,11 @@ class PrefetchingLayer(Layer):
 
     def _wait_for_room(self, ring: InputRing) -> None:
         """Wait while the device is a whole ring behind: not without end, and not after `close`."""
-        started = time.monotonic()
+        started = awake_seconds()
         while not ring.ready():
             if self._closed:
                 raise AbortedError(f"layer '{self.name}' ({self.type}): closed while waiting for the device")
-            if time.monotonic() > started + _TIMEOUT:
+            if awake_seconds() > started + _TIMEOUT:
                 raise RunError(
                     f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for {_TIMEOUT:.0f} s"
                 )

@@ -3,8 +3,9 @@
 FAULT="kind device iteration [later]" in the environment makes that device (counted through all ranks) fail in its
 forward pass of that iteration, or so many seconds later, wherever it is then: raise, kill, sleep, stall (its reading
 thread gets no more data), mark (nothing at all), or the name of a signal that its process sends itself. The iteration
-``start`` is when the net is built. DELAY is the seconds that each forward pass takes longer, FORBID a package that must
-not be imported.
+``start`` is when the net is built. DELAY is the seconds that each forward pass takes longer (with commas: of each
+device, the last for the rest), FORBID a package that must not be imported, PATIENCE the seconds by which the waits of a
+process's threads outlast the watchdog.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.base import Layer, register_layer
+from caffepy.parallel import local
 from caffepy.parallel.world import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
 
@@ -49,7 +51,8 @@ class FaultLayer(Layer):
         assert bottom[0] is top[0]
 
     def forward(self, bottom: list[Blob], top: list[Blob]) -> None:
-        if delay := float(os.environ.get("DELAY", "0")):
+        delays = [float(delay) for delay in os.environ.get("DELAY", "0").split(",")]
+        if delay := delays[min(self.context.shard.rank, len(delays) - 1)]:
             time.sleep(delay)
         if self._stalled:  # what was read before still comes
             say_fault()
@@ -106,4 +109,6 @@ if __name__ == "__main__":
     signal.alarm(_LONGEST)
     if forbidden := os.environ.get("FORBID"):
         sys.modules[forbidden] = None  # type: ignore[assignment]
+    if patience := os.environ.get("PATIENCE"):
+        local.PATIENCE = float(patience)
     sys.exit(main(arguments()))

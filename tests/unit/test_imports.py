@@ -21,6 +21,7 @@ LEVELS = {
     "registry": 1,
     "files": 1,
     "report": 1,
+    "awake": 1,
     "trace": 2,
     "backend": 2,
     "config": 3,
