@@ -74,9 +74,11 @@ class Tuner:
             begin = monotonic()
             chosen, microseconds, certain = _try_all(task, sources, operands, resources)
             if chosen is not None:
-                chosen = _find(chosen.name, sources) or chosen  # anew, without the plans that were not chosen
-                if certain:
-                    self._decisions.put(key, Decision(chosen.name, microseconds))
+                # Where not all could be checked, another run may find more; but then it would not give the same bits.
+                lasting = certain or resources.deterministic
+                gone = None if known is None else known.name
+                held = self._decisions.put(key, Decision(chosen.name, microseconds), gone, lasting)
+                chosen = _find(held.name, sources) or chosen  # anew, without the plans that were not chosen
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, found in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen

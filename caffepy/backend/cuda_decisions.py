@@ -1,14 +1,19 @@
-"""Which candidate was found to be the fastest for which task, in this process and in earlier ones.
+"""Which candidate was found to be the fastest for which task, in this process, in others and in earlier ones.
 
-Owns the file of decisions in the user's cache folder.
+Owns the file of decisions in the user's cache folder. All processes that share the file, at once or one after the
+other, decide alike: one of them looks into a task while the others wait, and where two have looked all the same, what
+came into the file first holds. So the bits of a run do not depend on whether it found its decisions or made them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import threading
+import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +29,13 @@ VERSION = 2
 """To be raised when candidates change so that old decisions no longer hold."""
 
 WAIT = 120.0
-"""Seconds that a thread waits for another one that tries the same task, before it tries for itself."""
+"""Seconds that a thread waits for another one, of any process, that tries the same task, before it tries for itself."""
+
+_WRITE_WAIT = 30.0
+"""Seconds that a thread waits for another process that is writing the file."""
+
+_LOOK = 0.02
+"""Seconds between looks whether another process has given a lock back."""
 
 
 @dataclass(frozen=True)
@@ -41,39 +52,69 @@ class Decision:
 
 
 class Decisions:
-    """Decisions of this process and of earlier ones, shared by all solver threads.
+    """Decisions of this process and of others, shared by all solver threads.
 
     Args:
-        path: file that they are kept in, if any; read once, written whenever there is a new one.
+        path: file that they are kept in, if any; read once and whenever a task is looked into, written whenever there
+            is a new decision.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._turns: dict[str, threading.Lock] = {}
+        self._locks = _FileLocks(None if path is None else path.with_name(f"{path.name}.lock"))
+        self._passing: dict[str, Decision] = {}
         self._known = self._read()
 
     def get(self, key: str) -> Decision | None:
         """What was decided, if anything."""
-        return self._known.get(key)
+        return self._known.get(key) or self._passing.get(key)
 
-    def put(self, key: str, decision: Decision) -> None:
-        """Remember; a file that cannot be written is no reason to stop."""
-        with self._lock:
-            self._known = {**self._read(), **self._known, key: decision}
+    def put(self, key: str, decision: Decision, instead: str | None = None, lasting: bool = True) -> Decision:
+        """Remember a decision; a file that cannot be written is no reason to stop.
+
+        Args:
+            key: the task.
+            decision: what was found.
+            instead: the candidate that was decided on before and is not there any more.
+            lasting: other processes are to decide so too; else it holds in this one alone.
+
+        Returns:
+            What holds from now on: the decision, or that of somebody who was faster.
+        """
+        with self._lock, self._locks.held(None, _WRITE_WAIT):
+            known = {name: held for name, held in self._known.items() if name != key or held.name != instead}
+            self._known = {**self._read(), **known}
+            held = self._known.get(key) or self._passing.get(key)
+            if held is not None and held.name != instead:
+                return held
+            self._known.pop(key, None)
+            self._passing.pop(key, None)
+            if not lasting:
+                self._passing[key] = decision
+                return decision
+            self._known[key] = decision
             try:
                 self._write()
             except OSError as error:
                 logger.debug("%s: autotuning is not remembered: %s", self._path, error)
+        return decision
 
     @contextmanager
     def turn(self, key: str) -> Iterator[None]:
-        """Let one thread at a time look into a task, so that the others find its decision."""
+        """Let one thread at a time, of all processes, look into a task, so that the others find its decision."""
         with self._lock:
             lock = self._turns.setdefault(key, threading.Lock())
         held = lock.acquire(timeout=WAIT)
         try:
-            yield
+            if self.get(key) is not None:
+                yield
+                return
+            with self._locks.held(key, WAIT):
+                with self._lock:
+                    self._known = {**self._read(), **self._known}
+                yield
         finally:
             if held:
                 lock.release()
@@ -98,6 +139,61 @@ class Decisions:
         stored = {key: (d.name, round(d.microseconds, 2)) for key, d in sorted(self._known.items())}
         temporary.write_text(json.dumps(stored, indent=0), encoding="utf-8")
         os.replace(temporary, self._path)
+
+
+class _FileLocks:
+    """Locks that processes share: one for each key, as far as their checksums differ, and one for all.
+
+    Args:
+        path: a file of no content. Where there is none, or it cannot be locked, as on some network drives, nobody waits.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._opening = threading.Lock()
+
+    @contextmanager
+    def held(self, key: str | None, seconds: float) -> Iterator[None]:
+        """Hold a key's lock, or with None the one for all, in a `with` block, which begins without it after `seconds`.
+
+        Of each lock a process may hold one at a time: locks belong to processes, not to threads.
+        """
+        place = 0 if key is None else 1 + zlib.crc32(key.encode())
+        file = self._opened()
+        held = file is not None and _lock(file, place, seconds)
+        try:
+            yield
+        finally:
+            if held and file is not None:
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+    def _opened(self) -> int | None:
+        """The file, open; it stays so, because to close it would give all locks of the process back."""
+        with self._opening:
+            if self._file is None and self._path is not None:
+                try:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                except OSError as error:
+                    logger.debug("%s: autotuning is not shared with other processes: %s", self._path, error)
+            return self._file
+
+
+def _lock(file: int, place: int, seconds: float) -> bool:
+    """Lock a byte of a file; False if that takes too long or cannot be done."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            return True
+        except (BlockingIOError, PermissionError):  # another process holds it
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK)
+        except OSError as error:
+            logger.debug("autotuning is not shared with other processes: %s", error)
+            return False
 
 
 def _name(value: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,18 +16,23 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.awake import awake_seconds
 from caffepy.backend.input import ImageSlot
 from caffepy.errors import AbortedError, CaffepyError, RunError
 
 logger = logging.getLogger(__name__)
 
 
+_LOOK_SECONDS = 1.0
+"""How long a solver waits for a batch before it looks how long it has waited."""
+
 _waits: dict[int, tuple[Callable[[], str], float]] = {}
 """What solver threads wait for at the moment, by their number, and since when."""
 
 
 def awaited_data(thread: int) -> tuple[str, float] | None:
-    """What a thread waits for, ``record 12 of LMDB 'x'``, and since which `time.monotonic`; None: for no data.
+    """What a thread waits for, ``record 12 of LMDB 'x'``, and since when, as
+    `awake_seconds` counts; None: for no data.
 
     Args:
         thread: its number, `threading.get_ident`.
@@ -197,13 +201,13 @@ class Prefetcher:
         """Wait, holding the lock, until a batch is ready."""
         if self._ready:
             return
-        started, thread = time.monotonic(), threading.get_ident()
+        started, thread = awake_seconds(), threading.get_ident()
         _waits[thread] = (lambda: self._loader.reading, started)
         try:
             self._wait_since(started)
         finally:
             del _waits[thread]
-            self.waited += time.monotonic() - started
+            self.waited += awake_seconds() - started
 
     def _wait_since(self, started: float) -> None:
         warn_at = started + self._warn_after
@@ -212,7 +216,7 @@ class Prefetcher:
                 raise self._error
             if self._closed:
                 raise AbortedError(f"{self._where}: closed while waiting for data")
-            now = time.monotonic()
+            now = awake_seconds()
             if now >= started + self._timeout:
                 raise RunError(
                     f"{self._where}: no data for {now - started:.0f} s while reading {self._loader.reading}; "
@@ -223,7 +227,7 @@ class Prefetcher:
                     "%s: waiting for data for %.0f s, reading %s", self._where, now - started, self._loader.reading
                 )
                 warn_at += self._warn_after
-            self._changed.wait(max(min(warn_at, started + self._timeout) - now, 0.001))
+            self._changed.wait(min(max(min(warn_at, started + self._timeout) - now, 0.001), _LOOK_SECONDS))
 
     # -- the reading thread --------------------------------------------------------------------------
 

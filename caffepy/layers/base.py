@@ -221,6 +221,13 @@ class Layer:
         """Whether the last `feed` brought its data in another form than the last `forward`, captured or not, took."""
         return False
 
+    def known_until(self, number: int) -> int:
+        """The first pass, from `number` on, whose data may have another form than those that were fed last.
+
+        Asked of layers without bottoms when the data of the passes before `number` have been fed.
+        """
+        return number
+
     def consumed(self, number: int) -> None:
         """What reads the data of pass `number` has been put on the device's stream."""
         raise NotImplementedError

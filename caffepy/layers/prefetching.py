@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+from caffepy.awake import awake_seconds
 from caffepy.backend.input import ByteImages, InputRing
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
@@ -199,6 +200,9 @@ class PrefetchingLayer(Layer):
     def outdated(self) -> bool:
         return self._taken is not None and self._form is not self._taken
 
+    def known_until(self, number: int) -> int:
+        return number if self._batch is None else max(number, self._batch.number + self._batch.passes)
+
     @property
     def waited(self) -> float:
         """Seconds that this layer's solver has waited for batches to be read."""
@@ -232,11 +236,11 @@ class PrefetchingLayer(Layer):
 
     def _wait_for_room(self, ring: InputRing) -> None:
         """Wait while the device is a whole ring behind: not without end, and not after `close`."""
-        started = time.monotonic()
+        started = awake_seconds()
         while not ring.ready():
             if self._closed:
                 raise AbortedError(f"layer '{self.name}' ({self.type}): closed while waiting for the device")
-            if time.monotonic() > started + self.context.timeout:
+            if awake_seconds() > started + self.context.timeout:
                 raise RunError(
                     f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for "
                     f"{self.context.timeout:.0f} s"

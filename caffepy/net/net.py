@@ -320,6 +320,10 @@ class Net:
             return True
         return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self._first_readers)
 
+    def known_until(self, number: int) -> int:
+        """The first pass, from `number` on, whose data may have another shape or form; all before it have been fed."""
+        return min((node.layer.known_until(number) for node in self.schedule if not node.bottoms), default=number)
+
     def add_loss(self, total: Array, accumulate: bool) -> None:
         """total (+)= the loss of this pass, on the device; `total` has shape ()."""
         for values, weight in self._losses():

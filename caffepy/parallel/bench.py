@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, ConfigError, PeerError
 from caffepy.parallel.affinity import bind_near_gpu, take_cores
@@ -233,7 +234,7 @@ class AllReduceBench:
         self._options = options
         self._on_timing = on_timing
         self._devices: list[_Device] = []
-        self._heard = time.monotonic()
+        self._heard = awake_seconds()
 
     def run(self) -> None:
         """Measure.
@@ -285,7 +286,7 @@ class AllReduceBench:
         return self._world.broadcast(new_unique_id() if self._world.rank == 0 else None)
 
     def _hear(self, timing: Timing) -> None:
-        self._heard = time.monotonic()
+        self._heard = awake_seconds()
         self._on_timing(timing)
 
     def _wait(self) -> None:
@@ -298,7 +299,7 @@ class AllReduceBench:
             failed = [device.error for device in self._devices if device.error is not None]
             if failed:
                 raise _culprit(failed)
-            if time.monotonic() - self._heard > self._options.timeout:
+            if awake_seconds() - self._heard > self._options.timeout:
                 seconds = self._options.timeout
                 raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")
             if self._world.serves:

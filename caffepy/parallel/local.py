@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.errors import AbortedError
+from caffepy.awake import awake_seconds
+from caffepy.errors import AbortedError, PeerError
 from caffepy.parallel.operations import Operation, Work
 from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.store import MemoryStore, RankStore
 from caffepy.parallel.store_operations import StoreOperations
 
-PATIENCE = 30.0
-"""Seconds by which a wait outlasts the watchdog's timeout, so that the watchdog speaks first."""
+PATIENCE = 120.0
+"""Seconds by which a wait outlasts the watchdog's timeout and what it allows for the first iteration besides, so that
+the watchdog speaks first: it knows whom the others wait for."""
+_LOOK_SECONDS = 1.0
+"""How long a thread waits before it looks how long it has waited."""
 
 
 class LocalGroup:
@@ -22,7 +26,7 @@ class LocalGroup:
 
     Args:
         size: the number of threads.
-        timeout: longest wait in seconds.
+        timeout: the watchdog's, in seconds.
         scores: the test scores' buffer; made if not given.
     """
 
@@ -31,23 +35,43 @@ class LocalGroup:
         self.scores = scores or SharedScores(size)
         self.arrays: list[Any] = [None] * size
         self.store = MemoryStore(size)
-        self._barrier = threading.Barrier(size)
+        self._changed = threading.Condition()
+        self._come = 0
+        self._turn = 0
+        self._aborted = False
         self._timeout = timeout + PATIENCE
 
     def wait(self) -> None:
         """Wait for all threads.
 
         Raises:
-            AbortedError: the group was aborted, or a thread did not come.
+            AbortedError: the group was aborted.
+            PeerError: a thread has not come for too long; time in which the process was suspended does not count.
         """
-        try:
-            self._barrier.wait(self._timeout)
-        except threading.BrokenBarrierError:
-            raise AbortedError("another solver thread failed") from None
+        with self._changed:
+            turn = self._turn
+            self._come += 1
+            if self._come == self.size and not self._aborted:
+                self._come = 0
+                self._turn += 1
+                self._changed.notify_all()
+            end = awake_seconds() + self._timeout
+            while self._turn == turn:
+                if self._aborted:
+                    raise AbortedError("another solver thread failed")
+                left = end - awake_seconds()
+                if left <= 0:
+                    raise PeerError(
+                        f"a solver thread has waited {self._timeout:.0f} s for the others of its process; "
+                        "allow more with --timeout if they only need longer"
+                    )
+                self._changed.wait(min(left, _LOOK_SECONDS))
 
     def abort(self) -> None:
         """End all waits, now and later."""
-        self._barrier.abort()
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
         self.store.fail("another thread failed")
 
 

@@ -249,6 +249,7 @@ class P2PManager:
             sync.go(state)
         self._wait(lambda sync: sync.finished.is_set())
         self._raise_failure()
+        self._refuse_early_end()
         self._report(options)
         self._write_trace(options)
 
@@ -281,6 +282,17 @@ class P2PManager:
             elif not all(reached(sync) for sync in self._syncs):
                 self._changed.wait(_POLL)
 
+    def _refuse_early_end(self) -> None:
+        """Raise where training has ended, nobody has asked for that and nobody knows why."""
+        for sync in self._syncs:
+            error, solver = sync.error, sync.solver
+            if solver is None or (solver.iteration < solver.param.max_iter and not solver.stopped_early):
+                text = "training has ended before max_iter, and no device said why; go on from the last snapshot"
+                error = error or RunError(text)
+            if error is not None:
+                self._fail(Failure(self._locate(sync, error), exit_status(error), error=error))
+        self._raise_failure()
+
     def _report(self, options: TrainOptions) -> None:
         ranks = self._world.all_gather([sync.performance for sync in self._syncs])
         if self._world.rank == 0:
@@ -304,7 +316,8 @@ class P2PManager:
     def _thread_changed(self, sync: P2PSync) -> None:
         """A solver thread is ready, has failed or has finished; called in that thread."""
         error = sync.error
-        if error is not None and self._started and not isinstance(error, AbortedError):
+        if error is not None and self._started:
+            # Whoever is released from a wait is so after the failure was kept, which this one then does not replace.
             self._fail(Failure(self._locate(sync, error), exit_status(error), error=error))
         self._changed.set()
 
@@ -315,6 +328,8 @@ class P2PManager:
         if sync.world_size > 1:
             parts += [f"device {sync.place.label}", f"iteration {sync.progress.iteration()}"]
         text = describe_error(error)
+        if isinstance(error, AbortedError):
+            text = f"training was stopped, and no device said why ({text}); go on from the last snapshot"
         return f"{', '.join(parts)}: {text}" if parts else text
 
     def _peer_failed(self, failure: Failure) -> None:

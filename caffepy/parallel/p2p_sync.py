@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.awake import awake_seconds
 from caffepy.backend import Array, Backend, create_backend
 from caffepy.data.schedule import Shard
-from caffepy.errors import AbortedError
+from caffepy.errors import AbortedError, PeerError
 from caffepy.net.parameters import bucket_count
 from caffepy.parallel.affinity import bind_near_gpu
 from caffepy.parallel.communication_clock import CommunicationClock
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.gradient_exchange import GradientExchange
+from caffepy.parallel.local import PATIENCE
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
 from caffepy.parallel.watchdog import Progress
@@ -32,10 +34,10 @@ from caffepy.trace import NO_TRACE, NoTrace, Trace
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 60.0
-"""How much longer than the watchdog's timeout a thread waits for all others to have built their nets."""
 _DATA_SECONDS = 90.0
 """How much longer than the watchdog's timeout a thread waits for its data: the watchdog names process and device."""
+_LOOK_SECONDS = 1.0
+"""How long a thread that is ready waits before it looks how long it has waited."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,14 @@ class P2PSync:
         with self._waiting("the sum of scores"):
             return self._connected.sum(np.asarray(values, np.float64))
 
+    def least(self, number: float, what: str) -> float:
+        if self.world_size == 1:
+            return number
+        numbers = np.zeros(self.world_size)
+        numbers[self.place.shard.rank] = number
+        with self._waiting(what):
+            return float(self._connected.sum(numbers).min())
+
     def barrier(self) -> None:
         if self.world_size == 1:
             return
@@ -295,8 +305,7 @@ class P2PSync:
         with self.progress.waiting("the start of training"):
             self.ready.set()
             self._on_change(self)
-            if not self._go.wait(self._options.timeout + _START_SECONDS) or self._cancelled:
-                raise AbortedError("training was stopped before it began")
+            self._wait_for_go()
         if self._state is not None and not self.is_root:
             self.solver.adopt(self._state)
         with self.progress.waiting("the connection of the devices"):
@@ -313,6 +322,16 @@ class P2PSync:
         # Nobody may leave while others still test or write the last snapshot.
         self.barrier()
         self._take_times(self.solver)
+
+    def _wait_for_go(self) -> None:
+        """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
+        seconds = self._options.timeout + PATIENCE
+        end = awake_seconds() + seconds
+        while not self._go.wait(_LOOK_SECONDS):
+            if awake_seconds() > end:
+                raise PeerError(f"training has not begun for {seconds:.0f} s: other devices are not ready")
+        if self._cancelled:
+            raise AbortedError("training was stopped before it began")
 
     def _take_times(self, solver: Solver) -> None:
         """Look at the device's clock, which is gone with the backend."""

@@ -27,7 +27,8 @@ class SignalRequests:
     Args:
         effects: what each signal does: stop, snapshot or none; SIGTERM's stop writes a snapshot first, since whoever
             sends it (a batch system) wants the machine back and the work kept.
-        interrupted_again: called at a second SIGINT.
+        interrupted_again: called at a SIGINT after one that asked for a stop. Where SIGINT asks for a snapshot every
+            one of them does, and none ends the run.
         failed: whether training ends anyway; then signals are ignored: mpirun sends SIGTERM when a rank has died.
     """
 
@@ -37,7 +38,8 @@ class SignalRequests:
         self._effects = effects
         self._interrupted_again = interrupted_again
         self._failed = failed
-        self._interrupts = 0
+        self._interrupted = False
+        """Whether a SIGINT has asked for a stop."""
         self._requests: deque[Action] = deque()
         self._before: dict[int, Any] = {}
 
@@ -59,15 +61,18 @@ class SignalRequests:
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
+        effect = self._effects[number]
+        if number == signal.SIGINT and effect == "stop":
+            if self._interrupted:
                 self._interrupted_again()
+            self._interrupted = True
         if self._failed():
             return
-        effect = self._effects[number]
         requests = _REQUESTS[effect]
         if number == signal.SIGTERM and effect == "stop":
             requests = (Action.SNAPSHOT, Action.STOP)
-        self._requests.extend(requests)
+        for request in requests:
+            # What waits to be taken already is not asked for twice: a stop would wait behind many snapshots.
+            if request not in self._requests:
+                self._requests.append(request)
         logger.info("%s: %s", signal.Signals(number).name, " and ".join(_SAID[request] for request in requests))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from caffepy.awake import awake_seconds
 from caffepy.data.prefetch import awaited_data
 from caffepy.parallel.failure import Failure
 from caffepy.parallel.lifeline import Event, Lifeline
@@ -21,8 +22,8 @@ _TICK = 0.5
 """Seconds between looks, and between reports to rank 0."""
 _START_SECONDS = 60.0
 """How much longer a wait may be until the first iteration is over: kernels are compiled and data opened until then."""
-_ASLEEP_SECONDS = 2.0
-"""A watchdog that comes so much too late was suspended with its process."""
+_SILENT_TICKS = 6
+"""A process that has not reported for so many ticks is silent."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DeviceState:
         iteration: the iteration it is in.
         collectives: how many operations that need all devices it has begun; all devices begin the same ones.
         waiting: the operation that it waits in, empty where it computes.
-        seconds: for how long it has waited or computed.
+        seconds: for how long it has waited or computed, without the time in which its process was suspended.
         reading: what it waits for to be read, empty where its data are there; then `seconds` is for how long.
         starting: its first iteration is not over.
     """
@@ -78,7 +79,7 @@ class Progress:
         self.iteration = iteration
         self._first: int | None = -1 if begun else None
         # One tuple, replaced whole: the reader needs no lock to see values that belong together.
-        self._now: tuple[int, str | Callable[[], str], float] = (0, "", time.monotonic())
+        self._now: tuple[int, str | Callable[[], str], float] = (0, "", awake_seconds())
         self._thread = 0
 
     def begin(self) -> None:
@@ -93,16 +94,16 @@ class Progress:
         """
         self._thread = threading.get_ident()
         count = self._now[0] + 1
-        self._now = (count, what, time.monotonic())
+        self._now = (count, what, awake_seconds())
         yield  # an operation that raised stays marked: the thread ends
-        self._now = (count, "", time.monotonic())
+        self._now = (count, "", awake_seconds())
 
     def state(self, world: World) -> DeviceState:
         """A snapshot."""
         collectives, waiting, since = self._now
         data = None if waiting else awaited_data(self._thread)
         reading, since = data or ("", since)
-        seconds = time.monotonic() - since
+        seconds = awake_seconds() - since
         what = waiting if isinstance(waiting, str) else waiting()
         iteration = self.iteration()
         return DeviceState(
@@ -189,7 +190,9 @@ class Watchdog:
         self._ended: set[int] = set()
         self._stopping = threading.Event()
         self._tick = min(_TICK, timeout / 4)
-        self._looked = self._awake = time.monotonic()
+        self._looked = time.monotonic()
+        self._heard: dict[int, float] = {}
+        """When each other process reported last, in `awake_seconds`."""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -217,11 +220,9 @@ class Watchdog:
         while not self._stopping.is_set():
             failure = next(filter(None, map(self._failure, self._lifeline.poll(self._tick))), None)
             now = time.monotonic()
-            if now - self._looked > self._tick + _ASLEEP_SECONDS:
-                self._awake = now
             if failure is None and now - self._looked >= self._tick:
                 self._looked = now
-                failure = self._look(now - self._awake)
+                failure = self._look()
             if failure is not None and not self._stopping.is_set():
                 self._on_failure(failure)
                 return
@@ -239,6 +240,7 @@ class Watchdog:
             self._others.pop(event.rank, None)
         elif event.kind == "states":
             self._others[event.rank] = [DeviceState(**state) for state in event.content["devices"]]
+            self._heard[event.rank] = awake_seconds()
         elif event.kind == "lost" and event.rank not in self._ended:
             return self._lost(event.rank)
         return None
@@ -256,21 +258,24 @@ class Watchdog:
             f"training is stopped"
         )
 
-    def _look(self, awake: float) -> Failure | None:
-        """Report this process's devices, and judge those that are known.
-
-        Args:
-            awake: for how many seconds this process has not been suspended; longer waits say nothing about the others.
-        """
+    def _look(self) -> Failure | None:
+        """Report this process's devices, and judge those that are known."""
         own = [progress.state(self._world) for progress in self._progresses]
         if self._world.rank == 0:
             stall = find_stall([*own, *(s for states in self._others.values() for s in states)], self._timeout)
-            unknown = "an operation that all devices have begun: MPI, NCCL or the network is stuck"
+            unknown = self._silent() or "an operation that all devices have begun: MPI, NCCL or the network is stuck"
         else:
             self._lifeline.send("states", devices=[asdict(state) for state in own])
             # Rank 0 sees more and speaks first, unless it is itself what hangs.
             stall = find_stall(own, self._timeout + 4 * self._tick + 1.0)
             unknown = f"{self._world.name(0)}, which does not answer"
-        if stall is None or awake < self._timeout:
-            return None
-        return Failure(stall.describe(self._timeout, unknown))
+        return None if stall is None else Failure(stall.describe(self._timeout, unknown))
+
+    def _silent(self) -> str:
+        """The process that has not reported for longest, if that is long ago; it has begun what all wait in."""
+        rank = min(self._others, key=lambda rank: self._heard[rank], default=0)
+        seconds = awake_seconds() - self._heard.get(rank, awake_seconds())
+        if seconds < _SILENT_TICKS * self._tick:
+            return ""
+        name = f"{self._world.name(rank)}, process {self._others[rank][0].pid}"
+        return f"{name}, which was last heard of {seconds:.0f} s ago (is it suspended?)"

@@ -108,7 +108,7 @@ class Solver(ABC):
         self.current_step = 0
         self.stopped_early = False
         self.losses = LossWindow(self.param.average_loss)
-        self.requests = Requests(request)
+        self.requests = Requests(request, alone=self.callback.world_size == 1)
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
         self._snapshot_at = -1
@@ -220,7 +220,7 @@ class Solver(ABC):
         self.requests.poll()
         self.numbers.send()
         if self.callback.world_size > 1:
-            self.requests.clear()  # they are on their way, and are acted on when all devices have heard them
+            self.requests.told()
         read_loss = display or self._needs_loss()
         if self.replay.captured and self.replay.run():
             if read_loss:
@@ -230,6 +230,7 @@ class Solver(ABC):
             self.replay.capture()
         if read_loss:
             check_skipped(self)
+        self.requests.hear(self.replay.behind)
         self.iteration += 1
         self.clock.tick()
         self.callback.on_iteration(self)

@@ -54,6 +54,9 @@ class SolverCallback(Protocol):
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         """The elementwise sum of a small float64 array over all devices."""
 
+    def least(self, number: float, what: str) -> float:
+        """The smallest of all devices' numbers; `what` messages call the wait for it."""
+
     def barrier(self) -> None:
         """Wait until every device is here."""
 
@@ -90,6 +93,10 @@ class SingleDevice:
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         """The values themselves."""
         return values
+
+    def least(self, number: float, what: str) -> float:
+        """The number itself."""
+        return number
 
     def barrier(self) -> None:
         """Nobody to wait for."""

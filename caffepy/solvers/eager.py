@@ -40,8 +40,9 @@ class EagerIteration:
         self._compute_gradients(read_loss)
         if display:
             solver.display.show_iteration()
+        self._meet()
         self.exchange_gradients()
-        self._hear_requests()
+        self._finish_exchange()
         self._update_and_show(display)
 
     # -- the calls that are captured as well ---------------------------------------------------------
@@ -84,12 +85,20 @@ class EagerIteration:
             solver.backend.synchronize()
             net.check()
 
-    def _hear_requests(self) -> None:
-        """What any of the devices asked for."""
+    def _meet(self) -> None:
+        """Wait until all devices have computed: a pass may compile, tune and allocate, which can wait for whatever the
+        process has put on any of its devices, an exchange included that this device has not joined.
+        """
+        if self._solver.callback.world_size > 1 and self._solver.backend.asynchronous:
+            self._solver.callback.barrier()
+
+    def _finish_exchange(self) -> None:
+        """Wait for the averages, and note what any of the devices asked for."""
         solver = self._solver
         if solver.callback.world_size > 1:
             solver.callback.settle(solver.backend.synchronize)
-            solver.requests.hear(solver.backend.to_host(solver.net.parameters.flags))
+            flags = solver.backend.to_host(solver.net.parameters.flags[:2])
+            solver.requests.expect(lambda: flags)
 
     def _update_and_show(self, display: bool) -> None:
         solver, parameters = self._solver, self._solver.net.parameters

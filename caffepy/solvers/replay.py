@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from caffepy.backend.protocols import Fetch, Mark
+from caffepy.backend.protocols import Mark
 from caffepy.errors import RunError
 from caffepy.net.capture import Program, Step
 
@@ -32,8 +32,10 @@ class Replay:
         self._traced: Program | None = None
         self._losses_of_passes = solver.backend.zeros(())
         self._marks: deque[Mark] = deque()
-        self._answers: deque[Fetch] = deque()
-        self._met: set[str] = set()
+        self.behind = IN_FLIGHT - 1 if self._wanted else 0
+        """How many iterations later than it was asked for something is known to all devices; alike on all of them."""
+        self._agreed = range(0)
+        """The passes for which no device's data change their form."""
 
     @property
     def captured(self) -> bool:
@@ -46,21 +48,25 @@ class Replay:
         if not self._wanted:
             return
         solver.backend.trim()  # what tuning and compiling the first iteration took
+        problem = ""
         try:
             self._program = self._captured(solver.trace.paused())
         except RunError as error:
-            self._wanted = False
-            solver.log("Iterations are not captured into graphs: %s", error)
-        self._meet("first capture")
+            problem = str(error)
+        if self._all_captured(not problem):
+            return
+        self._wanted = False
+        self.drop()
+        solver.log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
 
-    def _meet(self, occasion: str) -> None:
-        """Wait until all devices have captured, the first time: to make a graph takes memory of the device.
+    def _all_captured(self, done: bool) -> bool:
+        """Wait until all devices have captured; whether all could. Nothing is launched before that.
 
-        That can wait for whatever its process has put on any device, a launched exchange with this device included.
+        To make a graph takes memory of the device, which can wait for whatever its process has put on any device, a
+        launched exchange with this device included. And NCCL wants an exchange to be captured by all devices or by
+        none, and the graphs that were captured together to be launched together.
         """
-        if occasion not in self._met:
-            self._met.add(occasion)
-            self._solver.callback.barrier()
+        return self._solver.callback.least(float(done), "the capture of all devices' graphs") > 0
 
     def _captured(self, tracing: AbstractContextManager[None]) -> Program:
         """Graphs of an iteration, captured within a `with` block that says what becomes of its spans.
@@ -84,10 +90,10 @@ class Replay:
         """Graphs of an iteration in which the device takes the time of every layer and bucket."""
         if self._traced is None:
             solver, net = self._solver, self._solver.net
-            self.settle()
+            self._wait()
             places = 2 * (2 * len(net.schedule) * solver.param.iter_size + len(net.parameters.parameters) + 4)
             self._traced = self._captured(solver.trace.recording(solver.backend.stopwatch(places), places))
-            self._meet("first trace")
+            self._all_captured(True)  # a device that could not has raised
         return self._traced
 
     def _steps(self) -> list[Step]:
@@ -111,16 +117,16 @@ class Replay:
         """Put an iteration on the device as graphs.
 
         Returns:
-            Whether it was; False where the data have another shape. Then there are no graphs any more and the device
-            has nothing left to do, so that the iteration can run eagerly and be captured anew.
+            Whether it was; False where the data of any device have another shape. Then no device has graphs any more,
+            or anything left to do, so that all run the iteration eagerly and capture anew.
         """
         net, passes, trace = self._solver.net, self._solver.passes(), self._solver.trace
         program = self._traced_program() if trace.active else self._program
         for number in passes:
             net.feed(number)
-        if net.changed_shapes():
+        if self._data_changed(passes):
+            self._wait()
             self.drop()
-            self.settle()
             return False
         with trace.span("iteration"):
             program.run()
@@ -133,6 +139,28 @@ class Replay:
             trace.replayed()
         return True
 
+    def _data_changed(self, passes: range) -> bool:
+        """Whether the data of these passes, which were fed, have another form on any of the devices.
+
+        Devices ask each other only where none knows its data: a batch of bytes is of one form in all its passes.
+        """
+        net, callback = self._solver.net, self._solver.callback
+        changed = net.changed_shapes()
+        if callback.world_size == 1:
+            return changed
+        if passes.start == self._agreed.start and passes.stop <= self._agreed.stop:
+            if changed:
+                raise RunError(
+                    f"the data of pass {passes.start} have another shape than their layer announced; do not reshape a "
+                    "net's inputs while several devices train"
+                )
+            self._agreed = self._agreed[len(passes) :]
+            return False
+        known = -1 if changed else net.known_until(passes.stop)
+        until = callback.least(known, "the form of all devices' data")
+        self._agreed = range(passes.stop, max(int(until), passes.stop))
+        return until < 0
+
     def loss(self) -> float:
         """The loss of the iteration that was put on the device last; waits for it."""
         solver = self._solver
@@ -142,26 +170,26 @@ class Replay:
         return float(solver.backend.to_host(self._losses_of_passes)) / solver.param.iter_size
 
     def _keep_pace(self) -> None:
-        """Let the device be at most a few iterations behind, and hear what was asked for in the one it finished."""
-        solver, several = self._solver, self._solver.callback.world_size > 1
-        if several:
-            self._answers.append(solver.backend.fetch(solver.net.parameters.flags[:2]))
+        """Let the device be at most a few iterations behind, and note where it will say what was asked for."""
+        solver = self._solver
+        if solver.callback.world_size > 1:
+            solver.requests.expect(solver.backend.fetch(solver.net.parameters.flags[:2]).get)
         self._marks.append(solver.backend.mark())
         if len(self._marks) >= IN_FLIGHT:
             solver.callback.settle(self._marks.popleft().wait)
-            if several:
-                solver.requests.hear(self._answers.popleft().get())
 
     def settle(self) -> None:
-        """Wait until the device has done all that it was asked for, and hear what was asked for in it."""
+        """Wait until the device has done all that it was asked for, and hear what was asked for in it.
+
+        Called by all devices at the same point, or some would act on requests before the others.
+        """
+        self._wait()
+        self._solver.requests.hear()
+
+    def _wait(self) -> None:
         if self._marks:
             self._solver.callback.settle(self._marks[-1].wait)
             self._marks.clear()
-            for answer in self._answers:
-                flags = answer.get()
-                if flags.any():
-                    self._solver.requests.hear(flags)
-            self._answers.clear()
 
     def drop(self) -> None:
         """Give the graphs back; communicators whose calls they hold can be destroyed only afterwards."""

@@ -1,7 +1,13 @@
-"""What is asked of a solver while it trains: by somebody outside, and by the devices that train with it."""
+"""What is asked of a solver while it trains: by somebody outside, and by the devices that train with it.
+
+Owns when a request is acted on: all devices act on the same requests in the same iteration. Each tells the others with
+its gradients, and hears with the averages what any of them wants; a device whose iterations are replayed knows that
+only some iterations later, so that all wait as long, those that know it at once included.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -13,15 +19,19 @@ FLAGS = (Action.STOP, Action.SNAPSHOT)
 
 
 class Requests:
-    """The requests that were not acted on yet.
+    """The requests that were not acted on yet; `in` and `bool` ask for those that all devices know.
 
     Args:
         ask: what somebody outside wants, one request at a time; None: nobody asks.
+        alone: no other device has to be told, so that what is asked for here is acted on at once.
     """
 
-    def __init__(self, ask: Callable[[], Action] | None) -> None:
+    def __init__(self, ask: Callable[[], Action] | None, alone: bool = True) -> None:
         self._ask = ask
         self._wanted: set[Action] = set()
+        self._untold: set[Action] = self._wanted if alone else set()
+        """What was asked for here and the other devices have not been told."""
+        self._answers: deque[Callable[[], np.ndarray]] = deque()
 
     def __contains__(self, action: Action) -> bool:
         return action in self._wanted
@@ -35,21 +45,33 @@ class Requests:
             action = self._ask() if self._ask is not None else Action.NONE
             if action is Action.NONE:
                 return
-            self._wanted.add(action)
+            self._untold.add(action)
 
     def flags(self) -> list[float]:
-        """1 for each of `FLAGS` that is wanted, else 0."""
-        return [float(action in self._wanted) for action in FLAGS]
+        """1 for each of `FLAGS` that the other devices have to be told, else 0."""
+        return [float(action in self._untold) for action in FLAGS]
 
-    def hear(self, flags: np.ndarray) -> None:
-        """Want what any of the devices wants, and nothing else.
+    def told(self) -> None:
+        """The flags are on their way to all devices, this one included."""
+        self._untold.clear()
+
+    def expect(self, answer: Callable[[], np.ndarray]) -> None:
+        """Note where an iteration's answer will be; called once for each iteration.
 
         Args:
-            flags: as `flags` gives them, averaged over all devices; more may follow.
+            answer: gives flags as `flags` does, averaged over all devices; more may follow. It waits for the device.
         """
-        pairs = zip(FLAGS, flags[: len(FLAGS)], strict=True)
-        self._wanted = {action for action, asked in pairs if asked > 0}
+        self._answers.append(answer)
+
+    def hear(self, behind: int = 0) -> None:
+        """Want what any of the devices wanted in all iterations but the last `behind`.
+
+        Called by all devices at the same point with the same number.
+        """
+        while len(self._answers) > behind:
+            flags = self._answers.popleft()()
+            self._wanted |= {action for action, asked in zip(FLAGS, flags[: len(FLAGS)], strict=True) if asked > 0}
 
     def clear(self) -> None:
-        """All was acted on, or is on its way to the other devices."""
+        """What all devices know was acted on."""
         self._wanted.clear()

@@ -5,7 +5,8 @@ forward pass of that iteration, or so many seconds later, wherever it is then: r
 thread gets no more data), mark (nothing at all), or the name of a signal that its process sends itself. The iteration
 ``start`` is when the net is built. With the kind ``change`` a weight of layer ip1 is changed after that iteration.
 FOLDER is the working directory, in which ``{rank}`` stands for the process's number. DELAY is the seconds that each
-forward pass takes longer, FORBID a package that must not be imported.
+forward pass takes longer (with commas: of each device, the last for the rest), FORBID a package that must not be
+imported, PATIENCE the seconds by which the waits of a process's threads outlast the watchdog.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.base import Layer, register_layer
+from caffepy.parallel import local
 from caffepy.parallel.world import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.solvers import Solver
@@ -52,7 +54,8 @@ class FaultLayer(Layer):
         assert bottom[0] is top[0]
 
     def forward(self, bottom: list[Blob], top: list[Blob]) -> None:
-        if delay := float(os.environ.get("DELAY", "0")):
+        delays = [float(delay) for delay in os.environ.get("DELAY", "0").split(",")]
+        if delay := delays[min(self.context.shard.rank, len(delays) - 1)]:
             time.sleep(delay)
         if self._stalled:  # what was read before still comes
             say_fault()
@@ -134,4 +137,6 @@ if __name__ == "__main__":
         change_a_weight(*map(int, fault.split()[1:]))
     if forbidden := os.environ.get("FORBID"):
         sys.modules[forbidden] = None  # type: ignore[assignment]
+    if patience := os.environ.get("PATIENCE"):
+        local.PATIENCE = float(patience)
     sys.exit(main(arguments()))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from fault_case import FaultCase, Trials, parameters
 from laboratory import Laboratory
+from processes import processes_of
 from training_faults import TRAINING_FAULTS
 
 
@@ -20,6 +22,28 @@ def test_sighup_writes_a_snapshot_and_training_goes_on(laboratory: Laboratory) -
     assert outcome.status == 0, outcome.log
     states = {path.name for path in laboratory.folder.glob(f"{outcome.prefix}_iter_*.solverstate")}
     assert len(states) == 2 and f"{outcome.prefix}_iter_30.solverstate" in states
+
+
+@pytest.mark.parametrize(
+    ("ranks", "solvers"), [(0, 2), pytest.param(2, 1, marks=pytest.mark.mpi)], ids=["threads", "ranks"]
+)
+def test_time_in_which_all_were_suspended_does_not_count(laboratory: Laboratory, ranks: int, solvers: int) -> None:
+    """Suspended for longer than any wait may last, training goes on; the last device keeps the first one waiting."""
+    options = ("--cpu-solvers", str(solvers), "--timeout", "3")
+    started = laboratory.start(
+        *options, ranks=ranks, batch=64 // max(ranks, 1), iterations=20, snapshot=5, DELAY="0,0.2", PATIENCE="0.2"
+    )
+    laboratory.wait_for_snapshot(started, 5)
+    time.sleep(0.3)  # the first device waits for the last one
+    processes = processes_of(laboratory.mark(started[1]))
+    for process in processes:
+        process.suspend()
+    time.sleep(5.0)
+    for process in processes:
+        process.resume()
+    outcome = laboratory.finish(started)
+    assert outcome.status == 0 and not outcome.errors(), outcome.log
+    assert outcome.snapshots()[-1] == 20
 
 
 def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory: Laboratory) -> None:

@@ -22,6 +22,7 @@ LEVELS = {
     "files": 1,
     "caches": 1,
     "report": 1,
+    "awake": 1,
     "trace": 2,
     "backend": 2,
     "config": 3,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_groups import run_threads
 
-from caffepy.errors import AbortedError
+from caffepy.awake import AwakeClock
+from caffepy.errors import AbortedError, PeerError
+from caffepy.parallel import local as local_module
+from caffepy.parallel import watchdog
 from caffepy.parallel.communicator import Communicator
 from caffepy.parallel.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
@@ -127,6 +132,59 @@ def test_after_an_abort_nothing_waits() -> None:
     communicator.abort()
     with pytest.raises(AbortedError, match="another solver thread failed"):
         communicator.barrier()
+
+
+class Suspended:
+    """Plays a clock for `LocalGroup`: time passes in steps, and in one leap where the process stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.clock = AwakeClock(lambda: self.now)
+        monkeypatch.setattr(local_module, "awake_seconds", self.clock.read)
+        monkeypatch.setattr(local_module, "_LOOK_SECONDS", 0.002)
+
+    def pass_seconds(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            self.clock.read()
+
+
+def waiting_thread(group: LocalGroup) -> tuple[threading.Thread, list[BaseException]]:
+    met: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            group.wait()
+        except BaseException as error:
+            met.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, met
+
+
+def test_a_wait_ends_after_the_watchdogs_and_time_of_suspension_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended = Suspended(monkeypatch)
+    thread, met = waiting_thread(LocalGroup(2, 10.0))
+    suspended.now += 100000.0
+    suspended.pass_seconds(10 + int(watchdog._START_SECONDS) + 10)
+    time.sleep(0.05)
+    assert thread.is_alive() and not met, "the watchdog must have spoken before"
+    suspended.pass_seconds(100)
+    thread.join(5.0)
+    assert [type(error) for error in met] == [PeerError]
+    assert "has waited 130 s for the others of its process; allow more with --timeout" in str(met[0])
+
+
+def test_threads_meet_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended = Suspended(monkeypatch)
+    group = LocalGroup(2, 10.0)
+    thread, met = waiting_thread(group)
+    suspended.now += 100000.0
+    time.sleep(0.02)
+    group.wait()
+    thread.join(5.0)
+    assert not thread.is_alive() and not met
 
 
 def test_shared_scores_keep_copies_and_add_in_order() -> None:

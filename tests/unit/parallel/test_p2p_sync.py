@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from replaying import NET, Replaying
 from training import solver_param, weights_of
 
+from caffepy.data.lmdb_write import record_key, write_datums
 from caffepy.data.schedule import Shard
 from caffepy.errors import DeviceError
 from caffepy.layers.inner_product import InnerProductLayer
@@ -21,8 +25,10 @@ from caffepy.parallel.gradient_exchange import GradientExchange
 from caffepy.parallel.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.proto.caffe_pb2 import Datum
 from caffepy.solvers import Action
 from caffepy.solvers.engine import Engine
+from caffepy.solvers.replay import IN_FLIGHT
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '
 
@@ -54,6 +60,27 @@ class Streams(LocalCommunicator):
         return Ended()
 
 
+class Nccl(Streams):
+    """Also refuses what NCCL does not allow: an exchange that some devices replay and others run eagerly, or of graphs
+    that were not captured together."""
+
+    def all_reduce(self, array: Any, average: bool = True) -> None:
+        backend = self.group.backends[self.rank]  # type: ignore[attr-defined]
+        ways = self.sum(np.eye(self.size)[self.rank] * (2 * backend.captures_made + backend.capturing))
+        assert len(set(ways.tolist())) == 1, f"devices exchange in different ways: {ways}"
+        super().all_reduce(array, average)
+
+
+class Counting(Replaying):
+    """Knows how often graphs were made."""
+
+    captures_made = 0
+
+    def capture(self, work: Any) -> Any:
+        self.captures_made += 1
+        return super().capture(work)
+
+
 def train(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[LocalCommunicator],
@@ -63,6 +90,8 @@ def train(
     sync_bn: bool = False,
     text: str = NET,
     devices: int = 2,
+    requests: tuple[Callable[[P2PSync], Action], ...] = (),
+    engine: Engine | None = None,
 ) -> list[P2PSync]:
     """The devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
     finish = GradientExchange.finish
@@ -71,15 +100,21 @@ def train(
         getattr(exchange._communicator, "log", []).append("finish")
         finish(exchange)
 
-    monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Replaying())
+    monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Counting())
     monkeypatch.setattr(GradientExchange, "finish", noted)
     param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
-    options = TrainOptions(param, timeout=30, sync_bn=sync_bn)
+    options = TrainOptions(param, timeout=30, sync_bn=sync_bn, engine=engine or Engine())
     group = LocalGroup(devices, 30)
     syncs: list[P2PSync] = []
+    backends: dict[int, Any] = {}
+    group.backends = backends  # type: ignore[attr-defined]
 
     def connect(index: int) -> Communicator:
+        backends[index] = syncs[index]._backend
         return kind(group, index)
+
+    def request(index: int) -> Action:
+        return requests[index](syncs[index]) if requests else Action.NONE
 
     def keep_weights(sync: P2PSync) -> None:
         if sync.finished.is_set() and sync.solver is not None:
@@ -87,7 +122,7 @@ def train(
 
     for index in range(devices):
         place = Place(index, None, f"CPU {index}", 1, Shard(index, devices, devices))
-        syncs.append(P2PSync(place, options, partial(connect, index), lambda: Action.NONE, keep_weights))
+        syncs.append(P2PSync(place, options, partial(connect, index), partial(request, index), keep_weights))
     for sync in syncs:
         sync.start()
     for sync in syncs:
@@ -96,7 +131,8 @@ def train(
         sync.go()
     for sync in syncs:
         assert sync.join(60)
-        assert sync.error is None
+    for sync in syncs:
+        assert sync.error is None, sync.error
     return syncs
 
 
@@ -214,3 +250,75 @@ def test_communication_is_timed_in_replays(monkeypatch: pytest.MonkeyPatch) -> N
     for sync in train(monkeypatch, Streams, net="reduce_buckets: 2 ", iterations=30):
         performance = sync.performance
         assert 0 < performance.exposed <= performance.communication < performance.seconds
+
+
+def image_net(folder: Path, sizes: list[int], batch: int) -> str:
+    """A net that takes images of several sizes."""
+    for number, size in enumerate(sizes):
+        image = np.random.default_rng(number).integers(0, 256, (size, 8, 3), np.uint8)
+        cv2.imwrite(str(folder / f"{number}.png"), image)
+    (folder / "images.txt").write_text("".join(f"{folder}/{n}.png {n % 3}\n" for n in range(len(sizes))))
+    return f"""
+        layer {{ name: "data" type: "ImageData" top: "data" top: "label" transform_param {{ scale: 0.01 }}
+          image_data_param {{ source: "{folder}/images.txt" batch_size: {batch} }} }}
+        layer {{ name: "conv" type: "Convolution" bottom: "data" top: "conv"
+          convolution_param {{ num_output: 3 kernel_size: 3 weight_filler {{ type: "xavier" }} }} }}
+        layer {{ name: "pool" type: "Pooling" bottom: "conv" top: "pool"
+          pooling_param {{ pool: AVE global_pooling: true }} }}
+        layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "pool" bottom: "label" top: "loss" }}"""
+
+
+ONE_CHANGES = [8] * 16 + [8, 9] + [8] * 16
+"""Images of which the second device's alone has another size, once."""
+SIZES = [8, 8, 8, 9, 8, 8, 8, 8, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 8, 7, 7, 7, 7, 7, 7, 7, 7, 8, 8]
+
+
+@pytest.mark.parametrize("kind", [Nccl, LocalCommunicator])
+@pytest.mark.parametrize("sizes", [ONE_CHANGES, SIZES], ids=["one", "several"])
+def test_all_devices_leave_their_graphs_where_one_devices_image_has_another_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: list[int], kind: type[LocalCommunicator]
+) -> None:
+    net = image_net(tmp_path, sizes, 2)
+    replayed, eager = (
+        train(monkeypatch, kind, text=net, iterations=len(sizes) // 2, engine=engine)
+        for engine in (Engine(), Engine(eager=True))
+    )
+    assert launches(replayed[0]) == launches(replayed[1]) > 0
+    for one, other in zip(replayed, eager, strict=True):
+        for name, values in weights(one).items():
+            np.testing.assert_array_equal(values, weights(other)[name])
+
+
+@pytest.mark.parametrize("device", [0, 1, 2])
+@pytest.mark.parametrize("asked", [1, 4, 5, 6, 7])
+def test_devices_stop_in_the_same_iteration_whether_they_replay_or_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: int, device: int
+) -> None:
+    sizes = [8] * 3 * 5 + [8, 9, 8] + [8] * 3 * 8  # the second device's in iteration 5
+
+    def ask(index: int, sync: P2PSync) -> Action:
+        assert sync.solver is not None
+        return Action.STOP if index == device and sync.solver.iteration == asked else Action.NONE
+
+    requests = tuple(partial(ask, index) for index in range(3))
+    net = image_net(tmp_path, sizes, 3)
+    syncs = train(monkeypatch, Nccl, text=net, iterations=13, devices=3, requests=requests)
+    assert {sync.solver.iteration for sync in syncs if sync.solver} == {asked + IN_FLIGHT}
+
+
+def test_devices_ask_each_other_once_a_block_of_byte_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (70, 3, 8, 8), np.uint8)
+    datums = [Datum(channels=3, height=8, width=8, data=image.tobytes(), label=n % 3) for n, image in enumerate(images)]
+    write_datums(tmp_path / "lmdb", [(record_key(n), datum) for n, datum in enumerate(datums)])
+    net = image_net(tmp_path, [8], 2).replace("ImageData", "Data").replace("image_data_param", "data_param")
+    net = net.replace("images.txt", "lmdb").replace("batch_size: 2", "batch_size: 2 backend: LMDB")
+    asked: list[str] = []
+    least = P2PSync.least
+
+    def noted(sync: P2PSync, number: float, what: str) -> float:
+        asked.append(what)
+        return least(sync, number, what)
+
+    monkeypatch.setattr(P2PSync, "least", noted)
+    train(monkeypatch, Nccl, text=net, iterations=130)
+    assert asked.count("the form of all devices' data") == 2 * 3, "at the first replay, and where a block of 64 begins"

@@ -56,7 +56,7 @@ def test_effects_can_be_exchanged() -> None:
     with Recorder(SIGINT="snapshot", SIGTERM="snapshot") as recorder:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert recorder.taken() == [Action.SNAPSHOT, Action.SNAPSHOT]
+        assert recorder.taken() == [Action.SNAPSHOT]
 
 
 def test_a_signal_without_effect_stays_whose_it_was() -> None:
@@ -69,6 +69,23 @@ def test_a_signal_without_effect_stays_whose_it_was() -> None:
 
 def test_the_second_interrupt_ends_at_once() -> None:
     with Recorder() as recorder:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert recorder.again == 0
+        os.kill(os.getpid(), signal.SIGINT)
+        assert recorder.again == 1
+
+
+def test_where_an_interrupt_asks_for_a_snapshot_every_one_does_and_none_ends_the_run() -> None:
+    with Recorder(SIGINT="snapshot") as recorder:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert recorder.taken() == [Action.SNAPSHOT]
+        assert recorder.again == 0
+
+
+def test_an_interrupt_after_sigterm_asks_for_a_stop_first() -> None:
+    with Recorder() as recorder:
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert recorder.again == 0
         os.kill(os.getpid(), signal.SIGINT)

@@ -3,13 +3,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
 
+from caffepy.awake import AwakeClock
+from caffepy.parallel import watchdog
 from caffepy.parallel.failure import Failure
-from caffepy.parallel.lifeline import Hub, Lifeline, Spoke
+from caffepy.parallel.lifeline import Event, Hub, Lifeline, Spoke
 from caffepy.parallel.watchdog import DeviceState, Progress, Watchdog, find_stall
 from caffepy.parallel.world import World
 
@@ -230,3 +232,53 @@ def test_strangers_are_shown_the_door(group: Callable[..., Group]) -> None:
     stranger = Spoke((hosts, port, "wrong"), 1, same_host=True)
     assert [event.kind for event in stranger.poll(5.0)] == ["lost"]
     assert two.failures == [[], []]
+
+
+class Clock:
+    """Plays `awake_seconds`, for all processes of a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._clock = AwakeClock(lambda: self.now)
+        monkeypatch.setattr(watchdog, "awake_seconds", self._clock.read)
+
+    def pass_seconds(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            self._clock.read()
+
+
+def alone(rank: int, size: int, progress: Progress, timeout: float) -> Watchdog:
+    """A watchdog that is asked to look by the test and whose process has no connection to others."""
+    return Watchdog(FakeWorld(rank, size), Lifeline(), [progress], timeout, lambda failure: None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_time_of_suspension_is_no_waiting(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    clock = Clock(monkeypatch)
+    progress = Progress("CPU", lambda: 7)
+    dog = alone(rank, 2, progress, 10.0)
+    with progress.waiting("the gradients' all-reduce"):
+        clock.pass_seconds(6)
+        clock.now += 100000.0
+        assert dog._look() is None
+        assert progress.state(FakeWorld(rank, 2)).seconds < 7
+        clock.pass_seconds(12)
+        failure = dog._look()
+    assert failure is not None and "has waited 18 s in the gradients' all-reduce" in failure.message
+
+
+def test_who_has_begun_an_operation_and_is_silent_since_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is suspended while it waits itself: it is late nowhere, and the others need it nevertheless."""
+    clock = Clock(monkeypatch)
+    progress = Progress("CPU", lambda: 7)
+    dog = alone(0, 3, progress, 10.0)
+    with progress.waiting("the gradients' all-reduce"):
+        for second in range(12):
+            for rank in (1, 2) if second < 3 else (2,):
+                state = DeviceState(rank, f"host{rank}", 100 + rank, "0", 7, 1, "the gradients' all-reduce", second)
+                dog._failure(Event("states", rank, {"devices": [asdict(state)]}))
+            clock.pass_seconds(1)
+        failure = dog._look()
+    assert failure is not None
+    assert "for rank 1 on host1, process 101, which was last heard of 10 s ago (is it suspended?);" in failure.message

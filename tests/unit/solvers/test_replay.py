@@ -156,14 +156,19 @@ def test_a_trace_shows_the_layers_of_replayed_iterations() -> None:
 
 
 class TwoDevices:
-    """A callback that plays a second device, which asks for a stop in one of its iterations."""
+    """A callback that plays a second device, which asks for a stop or a snapshot in one of its iterations."""
 
     is_root = True
     world_size = 2
 
-    def __init__(self, stop_at: int) -> None:
+    def __init__(self, stop_at: int, snapshot_at: int = -1) -> None:
         self.stop_at = stop_at
-        self.barriers: list[int] = []
+        self.snapshot_at = snapshot_at
+        self.changing: set[int] = set()
+        """The iterations in which its data have another shape than before."""
+        self.captures = True
+        self.iteration = 0
+        self.meetings: list[int] = []
         self.solver_launches: Callable[[], int] = lambda: 0
 
     def on_start(self, solver: Solver) -> None:
@@ -178,6 +183,8 @@ class TwoDevices:
     def on_gradients_ready(self, solver: Solver) -> None:
         flags = solver.net.parameters.flags
         flags[0] = (flags[0] + (solver.iteration == self.stop_at)) / 2
+        flags[1] = (flags[1] + (solver.iteration == self.snapshot_at)) / 2
+        self.iteration = solver.iteration + 1
 
     def not_captured(self) -> str:
         return "it meets the other device"
@@ -188,8 +195,14 @@ class TwoDevices:
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         return values * 2
 
+    def least(self, number: float, what: str) -> float:
+        if "capture" in what:
+            self.meetings.append(self.solver_launches())
+            return min(number, float(self.captures))
+        return -1 if self.iteration in self.changing else number
+
     def barrier(self) -> None:
-        self.barriers.append(self.solver_launches())
+        """The other device is never late."""
 
 
 def test_requests_are_heard_as_many_iterations_later_as_the_device_may_be_behind() -> None:
@@ -199,7 +212,7 @@ def test_requests_are_heard_as_many_iterations_later_as_the_device_may_be_behind
         assert solver.iteration == 4 + IN_FLIGHT
 
 
-def test_devices_meet_when_all_have_captured_and_only_then() -> None:
+def test_devices_meet_after_every_capture() -> None:
     callback = TwoDevices(-1)
     with replaying(callback=callback) as solver:
         callback.solver_launches = lambda: launches(solver)
@@ -208,8 +221,54 @@ def test_devices_meet_when_all_have_captured_and_only_then() -> None:
         solver.net.blobs["data"].reshape((4, 5))
         solver.net.blobs["label"].reshape((4,))
         solver.step(5)
-        assert callback.barriers == [0]
+        assert callback.meetings == [0, 2 * 2]
         assert launches(solver) == 2 * (2 + 4)
+
+
+def test_a_device_captures_anew_where_anothers_data_have_another_shape() -> None:
+    callback = TwoDevices(-1)
+    with replaying(callback=callback) as solver:
+        callback.solver_launches = lambda: launches(solver)
+        callback.changing = {3, 4}
+        solver.step(8)
+        assert callback.meetings == [0, 2 * 2, 2 * 2]
+        assert launches(solver) == 2 * (2 + 3)
+
+
+def test_nobody_replays_where_one_device_cannot_capture(caplog: pytest.LogCaptureFixture) -> None:
+    callback = TwoDevices(-1)
+    callback.captures = False
+    with replaying(callback=callback) as solver, caplog.at_level(logging.INFO):
+        solver.step(4)
+        assert launches(solver) == 0
+    told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
+    assert told == ["Iterations are not captured into graphs: another device cannot capture them"]
+
+
+def test_requests_of_several_iterations_in_flight_are_all_acted_on(tmp_path: Path) -> None:
+    """The last iterations' answers are heard together, at the end of a step: a stop, and then a snapshot."""
+    with replaying(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', callback=TwoDevices(8, snapshot_at=9)) as solver:
+        solver.step(10)
+        assert solver.stopped_early
+        assert (tmp_path / "x_iter_10.solverstate").is_file()
+
+
+def test_a_request_in_flight_outlives_a_change_of_shape() -> None:
+    callback = TwoDevices(4)
+    callback.changing = {5}
+    with replaying(callback=callback) as solver:
+        solver.step(30)
+        assert solver.stopped_early
+        assert solver.iteration == 4 + IN_FLIGHT, "as late as on a device that replays"
+
+
+@pytest.mark.parametrize("changing", range(1, 8))
+def test_eager_iterations_act_on_requests_as_late_as_replayed_ones(changing: int) -> None:
+    callback = TwoDevices(4)
+    callback.changing = {changing}
+    with replaying(callback=callback) as solver:
+        solver.step(30)
+        assert solver.iteration == 4 + IN_FLIGHT
 
 
 def test_an_own_request_is_heard_as_well() -> None:

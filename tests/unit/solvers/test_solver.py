@@ -244,6 +244,9 @@ class TwoDevices:
         self.sums += 1
         return values * 2
 
+    def least(self, number: float, what: str) -> float:
+        return number
+
     def barrier(self) -> None:
         pass
 

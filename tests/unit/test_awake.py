@@ -1,0 +1,60 @@
+"""The clock that stands still while the process is suspended."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy.awake import _LATE, _TICK, AwakeClock, awake_seconds
+
+
+class System:
+    """A system's clock that goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_time_between_two_looks_counts_unless_it_is_long() -> None:
+    system = System()
+    clock = AwakeClock(system)
+    for passed, read in ((0.0, 0.0), (0.5, 0.5), (2.4, 2.9), (3600.0, 2.9 + _TICK), (0.1, 3.0 + _TICK)):
+        system.seconds += passed
+        assert abs(clock.read() - read) < 1e-9
+
+
+@given(st.lists(st.tuples(st.floats(0, 2 * _LATE), st.booleans()), max_size=60))
+def test_it_never_runs_backward_nor_faster_than_the_systems(steps: list[tuple[float, bool]]) -> None:
+    system = System()
+    clock = AwakeClock(system)
+    last = clock.read()
+    for passed, looks in steps:
+        system.seconds += passed
+        if looks:
+            now = clock.read()
+            assert last <= now <= system.seconds - 100.0 + 1e-9
+            last = now
+
+
+def test_a_process_that_is_not_suspended_has_the_systems_seconds() -> None:
+    first, begin = awake_seconds(), time.monotonic()
+    time.sleep(0.7)  # longer than between two looks of the thread
+    assert abs((awake_seconds() - first) - (time.monotonic() - begin)) < 0.2
+    assert any(thread.name == "clock" for thread in threading.enumerate())
+
+
+def test_a_forked_process_has_a_clock_of_its_own() -> None:
+    awake_seconds()
+    child = os.fork()
+    if child == 0:
+        first = awake_seconds()
+        ticking = any(thread.name == "clock" and thread.is_alive() for thread in threading.enumerate())
+        os._exit(0 if ticking and 0 <= awake_seconds() - first < 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
