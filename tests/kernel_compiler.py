@@ -1,8 +1,8 @@
 """Compiles the CUDA backend's kernels with NVRTC, which needs no GPU, and compares launches with what was compiled.
 
-    python tests/kernel_compiler.py [--arch 80 90]
+    python tests/kernel_compiler.py [--cuda 12] [--arch sm_80 sm_90] [--every 4]
 
-compiles every kernel for every installed NVRTC into machine code, which takes minutes; `make test` compiles some of
+compiles all kernels with every installed NVRTC, for each architecture in some minutes; `make test` compiles a few of
 each kind (tests/unit/backend/test_cuda_compile.py).
 """
 
@@ -164,13 +164,18 @@ def architectures(nvrtc: Nvrtc) -> Iterator[str]:
 def main() -> int:
     """Compile everything for everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", nargs="*", help="e.g. 80 90; all if left out")
+    parser.add_argument("--cuda", type=int, help="12 or 13; all that are installed if left out")
+    parser.add_argument("--arch", nargs="*", help="e.g. compute_80 (PTX, compared with launches), sm_90; default: all")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth kernel")
     args = parser.parse_args()
-    sources = record()
+    compilers = [nvrtc for nvrtc in installed() if args.cuda in (None, nvrtc.major)]
+    if not compilers:
+        raise SystemExit("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc")
+    sources = record()[:: args.every]
     failures = 0
-    for nvrtc in installed():
+    for nvrtc in compilers:
         for architecture in ("compute_80", *architectures(nvrtc)):
-            if args.arch and architecture.split("_")[1] not in args.arch:
+            if args.arch and architecture not in args.arch:
                 continue
             begin = time.monotonic()
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
