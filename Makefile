@@ -66,9 +66,11 @@ $(BIN)/pip:
 
 # A plain installation follows the sources; an editable one only the packaging files. Compiling every module of every
 # package at once would take longer than the training; Python compiles those that are used.
+ifneq ($(wildcard $(VENV)/test.stamp),)
+$(VENV)/demo.stamp: $(VENV)/test.stamp
+endif
 $(VENV)/demo.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA) $(SOURCES)
-	if [ -e $(VENV)/test.stamp ]; then $(MAKE) $(VENV)/test.stamp; else \
-	  $(REMOVE_PLAIN); $(BIN)/pip install --quiet --no-compile '.[mpi]'; fi
+	if [ ! -e $(VENV)/test.stamp ]; then $(REMOVE_PLAIN) && $(BIN)/pip install --quiet --no-compile '.[mpi]'; fi
 	touch $@
 
 $(VENV)/test.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA)

@@ -1,0 +1,75 @@
+"""The CUDA backend's kernels compile under CUDA 12 and 13 and take what they are launched with; needs no GPU."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import kernel_compiler
+import pytest
+from kernel_compiler import Nvrtc, Source
+
+COMPILERS = kernel_compiler.installed()
+WITHOUT = "no NVRTC: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc"
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    """Every kernel that a run of the whole backend asked for."""
+    return kernel_compiler.record()
+
+
+def kind_of(source: Source) -> str:
+    """The kernel's name, and of a formula's kernel the formula: its text is the kernel's own."""
+    begin = source.text.find("void formula_(")
+    return f"{source.name} {source.text[begin : source.text.find('}', begin)] if begin >= 0 else ''}"
+
+
+def some_of_each(sources: list[Source]) -> list[Source]:
+    """Of each kernel the variants with the shortest and the longest text; one of each formula, fewer of its sums."""
+    kinds: dict[str, list[Source]] = {}
+    for source in sorted(sources, key=lambda source: (len(source.text), source.text)):
+        kinds.setdefault(kind_of(source), []).append(source)
+    chosen = []
+    for number, (kind, variants) in enumerate(sorted(kinds.items())):
+        if kind.startswith("apply_ ") or (kind.startswith("reduce_ ") and number % 4 == 0):
+            chosen.append(variants[number % len(variants)])
+        elif not kind.startswith("reduce_ "):
+            chosen += variants[:1] if len(variants) == 1 else [variants[0], variants[-1]]
+    return chosen
+
+
+def test_every_kernel_was_asked_for(sources: list[Source]) -> None:
+    """A kernel that is new must be run by fake_cuda.py, or nothing would compile it here."""
+    declared = kernel_compiler.file_kernels()
+    assert len(declared) > 40
+    assert declared <= {(file, source.name) for source in sources for file in kernel_compiler.files_of(source)}
+
+
+@pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
+@pytest.mark.parametrize("nvrtc", COMPILERS, ids=lambda nvrtc: f"CUDA {nvrtc.major}")
+def test_kernels_compile_and_take_what_they_are_launched_with(nvrtc: Nvrtc, sources: list[Source]) -> None:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda source: kernel_compiler.check(nvrtc, source, "compute_80"), some_of_each(sources)))
+
+
+@pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
+@pytest.mark.parametrize("nvrtc", COMPILERS, ids=lambda nvrtc: f"CUDA {nvrtc.major}")
+def test_machine_code_for_every_supported_gpu(nvrtc: Nvrtc, sources: list[Source]) -> None:
+    """Inline assembly is read and shared memory is counted only here; kernels with either are compiled."""
+    assembled = [s for s in some_of_each(sources) if s.name in ("gather", "product", "softmax_rows", "normalise_sums")]
+    assert len(assembled) > 3
+    for source in assembled:
+        for architecture in filter(source.runs_on, kernel_compiler.architectures(nvrtc)):
+            assert nvrtc.compile(source.text, architecture, source.name)
+
+
+@pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
+def test_what_is_wrong_is_found() -> None:
+    nvrtc = COMPILERS[0]
+    text = 'extern "C" __global__ void f(float *x, float y, int n, unsigned long long m) { *x = y + n + m; }'
+    kernel_compiler.check(nvrtc, Source(text, "f", ((8, 4, 4, 8),)), "compute_80")
+    with pytest.raises(AssertionError, match=r"f takes \(8, 4, 4, 8\), was launched with \(8, 4, 4\)"):
+        kernel_compiler.check(nvrtc, Source(text, "f", ((8, 4, 4),)), "compute_80")
+    with pytest.raises(ValueError, match=r"(?s)g for compute_80 under NVRTC .*identifier \"undefined\" is undefined"):
+        nvrtc.compile('extern "C" __global__ void g() { undefined(); }', "compute_80", "g")
