@@ -135,7 +135,7 @@ class Fusion:
         if scale is not None and not norm.scale_bias and self._is_plain_scale(scale):
             chain.append(scale)
         summing = self._next(chain[-1], "Eltwise")
-        if summing is not None and self._is_plain_sum(summing):
+        if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
             chain.append(summing)
             residual = summing
         relu = self._next(chain[-1], "ReLU")
@@ -157,9 +157,12 @@ class Fusion:
         channels = (node.bottoms[0].shape[1],)
         return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
 
-    def _is_plain_sum(self, index: int) -> bool:
+    def _is_plain_sum(self, index: int, normal: Blob) -> bool:
+        """Whether the sum of `normal` and one other blob, which is not overwritten: its diff is the group's own."""
         node = self._nodes[index]
         param = node.layer.param.eltwise_param
+        if any(top in node.bottoms and top is not normal for top in node.tops):
+            return False
         plain = param.operation == caffe_pb2.EltwiseParameter.SUM and all(c == 1 for c in param.coeff)
         return plain and len(node.bottoms) == 2 and node.bottoms[0] is not node.bottoms[1]
 
