@@ -42,6 +42,10 @@ class EltwiseLayer(Layer):
 
     MAX gives the gradient to the bottom that won: of equals the first, but the second of the first two. PROD's gradient
     is dy times the product of the other bottoms, or dy * y / x_i if stable_prod_grad is false.
+
+    May work in place on its first bottom, which is where Caffe's nets can name the top as a bottom. NVIDIA Caffe adds
+    there (`eltwise_mem_sharing`). BVLC Caffe's SUM and MAX overwrite that bottom before they read it, and the gradients
+    of PROD and MAX are wrong there in both; here all are those of the same layer with a top of its own.
     """
 
     half = True
@@ -51,7 +55,8 @@ class EltwiseLayer(Layer):
     _winner: Temporary
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        self.refuse_in_place(bottom, top)
+        self.refuse_in_place(bottom[1:], top)
+        self._in_place = top[0] is bottom[0]
         param = self.param.eltwise_param
         if param.coeff and param.operation != _Parameter.SUM:
             raise self.error("coeff is for operation: SUM only")
@@ -75,11 +80,24 @@ class EltwiseLayer(Layer):
         if operation == _Parameter.SUM:
             self._sum(xs, y)
         elif operation == _Parameter.PROD:
+            self._keep_first(bottom)
             self._product(xs, y)
             if not self.param.eltwise_param.stable_prod_grad:
                 self.save_top(top)
         else:
             self._maximum(xs, y)
+
+    def _keep_first(self, bottom: Blobs) -> None:
+        """Copy the first bottom where the top overwrites it, for gradients that need it."""
+        if self._in_place:
+            self.backend.copy(bottom[0].data, self.temporary("first", bottom[0].shape, self.storage).array)
+
+    def _kept(self, bottom: Blobs) -> list[Array]:
+        """The bottoms' data as they were before `forward`."""
+        xs = [blob.data for blob in bottom]
+        if self._in_place:
+            xs[0] = self.temporary("first", bottom[0].shape, self.storage).array
+        return xs
 
     def _sum(self, xs: list[Array], y: Array) -> None:
         first, second, *more = self._coefficients
@@ -99,7 +117,7 @@ class EltwiseLayer(Layer):
             self.backend.apply(larger_next, (y, winner, x, float(number)), (y, winner))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for number, wanted in enumerate(propagate_down):
+        for number, wanted in reversed(list(enumerate(propagate_down))):  # the first one's may overwrite the top's
             if wanted:
                 self._differentiate(number, top, bottom)
 
@@ -109,11 +127,12 @@ class EltwiseLayer(Layer):
         if param.operation == _Parameter.MAX:
             self.backend.apply(won, (dy, self._winner.array, float(number)), (dx,))
         elif param.operation == _Parameter.PROD and param.stable_prod_grad:
-            others = [blob.data for i, blob in enumerate(bottom) if i != number]
+            others = [x for i, x in enumerate(self._kept(bottom)) if i != number]
             self._product([dy, *others], dx)
         elif param.operation == _Parameter.PROD:
-            self.backend.apply(unstable_product_gradient, (bottom[number].data, self.saved_top(top), dy), (dx,))
-        elif self._coefficients[number] == 1:
-            self.backend.copy(dy, dx)
-        else:
+            x = self._kept(bottom)[number]
+            self.backend.apply(unstable_product_gradient, (x, self.saved_top(top), dy), (dx,))
+        elif self._coefficients[number] != 1:
             self.backend.apply(scaled, (dy, self._coefficients[number]), (dx,))
+        elif bottom[number] is not top[0]:
+            self.backend.copy(dy, dx)

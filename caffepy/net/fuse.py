@@ -180,6 +180,7 @@ class Fusion:
         return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
 
     def _is_plain_sum(self, index: int) -> bool:
+        """Whether the sum of two blobs into a third one: the group uses the second bottom's diff as its own."""
         node = self._nodes[index]
         param = node.layer.param.eltwise_param
         plain = param.operation == caffe_pb2.EltwiseParameter.SUM and all(c == 1 for c in param.coeff)

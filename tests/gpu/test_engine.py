@@ -68,7 +68,34 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" }
 """
 )  # fmt: skip
-NETS = {"convolutions": CONVOLUTIONS, "residual": RESIDUAL}
+UNUSUAL = """
+layer { name: "five" type: "Reshape" bottom: "data" top: "five"
+  reshape_param { axis: 1 num_axes: 0 shape { dim: 1 } } }
+layer { name: "c1" type: "Convolution" bottom: "five" top: "c1"
+  convolution_param { axis: 2 num_output: 12 kernel_size: 3 weight_filler { type: "msra" } } }
+layer { name: "r1" type: "ReLU" bottom: "c1" top: "c1" }
+layer { name: "d1" type: "Deconvolution" bottom: "c1" top: "d1"
+  convolution_param { axis: 2 num_output: 6 kernel_size: 2 weight_filler { type: "msra" } } }
+layer { name: "four" type: "Reshape" bottom: "d1" top: "four"
+  reshape_param { axis: 1 num_axes: 2 shape { dim: 6 } } }
+layer { name: "pool" type: "Pooling" bottom: "four" top: "pool" pooling_param { pool: MAX kernel_size: 25 stride: 18 } }
+layer { name: "past" type: "Convolution" bottom: "pool" top: "past"
+  convolution_param { num_output: 10 kernel_size: 3 stride: 3 weight_filler { type: "msra" } } }
+layer { name: "r2" type: "ReLU" bottom: "past" top: "past" }
+layer { name: "i1" type: "InnerProduct" bottom: "past" top: "i1"
+  inner_product_param { num_output: 16 weight_filler { type: "xavier" } } }
+layer { name: "v" type: "Convolution" bottom: "i1" top: "v"
+  convolution_param { num_output: 16 group: 2 weight_filler { type: "msra" } } }
+layer { name: "r3" type: "ReLU" bottom: "v" top: "v" }
+layer { name: "sum" type: "Eltwise" bottom: "v" bottom: "i1" top: "v" eltwise_param { coeff: 0.5 coeff: 1 } }
+layer { name: "sig" type: "Sigmoid" bottom: "v" top: "sig" }
+layer { name: "product" type: "Eltwise" bottom: "sig" bottom: "v" top: "sig" eltwise_param { operation: PROD } }
+layer { name: "i2" type: "InnerProduct" bottom: "sig" top: "i2"
+  inner_product_param { num_output: 7 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "i2" bottom: "label" top: "loss" }
+"""
+"""Channels at axis 2 or alone, kernels that reach past the image, sums and products in place."""
+NETS = {"convolutions": CONVOLUTIONS, "residual": RESIDUAL, "unusual": UNUSUAL}
 SHAPES = [(8, 3, 20, 20), (5, 1, 13, 11), (1, 7, 12, 12), (6, 33, 9, 15)]
 KINDS = ("FLOAT", "FLOAT16", "BFLOAT16")
 EAGER = Engine(eager=True, fuse=False, share=False)

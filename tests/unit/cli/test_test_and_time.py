@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from caffepy.cli.main import main
@@ -41,6 +43,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The logged messages without their prefix."""
     return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+
+
+def test_weights_in_hdf5(capsys: pytest.CaptureFixture[str]):
+    with h5py.File("net.caffemodel.h5", "w") as file:
+        file["data/ip/0"] = np.zeros((5, 3), np.float32)
+        file["data/ip/1"] = np.array([0, 100, 0, 0, 0], np.float32)
+    assert main(["test", "--model=net.prototxt", "--weights", "net.caffemodel.h5", "--iterations=1"]) == 0
+    assert "accuracy = 1" in messages(capsys)
 
 
 def test_scores_of_each_batch_and_their_means(capsys: pytest.CaptureFixture[str]):

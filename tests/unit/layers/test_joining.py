@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_harness import Runner, check_layer, gaussian, spread
+from layer_harness import Runner, assert_near, check_layer, gaussian, spread
 
 from caffepy.errors import ConfigError, ShapeError
 
@@ -19,7 +19,7 @@ def test_sum(shape, count, coefficients):
     factors = [0.5 * i - 1 for i in range(count)] if coefficients else [1.0] * count
     text = "type: 'Eltwise' eltwise_param { " + " ".join(f"coeff: {f}" for f in factors if coefficients) + " }"
     inputs = [gaussian(shape, i) for i in range(count)]
-    check_layer(text, inputs, lambda *xs: sum(f * x for f, x in zip(factors, xs, strict=True)))
+    check_layer(text, inputs, lambda *xs: sum(f * x for f, x in zip(factors, xs, strict=True)), in_place=True)
 
 
 @settings(deadline=None, max_examples=10)
@@ -27,7 +27,7 @@ def test_sum(shape, count, coefficients):
 def test_product(shape, count, stable):
     text = f"type: 'Eltwise' eltwise_param {{ operation: PROD stable_prod_grad: {str(stable).lower()} }}"
     inputs = [np.sign(x) * (np.abs(x) + 0.5) for x in (gaussian(shape, i) for i in range(count))]
-    check_layer(text, inputs, lambda *xs: np.prod(xs, axis=0))
+    check_layer(text, inputs, lambda *xs: np.prod(xs, axis=0), in_place=True)
 
 
 def test_stable_product_gradient_survives_zeros():
@@ -40,13 +40,44 @@ def test_stable_product_gradient_survives_zeros():
 @given(shape=shapes, count=st.integers(2, 4))
 def test_maximum(shape, count):
     parts = spread((count, *shape))
-    check_layer("type: 'Eltwise' eltwise_param { operation: MAX }", list(parts), lambda *xs: np.max(xs, axis=0))
+    text = "type: 'Eltwise' eltwise_param { operation: MAX }"
+    check_layer(text, list(parts), lambda *xs: np.max(xs, axis=0), in_place=True)
 
 
 def test_equal_maxima_give_the_gradient_to_one_bottom():
     one = np.ones((1, 3), np.float32)
     result = Runner("type: 'Eltwise' eltwise_param { operation: MAX }", [one, one, one]).run([one])
     assert [diff.tolist() for diff in result.bottom_diffs] == [[[0, 0, 0]], [[1, 1, 1]], [[0, 0, 0]]]
+
+
+@pytest.mark.parametrize("operation", ["SUM", "PROD", "MAX"])
+def test_eltwise_in_place_and_overwritten(operation):
+    """A later layer works in place on the same blob: neither it nor the gradient that lies in the top's diff show."""
+    text = f"type: 'Eltwise' eltwise_param {{ operation: {operation} stable_prod_grad: false }}"
+    inputs = [gaussian((2, 3, 4, 5), i) for i in range(3)]
+    wanted = Runner(text, inputs).run([gaussian((2, 3, 4, 5), 9)])
+    runner = Runner(text, inputs, in_place=True)
+    runner.layer.tops_overwritten = True
+    assert_near(runner.forward()[0], wanted.tops[0], 1e-6, "top")
+    runner.layer.backend.fill(runner.top[0].data, float("nan"))
+    backend = runner.layer.backend
+    backend.from_host(gaussian((2, 3, 4, 5), 9), runner.top[0].diff)
+    runner.layer.backward(runner.top, [True] * 3, runner.bottom)
+    for blob, diff in zip(runner.bottom, wanted.bottom_diffs, strict=True):
+        assert_near(blob.host_diff(), diff, 1e-6, blob.name)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_a_sum_in_place_writes_only_the_gradients_that_are_wanted(wanted):
+    text = "type: 'Eltwise' eltwise_param { coeff: 2 coeff: 3 }"
+    runner, dy = Runner(text, [gaussian((2, 3)), gaussian((2, 3), 1)], in_place=True), gaussian((2, 3), 2)
+    runner.forward()
+    backend = runner.layer.backend
+    backend.fill(runner.bottom[1].diff, 7)
+    backend.from_host(dy, runner.top[0].diff)
+    runner.layer.backward(runner.top, list(wanted), runner.bottom)
+    assert np.array_equal(runner.bottom[0].host_diff(), 2 * dy if wanted[0] else dy)
+    assert np.array_equal(runner.bottom[1].host_diff(), 3 * dy if wanted[1] else np.full((2, 3), 7))
 
 
 def test_eltwise_refusals():

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layer_harness import BACKENDS, Runner, check_layer, gaussian, spread
 
@@ -46,6 +46,25 @@ def test_pooling(data):
     )
     rounding = math.floor if floor else math.ceil
     check_layer(text, [spread(shape)], lambda x: pool(x, kernel, stride, pad, average, rounding))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_a_kernel_larger_than_the_padded_image_has_one_window(data):
+    """As long as it reaches past it by less than the stride: Caffe's ceil of a negative number above -1 is 0."""
+    draw = data.draw
+    kernel, stride, pad = draw(st.integers(2, 5)), draw(st.integers(2, 4)), draw(st.integers(0, 1))
+    size = kernel - 2 * pad - draw(st.integers(1, stride - 1))
+    assume(size > 0)
+    average = draw(st.booleans())
+    shape = (2, draw(st.integers(1, 3)), *draw(st.permutations([size, size + draw(st.integers(0, 4))])))
+    text = (
+        f"type: 'Pooling' pooling_param {{ pool: {'AVE' if average else 'MAX'} kernel_size: {kernel} stride: {stride} "
+        f"pad: {pad} }}"
+    )
+    starts = [(output_size(n, kernel, stride, pad) - 1) * stride - pad < n for n in shape[2:]]
+    assume(all(starts))
+    check_layer(text, [spread(shape)], lambda x: pool(x, kernel, stride, pad, average))
 
 
 def test_global_pooling_follows_the_image():
@@ -90,6 +109,8 @@ def test_settings_that_do_not_fit(settings_text, message):
     [
         ((2, 3, 4), "kernel_size: 2", r"four axes.*'a' is 2 3 4 \(24\)"),
         ((1, 2, 3, 3), "kernel_size: 9", r"kernel \(9, 9\) does not fit.*1 2 3 3"),
+        ((1, 2, 3, 3), "kernel_size: 5 stride: 2", r"kernel \(5, 5\) does not fit.*1 2 3 3"),
+        ((1, 2, 3, 3), "kernel_size: 4 stride: 2 round_mode: FLOOR", r"kernel \(4, 4\) does not fit.*1 2 3 3"),
         ((1, 2, 8, 8), "kernel_size: 1 stride: 2", "begin outside the image; use round_mode: FLOOR"),
     ],
 )

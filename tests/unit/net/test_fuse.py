@@ -33,6 +33,11 @@ def convolution(name: str, bottom: str, top: str, outputs: int = 8, bias: bool =
       bias_filler {{ type: "uniform" min: -1 max: 1 }} }} }}"""
 
 
+def changed(text: str, setting: str, kernel: int) -> str:
+    """A convolution with another setting in place of its padding, and another kernel."""
+    return text.replace("pad: 1", setting).replace("kernel_size: 3", f"kernel_size: {kernel}")
+
+
 def norm(name: str, bottom: str, top: str, bias: bool = True) -> str:
     return f"""layer {{ name: "{name}" type: "BatchNorm" bottom: "{bottom}" top: "{top}" }}
     layer {{ name: "{name}_scale" type: "Scale" bottom: "{top}" top: "{top}" scale_param {{
@@ -44,8 +49,8 @@ def relu(blob: str, top: str = "") -> str:
     return f'layer {{ name: "{top or blob}_relu" type: "ReLU" bottom: "{blob}" top: "{top or blob}" }}'
 
 
-def total(name: str, first: str, second: str) -> str:
-    return f'layer {{ name: "{name}" type: "Eltwise" bottom: "{first}" bottom: "{second}" top: "{name}" }}'
+def total(name: str, first: str, second: str, top: str = "") -> str:
+    return f'layer {{ name: "{name}" type: "Eltwise" bottom: "{first}" bottom: "{second}" top: "{top or name}" }}'
 
 
 NETS = {
@@ -88,6 +93,39 @@ NETS = {
         + convolution("c", "s", "c") + norm("nc", "c", "c") + total("t", "s", "c") + relu("t")
         + convolution("d", "t", "d") + norm("nd", "d", "d") + total("u", "t", "d") + LOSS % "u",
         ["nb + nb_scale + s + s_relu + s_s_relu_0_split", "nd + nd_scale + u"]),
+    "a sum in place on the normalised branch": (
+        DATA + convolution("p", "data", "p") + norm("np", "p", "p")
+        + convolution("b", "data", "b") + norm("nb", "b", "b") + total("sum", "b", "p", "b")
+        + relu("b") + LOSS % "b", ["np + np_scale", "b", "nb + nb_scale + sum + b_relu"]),
+    "a sum in place on the other branch": (
+        DATA + convolution("p", "data", "p", bias=True) + relu("p")
+        + convolution("b", "data", "b") + norm("nb", "b", "b") + total("sum", "p", "b", "p") + relu("p", "r")
+        + LOSS % "r", ["p", "p_relu", "b", "nb + nb_scale", "sum", "r_relu"]),
+    "a sum in place of two normalised branches": (
+        DATA + convolution("p", "data", "p") + norm("np", "p", "np")
+        + convolution("b", "data", "b") + norm("nb", "b", "nb") + total("sum", "np", "nb", "np") + relu("np")
+        + LOSS % "np", ["p", "b", "nb + nb_scale", "np + np_scale + sum + np_relu"]),
+    "a sum in place behind a convolution and a ReLU": (
+        DATA + convolution("a", "data", "a", bias=True) + relu("a")
+        + convolution("b", "data", "b", bias=True) + relu("b") + total("sum", "a", "b", "a") + relu("a", "r")
+        + LOSS % "r", ["a", "a_relu", "b + b_relu", "sum", "r_relu"]),
+    "channels at axis 2": (
+        DATA + changed(convolution("c", "data", "c", bias=True), "axis: 2", 2) + relu("c") + LOSS % "c",
+        ["c", "c_relu"]),
+    "channels at axis 2 behind a normalisation": (
+        DATA + changed(convolution("c", "data", "c"), "axis: 2", 2) + norm("n", "c", "c") + relu("c") + LOSS % "c",
+        ["c", "n + n_scale + c_relu"]),
+    "a kernel that reaches past the image": (
+        DATA + changed(convolution("c", "data", "c"), "stride: 3", 8)
+        + norm("n", "c", "n") + relu("n") + changed(convolution("d", "n", "d", bias=True), "stride: 4", 3)
+        + relu("d") + LOSS % "d", ["c", "n + n_scale + n_relu", "d + d_relu"]),
+    "a convolution over vectors": (
+        DATA + """layer { name: "i" type: "InnerProduct" bottom: "data" top: "i" inner_product_param {
+          num_output: 10 weight_filler { type: "xavier" } } }""" + convolution("c", "i", "c", bias=True) + relu("c")
+        + """layer { name: "ip" type: "InnerProduct" bottom: "c" top: "ip" inner_product_param { num_output: 4
+          weight_filler { type: "xavier" } } }
+          layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
+        ["i", "c + c_relu"]),
     "NVIDIA's scale and bias": (
         DATA + convolution("c", "data", "c")
         + 'layer { name: "n" type: "BatchNorm" bottom: "c" top: "n" batch_norm_param { scale_bias: true } }'

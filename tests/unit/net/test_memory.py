@@ -76,6 +76,20 @@ ZOO = {
     + layer("EuclideanLoss", "x data", "distance", "loss_weight: 0.5"),
     "silenced": layer("Split", "conv", "x y") + layer("Silence", "y", ""),
     "deconvolution": layer("Deconvolution", "conv", "x", "convolution_param { num_output: 2 kernel_size: 2 }"),
+    "sum in place": layer("ReLU", "conv", "r") + layer("BatchNorm", "r", "bn")
+    + layer("Eltwise", "bn data", "bn", "eltwise_param { coeff: 2 coeff: -1 }") + layer("TanH", "bn", "x"),
+    "product and maximum in place": layer("Sigmoid", "conv", "s")
+    + layer("Eltwise", "s data", "s", "eltwise_param { operation: PROD }") + layer("TanH", "s", "t")
+    + layer("Eltwise", "t data", "t", "eltwise_param { operation: MAX }") + layer("ELU", "t", "x"),
+    "channels at axis 2": layer("Reshape", "conv", "five", "reshape_param { axis: 1 num_axes: 0 shape { dim: 1 } }")
+    + layer("Convolution", "five", "c", "convolution_param { axis: 2 num_output: 3 kernel_size: 2 }")
+    + layer("Deconvolution", "c", "d", "convolution_param { axis: 2 num_output: 2 kernel_size: 2 }")
+    + layer("ReLU", "d", "x"),
+    "a kernel that reaches past the image": layer(
+        "Convolution", "conv", "c", "convolution_param { num_output: 3 kernel_size: 8 stride: 3 }")
+    + layer("ReLU", "c", "x"),
+    "a convolution over vectors": layer("InnerProduct", "conv", "v", "inner_product_param { num_output: 6 }")
+    + layer("Convolution", "v", "x", "convolution_param { num_output: 4 group: 2 kernel_size: 1 }"),
     "softmax": layer("Softmax", "conv", "x") + layer("Exp", "x", "x"),
     "bias": layer("Bias", "conv", "x", "bias_param { filler { value: 0.5 } }"),
 }  # fmt: skip
