@@ -40,7 +40,7 @@ class _WindowWriter(Writer):
         self.store(self.builder.bitcast(where, VECTOR), self.vector_at(mask, self.word(0)), wanted, lanes)
 
     def _better(self, found: list[Any] | None, value: Any, at: Any) -> list[Any]:
-        """The larger of what was found and `value`, and its index: `at` for `value`; the first one or the first NaN wins."""
+        """The larger of what was found and `value` at place `at`, and its place; the first one or first NaN wins."""
         where = self.splat(self.builder.trunc(at, ir.IntType(32)))
         if found is None:
             return [value, where]

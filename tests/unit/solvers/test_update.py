@@ -68,9 +68,12 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved() -> None:
 
 def test_the_loss_scale_reaches_every_loss_weight() -> None:
     """Also that of another layer than a loss, and that of a loss that is read elsewhere."""
-    text = NET.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param').replace('top: "loss" }', """top: "loss"
+    text = NET.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param').replace(
+        'top: "loss" }',
+        """top: "loss"
         loss_weight: 0.5 }
-        layer { name: "double" type: "Power" bottom: "loss" top: "double" loss_weight: 1 power_param { scale: 2 } }""")
+        layer { name: "double" type: "Power" bottom: "loss" top: "double" loss_weight: 1 power_param { scale: 2 } }""",
+    )
     found = []
     for scale in ("", "global_grad_scale: 128 "):
         with build_solver(SOLVER, scale + text) as solver:

@@ -1,0 +1,216 @@
+"""Where Caffe's gradients are wrong and ours are not (docs/differences.md): each is held to NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from training import CPU, build_solver, weights_of
+
+from caffepy.config.text import parse_text
+from caffepy.layers.base import LayerContext
+from caffepy.net import Net
+from caffepy.proto import caffe_pb2
+
+Floats = NDArray[np.float32]
+FUSED = pytest.mark.parametrize("fuse", [False, True])
+
+
+def net_of(text: str, fuse: bool = False) -> Net:
+    return Net(parse_text(text, caffe_pb2.NetParameter(), "net"), LayerContext(CPU), fuse=fuse)
+
+
+def feed(net: Net, seed: int = 0) -> dict[str, Floats]:
+    """Give every Input normal numbers; returns them."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for name in net.inputs:
+        blob = net.blobs[name]
+        found[name] = rng.standard_normal(blob.shape).astype(np.float32)
+        CPU.from_host(found[name], blob.data)
+    return found
+
+
+def parameter_diff(net: Net, layer: str, index: int = 0) -> Floats:
+    diff: Floats = next(one for one in net.layers if one.name == layer).blobs[index].host_diff()
+    return diff
+
+
+def run(net: Net) -> None:
+    net.forward()
+    net.backward()
+
+
+def inputs(*shapes: tuple[str, tuple[int, ...]]) -> str:
+    return "".join(
+        f'layer {{ name: "{name}" type: "Input" top: "{name}" '
+        f"input_param {{ shape {{ {' '.join(f'dim: {d}' for d in shape)} }} }} }}\n"
+        for name, shape in shapes
+    )
+
+
+# -- Scale at batch 1 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("axis", "num_axes"), [(1, 1), (0, 1), (0, -1), (1, -1), (0, 2)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_scale_at_batch_1_adds_up_over_passes(axis: int, num_axes: int, in_place: bool) -> None:
+    shape = (1, 3, 2, 2)
+    top = "x" if in_place else "y"
+    net = net_of(
+        inputs(("data", shape), ("t", shape))
+        + 'layer { name: "copy" type: "Power" bottom: "data" top: "x" }'
+        + f"""layer {{ name: "scale" type: "Scale" bottom: "x" top: "{top}" scale_param {{ axis: {axis}
+          num_axes: {num_axes} bias_term: true }} }}
+        layer {{ name: "loss" type: "EuclideanLoss" bottom: "{top}" bottom: "t" top: "loss" }}"""
+    )
+    net.clear_param_diffs()
+    scale = bias = 0
+    for number in range(3):
+        values = feed(net, number)
+        run(net)
+        dy = values["data"] - values["t"]
+        last = 4 if num_axes == -1 else axis + num_axes
+        axes = tuple(a for a in range(4) if not axis <= a < last)
+        scale, bias = scale + (dy * values["data"]).sum(axis=axes), bias + dy.sum(axis=axes)
+    np.testing.assert_allclose(parameter_diff(net, "scale"), scale, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(parameter_diff(net, "scale", 1), bias, rtol=1e-4, atol=1e-5)
+
+
+def test_iter_size_at_batch_1_is_a_larger_batch() -> None:
+    """A constant image, so that every pass has the same gradient: one pass and four train alike."""
+    found = []
+    for iter_size in (1, 4):
+        net = """layer { name: "data" type: "DummyData" top: "x" top: "t" dummy_data_param {
+            shape { dim: 1 dim: 3 dim: 2 dim: 2 } data_filler { type: "constant" value: 0.5 }
+            data_filler { type: "constant" value: 2 } } }
+          layer { name: "scale" type: "Scale" bottom: "x" top: "y" scale_param { bias_term: true } }
+          layer { name: "loss" type: "EuclideanLoss" bottom: "y" bottom: "t" top: "loss" }"""
+        with build_solver(f'base_lr: 0.1 lr_policy: "fixed" iter_size: {iter_size}', net) as solver:
+            solver.step(3)
+            found.append(weights_of(solver.net))
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5)
+
+
+def test_scales_that_share_a_parameter_at_batch_1() -> None:
+    net = net_of(
+        inputs(("a", (1, 3, 2, 2)), ("b", (1, 3, 2, 2)))
+        + "".join(
+            f'layer {{ name: "scale_{x}" type: "Scale" bottom: "{x}" top: "y{x}" param {{ name: "s" }} '
+            "loss_weight: 1 }"
+            for x in "ab"
+        )
+    )
+    net.clear_param_diffs()
+    values = feed(net)
+    run(net)
+    wanted = (values["a"] + values["b"]).sum(axis=(0, 2, 3))
+    np.testing.assert_allclose(parameter_diff(net, "scale_a"), wanted, rtol=1e-4, atol=1e-5)
+
+
+# -- layers that share memory -------------------------------------------------------------------------------
+
+BEFORE_FLATTEN = {
+    "Reshape": "reshape_param { shape { dim: 4 dim: 3 dim: 2 } }",
+    "Concat": "",
+    "Slice": "",
+    "Flatten": "flatten_param { end_axis: 1 }",
+}
+
+
+@pytest.mark.parametrize("kind", list(BEFORE_FLATTEN))
+def test_flatten_right_behind_a_layer_that_shares_its_diff(kind: str) -> None:
+    net = net_of(
+        inputs(("data", (4, 5)), ("t", (4, 6)))
+        + f"""layer {{ name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param {{ num_output: 6
+          weight_filler {{ type: "gaussian" std: 1 }} }} }}
+        layer {{ name: "first" type: "{kind}" bottom: "ip" top: "first" {BEFORE_FLATTEN[kind]} }}
+        layer {{ name: "flatten" type: "Flatten" bottom: "first" top: "flat" }}
+        layer {{ name: "loss" type: "EuclideanLoss" bottom: "flat" bottom: "t" top: "loss" }}"""
+    )
+    for number in range(3):
+        values = feed(net, number)
+        net.clear_param_diffs()
+        run(net)
+        weights = next(layer for layer in net.layers if layer.name == "ip").blobs[0].host_data()
+        wanted = (values["data"] @ weights.T - values["t"]).T @ values["data"] / 4
+        np.testing.assert_allclose(parameter_diff(net, "ip"), wanted, rtol=1e-4, atol=1e-5)
+
+
+# -- propagate_down ---------------------------------------------------------------------------------------
+
+CUT_OFF = {
+    "Flatten": "",
+    "Reshape": "reshape_param { shape { dim: 4 dim: -1 } }",
+    "BatchNorm": "",
+    "Softmax": "",
+    "LRN": "",
+    "Scale": "",
+    "Concat": "",
+    "Slice": "",
+    "Pooling": "pooling_param { kernel_size: 2 }",
+}
+
+
+@FUSED
+@pytest.mark.parametrize("kind", list(CUT_OFF))
+def test_a_reader_that_is_cut_off_gives_no_gradient(kind: str, fuse: bool) -> None:
+    """The other reader is a loss on the blob itself."""
+    shape = (4, 3, 2, 2)
+    net = net_of(
+        inputs(("data", shape), ("t", shape))
+        + f"""layer {{ name: "conv" type: "Convolution" bottom: "data" top: "x" convolution_param {{ num_output: 3
+          kernel_size: 1 bias_term: false weight_filler {{ type: "gaussian" std: 1 }} }} }}
+        layer {{ name: "cut" type: "{kind}" bottom: "x" top: "y" propagate_down: false {CUT_OFF[kind]} }}
+        layer {{ name: "ip" type: "InnerProduct" bottom: "y" top: "ip" loss_weight: 3
+          inner_product_param {{ num_output: 2 weight_filler {{ type: "gaussian" std: 1 }} }} }}
+        layer {{ name: "loss" type: "EuclideanLoss" bottom: "x" bottom: "t" top: "loss" }}""",
+        fuse,
+    )
+    for number in range(2):
+        values = feed(net, number)
+        net.clear_param_diffs()
+        run(net)
+        weights = next(layer for layer in net.layers if layer.name == "conv").blobs[0].host_data()[:, :, 0, 0]
+        dy = (np.einsum("oc,nchw->nohw", weights, values["data"]) - values["t"]) / 4
+        wanted = np.einsum("nohw,nchw->oc", dy, values["data"])
+        np.testing.assert_allclose(parameter_diff(net, "conv")[:, :, 0, 0], wanted, rtol=1e-4, atol=1e-5)
+        assert np.abs(parameter_diff(net, "ip")).max() > 0
+
+
+# -- in place ---------------------------------------------------------------------------------------------
+
+SLOPES: dict[str, tuple[str, Callable[[Floats], Floats]]] = {
+    "BNLL": ("", lambda x: 1 / (1 + np.exp(-x))),
+    "Power": ("power_param { power: 2 scale: 1.5 shift: 0.5 }", lambda x: 2 * 1.5 * (1.5 * x + 0.5)),
+    "Power 3": ("power_param { power: 3 scale: 1.5 }", lambda x: 3 * 1.5**3 * x**2),
+    "Power 1": ("power_param { scale: 1.5 }", lambda x: np.full_like(x, 1.5)),
+    "Log": ("log_param { base: 2 scale: 0.1 shift: 1 }", lambda x: 0.1 / (0.1 * x + 1) / np.log(2)),
+    "Clip": ("clip_param { min: -0.5 max: 0.5 }", lambda x: (np.abs(x) <= 0.5).astype(np.float32)),
+    "ReLU": ("relu_param { negative_slope: -0.5 }", lambda x: np.where(x > 0, 1, -0.5)),
+}
+
+
+@FUSED
+@pytest.mark.parametrize("case", list(SLOPES))
+def test_layers_in_place_know_their_input(case: str, fuse: bool) -> None:
+    settings, slope = SLOPES[case]
+    net = net_of(
+        inputs(("data", (6, 5)), ("dy", (6, 4)))
+        + f"""layer {{ name: "ip" type: "InnerProduct" bottom: "data" top: "x" inner_product_param {{ num_output: 4
+          weight_filler {{ type: "gaussian" std: 0.5 }} }} }}
+        layer {{ name: "in place" type: "{case.split()[0]}" bottom: "x" top: "x" {settings} }}
+        layer {{ name: "y" type: "Eltwise" bottom: "x" bottom: "dy" top: "y" loss_weight: 1
+          eltwise_param {{ operation: PROD }} }}""",
+        fuse,
+    )
+    for number in range(2):
+        values = feed(net, number)
+        net.clear_param_diffs()
+        run(net)
+        weights = next(layer for layer in net.layers if layer.name == "ip").blobs[0].host_data()
+        dx = values["dy"] * slope(values["data"] @ weights.T)
+        np.testing.assert_allclose(parameter_diff(net, "ip"), dx.T @ values["data"], rtol=1e-3, atol=1e-5)
