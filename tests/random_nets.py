@@ -280,7 +280,7 @@ class RandomNet:
         if kind == "Scale":
             settings %= FACTORS
         if kind == "BatchNorm" and "%g" in settings:
-            settings %= 1.0 if self.phase == caffe_pb2.TEST else self._random.choice([1e-5, 0.01, 0.1])
+            settings %= 1.0 if self.phase == caffe_pb2.TEST else self._random.choice([1e-3, 0.01, 0.1])
         growing = kind in GROWING or "power:" in settings
         top = Stem(
             stem.name if stem.free and self._chance(0.75) else self._new(kind), stem.shape,
@@ -335,12 +335,13 @@ class RandomNet:
     def _other(self, stem: Stem) -> Stem:
         """A layer that reshapes, pools or normalises."""
         n, c, h, w = stem.shape
-        what = self._random.choice(["lrn", "pool", "flatten", "reshape", "slice", "softmax"])
+        whats = ["lrn", "pool", "flatten", "reshape", *(["slice", "softmax"] if c > 1 else [])]
+        what = self._random.choice(whats)
         top = Stem(self._new(what), stem.shape, stem.positive, stem.bounded)
         if what == "pool":
             method = self._random.choice(["MAX", "AVE"])
             return self._pooling(stem, f"pool: {method} kernel_size: 3 pad: 1 stride: 1", stem.shape)
-        if what == "slice" and c > 1:
+        if what == "slice":
             other = Stem(self._new(what), (n, 1, h, w), stem.positive, stem.bounded)
             top.shape = (n, c - 1, h, w)
             self._layer("Slice", [stem.name], [other.name, top.name], "slice_param { axis: 1 slice_point: 1 }")
@@ -502,26 +503,36 @@ def run(net: Net, inputs: Values, passes: Passes = pass_once) -> Values:
     return found
 
 
-def errors(found: Values, wanted: Values) -> dict[str, float]:
-    """By name the largest distance, relative to the largest wanted value; what only one has is infinitely far away.
+def largest(values: Any) -> float:
+    """The largest of them, whatever its sign."""
+    return float(np.abs(values).max(initial=0.0))
+
+
+def root_mean_square(values: Any) -> float:
+    """Their usual size."""
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
+
+
+def errors(found: Values, wanted: Values, measure: Callable[[Any], float] = largest) -> dict[str, float]:
+    """By name the distance in proportion to the wanted values; what only one has is infinitely far away.
 
     Gradients that are sums of others which cancel out, as a bias's before a BatchNorm, consist of roundings: none is
     measured by less than one part in a hundred of the net's largest one.
     """
-    largest = {name: float(np.abs(values).max(initial=0.0)) for name, values in wanted.items()}
-    least = 0.01 * max((size for name, size in largest.items() if name.startswith("d ")), default=0.0)
+    sizes = {name: measure(values) for name, values in wanted.items()}
+    least = 0.01 * max((size for name, size in sizes.items() if name.startswith("d ")), default=0.0)
     result = dict.fromkeys(found.keys() ^ wanted.keys(), np.inf)
     for name in found.keys() & wanted.keys():
-        size = max(largest[name], least if name.startswith("d ") else 0.0, 1e-3)
-        distance = _distance(found[name], wanted[name])
+        size = max(sizes[name], least if name.startswith("d ") else 0.0, 1e-3)
+        distance = _distance(found[name], wanted[name], measure)
         result[name] = distance / size if 0 < distance < np.inf else distance
     return result
 
 
-def _distance(found: Any, wanted: Any) -> float:
+def _distance(found: Any, wanted: Any, measure: Callable[[Any], float]) -> float:
     if not (np.isfinite(found).all() and np.isfinite(wanted).all()):
         return 0.0 if np.array_equal(found, wanted, equal_nan=True) else np.inf
-    return float(np.abs(found - wanted).max(initial=0.0))
+    return measure(np.asarray(found - wanted))
 
 
 def groups(net: Net) -> list[str]:
