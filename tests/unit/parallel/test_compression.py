@@ -97,9 +97,11 @@ def test_bfloat16_is_rounded_to_the_nearest_and_to_even_in_the_middle(bits: int,
     value = -value if negative else value
     found = int(bfloat16(value)[0]) & 0x7FFF
     lower = bits >> 16
-    lower_value, upper_value = (Fraction(float(widened(np.array([n], np.uint16))[0])) for n in (lower, lower + 1)) if (
-        lower < 0x7F7F
-    ) else (Fraction(255 * 2**120), Fraction(256 * 2**120))
+    lower_value, upper_value = (
+        (Fraction(float(widened(np.array([n], np.uint16))[0])) for n in (lower, lower + 1))
+        if (lower < 0x7F7F)
+        else (Fraction(255 * 2**120), Fraction(256 * 2**120))
+    )
     exact = abs(Fraction(float(value[0])))
     below, above = exact - lower_value, upper_value - exact
     wanted = lower if below < above or (below == above and lower % 2 == 0) else lower + 1
