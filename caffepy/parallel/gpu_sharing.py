@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from caffepy.errors import ConfigError
-from caffepy.parallel.world import World
+from caffepy.parallel.world import World, kernel_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,8 @@ def share_gpus(world: World, seen: Sequence[tuple[int, str]]) -> list[int]:
             `World.agree`.
     """
     everybody = world.all_gather([identity for _, identity in seen])
-    neighbours = [rank for rank in range(world.size) if world.machines[rank] == world.machines[world.rank]]
+    kernels = [kernel_of(machine) for machine in world.machines]
+    neighbours = [rank for rank in range(world.size) if kernels[rank] == kernels[world.rank]]
     views = [everybody[rank] for rank in neighbours]
     own = neighbours.index(world.rank)
     part = world.call_on_all(lambda: own_part(views, own, [world.name(rank) for rank in neighbours]))
@@ -77,7 +78,7 @@ def refuse_shared(world: World, own: Sequence[str]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for rank, (machine, gpus) in enumerate(zip(world.machines, world.all_gather(list(own)), strict=True)):
         for gpu in gpus:
-            owner = owners.setdefault((machine, gpu), rank)
+            owner = owners.setdefault((kernel_of(machine), gpu), rank)
             if owner != rank:
                 error = ConfigError(
                     f"{world.name(owner)} and {world.name(rank)} both train on the GPU at {gpu}: "

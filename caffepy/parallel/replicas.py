@@ -58,6 +58,8 @@ def _replicated(net: Net) -> list[Parameter]:
 
 
 def _hash(values: NDArray[Any]) -> int:
+    if values.dtype.kind == "f" and np.isnan(values).any():  # which of its many patterns a NaN has is chance
+        values = np.where(np.isnan(values), np.float32(np.nan), values)
     content = np.ascontiguousarray(values).data.cast("B")
     return int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "little")
 

@@ -185,6 +185,11 @@ def machine_identity(system: Path = Path("/proc")) -> str:
     return f"{boot}/{network.st_dev}:{network.st_ino}"
 
 
+def kernel_of(machine: str) -> str:
+    """The part of a `machine_identity` that the containers of one machine have in common: they share its GPUs."""
+    return machine.partition("/")[0]
+
+
 def own_addresses() -> list[str]:
     """Addresses under which other machines may reach this one, the likeliest first."""
     addresses = []

@@ -96,21 +96,21 @@ DIFFERENCES: dict[str, tuple[Callable[[Laboratory], Outcome], str]] = {
 
 
 @pytest.fixture(scope="module")
-def trials(laboratory: Laboratory, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
+def refused(laboratory: Laboratory, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
     """The chosen differences, tried beside each other."""
     pytest.importorskip("mpi4py")
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         chosen = [item for item in request.session.items if item.parent is request.node]
-        names = [item.callspec.params["name"] for item in chosen if "trials" in getattr(item, "fixturenames", ())]
+        names = [item.callspec.params["name"] for item in chosen if "refused" in getattr(item, "fixturenames", ())]
         yield {name: pool.submit(DIFFERENCES[name][0], laboratory) for name in names}
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_the_first_difference_is_named_before_the_first_iteration(
-    trials: dict[str, Future[Outcome]], name: str
+    refused: dict[str, Future[Outcome]], name: str
 ) -> None:
-    outcome = trials[name].result()
+    outcome = refused[name].result()
     assert outcome.status == 2, outcome.log
     assert not outcome.logged("Starting Optimization") and not outcome.logged("Iteration"), outcome.log
     (message,) = outcome.errors()

@@ -150,3 +150,12 @@ def test_a_gpu_that_two_ranks_name_is_refused_with_both() -> None:
     )
     assert [type(other) for other in others] == [SystemExit] * 2
     assert on_all(machines, lambda world: refuse_shared(world, [str(world.rank)])) == [None] * 3
+
+
+def test_containers_of_one_machine_have_the_same_gpus() -> None:
+    containers, machines = ["boot/net1", "boot/net2"], ["boot1/net", "boot2/net"]
+    root, _ = on_all(containers, lambda world: refuse_shared(world, ["x"]))
+    assert "both train on the GPU at x" in str(root)
+    assert on_all(machines, lambda world: refuse_shared(world, ["x"])) == [None] * 2
+    assert on_all(containers, lambda world: share_gpus(world, seen(4))) == [[0, 1], [2, 3]]
+    assert on_all(machines, lambda world: share_gpus(world, seen(4))) == [[0, 1, 2, 3]] * 2

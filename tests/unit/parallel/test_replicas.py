@@ -60,6 +60,14 @@ def test_equal_parameters_are_found_equal() -> None:
     assert compare(lambda device, net: None) == [None] * 3
 
 
+def test_every_nan_is_the_same() -> None:
+    def poison(device: int, net: Net) -> None:
+        values = np.full(net.layers[-1].blobs[1].shape, 0x7FC00000 + device, np.uint32).view(np.float32)
+        net.layers[-1].blobs[1].data[...] = values
+
+    assert compare(poison) == [None] * 3
+
+
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_running_statistics_are_each_devices_own(index: int) -> None:
     assert compare(changing(1, "bn", index)) == [None] * 3
