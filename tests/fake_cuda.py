@@ -341,7 +341,7 @@ def run_normalisation(backend: Any, storage: str) -> None:
         for residual, relu, bits in itertools.product((None, x), (False, True), (None, mask)):
             if relu or bits is None:
                 backend.batch_norm_forward(x, n, x, residual, relu, bits)
-        for sources, relu, bits in itertools.product((1, 2, 3, 4), (False, True), (None, mask)):
+        for sources, relu, bits in itertools.product((1, 2, 3, 4, 5), (False, True), (None, mask)):
             dys = [backend.zeros(shape, storage) for _ in range(sources)]
             if relu or bits is None:
                 backend.batch_norm_backward_sums(x, dys, n, *sums, relu, bits, x if sources > 1 else None)

@@ -145,7 +145,7 @@ class _FileLocks:
     """Locks that processes share: one for each key, as far as their checksums differ, and one for all.
 
     Args:
-        path: a file of no content. Where there is none, or it cannot be locked, as on some network drives, nobody waits.
+        path: a file of no content. Where there is none, or it cannot be locked (some network drives), nobody waits.
     """
 
     def __init__(self, path: Path | None) -> None:

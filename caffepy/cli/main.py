@@ -57,6 +57,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
         parser.print_help(sys.stderr)
         return ConfigError.exit_status
     args.verbose = verbose
+    args.arguments = arguments
     status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
     sys.stdout.flush()
     return status

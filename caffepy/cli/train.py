@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -205,16 +207,37 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
+    from caffepy.config.paths import PathResolver
     from caffepy.parallel.world import find_launcher
     from caffepy.proto import caffe_pb2
     from caffepy.snapshot import snapshot_names
 
     hdf5 = param.snapshot_format == caffe_pb2.SolverParameter.HDF5
-    state = snapshot_names(param.snapshot_prefix, iteration, hdf5)[1]
-    if not Path(state).exists():
+    output = PathResolver(args.solver).output
+    weights, state = map(output, snapshot_names(param.snapshot_prefix, iteration, hdf5))
+    if iteration >= param.max_iter:
+        where = f"; its weights: {weights}" if weights.exists() else ""
+        logger.info("Training is finished: iteration %d is max_iter%s", iteration, where)
+        return
+    if not state.exists():
         return
     launcher = find_launcher()
     ranks = f"{launcher.again} " if launcher and launcher.size else ""
-    device = f" --gpus {args.gpus if args.gpus == 'all' else ','.join(map(str, args.gpus))}" if args.gpus else ""
-    device += " --cpu" if args.cpu else ""
-    logger.info("To go on from here: %scaffepy train --solver %s%s --snapshot %s", ranks, args.solver, device, state)
+    command = ["caffepy", *resuming(args.arguments, state)]
+    logger.info("To go on from here: %s%s", ranks, shlex.join(command))
+
+
+def resuming(arguments: Sequence[str], state: Path) -> list[str]:
+    """The arguments that go on from a snapshot: those that were given, in `normalise`'s spelling, with `--snapshot`.
+
+    `--weights` is left out, because a snapshot brings its own.
+    """
+    kept: list[str] = []
+    given = iter(arguments)
+    for argument in given:
+        name, equals, _ = argument.partition("=")
+        if name not in ("--snapshot", "--weights"):
+            kept.append(argument)
+        elif not equals:
+            next(given, None)
+    return [*kept, "--snapshot", str(state)]

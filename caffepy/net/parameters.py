@@ -13,6 +13,7 @@ import numpy as np
 from caffepy.backend.arguments import Array
 from caffepy.backend.base import Backend
 from caffepy.blob import Blob, format_shape
+from caffepy.errors import ConfigError
 from caffepy.layers.base import Layer
 from caffepy.proto import caffe_pb2
 
@@ -29,7 +30,18 @@ images, 27.1, 26.8, 26.8, and 26.3; in FLOAT 60.1, 60.0, 59.7, and 58.7; CaffeNe
 
 
 def bucket_count(param: caffe_pb2.NetParameter) -> int:
-    """Into how many buckets a net's gradients are cut where several devices exchange them."""
+    """Into how many buckets a net's gradients are cut where several devices exchange them.
+
+    0, as in NVIDIA Caffe's `Net::ReduceAndUpdate`: one for each parameter.
+
+    Raises:
+        ConfigError: the number is negative, which NVIDIA Caffe takes for a huge one.
+    """
+    if param.reduce_buckets < 0:
+        raise ConfigError(
+            f"the net's reduce_buckets is {param.reduce_buckets}; give the number of parts in which gradients are "
+            "exchanged, or 0 for one part for each parameter"
+        )
     return param.reduce_buckets if param.HasField("reduce_buckets") else USUAL_BUCKETS
 
 

@@ -31,7 +31,7 @@ class Bucket:
 
 
 def cut_buckets(net: Net, count: int) -> list[Bucket]:
-    """About `count` buckets of about equal size, in the order in which they are completed.
+    """About `count` buckets of about equal size (0: one for each parameter), in the order in which they are completed.
 
     A bucket ends at the end of a parameter; the last one also holds the flags. A parameter that several layers share is
     complete with the one that comes first in the net.
@@ -41,7 +41,7 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
     places = _places(net.schedule)
     groups: list[list[Parameter]] = [[]]
     for parameter in learned:
-        if groups[-1] and (parameter.start - groups[-1][0].start) * count >= buffer.learned:
+        if groups[-1] and (not count or (parameter.start - groups[-1][0].start) * count >= buffer.learned):
             groups.append([])
         groups[-1].append(parameter)
     if not learned:

@@ -29,7 +29,8 @@ class GradientExchange:
     Args:
         net: whose gradients.
         communicator: connects the devices.
-        buckets: into how many parts to cut; 1: exchange everything at once after the backward pass.
+        buckets: into how many parts to cut; 1: exchange everything at once after the backward pass; 0: see
+            `cut_buckets`.
         may_begin: asked in a backward pass whether it completes the gradients, and exchanges may go on beside it.
         clock: adds up how long exchanges take.
         waiting: marks a `with` block that waits for all devices, given what for.
@@ -55,11 +56,16 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._going_on: deque[Exchange] = deque()
         self._begun = 0
-        if hasattr(communicator, "begin_average") and (buckets > 1 or getattr(communicator, "compresses", False)):
-            self._buckets = cut_buckets(net, max(buckets, 1))
+        if hasattr(communicator, "begin_average") and (buckets != 1 or getattr(communicator, "compresses", False)):
+            self._buckets = cut_buckets(net, buckets)
         if self.overlaps:
             self._places = {id(node): index for index, node in enumerate(net.schedule)}
             net.after_backward.append(self._after_backward)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the gradients are cut: a part ends with a parameter, so fewer than asked for may be."""
+        return max(len(self._buckets), 1)
 
     @property
     def overlaps(self) -> bool:

@@ -371,7 +371,7 @@ class P2PSync:
             self.trace,
         )
         if exchange.overlaps and self.is_root:
-            logger.info("gradients are exchanged in %d parts during the backward pass", buckets)
+            logger.info("gradients are exchanged in %d parts during the backward pass", exchange.parts)
         return exchange
 
     def _may_begin(self) -> bool:

@@ -52,11 +52,11 @@ class Exchange:
     contention: float = 0.0
 
     def overlaps(self, profile: Profile) -> bool:
-        """Whether communication runs beside the backward pass: unless `layer_wise_reduce` or the number of buckets,
-        0 or 1, says that it does not."""
+        """Whether communication runs beside the backward pass: unless `layer_wise_reduce` or one bucket for all
+        gradients says that it does not."""
         if self.overlap is not None:
             return self.overlap
-        return profile.layer_wise_reduce and (profile.reduce_buckets > 1 or self.bucket_bytes is not None)
+        return profile.layer_wise_reduce and (profile.reduce_buckets != 1 or self.bucket_bytes is not None)
 
     def buckets(self, profile: Profile) -> list[tuple[int, int]]:
         """For each bucket the number of the backward step that completes it, and the bytes of its gradients."""
@@ -64,7 +64,7 @@ class Exchange:
         total = profile.gradient_bytes
         threshold = self.bucket_bytes
         if threshold is None:
-            threshold = total / max(profile.reduce_buckets, 1)
+            threshold = total / profile.reduce_buckets if profile.reduce_buckets else 0.0  # 0: for each parameter
         if not self.overlaps(profile):
             threshold = total
         return cut_into_buckets(gradients, threshold)

@@ -16,6 +16,7 @@ from caffepy.errors import ConfigError
 from caffepy.layers.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory import MemoryPlan, plan_memory, sample_shapes
+from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -74,9 +75,10 @@ class NetFactory:
         """The net to train.
 
         Raises:
-            ConfigError: none is named, or more than one.
+            ConfigError: none is named, or more than one; its `reduce_buckets` is negative.
         """
         source, state = self._train_source()
+        bucket_count(source.param)
         log.log(self._level, "Creating training net from %s", source.field)
         return self._make(source, state, 1)
 

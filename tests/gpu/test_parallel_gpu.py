@@ -6,6 +6,7 @@ import re
 import shutil
 from contextlib import nullcontext
 
+import cv2
 import numpy as np
 import pytest
 from laboratory import (
@@ -215,6 +216,74 @@ def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, rank
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
     assert len(outcome.logged("Solver performance on device ")) == 2
+
+
+HEIGHTS = [32] * 17 + [40] + [32] * 8 + [40, 32] * 3 + [40] * 12 + [24, 32, 40, 32] + [32] * 12
+"""Of images; the second of two devices meets another one first, and alone."""
+IMAGES_NET = """
+layer { name: "data" type: "ImageData" top: "data" top: "label" transform_param { scale: 0.01 }
+        include { phase: TRAIN } image_data_param { source: "images.txt" batch_size: %(batch)d } }
+layer { name: "data" type: "ImageData" top: "data" top: "label" transform_param { scale: 0.01 }
+        include { phase: TEST } image_data_param { source: "images.txt" batch_size: 2 new_height: 32 new_width: 32 } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+        convolution_param { num_output: 16 kernel_size: 5 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
+layer { name: "conv2" type: "Convolution" bottom: "conv" top: "conv2"
+        convolution_param { num_output: 10 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "pool" type: "Pooling" bottom: "conv2" top: "pool" pooling_param { pool: AVE global_pooling: true } }
+%(fault)s
+layer { name: "ip" type: "InnerProduct" bottom: "pool" top: "ip"
+        inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+
+
+def train_images(
+    laboratory: Laboratory, *options: str, ranks: int = 0, fault: str = "", iterations: int = len(HEIGHTS) // 2
+) -> Outcome:
+    """Two GPUs, one image of its own size each in an iteration."""
+    for number, height in enumerate(HEIGHTS):
+        image = np.random.default_rng(number).integers(0, 256, (height, 32, 3), np.uint8)
+        cv2.imwrite(str(laboratory.folder / f"{number}.png"), image)
+    (laboratory.folder / "images.txt").write_text("".join(f"{n}.png {n % 10}\n" for n in range(len(HEIGHTS))))
+    layer = 'layer { name: "fault" type: "Fault" bottom: "pool" top: "pool" }' if fault else ""
+    net = IMAGES_NET.replace("%(fault)s", layer)
+    devices = ("--gpus", "{rank}" if ranks else "0,1", *EXACT, "--timeout", "60", *options)
+    return laboratory.train(
+        devices=devices, ranks=ranks, batch=1 if ranks else 2, iterations=iterations, net_text=net,
+        FAULT=fault or "none -1 -1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_images_of_several_sizes_train_replayed_as_they_do_eagerly(laboratory: Laboratory, ranks: int) -> None:
+    """One device's graphs alone no longer fit: all leave theirs, and nobody waits for ever."""
+    need_gpus(2)
+    replayed, eager = (train_images(laboratory, *options, ranks=ranks) for options in ((), ("--eager",)))
+    assert replayed.status == eager.status == 0, replayed.log
+    assert_same_weights(replayed, eager, len(HEIGHTS) // 2, 1e-6)
+
+
+@pytest.mark.parametrize("iteration", [7, 8, 9])
+def test_a_stop_among_images_of_several_sizes_stops_all(laboratory: Laboratory, iteration: int) -> None:
+    need_gpus(2)
+    outcome = train_images(laboratory, ranks=2, fault=f"SIGTERM 1 {iteration}", iterations=LONG)
+    assert outcome.status == 0 and not outcome.errors(), outcome.log
+    assert len(outcome.snapshots()) == 1, "all have stopped in the same iteration"
+
+
+def test_the_first_run_of_two_ranks_gives_the_bits_of_the_next_one(laboratory: Laboratory) -> None:
+    """Two ranks that tune for themselves decide alike, and as the next run does, which finds the file."""
+    need_gpus(2)
+    cache = str(laboratory.new_folder())
+    runs = [
+        laboratory.train(
+            devices=("--gpus", "{rank}"), ranks=2, batch=32, iterations=ITERATIONS, XDG_CACHE_HOME=cache
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert runs[0].status == runs[1].status == 0, runs[0].log
+    assert_same_weights(runs[0], runs[1], ITERATIONS, 0.0)
 
 
 def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome) -> None:

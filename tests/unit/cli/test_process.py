@@ -84,13 +84,14 @@ def last_snapshot() -> int:
     ids=["SIGINT", "SIGTERM", "SIGINT under nohup"],
 )
 def test_a_signal_stops_with_a_snapshot(number: signal.Signals, begin: Callable[[], None] | None):
-    with training(preexec_fn=begin) as process:
+    with training("-stage", "a b", "--keep_going", preexec_fn=begin) as process:
         process.send_signal(number)
         _, rest = process.communicate(timeout=30)
     assert process.returncode == 0
     assert last_snapshot() > 0
     assert "Traceback" not in rest
-    assert f"caffepy train --solver solver.prototxt --snapshot tiny_iter_{last_snapshot()}.solverstate" in rest
+    command = "caffepy train --solver=solver.prototxt --threads=1 --stage 'a b' --keep-going --snapshot"
+    assert f"To go on from here: {command} tiny_iter_{last_snapshot()}.solverstate\n" in rest
 
 
 def test_the_tests_pass_where_signals_are_ignored():
@@ -128,6 +129,8 @@ def test_an_effect_of_none_ignores_the_signal():
 def test_the_log_is_what_caffes_parser_reads():
     result = run(max_iter=200)
     assert result.returncode == 0
+    assert "Training is finished: iteration 200 is max_iter; its weights: tiny_iter_200.caffemodel\n" in result.stderr
+    assert "To go on" not in result.stderr
     lines = result.stderr.splitlines()
     assert all(re.match(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ", line) for line in lines), result.stderr
     assert sum("Solving tiny" in line for line in lines) == 1

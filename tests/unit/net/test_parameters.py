@@ -167,6 +167,13 @@ def test_sharing_convolution_weights_across_shapes_is_refused() -> None:
         build_net(conv.replace("num_output: 4 axis: 2", "num_output: 9 axis: 2"))
 
 
-@pytest.mark.parametrize(("text", "count"), [("", 3), ("reduce_buckets: 6 ", 6), ("reduce_buckets: 1 ", 1)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("", 3), ("reduce_buckets: 6 ", 6), ("reduce_buckets: 1 ", 1), ("reduce_buckets: 0 ", 0)]
+)
 def test_a_net_may_say_how_many_there_are(text: str, count: int) -> None:
     assert bucket_count(text_format.Parse(text, NetParameter())) == count
+
+
+def test_a_negative_number_of_buckets_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the net's reduce_buckets is -2; give the number of parts in which"):
+        bucket_count(text_format.Parse("reduce_buckets: -2", NetParameter()))

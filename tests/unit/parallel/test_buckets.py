@@ -25,7 +25,7 @@ def inner(name: str, bottom: str, params: str = "") -> str:
 CHAIN = DATA + inner("a", "data") + inner("b", "a") + inner("c", "b") + inner("d", "c") + LOSS % "d"
 
 
-@pytest.mark.parametrize(("count", "made"), [(1, 1), (2, 2), (3, 2), (4, 4), (100, 4)])
+@pytest.mark.parametrize(("count", "made"), [(0, 4), (1, 1), (2, 2), (3, 2), (4, 4), (100, 4)])
 def test_buckets_cover_everything_once_in_order(count: int, made: int) -> None:
     net = build_net(CHAIN)
     buckets = cut_buckets(net, count)

@@ -17,7 +17,7 @@ from training import solver_param, weights_of
 
 from caffepy.data.lmdb_write import record_key, write_datums
 from caffepy.data.schedule import Shard
-from caffepy.errors import DeviceError
+from caffepy.errors import ConfigError, DeviceError
 from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicator import Communicator
@@ -177,6 +177,27 @@ def test_the_exchange_is_part_of_the_graph_and_goes_on_in_buckets(
     assert [launches(sync) for sync in syncs] == [11, 11], "one graph an iteration, the first iteration runs eagerly"
     assert log(syncs[0]) == log(syncs[1]) == ["finish", "begin", "begin"] + ["begin", "begin", "finish"] * 11
     assert any("exchanged in 2 parts" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(("buckets", "parts"), [(0, 4), (3, 2), (50, 4)])
+def test_the_log_says_into_how_many_parts_gradients_were_really_cut(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, buckets: int, parts: int
+) -> None:
+    with caplog.at_level(logging.INFO):
+        syncs = train(monkeypatch, Streams, net=f"reduce_buckets: {buckets} ", iterations=3)
+    assert log(syncs[0])[-parts - 1 :] == ["begin"] * parts + ["finish"]
+    assert any(f"exchanged in {parts} parts" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_negative_number_of_parts_is_refused_when_the_net_is_built(devices: int) -> None:
+    options = TrainOptions(solver_param(SOLVER, "reduce_buckets: -1 " + NET), timeout=30)
+    group = LocalGroup(1, 30)
+    place = Place(0, None, "CPU 0", 1, Shard(0, devices, devices))
+    sync = P2PSync(place, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
+    sync.start()
+    assert sync.join(30)
+    assert isinstance(sync.error, ConfigError) and "reduce_buckets is -1" in str(sync.error)
 
 
 def test_a_layer_that_is_not_captured_leaves_the_backward_pass_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,10 +102,10 @@ def test_the_profile_says_how_gradients_are_exchanged():
     late = replace(PROFILE, layer_wise_reduce=False)
     assert predict(late, cluster, Exchange()).step_ms == pytest.approx(150)
     assert predict(late, cluster, Exchange(overlap=True)).step_ms == pytest.approx(120)
-    for buckets in (0, 1):
-        one = replace(PROFILE, reduce_buckets=buckets)
-        assert not Exchange().overlaps(one) and len(Exchange().buckets(one)) == 1
-        assert Exchange(bucket_bytes=1).overlaps(one)
+    one, each = replace(PROFILE, reduce_buckets=1), replace(PROFILE, reduce_buckets=0)
+    assert not Exchange().overlaps(one) and len(Exchange().buckets(one)) == 1
+    assert Exchange(bucket_bytes=1).overlaps(one)
+    assert Exchange().overlaps(each) and len(Exchange().buckets(each)) == len(PROFILE.gradients) > 1
 
 
 def test_several_passes_reduce_in_the_last_one_only():

@@ -1,0 +1,79 @@
+"""The command that goes on from a snapshot."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy.cli import train
+from caffepy.cli.main import build_parser
+from caffepy.cli.options import normalise
+from caffepy.proto.caffe_pb2 import SolverParameter
+
+STATE = Path("run one/x_iter_7.solverstate")
+OPTIONS = [
+    ["-cpu"], ["--cpu-solvers", "4"], ["--sync-bn"], ["--batch", "per-device"], ["-compression=fp16"],
+    ["--stage", "deep,wide"], ["--level=3"], ["--trace", "a file.json"], ["--sigint_effect", "snapshot"],
+    ["--timeout", "20"], ["--eager"], ["--no-autotune"], ["--threads", "2"], ["--keep-going"], ["--math=fp32"],
+]  # fmt: skip
+STARTS = [[], ["--snapshot", "old.solverstate"], ["-snapshot=auto"], ["--weights", "a.caffemodel,b"], ["-weights=c"]]
+
+
+def parse(arguments: list[str]) -> dict[str, object]:
+    parsed = build_parser(arguments).parse_strictly(arguments)
+    return {name: value for name, value in vars(parsed).items() if name != "parser"}
+
+
+@given(st.permutations(OPTIONS), st.integers(0, len(OPTIONS)), st.sampled_from(STARTS), st.data())
+def test_it_has_every_option_that_was_given(
+    options: list[list[str]], count: int, start: list[str], data: st.DataObject
+) -> None:
+    chosen = [["--solver", "a solver.prototxt"], *options[:count]]
+    chosen.insert(data.draw(st.integers(0, len(chosen))), start)
+    arguments = normalise(["train", *(word for option in chosen for word in option)])
+    again = train.resuming(arguments, STATE)
+    read_by_a_shell = normalise(shlex.split(shlex.join(again)))
+    assert parse(read_by_a_shell) == {**parse(arguments), "snapshot": str(STATE), "weights": []}
+    assert sum(word.startswith(("--snapshot", "--weights")) for word in again) == 1
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def say(iteration: int, **fields: object) -> None:
+    arguments = normalise(["train", "-solver", "s.prototxt", "--weights=w.caffemodel", "-sync_bn"])
+    args = build_parser(arguments).parse_strictly(arguments)
+    args.arguments = arguments
+    train._say_how_to_resume(args, SolverParameter(max_iter=10, snapshot_prefix="x", **fields), iteration)
+
+
+def test_it_begins_with_the_launcher(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    Path("x_iter_7.solverstate").touch()
+    say(7)
+    command = "mpirun -np 2 caffepy train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
+    assert said.messages == [f"To go on from here: {command}"]
+
+
+def test_at_max_iter_training_is_finished(said: pytest.LogCaptureFixture) -> None:
+    say(10)
+    for name in ("x_iter_10.solverstate.h5", "x_iter_10.caffemodel.h5"):
+        Path(name).touch()
+    say(10, snapshot_format=SolverParameter.HDF5)
+    finished = "Training is finished: iteration 10 is max_iter"
+    assert said.messages == [finished, f"{finished}; its weights: x_iter_10.caffemodel.h5"]
+
+
+def test_without_a_snapshot_there_is_nothing_to_go_on_from(said: pytest.LogCaptureFixture) -> None:
+    say(7)
+    assert said.messages == []
