@@ -173,7 +173,9 @@ def _write_string(file: Any, name: str, value: str) -> None:
     content = value.encode()
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(len(content) + 1)
-    stored = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR))
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_obj_track_times(False)  # the same snapshot gives the same bytes
+    stored = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR), settings)
     stored.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(content, f"S{len(content) + 1}"), kind)
 
 

@@ -28,7 +28,7 @@ from caffepy.net import Net
 from caffepy.net.weights import is_stored
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot_hdf5 import write_weights_hdf5
+from caffepy.snapshot_hdf5 import write_state_hdf5, write_weights_hdf5
 
 NET = """
 name: "tiny"
@@ -147,6 +147,14 @@ def test_shared_parameters_are_saved_once_in_hdf5() -> None:
         other.restore(Path("x_iter_2.solverstate.h5"))
         for name, values in wanted.items():
             np.testing.assert_array_equal(weights_of(other.net)[name], values)
+
+
+def test_the_name_of_the_weights_may_be_any_path_and_brings_no_time_into_the_file() -> None:
+    state = SolverState(iter=3, learned_net="ordner/Größe 3.caffemodel.h5")
+    write_state_hdf5(Path("s.h5"), state, [np.ones(3, np.float32)])
+    assert snapshot.read_state(Path("s.h5")).learned_net == state.learned_net
+    with h5py.File("s.h5") as file:
+        assert h5py.h5g.get_objinfo(file.id, b"learned_net").mtime == 0, "equal snapshots have equal bytes"
 
 
 SHARING = """
