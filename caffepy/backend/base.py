@@ -226,7 +226,7 @@ class Backend(InputPrimitives, ABC):
 
     @abstractmethod
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
-        """y = maximum over each window of x (N, C, H, W), clipped to the image; the first maximum wins, or the first NaN.
+        """y = maximum over each window of x (N, C, H, W), clipped to the image; the first maximum or NaN wins.
 
         mask (shape of y) becomes its place: h * W + w in the plane if int32; if uint8, its number in the window, whose
         rows and columns are counted from the window's own beginning, padding included. Windows: Caffe's
