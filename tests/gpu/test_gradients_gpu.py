@@ -31,7 +31,7 @@ NETS = {
 
 
 def train(net: str) -> tuple[dict[str, NDArray[np.float32]], float]:
-    with build_solver('base_lr: 0.02 lr_policy: "fixed" momentum: 0.9', net) as solver:
+    with build_solver('base_lr: 0.0005 lr_policy: "fixed" momentum: 0.9', net) as solver:
         solver.step(8)
         return weights_of(solver.net), solver.net.loss()
 
