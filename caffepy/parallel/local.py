@@ -61,6 +61,8 @@ class LocalGroup:
                     raise AbortedError("another solver thread failed")
                 left = end - awake_seconds()
                 if left <= 0:
+                    self._aborted = True
+                    self._changed.notify_all()
                     raise PeerError(
                         f"a solver thread has waited {self._timeout:.0f} s for the others of its process; "
                         "allow more with --timeout if they only need longer"
