@@ -65,7 +65,7 @@ def widest_gaps(lifetimes: Sequence[Lifetime], offsets: Sequence[int], arena: in
         widest, reached = (0, 0), 0
         for index in order:
             life, begin = lifetimes[index], offsets[index]
-            if life.first <= step <= life.last:
+            if life.size and life.first <= step <= life.last:
                 widest = max(widest, (reached, begin), key=_width)
                 reached = max(reached, begin + aligned_bytes(life.size))
         gaps.append(max(widest, (reached, arena), key=_width))

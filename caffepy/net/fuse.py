@@ -157,7 +157,7 @@ class Fusion:
         if scale is not None and not norm.scale_bias and self._is_plain_scale(scale):
             chain.append(scale)
         summing = self._next(chain, "Eltwise")
-        if summing is not None and self._is_plain_sum(summing):
+        if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
             chain.append(summing)
             residual = summing
         relu = self._next(chain, "ReLU")
@@ -179,13 +179,13 @@ class Fusion:
         channels = (node.bottoms[0].shape[1],)
         return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
 
-    def _is_plain_sum(self, index: int) -> bool:
-        """Whether the sum of two blobs into a third one: the group uses the second bottom's diff as its own."""
+    def _is_plain_sum(self, index: int, normal: Blob) -> bool:
+        """Whether the sum of `normal` and one other blob that it does not overwrite: that one's diff is the group's."""
         node = self._nodes[index]
         param = node.layer.param.eltwise_param
         plain = param.operation == caffe_pb2.EltwiseParameter.SUM and all(c == 1 for c in param.coeff)
-        apart = len({id(blob) for blob in (*node.bottoms, *node.tops)}) == len(node.bottoms) + 1
-        return plain and len(node.bottoms) == 2 and apart
+        others = [blob for blob in node.bottoms if blob is not normal]
+        return plain and len(node.bottoms) == 2 and len(others) == 1 and others[0] not in node.tops
 
     def _source(self, index: int) -> Blob | None:
         """Where the BatchNorm finds its bottom in the backward pass: a blob of its own if a later layer overwrites it.

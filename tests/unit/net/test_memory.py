@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training import CPU
 
@@ -400,6 +400,7 @@ def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
 
 @settings(max_examples=100, deadline=None)
 @given(LIVES, st.integers(0, 3000))
+@example([Lifetime(1024, 0, 0), Lifetime(0, 0, 0)], 3000)
 def test_gaps_are_free_and_none_is_wider(lives: list[Lifetime], behind: int):
     offsets, size = assign_offsets(lives)
     gaps = widest_gaps(lives, offsets, size + behind, 30)

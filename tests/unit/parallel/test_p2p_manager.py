@@ -46,7 +46,7 @@ def test_a_run_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch, solv
 
 
 def test_a_thread_that_was_never_let_go_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(P2PSync, "go", P2PSync.abort)
+    monkeypatch.setattr(P2PSync, "go", lambda sync, state: sync.abort())
     with pytest.raises(RunError, match="training was stopped before it began"):
         run(1)
 
