@@ -176,11 +176,13 @@ def check_backward(
     backend.batch_norm_backward_sums(x, dys, s.device, *sums, relu, bits, where)
     normal_x = (host - spread(s.host["mean"], host.ndim)) * spread(s.host["inverse"], host.ndim)
     elements, scale = host.size // shape[1], np.abs(g).sum(axis=over(g.ndim)).max(initial=1)
-    limit = 1e-5 * scale
+    # More than four are added up in two launches, and the first one's sum is rounded to the gradients' storage.
+    rounding = ROUNDING[gradients or storage] * (3 if sources > 4 else 1)
+    limit = (1e-5 if sources <= 4 else max(1e-5, rounding)) * scale
     np.testing.assert_allclose(backend.to_host(sums[0]), (g * normal_x).sum(axis=over(g.ndim)), rtol=1e-5, atol=limit)
     np.testing.assert_allclose(backend.to_host(sums[1]), g.sum(axis=over(g.ndim)), rtol=1e-5, atol=limit)
     if where is not None:
-        close(backend.to_host(where), g, ROUNDING[gradients or storage])
+        close(backend.to_host(where), g, rounding)
         g = backend.to_host(where).astype(np.float64)
     again = relu and where is None and not mask
     dy = dys[0] if where is None else where

@@ -513,14 +513,16 @@ def root_mean_square(values: Any) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
 
 
-def errors(found: Values, wanted: Values, measure: Callable[[Any], float] = largest) -> dict[str, float]:
+def errors(
+    found: Values, wanted: Values, measure: Callable[[Any], float] = largest, smallest: float = 0.01
+) -> dict[str, float]:
     """By name the distance in proportion to the wanted values; what only one has is infinitely far away.
 
     Gradients that are sums of others which cancel out, as a bias's before a BatchNorm, consist of roundings: none is
-    measured by less than one part in a hundred of the net's largest one.
+    measured by less than the part `smallest` of the net's largest one.
     """
     sizes = {name: measure(values) for name, values in wanted.items()}
-    least = 0.01 * max((size for name, size in sizes.items() if name.startswith("d ")), default=0.0)
+    least = smallest * max((size for name, size in sizes.items() if name.startswith("d ")), default=0.0)
     result = dict.fromkeys(found.keys() ^ wanted.keys(), np.inf)
     for name in found.keys() & wanted.keys():
         size = max(sizes[name], least if name.startswith("d ") else 0.0, 1e-3)

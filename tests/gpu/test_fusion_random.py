@@ -18,6 +18,8 @@ from caffepy.net import Net
 NETS, PARTS = 60, 4
 ALLOWED = {"FLOAT": TOLERANCE, "FLOAT16": 0.03, "BFLOAT16": 0.2}
 """Allowed distance from plain layers in float32, root mean square."""
+SMALLEST = {"FLOAT": 0.01, "FLOAT16": 0.1, "BFLOAT16": 0.1}
+"""Part of the net's largest gradient by which each is measured at least: below it half precision leaves roundings."""
 WORSE = 4
 """So many times the distance of plain layers in the same storage is allowed as well."""
 
@@ -57,7 +59,7 @@ def compare(backend: Backend, seed: int, kind: str, share: bool) -> tuple[dict[s
         wanted = run_net(build(exact, phase, backend, False), inputs)
         limits = dict.fromkeys(wanted, ALLOWED[kind])
         if kind != "FLOAT":
-            plain = errors(run_net(build(param, phase, backend, False), inputs), wanted, usual)
+            plain = errors(run_net(build(param, phase, backend, False), inputs), wanted, usual, SMALLEST[kind])
             limits = {name: max(ALLOWED[kind], WORSE * plain[name]) for name in wanted}
         net = build(param, phase, backend, True, share)
         fused = groups(net)
@@ -66,7 +68,9 @@ def compare(backend: Backend, seed: int, kind: str, share: bool) -> tuple[dict[s
             if share:
                 got.pop("d data", None)  # others may use its memory when the pass is over
         check_same_bits(captured, eager, f"net {seed}")
-        found = errors(captured, {name: wanted[name] for name in wanted.keys() & captured.keys()}, usual)
+        found = errors(
+            captured, {name: wanted[name] for name in wanted.keys() & captured.keys()}, usual, SMALLEST[kind]
+        )
         far = {name: e for name, e in found.items() if not e <= limits.get(name, 0.0)}
         worst = {name: min(e, worst.get(name, e)) for name, e in far.items() if attempt == 0 or name in worst}
         if not worst:
