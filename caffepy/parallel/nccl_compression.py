@@ -16,8 +16,9 @@ _WIDEN = "y = __uint_as_float((unsigned int)x << 16);"
 
 
 class CudaBfloats(Halves):
-    """`compression.Bfloats` for arrays on GPUs, with the same bits, but for numbers below 1.2e-38 (subnormal ones), which
-    GPUs take for 0; on the current stream, which may be captured.
+    """`compression.Bfloats` for arrays on GPUs, on the current stream, which may be captured.
+
+    The bits are the same, but for numbers below 1.2e-38 (subnormal ones), which GPUs take for 0.
 
     Args:
         size: how many arrays the mean is of.
