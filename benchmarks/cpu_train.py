@@ -22,8 +22,8 @@ Two cores of a Xeon with AVX-512, PyTorch 2.11:
 
 What made the difference, in CPU time of one thread:
 
-- Convolution straight from the image in register tiles (backend/cpu_tile.py) runs at 85 to 93 GFLOP/s on a core where a
-  matrix product by OpenBLAS has 92 at best and 56 with 32 output channels, before any im2col.
+- Convolution straight from the image in register tiles (backend/cpu/gemm/microkernel.py) runs at 85 to 93 GFLOP/s on
+  a core where a matrix product by OpenBLAS has 92 at best and 56 with 32 output channels, before any im2col.
 - Leaving out the padding's zeros: LeNet's conv2, gradient of the image, 6.4 to 4.5 ms.
 - Inner products of a small batch read each weight once, where it lies: fc6 forward 36 ms by OpenBLAS, 14 now; its
   image gradient 52 ms with the weights packed first, 22 without.

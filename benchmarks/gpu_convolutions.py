@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from caffepy.backend import Geometry
-from caffepy.backend.cuda import CudaBackend
-from caffepy.backend.cuda_autotune import elapsed, noise
-from caffepy.backend.cuda_device import cupy
+from caffepy.backend.cuda.backend import CudaBackend
+from caffepy.backend.cuda.convolution.autotune import elapsed, noise
+from caffepy.backend.cuda.device import cupy
 
 try:
     import torch

@@ -7,7 +7,7 @@ several sets of arrays, so that no cache holds them), the floor, which is the by
 copy on an H200), and floor / time. Then the same kernels at the size of small nets, in microseconds. PyTorch's
 batch normalisation stands beside ours if it is installed.
 
-What was measured on an H200 in float16 at batch 256 when the cut into threads (`Tuning` in cuda_normalise.py) was
+What was measured on an H200 in float16 at batch 256 when the cut into threads (`Tuning` in cuda/batch_norm.py) was
 chosen, as floor / time at (256, 56, 56), (512, 28, 28), (2048, 7, 7) and (64, 56, 56):
 
     forward, ReLU                   0.98  0.97  0.88  0.93     4 columns a thread, 128 threads; 8 and 256: 0.96 to 0.87
@@ -40,8 +40,8 @@ from typing import Any
 
 import cupy
 
-from caffepy.backend.arguments import Normalisation, mask_bytes
-from caffepy.backend.cuda import CudaBackend
+from caffepy.backend.cuda.backend import CudaBackend
+from caffepy.backend.types import Normalisation, mask_bytes
 
 try:
     import torch

@@ -36,8 +36,8 @@ from typing import Any
 import cupy
 
 from caffepy.backend import Channel, Each, Geometry, RandomStream, Scalar, expression
-from caffepy.backend.arguments import STORAGE
-from caffepy.backend.cuda import CudaBackend
+from caffepy.backend.cuda.backend import CudaBackend
+from caffepy.backend.types import STORAGE
 
 try:
     import torch

@@ -38,9 +38,9 @@ from scaling import images_per_second, write_solver
 
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
-from caffepy.data.lmdb_write import record_key, write_datums
-from caffepy.layers.base import LayerContext, layer_class
-from caffepy.layers.feeding import passes_together
+from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.layers.input.feeding import passes_together
 from caffepy.proto import caffe_pb2
 
 IN_FLIGHT = 4

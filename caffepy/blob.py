@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from caffepy.errors import ShapeError
 
 if TYPE_CHECKING:
-    from caffepy.backend.arguments import Array
-    from caffepy.backend.base import Backend
+    from caffepy.backend.interface import Backend
+    from caffepy.backend.types import Array
 
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limit on the elements of one blob."""
@@ -44,7 +44,7 @@ class Blob:
         backend: where the arrays live.
         shape: the dimensions; `()` is a scalar.
         name: what messages call the blob.
-        storage: what values and derivatives are kept in, one of `caffepy.backend.arguments.STORAGE`.
+        storage: what values and derivatives are kept in, one of `caffepy.backend.types.STORAGE`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Where caffepy keeps what it can make again: in the user's cache folder, never beside the package.
 
-    $XDG_CACHE_HOME/caffepy/autotune-2.json             the fastest algorithms (backend/cuda_decisions.py)
-    $XDG_CACHE_HOME/caffepy/kernels-0.1.0-5f0c63a1b2d4/ compiled CPU kernels (backend/cpu_cache.py)
+    $XDG_CACHE_HOME/caffepy/autotune-2.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
+    $XDG_CACHE_HOME/caffepy/kernels-0.1.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/cache.py)
 
 XDG_CACHE_HOME is ~/.cache where it is not set. site-packages may be read-only, and what lies there outlives
 `pip uninstall` and shadows the next installation.

@@ -17,7 +17,7 @@ from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
 if TYPE_CHECKING:
-    from caffepy.backend.arguments import RandomStream
+    from caffepy.backend.types import RandomStream
 
 Values: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 Filler: TypeAlias = "Callable[[caffe_pb2.FillerParameter, tuple[int, ...], np.random.Generator, str], Values]"

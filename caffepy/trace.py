@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from caffepy.files import atomic_write
 
 if TYPE_CHECKING:
-    from caffepy.backend.protocols import Stamp, Stopwatch
+    from caffepy.backend.handles import Stamp, Stopwatch
 
 ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
 """What a device does, in the order in which the rows are shown; others, such as buckets', come after them."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from caffepy.backend.arguments import MATH_MODES, Array, Geometry, RandomStream
-from caffepy.backend.base import Backend
-from caffepy.backend.expression import Channel, Each, Expression, Scalar, expression
-from caffepy.backend.protocols import Convolution
+from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
+from caffepy.backend.handles import Convolution
+from caffepy.backend.interface import Backend
+from caffepy.backend.types import MATH_MODES, Array, Geometry, RandomStream
 
 __all__ = [
     "MATH_MODES",
@@ -44,9 +44,9 @@ def create_backend(
         MissingExtraError: CuPy or cuDNN is not installed.
     """
     if device is None:
-        from caffepy.backend.cpu import CpuBackend
+        from caffepy.backend.cpu.backend import CpuBackend
 
         return CpuBackend(threads)
-    from caffepy.backend.cuda import CudaBackend
+    from caffepy.backend.cuda.backend import CudaBackend
 
     return CudaBackend(device, math, autotune, deterministic)

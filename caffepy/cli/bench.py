@@ -10,8 +10,8 @@ from caffepy.cli.options import Parser, gpu_list, positive, positive_seconds
 from caffepy.errors import RunError
 
 if TYPE_CHECKING:
-    from caffepy.parallel.bench import BenchOptions, Timing
-    from caffepy.parallel.world import World
+    from caffepy.parallel.benchmark import BenchOptions, Timing
+    from caffepy.parallel.processes.world import World
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZES = "4K,64K,1M,16M,64M"
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         RunError: a result is wrong.
         CaffepyError: another device failed.
     """
-    from caffepy.parallel.bench import AllReduceBench
-    from caffepy.parallel.world import create_world, refuse_foreign_launcher
+    from caffepy.parallel.benchmark import AllReduceBench
+    from caffepy.parallel.processes.world import create_world, refuse_foreign_launcher
 
     world = create_world()
     world.call_on_all(lambda: refuse_foreign_launcher(world))
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, world: World) -> BenchOptions:
-    from caffepy.parallel.bench import BenchOptions
+    from caffepy.parallel.benchmark import BenchOptions
 
     devices = None if args.cpu else _gpus(args.gpus, world)
     options = BenchOptions(
@@ -114,12 +114,12 @@ def _options(args: argparse.Namespace, world: World) -> BenchOptions:
 def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
     """The GPUs that were named, or this rank's part of all."""
     from caffepy.cli.devices import check_gpus
-    from caffepy.parallel.gpu_sharing import share_gpus
+    from caffepy.parallel.processes.gpu_assignment import share_gpus
 
     found = world.call_on_all(lambda: check_gpus(requested or "all"))
     if requested is not None:
         return found
-    from caffepy.parallel.nccl import gpu_identity
+    from caffepy.parallel.communicators.nccl import gpu_identity
 
     return share_gpus(world, world.call_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in found]))
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: input files are missing or wrong, or LMDBs of other records are there already.
         RunError: fetching or writing failed.
     """
-    from caffepy.data import mnist
+    from caffepy.data.sources import mnist
 
     if args.subset and args.source is not None:
         raise ConfigError("--subset and --from exclude each other; give one of them")

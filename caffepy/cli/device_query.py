@@ -65,7 +65,7 @@ def _gpus(requested: list[int] | str | None) -> Iterator[str]:
             raise
         yield f"none: {error}"
         return
-    from caffepy.backend.cuda_device import device_properties
+    from caffepy.backend.cuda.device import device_properties
 
     for number in numbers:
         gpu = device_properties(number)
@@ -112,7 +112,7 @@ def _threading_layers() -> list[str]:
 
 
 def _mpi() -> Iterator[str]:
-    from caffepy.parallel.mpirun import find_mpirun
+    from caffepy.parallel.launch.mpirun import find_mpirun
 
     launcher = None
     try:
@@ -127,7 +127,7 @@ def _mpi() -> Iterator[str]:
 
 
 def _topology(requested: list[int] | str | None) -> Iterator[str]:
-    from caffepy.parallel.topology import describe_cpus, describe_mpi
+    from caffepy.parallel.hardware.topology import describe_cpus, describe_mpi
 
     yield from _gpu_topology(requested)
     yield from describe_cpus()
@@ -136,16 +136,16 @@ def _topology(requested: list[int] | str | None) -> Iterator[str]:
 
 def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
     from caffepy.cli.devices import check_gpus
-    from caffepy.parallel.nvml import open_nvml
-    from caffepy.parallel.topology import Gpu, describe_gpus
+    from caffepy.parallel.hardware.nvml import open_nvml
+    from caffepy.parallel.hardware.topology import Gpu, describe_gpus
 
     try:
         numbers = check_gpus(requested or "all")
     except CaffepyError as error:
         yield f"no GPUs: {error}"
         return
-    from caffepy.backend.cuda_device import device_properties
-    from caffepy.parallel.nccl_info import nccl_version, peer_access
+    from caffepy.backend.cuda.device import device_properties
+    from caffepy.parallel.hardware.nccl_info import nccl_version, peer_access
 
     with open_nvml() as nvml:
         gpus = [Gpu(number, device_properties(number).pci_bus_id) for number in numbers]

@@ -6,7 +6,7 @@ import argparse
 import logging
 
 from caffepy.errors import DeviceError, MissingExtraError
-from caffepy.parallel.world import find_launcher
+from caffepy.parallel.processes.world import find_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ def check_gpus(requested: list[int] | str) -> list[int]:
         MissingExtraError: CuPy is not installed.
         DeviceError: there is no such GPU, or none at all.
     """
-    from caffepy.backend.cuda_device import check_device, device_count
+    from caffepy.backend.cuda.device import check_device, device_count
 
     if isinstance(requested, str):
         check_device(0)

@@ -15,9 +15,9 @@ from caffepy.cli.options import Parser, name_list, positive
 from caffepy.errors import CaffepyError, ConfigError
 
 if TYPE_CHECKING:
-    from caffepy.parallel.hostfile import Host
-    from caffepy.parallel.mpirun import Job
-    from caffepy.parallel.slurm import Allocation
+    from caffepy.parallel.launch.hostfile import Host
+    from caffepy.parallel.launch.mpirun import Job
+    from caffepy.parallel.launch.slurm import Allocation
 
 _DESCRIPTION = """\
 Write the line that starts a command in several processes, print it and run it.
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     print(shown, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
     if args.dry_run:
         return 0
-    from caffepy.parallel.mpirun import search_path
-    from caffepy.parallel.slurm import without_slurm
+    from caffepy.parallel.launch.mpirun import search_path
+    from caffepy.parallel.launch.slurm import without_slurm
 
     inherited = os.environ if shutil.which("srun") else without_slurm()
     try:
@@ -83,9 +83,9 @@ def launch_line(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     Raises:
         ConfigError, MissingExtraError: as `run`.
     """
-    from caffepy.parallel.mpirun import find_mpirun, mpirun_line
-    from caffepy.parallel.slurm import find_allocation
-    from caffepy.parallel.world import find_launcher
+    from caffepy.parallel.launch.mpirun import find_mpirun, mpirun_line
+    from caffepy.parallel.launch.slurm import find_allocation
+    from caffepy.parallel.processes.world import find_launcher
 
     launcher = find_launcher()
     terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for
@@ -107,8 +107,8 @@ def launch_line(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 def _slurm_line(job: Job, allocation: Allocation) -> list[str]:
     """The line with srun, or with the MPI's own launcher where srun cannot start this MPI; says why."""
-    from caffepy.parallel.mpirun import find_mpirun, mpirun_line
-    from caffepy.parallel.slurm import PLUGINS, refusal, srun_line
+    from caffepy.parallel.launch.mpirun import find_mpirun, mpirun_line
+    from caffepy.parallel.launch.slurm import PLUGINS, refusal, srun_line
 
     srun = shutil.which("srun") or "srun"
     if any(option.startswith("--mpi") for option in job.options):
@@ -142,8 +142,8 @@ def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
     Raises:
         ConfigError: it cannot be started so.
     """
-    from caffepy.parallel.hostfile import parse_hosts, read_hostfile
-    from caffepy.parallel.mpirun import Job, exported_names
+    from caffepy.parallel.launch.hostfile import parse_hosts, read_hostfile
+    from caffepy.parallel.launch.mpirun import Job, exported_names
 
     hosts = read_hostfile(args.hostfile) if args.hostfile else parse_hosts(args.hosts or [])
     if args.nodes is not None and hosts:

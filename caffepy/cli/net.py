@@ -13,7 +13,7 @@ from caffepy.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from caffepy.layers import LayerContext
-    from caffepy.net.memory import MemoryPlan
+    from caffepy.net.memory.plan import MemoryPlan
     from caffepy.net.wiring import Node
     from caffepy.proto import caffe_pb2
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> Subject:
-    from caffepy.net.capacity import with_batch
+    from caffepy.net.memory.capacity import with_batch
     from caffepy.proto import caffe_pb2
 
     own = caffe_pb2.NetState(level=args.level, stage=args.stage)
@@ -104,7 +104,7 @@ def _read(args: argparse.Namespace) -> Subject:
 
 
 def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
-    from caffepy.backend.dry import DryBackend
+    from caffepy.backend.meta.backend import DryBackend
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_net
     from caffepy.config.paths import PathResolver
@@ -116,7 +116,7 @@ def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 
 
 def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
-    from caffepy.backend.dry import DryBackend
+    from caffepy.backend.meta.backend import DryBackend
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
@@ -138,7 +138,7 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, Sequence[tuple[int, ...]]]:
     """The shape of a record of each data layer: as given, from the data, or from what is cut out of them."""
     from caffepy.config.filter import filter_net
-    from caffepy.net.memory import read_sample_shapes
+    from caffepy.net.memory.plan import read_sample_shapes
     from caffepy.proto import caffe_pb2
 
     shapes: dict[str, Sequence[tuple[int, ...]]] = {}
@@ -202,8 +202,8 @@ def _short(name: str) -> str:
 
 def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     from caffepy.config.filter import filter_net
-    from caffepy.net.capacity import written_batch
-    from caffepy.net.memory import plan_memory
+    from caffepy.net.memory.capacity import written_batch
+    from caffepy.net.memory.plan import plan_memory
 
     training = args.phase == "TRAIN"
     histories = subject.histories if training else 0
@@ -218,7 +218,7 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[str, ...]]:
-    from caffepy.net.shadow import BLOBS
+    from caffepy.net.memory.liveness import BLOBS
 
     shared = f"sharing memory; {_mebibytes(plan.alone)} without, {_mebibytes(plan.bound)} are needed at once"
     yield ("", "MiB", "")
@@ -254,13 +254,13 @@ def _available(args: argparse.Namespace) -> int:
         return int(args.limit * GIBIBYTE)
     if args.gpu is None:
         return 0
-    from caffepy.backend.cuda_device import free_memory
+    from caffepy.backend.cuda.device import free_memory
 
     return free_memory(args.gpu)
 
 
 def _print_largest_batch(subject: Subject, args: argparse.Namespace, histories: int, available: int) -> None:
-    from caffepy.net.capacity import largest_batch
+    from caffepy.net.memory.capacity import largest_batch
 
     found = largest_batch(
         subject.param, subject.context, subject.state, not args.no_fuse, not args.no_share, histories, available

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from caffepy.backend.arguments import MATH_MODES
+from caffepy.backend.types import MATH_MODES
 from caffepy.errors import ConfigError
 from caffepy.registry import suggest
 

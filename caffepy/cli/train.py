@@ -208,9 +208,9 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
     from caffepy.config.paths import PathResolver
-    from caffepy.parallel.world import find_launcher
+    from caffepy.parallel.processes.world import find_launcher
     from caffepy.proto import caffe_pb2
-    from caffepy.snapshot import snapshot_names
+    from caffepy.snapshot.binary import snapshot_names
 
     hdf5 = param.snapshot_format == caffe_pb2.SolverParameter.HDF5
     output = PathResolver(args.solver).output

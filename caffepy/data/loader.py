@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input import ByteImages, ImageSlot
+from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
-from caffepy.data.datum import datum_shape, decode_image, parse_datum, resize_image
-from caffepy.data.image_list import ImageListSource
+from caffepy.data.images.datum import datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
-from caffepy.data.source import RecordSource
+from caffepy.data.sources.image_list import ImageListSource
+from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import Choices, Transformer
 from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError, DataError
@@ -210,7 +210,7 @@ class DatumLoader(ImageLoader):
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        from caffepy.data.image_bytes import copy_records
+        from caffepy.data.images.image_bytes import copy_records
 
         index = self._source.index
         if index is None or not self._source.concurrent(int(records.max()) + 1):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.awake import awake_seconds
-from caffepy.backend.input import ImageSlot
+from caffepy.backend.input_ring import ImageSlot
 from caffepy.errors import AbortedError, CaffepyError, RunError
 
 logger = logging.getLogger(__name__)

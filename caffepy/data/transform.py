@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.mean import read_mean
+from caffepy.data.images.mean import read_mean
 from caffepy.data.random import below, sample_words
-from caffepy.data.source import hash_of
+from caffepy.data.sources.source import hash_of
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
 

@@ -34,7 +34,7 @@ from caffepy.distributed.functions import (
 )
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.handle import Handle
-from caffepy.parallel.operations import Operator
+from caffepy.parallel.communicators.collectives import Operator
 
 __all__ = [
     "AVG",

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.arguments import Array
+from caffepy.backend.types import Array
 from caffepy.errors import UserError
-from caffepy.parallel.operations import Operator, rows
+from caffepy.parallel.communicators.collectives import Operator, rows
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
 """What every communicator can add up."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.communicator import GroupCommunicator
-from caffepy.parallel.store import State
-from caffepy.parallel.tcp import TcpCommunicator
+from caffepy.parallel.communicators.communicator import GroupCommunicator
+from caffepy.parallel.communicators.tcp import TcpCommunicator
+from caffepy.parallel.store.store import State
 
 if TYPE_CHECKING:
-    from caffepy.parallel.nccl import NcclCommunicator
+    from caffepy.parallel.communicators.nccl import NcclCommunicator
 
 BACKENDS = ("nccl", "mpi", "tcp")
 _LOOK_SECONDS = 0.2
@@ -55,7 +55,7 @@ def create_communicator(
 
 def _connect_gpus(membership: Membership, timeout: float, device: int | None) -> NcclCommunicator:
     """NCCL's communicator. A peer that does not come would keep NCCL waiting forever, so a thread makes it."""
-    from caffepy.parallel.nccl import NcclCommunicator, gpu_identity, new_unique_id, use_gpu
+    from caffepy.parallel.communicators.nccl import NcclCommunicator, gpu_identity, new_unique_id, use_gpu
 
     store, rank, size = membership.store, membership.rank, membership.size
     gpu = _choose_gpu(membership) if device is None else device
@@ -96,7 +96,7 @@ def _choose_gpu(membership: Membership) -> int:
     Raises:
         UserError: there are fewer GPUs than ranks.
     """
-    from caffepy.backend.cuda_device import device_count
+    from caffepy.backend.cuda.device import device_count
 
     count, needed = device_count(), membership.local_size
     if count == 1:

@@ -14,10 +14,10 @@ from caffepy.distributed.handle import Handle
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.monitor import Monitor
 from caffepy.errors import PeerError, RunError, UserError
-from caffepy.parallel.communicator import GroupCommunicator
-from caffepy.parallel.failure import describe_error
-from caffepy.parallel.operations import Operation
-from caffepy.parallel.store import State
+from caffepy.parallel.communicators.collectives import Operation
+from caffepy.parallel.communicators.communicator import GroupCommunicator
+from caffepy.parallel.control.failure import describe_error
+from caffepy.parallel.store.store import State
 
 _NEWS_SECONDS = 1.0
 """How long the monitor may take to hear why a connection failed."""

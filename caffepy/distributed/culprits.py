@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError
-from caffepy.parallel.operations import Operation
-from caffepy.parallel.store import State
+from caffepy.parallel.communicators.collectives import Operation
+from caffepy.parallel.store.store import State
 
 _SILENT_SECONDS = 5.0
 """A rank that has said nothing for so long is stopped, or its network is."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from caffepy.backend.arguments import Array
+from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Parts
 from caffepy.distributed.default import get_group
 from caffepy.distributed.handle import Handle
-from caffepy.parallel.operations import Operator
+from caffepy.parallel.communicators.collectives import Operator
 
 SUM, PRODUCT, MIN, MAX, AVG = Operator.SUM, Operator.PRODUCT, Operator.MIN, Operator.MAX, Operator.AVG
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from caffepy.backend.arguments import Array
+from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operator, take_array, take_parts, whole_number
 from caffepy.distributed.base import BaseGroup
 from caffepy.distributed.handle import Handle
 from caffepy.errors import UserError
-from caffepy.parallel.operations import Operation, Operator
+from caffepy.parallel.communicators.collectives import Operation, Operator
 
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from caffepy.distributed.arrays import Buffer
-from caffepy.parallel.operations import Operation, Work
+from caffepy.parallel.communicators.collectives import Operation, Work
 
 if TYPE_CHECKING:
     from caffepy.distributed.base import BaseGroup

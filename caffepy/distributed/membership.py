@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from caffepy.parallel.store import Member, MemoryStore, Store
-from caffepy.parallel.store_server import StoreServer
-from caffepy.parallel.world import World
+from caffepy.parallel.processes.world import World
+from caffepy.parallel.store.server import StoreServer
+from caffepy.parallel.store.store import Member, MemoryStore, Store
 
 
 @dataclass

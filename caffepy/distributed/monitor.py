@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from caffepy.errors import PeerError
-from caffepy.parallel.store import State, Store
+from caffepy.parallel.store.store import State, Store
 
 _SECONDS = 0.5
 """Between two reports."""

@@ -16,10 +16,10 @@ from urllib.parse import unquote, urlsplit
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store import MEMBERS, MISSING, Member, MemoryStore, RankStore
-from caffepy.parallel.store_client import Address, StoreClient
-from caffepy.parallel.store_server import StoreServer
-from caffepy.parallel.world import create_world, find_launcher, machine_identity, own_addresses
+from caffepy.parallel.processes.world import create_world, find_launcher, machine_identity, own_addresses
+from caffepy.parallel.store.client import Address, StoreClient
+from caffepy.parallel.store.server import StoreServer
+from caffepy.parallel.store.store import MEMBERS, MISSING, Member, MemoryStore, RankStore
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What ``env://`` reads: rank 0's address and port, and this process's place."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from caffepy.layers.base import Layer, LayerContext, PassCounter, layer_class, register_layer
+from caffepy.layers.core.base import Layer, LayerContext, PassCounter, layer_class, register_layer
 
 __all__ = ["Layer", "LayerContext", "PassCounter", "layer_class", "register_layer"]

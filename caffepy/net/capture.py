@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from caffepy.backend import Backend
-from caffepy.backend.protocols import Graph
+from caffepy.backend.handles import Graph
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from caffepy.backend import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError, OutOfMemoryError, RunError, SnapshotError
-from caffepy.layers.base import Layer, LayerContext, layer_class
-from caffepy.layers.formulas import scaled
+from caffepy.layers.core.base import Layer, LayerContext, layer_class
+from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
-from caffepy.net.fuse import fuse_nodes
+from caffepy.net.fusion.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
 from caffepy.net.precision import Precision, find_label_tops
 from caffepy.net.splits import insert_splits
@@ -49,7 +49,7 @@ class Net:
         context: backend, phase, seed and place among the devices, handed to every layer.
         state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
             with the context's phase.
-        fuse: compute groups of layers as one (`caffepy.net.fuse`); blobs within a group are then not filled.
+        fuse: compute groups of layers as one (`caffepy.net.fusion.fuse`); blobs within a group are then not filled.
 
     Raises:
         ConfigError: layers, blobs or parameters do not fit together.

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from caffepy.backend.arguments import Array
-from caffepy.backend.base import Backend
+from caffepy.backend.interface import Backend
+from caffepy.backend.types import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.errors import ConfigError
-from caffepy.layers.base import Layer
+from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
 ALIGNMENT = 64

@@ -11,7 +11,7 @@ import logging
 
 from caffepy.backend import Backend
 from caffepy.errors import ConfigError
-from caffepy.layers.base import Layer, layer_class
+from caffepy.layers.core.base import Layer, layer_class
 from caffepy.net.splits import Source, find_sources
 from caffepy.proto import caffe_pb2
 

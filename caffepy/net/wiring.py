@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from caffepy.backend.arguments import Array
-from caffepy.backend.base import Backend
+from caffepy.backend.interface import Backend
+from caffepy.backend.types import Array
 from caffepy.blob import Blob
 from caffepy.errors import ConfigError
-from caffepy.layers.base import Layer, LayerContext, layer_class
+from caffepy.layers.core.base import Layer, LayerContext, layer_class
 from caffepy.net.precision import Precision
 from caffepy.net.splits import unknown_bottom
 from caffepy.proto import caffe_pb2

@@ -17,10 +17,10 @@ from google.protobuf.message import Message
 
 import caffepy
 from caffepy.errors import ConfigError
-from caffepy.layers.prefetching import PrefetchingLayer
+from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.world import World
+from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers import Solver
 
@@ -133,7 +133,7 @@ def describe_run(options: TrainOptions) -> Description:
 def _describe_gpus(options: TrainOptions) -> Description:
     if options.devices is None:
         return {}
-    from caffepy.parallel.nccl_info import nccl_version
+    from caffepy.parallel.hardware.nccl_info import nccl_version
 
     return {"NCCL's version": str(nccl_version())}
 

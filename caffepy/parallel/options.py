@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.errors import ConfigError
 from caffepy.solvers.engine import Engine
-from caffepy.solvers.update import MAX_SKIPPED
+from caffepy.solvers.rules.update import MAX_SKIPPED
 
 if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver

@@ -22,25 +22,25 @@ from typing import Any
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, CaffepyError, ConfigError, PeerError, RunError
-from caffepy.parallel.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.agreement import check_alike, describe_nets, describe_run
 from caffepy.parallel.batch import describe_batch
-from caffepy.parallel.communicator import Communicator
-from caffepy.parallel.failure import Failure, describe_error, exit_status
-from caffepy.parallel.gpu_sharing import refuse_shared, share_gpus
-from caffepy.parallel.hierarchical import HierarchicalCommunicator
-from caffepy.parallel.lifeline import connect
-from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
+from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.shared_memory import SharedSums
+from caffepy.parallel.control.failure import Failure, describe_error, exit_status
+from caffepy.parallel.control.lifeline import connect
+from caffepy.parallel.control.watchdog import Watchdog
+from caffepy.parallel.hardware.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.options import OptionsSource, TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
-from caffepy.parallel.shared_memory import SharedSums
+from caffepy.parallel.processes.gpu_assignment import refuse_shared, share_gpus
+from caffepy.parallel.processes.world import World, create_world, find_launcher, refuse_foreign_launcher
 from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.signals import SignalRequests
-from caffepy.parallel.watchdog import Watchdog
-from caffepy.parallel.world import World, create_world, find_launcher, refuse_foreign_launcher
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.report import format_report
-from caffepy.snapshot import newest_snapshot
+from caffepy.snapshot.binary import newest_snapshot
 from caffepy.solvers.callbacks import Action
 from caffepy.trace import pack_events, unpack_events, write_trace
 
@@ -176,7 +176,7 @@ class P2PManager:
                 error = ConfigError("some ranks name their devices and others do not: give all of them --gpus")
                 self._world.agree(error)
             return options
-        from caffepy.parallel.nccl import gpu_identity
+        from caffepy.parallel.communicators.nccl import gpu_identity
 
         found = options.devices or []
         seen = self._world.call_on_all(lambda: [(device, gpu_identity(device)) for device in found])
@@ -187,7 +187,7 @@ class P2PManager:
         devices = options.devices
         if devices is None or self._world.size == 1:
             return
-        from caffepy.parallel.nccl import gpu_identity
+        from caffepy.parallel.communicators.nccl import gpu_identity
 
         refuse_shared(self._world, self._world.call_on_all(lambda: [gpu_identity(device) for device in devices]))
 
@@ -216,7 +216,7 @@ class P2PManager:
                 host = HierarchicalCommunicator(local, ranks, compress, apart, shared)
             if unique_id is None:
                 return host
-            from caffepy.parallel.nccl import NcclCommunicator
+            from caffepy.parallel.communicators.nccl import NcclCommunicator
 
             return NcclCommunicator(host.size, unique_id, host.rank, host, compress)
 
@@ -229,7 +229,7 @@ class P2PManager:
             self._syncs.append(P2PSync(place, options, partial(connection, i), request, self._thread_changed, names))
 
     def _unique_id(self) -> Any:
-        from caffepy.parallel.nccl import check_nccl, new_unique_id
+        from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
 
         self._world.call_on_all(check_nccl)
         made = new_unique_id() if self._world.rank == 0 else None

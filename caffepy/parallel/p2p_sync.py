@@ -17,14 +17,14 @@ from caffepy.backend import Array, Backend, create_backend
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, PeerError
 from caffepy.net.parameters import bucket_count
-from caffepy.parallel.affinity import bind_near_gpu
-from caffepy.parallel.communication_clock import CommunicationClock
-from caffepy.parallel.communicator import Communicator
-from caffepy.parallel.gradient_exchange import GradientExchange
-from caffepy.parallel.local import PATIENCE
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.local import PATIENCE
+from caffepy.parallel.control.watchdog import Progress
+from caffepy.parallel.gradients.comm_timer import CommunicationClock
+from caffepy.parallel.gradients.reducer import GradientExchange
+from caffepy.parallel.hardware.affinity import bind_near_gpu
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
-from caffepy.parallel.watchdog import Progress
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.solvers import create_solver
@@ -290,7 +290,7 @@ class P2PSync:
     def _bind(self) -> None:
         """Stay near the GPU, before memory is allocated and further threads are started."""
         if self.place.device is not None:
-            from caffepy.backend.cuda_device import device_properties
+            from caffepy.backend.cuda.device import device_properties
 
             bind_near_gpu(device_properties(self.place.device).pci_bus_id, self.place.label)
 

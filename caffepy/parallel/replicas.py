@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.errors import RunError
-from caffepy.layers.batch_norm import STATISTICS
+from caffepy.layers.normalization.batch_norm import STATISTICS
 from caffepy.net import Net
 from caffepy.net.parameters import Parameter
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from statistics import median
 
 from caffepy.backend import Backend
-from caffepy.backend.dry import DryBackend
+from caffepy.backend.meta.backend import DryBackend
 from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
-from caffepy.layers.base import LayerContext, layer_class
-from caffepy.layers.prefetching import PrefetchingLayer
+from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
-from caffepy.net.capacity import READERS, with_batch
+from caffepy.net.memory.capacity import READERS, with_batch
 from caffepy.net.parameters import ALIGNMENT, bucket_count
 from caffepy.net.timing import measure, milliseconds_since
 from caffepy.net.wiring import Node

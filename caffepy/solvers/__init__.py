@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from caffepy.backend.base import Backend
+from caffepy.backend.interface import Backend
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.base import SOLVERS, Solver
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
@@ -31,5 +31,5 @@ def solver_class(type_name: str) -> type[Solver]:
         ConfigError: there is no such type; the message offers the nearest name.
     """
     for rule in _RULES:
-        importlib.import_module(f"caffepy.solvers.{rule}")
+        importlib.import_module(f"caffepy.solvers.rules.{rule}")
     return SOLVERS.get(type_name, "solver")

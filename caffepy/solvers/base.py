@@ -18,29 +18,29 @@ from typing import ClassVar
 
 import numpy as np
 
-from caffepy import snapshot
 from caffepy.backend import Array, Backend, Expression
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import refuse_unsupported
 from caffepy.data.schedule import Shard
-from caffepy.net.memory import describe
+from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
+from caffepy.snapshot import binary as snapshot
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
-from caffepy.solvers.display import Display
 from caffepy.solvers.eager import EagerIteration
 from caffepy.solvers.engine import Engine
+from caffepy.solvers.io.display import Display
+from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
+from caffepy.solvers.io.testing import run_test
 from caffepy.solvers.loss import LossWindow, check_finite, check_skipped, finite_loss
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.numbers import Numbers
 from caffepy.solvers.replay import Replay
 from caffepy.solvers.requests import Requests
-from caffepy.solvers.state import adopt_state, restore_state, snapshot_paths, write_snapshot
-from caffepy.solvers.testing import run_test
-from caffepy.solvers.update import MAX_SKIPPED, Update
+from caffepy.solvers.rules.update import MAX_SKIPPED, Update
 from caffepy.trace import NO_TRACE, NoTrace
 
 log = logging.getLogger(__name__)

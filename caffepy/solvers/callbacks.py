@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from caffepy.backend.arguments import Array
+from caffepy.backend.types import Array
 
 if TYPE_CHECKING:
     from caffepy.solvers.base import Solver

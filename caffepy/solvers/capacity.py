@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from caffepy.config.filter import filter_net
 from caffepy.errors import CaffepyError, OutOfMemoryError
-from caffepy.net.capacity import largest_batch, written_batch
-from caffepy.net.memory import read_sample_shapes
+from caffepy.net.memory.capacity import largest_batch, written_batch
+from caffepy.net.memory.plan import read_sample_shapes
 from caffepy.solvers.nets import NetFactory
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from caffepy.backend.base import Backend
+from caffepy.backend.interface import Backend
 from caffepy.report import WARM_UP, Performance
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caffepy.backend.base import Backend
+from caffepy.backend.interface import Backend
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.memory import MemoryPlan, plan_memory, sample_shapes
+from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from caffepy.backend.arguments import Array, Counter
-from caffepy.solvers import policies
+from caffepy.backend.types import Array, Counter
+from caffepy.solvers.rules import policies
 
 if TYPE_CHECKING:
     from caffepy.solvers.base import Solver

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from caffepy.backend.protocols import Mark
+from caffepy.backend.handles import Mark
 from caffepy.errors import RunError
 from caffepy.net.capture import Program, Step
 

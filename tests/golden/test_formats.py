@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from training import open_solver, relative_error, weights_of
 
-from caffepy import snapshot
 from caffepy.net.weights import from_blob_proto, is_stored, proto_shape
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
+from caffepy.snapshot import binary as snapshot
 from caffepy.solvers import Solver
 
 FOLDER = Path(__file__).parent / "formats"

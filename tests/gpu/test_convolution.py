@@ -55,7 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def make(cache: Path) -> Iterator[Callable[..., Any]]:
     """Makes backends, active in this thread one at a time, closed at the end."""
-    from caffepy.backend.cuda import CudaBackend
+    from caffepy.backend.cuda.backend import CudaBackend
 
     made: dict[tuple[str, bool, bool], Any] = {}
 
@@ -105,7 +105,7 @@ class Arrays:
     """Inputs of one problem on the device, what is expected of them, and outputs full of what must not stay."""
 
     def __init__(self, backend: Any, case: str, storage: str) -> None:
-        from caffepy.backend.cuda_problem import Problem
+        from caffepy.backend.cuda.convolution.problem import Problem
 
         x_shape, outputs, geometry = CASES[case]
         weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
@@ -142,9 +142,9 @@ class Arrays:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate(make: Callable[..., Any], case: str, storage: str) -> None:
-    from caffepy.backend.cuda_candidates import sources
-    from caffepy.backend.cuda_convolution import APART, CudaConvolution
-    from caffepy.backend.cuda_problem import Direction, Task
+    from caffepy.backend.cuda.convolution.plan import APART, CudaConvolution
+    from caffepy.backend.cuda.convolution.problem import Direction, Task
+    from caffepy.backend.cuda.convolution.registry import sources
 
     backend = make(autotune=False)
     with backend.activate():
@@ -171,7 +171,7 @@ def check_same_bits(task: Any, candidate: Any) -> None:
     """A candidate gives the same bits in every run, also while the device is busy with something else."""
     import cupy
 
-    from caffepy.backend.cuda_autotune import operands_for
+    from caffepy.backend.cuda.convolution.autotune import operands_for
 
     operands, other = operands_for(task, None), cupy.cuda.Stream(non_blocking=True)
     results = [operands.out] if operands.sums is None else [operands.out, operands.sums]
@@ -186,8 +186,8 @@ def check_same_bits(task: Any, candidate: Any) -> None:
 
 
 def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
-    from caffepy.backend.cuda_convolution import Operands
-    from caffepy.backend.cuda_problem import Direction
+    from caffepy.backend.cuda.convolution.plan import Operands
+    from caffepy.backend.cuda.convolution.problem import Direction
 
     tolerance, what = TOLERANCE[arrays.problem.storage], f"{candidate.name} for {task.direction}"
     if task.direction is Direction.FORWARD:
@@ -278,10 +278,10 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
 
 
 def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..., Any]) -> None:
-    from caffepy.backend.cuda_autotune import Trial, operands_for
-    from caffepy.backend.cuda_candidates import sources
-    from caffepy.backend.cuda_convolution import CudaConvolution
-    from caffepy.backend.cuda_problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
+    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.registry import sources
 
     backend = make()
     with backend.activate():
@@ -316,8 +316,8 @@ def test_sums_are_not_taken_from_convolutions_where_every_run_must_give_the_same
 
 
 def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from caffepy.backend import cuda_autotune
-    from caffepy.backend.cuda import CudaBackend
+    from caffepy.backend.cuda.backend import CudaBackend
+    from caffepy.backend.cuda.convolution import autotune as cuda_autotune
 
     x, w, geometry = (3, 16, 9, 9), (24, 16, 3, 3), window(3, 1, 1)
 
@@ -338,9 +338,9 @@ def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pyt
 
 
 def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
-    from caffepy.backend.cuda_autotune import Trial, operands_for
-    from caffepy.backend.cuda_convolution import Source
-    from caffepy.backend.cuda_problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
+    from caffepy.backend.cuda.convolution.plan import Source
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 
     class Fake:
         def __init__(self, name: str, value: float) -> None:

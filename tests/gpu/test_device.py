@@ -97,7 +97,7 @@ def test_close_may_be_called_twice() -> None:
 
 
 def test_description(backend: Backend) -> None:
-    from caffepy.backend.cuda import device_count, device_names, device_properties
+    from caffepy.backend.cuda.backend import device_count, device_names, device_properties
 
     assert "device 0" in backend.device_description() and "GiB" in backend.device_description()
     assert len(device_names()) == device_count() >= 1
@@ -112,14 +112,14 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 def test_an_unknown_math_mode() -> None:
-    from caffepy.backend.cuda import CudaBackend
+    from caffepy.backend.cuda.backend import CudaBackend
 
     with pytest.raises(ConfigError, match="unknown math mode 'fp8': use fp32 or tf32"):
         CudaBackend(0, math="fp8")
 
 
 def test_tf32_is_less_exact_but_close() -> None:
-    from caffepy.backend.cuda import CudaBackend
+    from caffepy.backend.cuda.backend import CudaBackend
 
     own = CudaBackend(0, math="tf32")
     for ours, theirs in zip(_small_net(own, 1), _small_net(create_backend(), 1), strict=True):

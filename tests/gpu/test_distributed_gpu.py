@@ -30,7 +30,7 @@ def run(folder: Path, ranks: int, action: str) -> list[subprocess.CompletedProce
     started = []
     for rank in range(ranks):
         environment = program_environment({"RANK": str(rank), "WORLD_SIZE": str(ranks)})
-        environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY / "tests"), environment["PYTHONPATH"]))
+        environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY / "tests" / "support"), environment["PYTHONPATH"]))
         code = SCRIPT.replace('"nccl",', f'"nccl", "file://{folder}/meet",')
         command = [sys.executable, "-c", code, action]
         started.append(
@@ -48,7 +48,7 @@ def run(folder: Path, ranks: int, action: str) -> list[subprocess.CompletedProce
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_operation_against_numpy(tmp_path: Path, ranks: int) -> None:
-    from caffepy.backend.cuda_device import device_count
+    from caffepy.backend.cuda.device import device_count
 
     if device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -58,7 +58,7 @@ def test_every_operation_against_numpy(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    from caffepy.backend.cuda_device import device_count
+    from caffepy.backend.cuda.device import device_count
 
     if device_count() < 2:
         pytest.skip("needs 2 GPUs")

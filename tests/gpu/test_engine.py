@@ -12,7 +12,7 @@ import pytest
 from training import solver_param, weights_of
 
 from caffepy.backend import Backend, create_backend
-from caffepy.net.fused import MeasuredConvolution
+from caffepy.net.fusion.fused import MeasuredConvolution
 from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.engine import Engine
 

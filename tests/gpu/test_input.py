@@ -9,11 +9,11 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.backend.arguments import storage_dtype
-from caffepy.backend.input import HostRing, ImageSlot, InputPrimitives, aligned_size
+from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, aligned_size
+from caffepy.backend.types import storage_dtype
 from caffepy.blob import Blob
-from caffepy.data.lmdb_write import record_key, write_datums
-from caffepy.layers.base import LayerContext, layer_class
+from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 
 STORAGES = ["float32", "float16", "bfloat16"]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from caffepy.backend import Backend
-from caffepy.backend.dry import DryBackend
+from caffepy.backend.meta.backend import DryBackend
 from caffepy.config.load import read_net
 from caffepy.errors import OutOfMemoryError
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.memory import plan_memory
+from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
 from caffepy.solvers.engine import Engine
@@ -106,7 +106,7 @@ def test_an_arena_that_is_too_large(backend: Backend):
 
 
 def test_large_buffers_lie_in_lent_memory(backend: Backend):
-    from caffepy.backend.cuda_memory import LARGE, Scratch
+    from caffepy.backend.cuda.memory import LARGE, Scratch
 
     scratch, room = Scratch(), backend.zeros((5 * LARGE,), "uint8")
     begin, end = room.data.ptr, room.data.ptr + room.nbytes

@@ -11,7 +11,7 @@ from storage_checks import storages
 
 from caffepy.backend import Backend, Geometry
 from caffepy.config.text import parse_text
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -68,9 +68,9 @@ def test_the_chosen_convolution(backend: Backend, case: str, storage: str) -> No
 @pytest.mark.parametrize("case", list(WINDOWS))
 def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, storage: str) -> None:
     """cuDNN's fused ReLU too: the frontend asks it to pass NaN on (CUDNN_PROPAGATE_NAN)."""
-    from caffepy.backend.cuda_candidates import sources
-    from caffepy.backend.cuda_convolution import CudaConvolution, Operands
-    from caffepy.backend.cuda_problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.plan import CudaConvolution, Operands
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.registry import sources
 
     x_shape, outputs, geometry = WINDOWS[case]
     weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)

@@ -11,7 +11,7 @@ from backend_checks import close, dirty, normal, place
 from normalise_checks import SHAPES
 
 from caffepy.backend import Backend
-from caffepy.backend.arguments import STORAGE
+from caffepy.backend.types import STORAGE
 
 LARGE = [(8, 64, 56, 56), (7, 48, 61, 59), (3, 2048, 14, 14), (300, 1000), (2, 1, 512, 513), (16, 5, 7000)]
 """More than one block adds up each channel."""
@@ -32,7 +32,7 @@ def test_measure_where_the_mean_is_large(backend: Backend, shape: tuple[int, ...
 
 
 def test_measure_where_the_first_numbers_are_far_away(backend: Backend) -> None:
-    from caffepy.backend.arguments import Normalisation
+    from caffepy.backend.types import Normalisation
 
     host = normal(1, (8, 64, 56, 56)) + 100
     host[0, :, 0] = 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from storage_checks import SHAPES, rounded, some, storages, stored
 
 from caffepy.backend import Backend, RandomStream
-from caffepy.backend.arguments import STORAGE
+from caffepy.backend.types import STORAGE
 
 
 @storages

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
 import pytest  # noqa: E402
 from fault_case import FaultCase  # noqa: E402

@@ -22,9 +22,9 @@ from typing import Any
 
 from caffepy.blob import Blob
 from caffepy.cli.main import main
-from caffepy.layers.base import Layer, register_layer
-from caffepy.parallel import local
-from caffepy.parallel.world import find_launcher
+from caffepy.layers.core.base import Layer, register_layer
+from caffepy.parallel.communicators import local
+from caffepy.parallel.processes.world import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.solvers import Solver
 

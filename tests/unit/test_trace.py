@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training import build_solver
 
-from caffepy.backend.mailbox import HostStopwatch
+from caffepy.backend.device_scalars import HostStopwatch
 from caffepy.errors import RunError
 from caffepy.trace import NO_TRACE, Trace, write_trace
 

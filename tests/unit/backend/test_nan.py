@@ -6,7 +6,7 @@ import nan_checks as checks
 import pytest
 
 from caffepy.backend import Geometry
-from caffepy.backend.cpu import CpuBackend
+from caffepy.backend.cpu.backend import CpuBackend
 
 BACKEND = CpuBackend(1)
 

@@ -7,11 +7,11 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.input import ImageSlot
-from caffepy.data.image_list import ImageListSource
+from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.loader import DatumLoader, ImageFileLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
+from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter

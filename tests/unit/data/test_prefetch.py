@@ -6,7 +6,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from caffepy.backend.input import ImageSlot
+from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.prefetch import Batch, Prefetcher, awaited_data
 from caffepy.errors import AbortedError, DataError, RunError
 

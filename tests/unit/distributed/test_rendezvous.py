@@ -12,7 +12,7 @@ from process_groups import free_port, raise_first, run_threads
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.rendezvous import join
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store import Member, MemoryStore, RankStore, State
+from caffepy.parallel.store.store import Member, MemoryStore, RankStore, State
 
 NOTHING: dict[str, str] = {}
 

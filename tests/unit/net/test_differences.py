@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from training import CPU, build_solver, weights_of
 
 from caffepy.config.text import parse_text
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 

@@ -1,4 +1,4 @@
-"""Random nets give the same fused as layer by layer; `python tests/random_nets.py --count 2000` compares more."""
+"""Random nets compute the same fused and layer by layer; `python tests/support/random_nets.py` tries more of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def test_fused_nets_give_what_plain_ones_give(part: int) -> None:
         worst, groups = compare_on_cpu(seed, shares=[seed // PARTS % 2 == 1])
         found.update(groups)
         assert not worst, (
-            f"net {seed} differs: {worst}; see it with: python tests/random_nets.py --first {seed} --count 1 --show"
+            f"net {seed} differs: {worst}; see it with: "
+            f"python tests/support/random_nets.py --first {seed} --count 1 --show"
         )
     assert sum(found.values()) >= NETS // PARTS // 2, "hardly anything was fused"
 

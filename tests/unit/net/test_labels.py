@@ -7,8 +7,8 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.dry import DryBackend
-from caffepy.layers.base import LayerContext
+from caffepy.backend.meta.backend import DryBackend
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2

@@ -9,7 +9,7 @@ from training import CPU
 
 from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 

@@ -9,7 +9,7 @@ import pytest
 from training import CPU, build_net, weights_of
 
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.layers.base import Layer
+from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
 DATA = """

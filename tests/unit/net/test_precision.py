@@ -8,9 +8,9 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
-from caffepy.backend.dry import DryBackend
+from caffepy.backend.meta.backend import DryBackend
 from caffepy.errors import ConfigError
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 

@@ -7,7 +7,7 @@ import pytest
 from training import CPU
 
 from caffepy.config.text import parse_text
-from caffepy.layers.base import LayerContext
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 

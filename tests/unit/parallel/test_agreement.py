@@ -29,7 +29,7 @@ from caffepy.parallel.agreement import (
     first_difference,
 )
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.world import World
+from caffepy.parallel.processes.world import World
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.engine import Engine
 

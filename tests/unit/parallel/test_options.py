@@ -5,9 +5,9 @@ from google.protobuf import text_format
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
-from caffepy.layers.base import LayerContext, layer_class
+from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.parallel.batch import batch_sizes, division_warning
-from caffepy.parallel.failure import describe_error, exit_status
+from caffepy.parallel.control.failure import describe_error, exit_status
 from caffepy.parallel.options import TrainOptions
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter
 

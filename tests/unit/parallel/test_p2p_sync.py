@@ -15,14 +15,14 @@ import pytest
 from replaying import NET, Replaying
 from training import solver_param, weights_of
 
-from caffepy.data.lmdb_write import record_key, write_datums
 from caffepy.data.schedule import Shard
+from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import ConfigError, DeviceError
-from caffepy.layers.inner_product import InnerProductLayer
+from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
-from caffepy.parallel.communicator import Communicator
-from caffepy.parallel.gradient_exchange import GradientExchange
-from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.gradients.reducer import GradientExchange
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
 from caffepy.proto.caffe_pb2 import Datum

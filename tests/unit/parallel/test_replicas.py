@@ -17,7 +17,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.net import Net
 from caffepy.parallel import p2p_sync
-from caffepy.parallel.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
 from caffepy.parallel.replicas import check_replicas

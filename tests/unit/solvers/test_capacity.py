@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from training import CPU, solver_param
 
-from caffepy.backend.cpu import CpuBackend
+from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import OutOfMemoryError
-from caffepy.net.capacity import largest, largest_batch, with_batch, written_batch
-from caffepy.net.memory import plan_memory
+from caffepy.net.memory.capacity import largest, largest_batch, with_batch, written_batch
+from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
 from caffepy.solvers.nets import NetFactory

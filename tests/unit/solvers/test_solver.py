@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from training import CPU, build_solver, weights_of
 
-from caffepy import snapshot
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
+from caffepy.snapshot import binary as snapshot
 from caffepy.solvers import Action, Solver
 
 NET = """

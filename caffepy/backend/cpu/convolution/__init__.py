@@ -1,0 +1,1 @@
+"""Convolutions on the CPU. cpu imports it."""

@@ -1,0 +1,224 @@
+"""Sums of products over the windows of padded images: what convolutions and their gradients of images are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
+from caffepy.backend.cpu.gemm.packing import Panels, pack_weights
+from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
+from caffepy.backend.cpu.workspace import Workspace
+
+BLOCK = 192
+"""Output pixels that one item of work covers: their part of the image stays in the first or second cache."""
+SPARE = 8
+"""Entries that tables have beyond the last, as a tile reads whole."""
+
+
+@kernel
+def pad_images(
+    begin: Int, end: Int, x: Floats, padded: Floats, row: Int, height: Int, top: Int, left: Int,
+    padded_height: Int, padded_row: Int,
+) -> None:  # fmt: skip
+    """Items are rows of the padded images; `row`, `left` and `padded_row` count elements."""
+    for item in range(begin, end):
+        h = item % padded_height - top
+        target = item * padded_row
+        if h < 0 or h >= height:
+            for i in range(padded_row):
+                padded[target + i] = 0
+        else:
+            source = ((item // padded_height) * height + h) * row
+            stop = min(left + row, padded_row)
+            for i in range(left):
+                padded[target + i] = 0
+            for i in range(stop - left):
+                padded[target + left + i] = x[source + i]
+            for i in range(stop, padded_row):
+                padded[target + i] = 0
+
+
+@kernel
+def correlate(
+    begin: Int, end: Int, x: Floats, image: Int, x_group: Int, pixels_at: Words, taps_at: Words, taps: Int, inner: Int,
+    packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats, y_image: Int, y_group: Int,
+    y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
+    cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words,
+) -> None:  # fmt: skip
+    """y[pixel, column] = start[column] + sum over taps and inner of x * packed. Items are (image, group, block)."""
+    for item in range(begin, end):
+        first = (item % blocks) * block
+        stop = min(first + block, pixels)
+        group = (item // blocks) % groups
+        n = item // (blocks * groups)
+        source = ahead(x, n * image + group * x_group)
+        for panel in range(panels):
+            vectors = table[4 * panel]
+            column = table[4 * panel + 1]
+            weights = ahead(packed, group * packed_group + table[4 * panel + 2])
+            last = table[4 * panel + 3]
+            begins = ahead(start, group * y_group + column)
+            target = ahead(y, n * y_image + group * y_group + column)
+            steps = table_at(packed_taps, (vectors - 1) * taps)
+            wide = vectors * width
+            rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
+            cuts = cuts2 if vectors == 2 else (cuts3 if vectors == 3 else cuts1)
+            tap0, tap1, inner0, inner1 = 0, taps, 0, inner
+            for q in range(first, stop, rows):
+                if cutting == 1:
+                    cut = 4 * (q // rows)
+                    tap0, tap1, inner0, inner1 = cuts[cut], cuts[cut + 1], cuts[cut + 2], cuts[cut + 3]
+                tile(
+                    vectors, ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
+                    ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
+                    begins, 0, target, table_at(y_at, q), stop - q, last,
+                )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where an image (H, W, C) lies in a padded one."""
+
+    height: int
+    width: int
+    channels: int
+    top: int
+    left: int
+    padded_height: int
+    padded_width: int
+
+    @property
+    def needed(self) -> bool:
+        return (self.height, self.width) != (self.padded_height, self.padded_width) or bool(self.top or self.left)
+
+    @property
+    def elements(self) -> int:
+        return self.padded_height * self.padded_width * self.channels
+
+    def at(self, h: Any, w: Any) -> Any:
+        """Offset of the pixel that is (h, w) before padding."""
+        return ((h + self.top) * self.padded_width + w + self.left) * self.channels
+
+    def shift(self, rows: Any, columns: Any) -> Any:
+        """Offset between pixels that are so many rows and columns apart."""
+        return (rows * self.padded_width + columns) * self.channels
+
+    def write(self, threads: int, x: Any, padded: Any) -> None:
+        """Copy the images x (N, C, H, W) with zeros around them."""
+        row = self.padded_width * self.channels
+        rows = x.shape[0] * self.padded_height
+        pad_images.run(
+            threads, rows, max(1, 16384 // row), x, padded, self.width * self.channels, self.height, self.top,
+            self.left * self.channels, self.padded_height, row,
+        )  # fmt: skip
+
+
+def extended(table: Any) -> Pinned:
+    """A table as int64 with the last entry repeated as often as a tile may read beyond."""
+    flat = np.asarray(table, np.int64).reshape(-1)
+    if not flat.size:
+        return Pinned(np.zeros(SPARE, np.int64))
+    return Pinned(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The runs of elements that one output pixel is computed from.
+
+    Args:
+        rows: shift of each run from the pixel's window, in rows of the image.
+        columns: likewise in columns.
+        length: pixels in a run.
+        channels: elements of a pixel that belong to a run.
+    """
+
+    rows: Any
+    columns: Any
+    length: int
+    channels: int
+
+    def inside(self, padding: Padding, h: Any, w: Any) -> Any:
+        """For each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the image.
+
+        What lies outside is zero, so it may be left out of the sum.
+        """
+        at_h, at_w = h[:, None] + self.rows, w[:, None] + self.columns
+        valid = (at_h >= 0) & (at_h < padding.height) & (at_w + self.length > 0) & (at_w < padding.width)
+        count = len(self.rows)
+        first, stop = np.argmax(valid, axis=1), count - np.argmax(valid[:, ::-1], axis=1)
+        left = np.clip(-at_w.min(axis=1), 0, self.length)
+        right = np.clip(padding.width - at_w.max(axis=1), 0, self.length)
+        if self.length == 1:
+            left, right = np.zeros_like(left), np.ones_like(right)
+        cut = np.stack([first, stop, left * self.channels, right * self.channels], axis=1)
+        cut[~valid.any(axis=1)] = (count, 0, self.length * self.channels, 0)
+        return cut
+
+
+def _tile_cuts(cuts: Any, rows: int) -> Any:
+    """What a tile of several pixels needs of what each of them needs."""
+    tiles = []
+    for first in range(0, len(cuts), rows):
+        part = cuts[first : first + rows]
+        low, high = part.min(axis=0), part.max(axis=0)
+        tiles.append((low[0], max(low[0], high[1]), low[2], max(low[2], high[3])))
+    return extended(tiles)
+
+
+class Correlation:
+    """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
+
+    Args:
+        padding: of the image that is read.
+        h, w: where each output pixel's window begins in the image.
+        taps: what is read from there.
+        weight_rows: place of each (tap, element) in one group's weights, and `weight_step` from column to column.
+        y_at: offset of each output pixel.
+        y_image: elements of an output image.
+        columns: output channels of a group.
+        groups: how many of them.
+    """
+
+    def __init__(
+        self, padding: Padding, h: Any, w: Any, taps: Taps, weight_rows: Any, weight_step: int,
+        y_at: Any, y_image: int, columns: int, groups: int,
+    ) -> None:  # fmt: skip
+        self.padding = padding
+        self._group_channels = taps.channels
+        self._pixels = len(h)
+        self._pixels_at, self._y_at = extended(padding.at(h, w)), extended(y_at)
+        self._taps, self._inner = len(taps.rows), taps.length * taps.channels
+        self._taps_at = extended(padding.shift(taps.rows, taps.columns))
+        self._weight_rows = extended(weight_rows)
+        self._weight_step = weight_step
+        self._y_image, self._columns, self._groups = y_image, columns, groups
+        self.panels = Panels(np.size(weight_rows), columns, self._pixels)
+        widths = np.arange(1, 4)[:, None] * WIDTH
+        self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
+        self._cutting = padding.needed and self._taps > 0
+        cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
+        self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
+
+    def pack(self, threads: int, weights: Any, group_step: int, workspace: Workspace) -> Any:
+        """The weights in panel order."""
+        packed = workspace.take("weights", self.panels.size * self._groups)
+        pack_weights(
+            threads, self.panels, weights, self._weight_rows, self._weight_step, self._groups, group_step, packed
+        )
+        return packed
+
+    def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any) -> None:
+        """Compute y of some images from x, which is padded."""
+        pieces = max(1, -(-4 * threads // (images * self._groups)))
+        block = min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24))
+        blocks = -(-self._pixels // block)
+        correlate.run(
+            threads, images * self._groups * blocks, 1, x, self.padding.elements, self._group_channels,
+            self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,
+            y, self._y_image, self._columns, self._y_at, self._pixels, block, blocks, self._groups, self.panels.table,
+            self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1],
+        )  # fmt: skip

@@ -1,0 +1,179 @@
+"""The gradient of a convolution's weights on the CPU: a product of image and gradient, summed over pixels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from caffepy.backend.cpu.convolution.correlation import SPARE, extended
+from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
+from caffepy.backend.cpu.gemm.packing import Panels
+from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
+
+if TYPE_CHECKING:
+    from caffepy.backend.cpu.convolution.direct import TileConvolution
+
+CACHED = 96 * 1024
+"""Elements of x and dy that the gradient of the weights works on at a time."""
+_ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
+
+
+@kernel
+def correlate_weights(
+    begin: Int, end: Int, a: Floats, a_image: Int, a_lines: Words, a_step: Int,
+    b: Floats, b_image: Int, b_lines: Words, b_step: Int, images: Int, lines: Int, line: Int, block: Int,
+    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Words, units: Words, count: Int, items: Int,
+    panels: Floats, panel_size: Int, panel_lines: Words, width: Int,
+) -> None:  # fmt: skip
+    """c[r, j] (+)= sum over images and pixels of a * b. Items are parts of the units: tiles of c (`WeightGradient`).
+
+    The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
+    power of two, for which caches have few places.
+    """
+    for item in range(begin, end):
+        panel = ahead(panels, item * panel_size)
+        for n in range(images):
+            for first in range(0, lines, block):
+                keep = 1 if accumulate == 1 or n > 0 or first > 0 else 0
+                height = min(block, lines - first)
+                a_at = table_at(a_lines, first)
+                packed = -1
+                for unit in range(7 * (item * count // items), 7 * ((item + 1) * count // items), 7):
+                    vectors = units[unit]
+                    last = units[unit + 6]
+                    wide = vectors * width
+                    if units[unit + 2] != packed:
+                        packed = units[unit + 2]
+                        inside = wide - width + last
+                        for h in range(height):
+                            source = n * b_image + packed + b_lines[first + h]
+                            target = h * line * wide
+                            for _ in range(line):
+                                if inside == wide:
+                                    copy_vectors(ahead(b, source), ahead(panel, target), vectors)
+                                else:
+                                    for j in range(inside):
+                                        panel[target + j] = b[source + j]
+                                source += b_step
+                                target += wide
+                    factor = ahead(a, n * a_image + units[unit + 1])
+                    target_at = ahead(c, units[unit + 3])
+                    row = table_at(rows, units[unit + 4])
+                    begins = target_at if keep == 1 else zeros
+                    steps = table_at(panel_lines, (vectors - 1) * lines)
+                    tile(
+                        vectors, factor, row, a_at, a_step, panel, steps, wide, height, line,
+                        begins, keep, target_at, c_rows, units[unit + 5], last,
+                    )  # fmt: skip
+
+
+@kernel
+def transpose_add(
+    begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, accumulate: Int
+) -> None:
+    """target[j, r] (+)= source[r, j]. Items are j."""
+    for j in range(begin, end):
+        for r in range(rows):
+            value = source[r * columns + j]
+            target[j * rows + r] = target[j * rows + r] + value if accumulate == 1 else value
+
+
+def _use(size: int) -> float:
+    """The share of vector lanes that do something when `size` elements are taken a vector at a time."""
+    return size / (-(-size // WIDTH) * WIDTH)
+
+
+class WeightGradient:
+    """The weights' gradient, divided into tiles.
+
+    Rows of a tile are output channels and vectors run along the elements of a tap, or the other way round (`turned`)
+    where that wastes fewer lanes: images of one or three channels have short taps.
+    """
+
+    def __init__(self, plan: TileConvolution) -> None:
+        self._plan = plan
+        g, p, self._inner = plan.geometry, plan.padding, plan.taps.length * plan.taps.channels
+        self._turned = g.group == 1 and _use(plan.outputs) > 1.1 * _use(self._inner)
+        self._x_lines = extended(np.arange(plan.out_height) * g.stride[0] * p.padded_width * p.channels)
+        self._dy_lines = extended(np.arange(plan.out_height) * plan.out_width * plan.outputs)
+        self._taps_at = p.shift(plan.taps.rows, plan.taps.columns)
+        self._rows: list[int] = []
+        units = self._turned_units() if self._turned else self._plain_units()
+        self._units, self._count = extended(units), len(units)
+        self._rows_table = extended(self._rows)
+        self._c_rows = extended(np.arange(SPARE) * (plan.outputs if self._turned else plan.depth))
+        self._block = self._lines_at_a_time()
+        widths = np.arange(1, 4)[:, None] * WIDTH * plan.out_width
+        self._panel_lines = extended(np.arange(plan.out_height) * widths)
+
+    def _lines_at_a_time(self) -> int:
+        """Output lines whose part of x and dy stays in the second cache while all tiles pass over them."""
+        plan = self._plan
+        line = plan.out_width * plan.outputs
+        line += plan.padding.padded_width * plan.channels * plan.geometry.stride[0]
+        return max(1, CACHED // line)
+
+    def _row_table(self, offsets: Any) -> int:
+        """Enter a tile's row offsets; those beyond the last repeat it."""
+        place = len(self._rows)
+        self._rows.extend(int(offsets[min(i, len(offsets) - 1)]) for i in range(SPARE))
+        return place
+
+    def _panels(self, columns: int, rows: int) -> list[tuple[int, int, int]]:
+        return [(int(v), int(c), int(last)) for v, c, _, last in Panels(0, columns, rows).entries]
+
+    def _plain_units(self) -> list[tuple[int, ...]]:
+        """(vectors, offset in dy, in x, in dw, row table, rows, lanes of the last vector) of each tile."""
+        plan = self._plan
+        units: list[tuple[int, ...]] = []
+        tables = {count: self._row_table(range(count)) for count in range(1, 9)}
+        for group in range(plan.geometry.group):
+            for tap, at in enumerate(self._taps_at):
+                for vectors, column, last in self._panels(self._inner, plan.group_outputs):
+                    x_at = group * plan.group_channels + int(at) + column
+                    for row in range(0, plan.group_outputs, ROWS[vectors]):
+                        count = min(ROWS[vectors], plan.group_outputs - row)
+                        output = group * plan.group_outputs + row
+                        dw_at = output * plan.depth + tap * self._inner + column
+                        units.append((vectors, output, x_at, dw_at, tables[count], count, last))
+        return units
+
+    def _turned_units(self) -> list[tuple[int, ...]]:
+        """(vectors, offset in x, in dy, in dw transposed, row table, rows, lanes of the last vector) of each tile."""
+        plan = self._plan
+        units: list[tuple[int, ...]] = []
+        elements = (self._taps_at[:, None] + np.arange(self._inner)).reshape(-1)
+        for vectors, column, last in self._panels(plan.outputs, plan.depth):
+            for row in range(0, plan.depth, ROWS[vectors]):
+                part = elements[row : row + ROWS[vectors]]
+                place = row * plan.outputs + column
+                units.append((vectors, 0, column, place, self._row_table(part), len(part), last))
+        return units
+
+    def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
+        """Add the images' share; x is padded or, if it needs no padding, as it is."""
+        plan = self._plan
+        if not self._turned:
+            self._call(x, dy, dweights, accumulate)
+            return
+        turned = plan.workspace.take("weights", dweights.size)
+        self._call(x, dy, turned, accumulate=False)
+        transpose_add.run(
+            plan.threads, plan.outputs, max(1, 4096 // plan.depth), turned, dweights, plan.depth, plan.outputs,
+            int(accumulate),
+        )  # fmt: skip
+
+    def _call(self, x: Any, dy: Any, target: Any, accumulate: bool) -> None:
+        plan = self._plan
+        of_x = (x, plan.padding.elements, self._x_lines, plan.geometry.stride[1] * plan.channels)
+        of_dy = (dy, plan.out_height * plan.out_width * plan.outputs, self._dy_lines, plan.outputs)
+        a, b = (of_x, of_dy) if self._turned else (of_dy, of_x)
+        items = min(plan.threads, self._count)
+        size = min(self._block, plan.out_height) * plan.out_width * 3 * WIDTH
+        correlate_weights.run(
+            plan.threads, items, 1, *a, *b, dy.shape[0], plan.out_height, plan.out_width, self._block, target,
+            self._c_rows, int(accumulate), _ZEROS, self._rows_table, self._units, self._count, items,
+            plan.workspace.take("panels", items * size), size, self._panel_lines, WIDTH,
+        )  # fmt: skip

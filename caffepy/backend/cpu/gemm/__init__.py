@@ -1,0 +1,1 @@
+"""Matrix products by register tiles. cpu and cpu/convolution import it."""

@@ -1,0 +1,164 @@
+"""The innermost loop of matrix products and convolutions: one tile of the result held in vector registers.
+
+    c[r, j] = start[r, j] + sum over o, i of a[a_rows[r] + a_outer[o] + i * a_inner] * b[b_outer[o] + i * b_inner + j]
+
+A row's number of `a` is spread over a vector, which multiplies vectors of `b`. Because rows, outer and inner steps may
+lie anywhere, the same loop computes matrix products, convolutions straight from the image (no im2col) and their
+gradients.
+Numba cannot be brought to keep a tile in registers, so the loop is written in LLVM's own language; it is therefore good
+for every processor that numba knows, and 80 to 90 % of the peak on those with AVX2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from caffepy.backend.cpu.jit.runtime import device_function
+from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
+
+LONG = 32
+"""Inner steps from which each outer step has a sum of its own: sums of sums lose fewer bits than one long sum."""
+ROWS = {1: 8, 2: 6, 3: 4}
+"""Rows of a tile, given its vectors: 12 sums (8 for the narrow one) leave room in 16 registers for the factors."""
+
+
+class _TileWriter(Writer):
+    """Writes the tile's instructions."""
+
+    def __init__(self, builder: Any, vectors: int, arguments: list[Any]) -> None:
+        super().__init__(builder)
+        self.rows = ROWS[vectors]
+        self.vectors = vectors
+        (
+            self.a, self.a_rows, self.a_outer, self.a_inner, self.b, self.b_outer, self.b_inner, self.outer, self.inner,
+            self.start, self.keep, self.c, self.c_rows, self.count, self.last,
+        ) = arguments  # fmt: skip
+
+    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+        return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
+
+    def _starts(self, mask: Any) -> list[Any]:
+        sums = []
+        for row in range(self.rows):
+            # Rows beyond the count read what the first row starts from: something that is there.
+            there = self.builder.icmp_signed("<", self.word(row), self.count)
+            index = self.builder.select(there, self.word(row), self.word(0))
+            offset = self.builder.mul(self.keep, self.table(self.c_rows, index))
+            for vector in range(self.vectors):
+                place = self.vector_at(self.start, self.builder.add(offset, self.word(vector * WIDTH)))
+                if vector == self.vectors - 1:
+                    sums.append(self.masked_load(place, mask))
+                else:
+                    sums.append(self.builder.load(place, align=4))
+        return sums
+
+    def _step(self, a_places: list[Any], a_at: Any, b_at: Any, sums: list[Any]) -> list[Any]:
+        columns = [
+            self.builder.load(self.vector_at(self.b, self.builder.add(b_at, self.word(v * WIDTH))), align=4)
+            for v in range(self.vectors)
+        ]
+        result = []
+        for row in range(self.rows):
+            factor = self.splat(self.builder.load(self.builder.gep(a_places[row], [a_at]), align=4))
+            for vector in range(self.vectors):
+                result.append(self._multiply_add(factor, columns[vector], sums[row * self.vectors + vector]))
+        return result
+
+    def _inner(self, places: list[Any]) -> Callable[..., Any]:
+        def body(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
+            at = [self.table(self.a_outer, index), self.table(self.b_outer, index)]
+
+            def step(_: Any, at: list[Any], inside: list[Any]) -> list[Any]:
+                result = self._step(places, at[0], at[1], inside)
+                return [*result, self.builder.add(at[0], self.a_inner), self.builder.add(at[1], self.b_inner)]
+
+            return self.loop(self.inner, sums, at, step)
+
+        def apart(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
+            part = body(index, extra, self._zeros())
+            return [self.builder.fadd(total, more) for total, more in zip(sums, part, strict=True)]
+
+        def either(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
+            long = self.builder.icmp_signed(">=", self.inner, self.word(LONG))
+            return self._choose(long, lambda: apart(index, extra, sums), lambda: body(index, extra, sums))
+
+        return either
+
+    def _choose(self, condition: Any, yes: Callable[[], list[Any]], no: Callable[[], list[Any]]) -> list[Any]:
+        """yes() if condition else no()."""
+        with self.builder.if_else(condition) as (then, otherwise):
+            with then:
+                first, first_block = yes(), self.builder.block
+            with otherwise:
+                second, second_block = no(), self.builder.block
+        merged = [self.builder.phi(value.type) for value in first]
+        for phi, value, other in zip(merged, first, second, strict=True):
+            phi.add_incoming(value, first_block)
+            phi.add_incoming(other, second_block)
+        return merged
+
+    def _zeros(self) -> list[Any]:
+        return [ir.Constant(VECTOR, [0.0] * WIDTH)] * (self.rows * self.vectors)
+
+    def _store_row(self, row: int, sums: list[Any], mask: Any) -> None:
+        offset = self.table(self.c_rows, self.word(row))
+        for vector in range(self.vectors - 1):
+            place = self.vector_at(self.c, self.builder.add(offset, self.word(vector * WIDTH)))
+            self.builder.store(sums[row * self.vectors + vector], place, align=4)
+        last = self.vector_at(self.c, self.builder.add(offset, self.word((self.vectors - 1) * WIDTH)))
+        value = sums[(row + 1) * self.vectors - 1]
+        self.store(value, last, self.last, mask)
+
+    def write(self) -> None:
+        """The whole tile."""
+        mask = self.lanes(self.last)
+        places = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in range(self.rows)]
+        sums = self.loop(self.outer, self._zeros(), [], self._inner(places))
+        sums = [self.builder.fadd(start, total) for start, total in zip(self._starts(mask), sums, strict=True)]
+        for row in range(self.rows):
+            with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
+                self._store_row(row, sums, mask)
+
+
+def _tile(vectors: int) -> Any:
+    numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
+    signature = types.void(
+        numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word
+    )
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        _TileWriter(builder, vectors, list(arguments)).write()
+        return context.get_dummy_value()
+
+    def typed(
+        typing_context: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any,
+        outer: Any, inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
+    ) -> Any:  # fmt: skip
+        return signature, generate
+
+    return intrinsic(typed)
+
+
+tile1, tile2, tile3 = _tile(1), _tile(2), _tile(3)
+"""Tiles of 1, 2 and 3 vectors. Tables are int64; `start` is added to c's row offset times `keep` (0 or 1), so that it
+is either one row for all (zeros, bias) or c itself; `count` rows are written, and `last` lanes of the last vector."""
+
+
+@device_function
+def tile(
+    vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
+    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
+) -> None:  # fmt: skip
+    """A tile of 1, 2 or 3 vectors."""
+    if vectors == 2:
+        tile2(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+    elif vectors == 3:
+        tile3(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+    else:
+        tile1(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)

@@ -1,0 +1,84 @@
+"""Columns of a matrix product divided into panels as wide as a tile, and the packing of weights into them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.gemm.microkernel import ROWS
+from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.vector import WIDTH
+
+COST = {1: 4.5, 2: 6.0, 3: 6.0}
+"""Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
+
+
+@cache
+def panel_vectors(columns: int, rows: int) -> tuple[int, ...]:
+    """How many vectors each panel has, so that the fewest cycles are spent on `rows` by `columns`, waste included."""
+    vectors = -(-columns // WIDTH)
+    choices = []
+    for threes in range(vectors // 3 + 1):
+        rest = vectors - 3 * threes
+        choices.append((3,) * threes + (2,) * (rest // 2) + (1,) * (rest % 2))
+    return min(choices, key=lambda panels: sum(COST[v] * -(-rows // ROWS[v]) for v in panels))
+
+
+class Panels:
+    """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by one of `rows` rows.
+
+    Attributes:
+        entries: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
+        size: elements of the packed buffer.
+    """
+
+    def __init__(self, depth: int, columns: int, rows: int) -> None:
+        entries, column, start = [], 0, 0
+        for vectors in panel_vectors(columns, rows):
+            last = min(WIDTH, columns - column - (vectors - 1) * WIDTH)
+            entries.append((vectors, column, start, last))
+            column += vectors * WIDTH
+            start += vectors * WIDTH * depth
+        self.entries = np.array(entries, np.int64).reshape(-1, 4)
+        self.table = Pinned(self.entries)
+        self.count = len(entries)
+        self.size = start
+        self.depth = depth
+        self.columns = columns
+
+
+@kernel
+def pack(
+    begin: Int, end: Int, source: Floats, rows: Words, depth: Int, step: Int, group_step: Int,
+    packed: Floats, size: Int, table: Words, panels: Int, columns: Int, width: Int,
+) -> None:  # fmt: skip
+    """Element (k, j) lies at rows[k] + j * step. Items are (group, panel); beyond the columns come zeros."""
+    for item in range(begin, end):
+        group = item // panels
+        panel = 4 * (item % panels)
+        wide = table[panel] * width
+        first = table[panel + 1]
+        target = group * size + table[panel + 2]
+        inside = min(wide, columns - first)
+        for k in range(depth):
+            origin = group * group_step + rows[k] + first * step
+            if step == 1:  # a copy that can be vectorised
+                for j in range(inside):
+                    packed[target + k * wide + j] = source[origin + j]
+            else:
+                for j in range(inside):
+                    packed[target + k * wide + j] = source[origin + j * step]
+            for j in range(inside, wide):
+                packed[target + k * wide + j] = 0
+
+
+def pack_weights(
+    threads: int, panels: Panels, source: Any, rows: Any, step: int, groups: int, group_step: int, packed: Any
+) -> None:
+    """Bring the weights of all groups into panel order."""
+    pack.run(
+        threads, groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, rows, panels.depth, step,
+        group_step, packed, panels.size, panels.table, panels.count, panels.columns, WIDTH,
+    )  # fmt: skip

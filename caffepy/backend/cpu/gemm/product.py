@@ -1,0 +1,219 @@
+"""Matrix products on the CPU, in register tiles, on the threads of all other kernels: no second pool fights them.
+
+The smaller factor is packed into panels as wide as a tile, the larger one is read where it lies. Inner products of a
+small batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
+from caffepy.backend.cpu.gemm.packing import COST, Panels, pack_weights
+from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
+from caffepy.backend.cpu.workspace import Workspace
+
+GROUP = 24
+"""Rows that pass over the panels together: a multiple of the rows of every tile."""
+DEPTH = 256
+"""Depth of the part of the factors worked on at a time; a sum of such parts loses fewer bits than one long sum."""
+SMALL = 128 * 1024
+"""Elements of a packed factor that stays in the second cache."""
+BLOCK = 240
+"""Columns, about, that are packed at a time from a large factor."""
+WHOLE = 6 * WIDTH
+"""Columns that panels of two and of three vectors both fill."""
+_ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
+_NO_OFFSET = Pinned(np.zeros(1, np.int64))
+
+
+@kernel
+def product_by_rows(
+    begin: Int, end: Int, a: Floats, a_step: Int, a_rows: Words, strip: Floats, strip_rows: Words,
+    packed: Floats, table: Words, panels: Int, width: Int, depth: Int, part: Int, no_offset: Words,
+    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Int, group: Int, groups: Int, items: Int,
+) -> None:  # fmt: skip
+    """c (+)= a * packed. Items are parts of the groups of rows; `strip` holds a group not contiguous in depth."""
+    for item in range(begin, end):
+        for g in range(item * groups // items, (item + 1) * groups // items):
+            first = g * group
+            for k in range(0, depth, part):
+                height = min(part, depth - k)
+                keep = 1 if accumulate == 1 or k > 0 else 0
+                source = ahead(a, k * a_step)
+                offsets, step = table_at(a_rows, first), a_step
+                if a_step != 1:
+                    step = group
+                    copy = ahead(strip, item * part * group)
+                    for i in range(height):
+                        for r in range(min(group, rows - first)):
+                            copy[i * group + r] = source[i * a_step + a_rows[first + r]]
+                    source, offsets = copy, strip_rows
+                for panel in range(panels):
+                    vectors = table[4 * panel]
+                    wide = vectors * width
+                    weights = ahead(packed, table[4 * panel + 2] + k * wide)
+                    high = 6 if vectors == 2 else (4 if vectors == 3 else 8)
+                    for r in range(0, min(group, rows - first), high):
+                        target = ahead(c, c_rows[first + r] + table[4 * panel + 1])
+                        begins = target if keep == 1 else zeros
+                        tile(
+                            vectors, source, table_at(offsets, r), no_offset, step, weights, no_offset, wide, 1, height,
+                            begins, keep, target, c_rows, rows - first - r, table[4 * panel + 3],
+                        )  # fmt: skip
+
+
+@kernel
+def product_by_columns(
+    begin: Int, end: Int, a: Floats, a_rows: Words, a_step: Int, rows: Int, b: Floats, b_step: Int, columns: Int,
+    packed: Floats, vectors: Int, width: Int, depth: Int, part: Int, no_offset: Words,
+    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, high: Int, block: Int, blocks: Int, items: Int,
+    direct: Int,
+) -> None:  # fmt: skip
+    """c (+)= a * b, b contiguous along its columns. Items are parts of the blocks of columns.
+
+    With `direct`, whole panels are read where they lie instead of being packed.
+    """
+    wide = vectors * width
+    for item in range(begin, end):
+        buffer = ahead(packed, item * part * block)
+        for number in range(item * blocks // items, (item + 1) * blocks // items):
+            first = number * block
+            stop = min(first + block, columns)
+            for k in range(0, depth, part):
+                height = min(part, depth - k)
+                keep = 1 if accumulate == 1 or k > 0 else 0
+                start = stop // wide * wide if direct == 1 else first
+                for i in range(height):
+                    for j in range(start, stop, wide):
+                        source = (k + i) * b_step + j
+                        target = (j - first) * height + i * wide
+                        if j + wide <= stop:
+                            copy_vectors(ahead(b, source), ahead(buffer, target), vectors)
+                        else:
+                            for v in range(stop - j):
+                                buffer[target + v] = b[source + v]
+                for j in range(first, stop, wide):
+                    inside = min(wide, stop - j)
+                    used = (inside + width - 1) // width
+                    panel, step = ahead(buffer, (j - first) * height), wide
+                    if direct == 1 and inside == wide:
+                        panel, step = ahead(b, k * b_step + j), b_step
+                    for r in range(0, rows, high):
+                        target_at = ahead(c, c_rows[r] + j)
+                        begins = target_at if keep == 1 else zeros
+                        tile(
+                            used, ahead(a, k * a_step), table_at(a_rows, r), no_offset, a_step,
+                            panel, no_offset, step, 1, height,
+                            begins, keep, target_at, c_rows, min(high, rows - r), inside - (used - 1) * width,
+                        )  # fmt: skip
+
+
+@kernel
+def transpose(
+    begin: Int, end: Int, source: Floats, source_row: Int, target: Floats, target_row: Int, rows: Int, accumulate: Int
+) -> None:
+    """target[j, r] (+)= source[r, j]. Items are blocks of 16 r."""
+    for item in range(begin, end):
+        first = item * 16
+        stop = min(first + 16, rows)
+        for j in range(source_row):
+            for r in range(first, stop):
+                value = source[r * source_row + j]
+                place = j * target_row + r
+                target[place] = target[place] + value if accumulate == 1 else value
+
+
+@lru_cache(maxsize=1024)
+def _offsets(count: int, step: int) -> Pinned:
+    """Offsets of rows `step` elements apart; a tile reads beyond the last, which is repeated."""
+    return Pinned(np.minimum(np.arange(count + 8), count - 1) * step)
+
+
+@lru_cache(maxsize=1024)
+def _panels(depth: int, columns: int, rows: int) -> Panels:
+    return Panels(depth, columns, rows)
+
+
+def _strides(matrix: Any) -> tuple[int, int]:
+    """Strides in elements; an axis of one element may be taken for contiguous."""
+    first, second = (stride // matrix.itemsize for stride in matrix.strides)
+    return (first if matrix.shape[0] > 1 else matrix.shape[1]), (second if matrix.shape[1] > 1 else 1)
+
+
+class Gemm:
+    """Matrix products of one backend.
+
+    Args:
+        threads: of the backend.
+        workspace: of the backend.
+    """
+
+    def __init__(self, threads: int, workspace: Workspace) -> None:
+        self._threads = threads
+        self._workspace = workspace
+
+    def __call__(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        """c (+)= a @ b for matrices with a unit stride in one axis."""
+        if _strides(c)[1] != 1:
+            a, b, c = b.T, a.T, c.T
+        rows, depth = a.shape
+        columns = b.shape[1]
+        if not c.size:
+            return
+        if depth == 0:
+            c[...] = c if accumulate else 0
+        elif columns > rows and _strides(b)[1] != 1:
+            self._turned(a, b, c, accumulate)
+        elif depth * columns <= SMALL or columns <= rows:
+            self._by_rows(a, b, c, _strides(c)[0], accumulate)
+        else:
+            self._by_columns(a, b, c, accumulate)
+
+    def _turned(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        """c transposed = b transposed @ a transposed, as b is the larger factor and contiguous in depth."""
+        rows, columns = c.shape
+        result = self._workspace.take("product", c.size)
+        self._by_rows(b.T, a.T, result, rows, accumulate=False)
+        items = -(-columns // 16)
+        transpose.run(
+            self._threads, items, max(1, 1024 // rows), result, rows, c, _strides(c)[0], columns, int(accumulate)
+        )
+
+    def _by_rows(self, a: Any, b: Any, c: Any, c_row: int, accumulate: bool) -> None:
+        (rows, depth), columns = a.shape, b.shape[1]
+        (a_row, a_step), (b_step, b_column) = _strides(a), _strides(b)
+        panels = _panels(depth, columns, rows)
+        packed = self._workspace.take("weights", panels.size)
+        pack_weights(self._threads, panels, b, _offsets(depth, b_step), b_column, 1, 0, packed)
+        groups = -(-rows // GROUP)
+        items = min(self._threads, groups)
+        part = min(depth, DEPTH)
+        strip = self._workspace.take("strip", items * part * GROUP + WIDTH) if a_step != 1 else _ZEROS
+        product_by_rows.run(
+            self._threads, items, 1 if rows * columns * depth > 2**15 else items, a, a_step, _offsets(rows, a_row),
+            strip, _offsets(GROUP, 1), packed, panels.table, panels.count, WIDTH, depth, part, _NO_OFFSET, c,
+            _offsets(rows, c_row), int(accumulate), _ZEROS, rows, GROUP, groups, items,
+        )  # fmt: skip
+
+    def _by_columns(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        (rows, depth), columns = a.shape, b.shape[1]
+        (a_row, a_step), (b_row, _) = _strides(a), _strides(b)
+        vectors = min((2, 3), key=lambda v: COST[v] * -(-rows // ROWS[v]) / v)
+        # Few rows read a panel once or twice: then it is read where it lies, in long pieces of few rows of b.
+        direct = rows <= 2 * ROWS[vectors]
+        block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
+        rounds = -(-columns // (block * self._threads))
+        block = -(-columns // (rounds * self._threads * WHOLE)) * WHOLE  # as many for each thread
+        blocks = -(-columns // block)
+        items = min(self._threads, blocks)
+        product_by_columns.run(
+            self._threads, items, 1, a, _offsets(rows, a_row), a_step, rows, b, b_row, columns,
+            self._workspace.take("panels", items * part * block), vectors, WIDTH, depth, part, _NO_OFFSET, c,
+            _offsets(rows, _strides(c)[0]), int(accumulate), _ZEROS, ROWS[vectors], block, blocks, items,
+            int(direct),
+        )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Compiles CPU kernels and the loop that runs them, and keeps the machine code in the user's cache folder.
+
+Numba's own ways to choose a folder (NUMBA_CACHE_DIR, its list of locators) act on all functions of the process, and
+its default is the __pycache__ beside the source. Here the functions that this module compiles get a cache of their
+own. A cache that cannot be read or written, now or later, costs time and nothing else.
+
+The folder's name changes with caffepy's version, with the kernels' sources, with numba, llvmlite and Python, and with
+the processor: machines of several kinds share home folders, and numba's index of a function is no place where two
+processes could write about two processors at once. Within one folder all writers of a file write the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import Cache, CompileResultCacheImpl, NullCache, _CacheLocator
+from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
+from numba.core.sigutils import normalize_signature
+
+import caffepy
+from caffepy.caches import version_folder
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def file_stamp(file: str) -> int:
+    """Changes with a file's content."""
+    try:
+        return zlib.crc32(Path(file).read_bytes())
+    except OSError:
+        return 0
+
+
+@cache
+def kernels_stamp() -> int:
+    """Changes with every file of this backend: a kernel may have another's tile compiled into it."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return zlib.crc32(" ".join(f"{file_stamp(str(file)):08x}" for file in files).encode())
+
+
+@cache
+def kernels_folder() -> Path | None:
+    """Where this process keeps kernels; None where it cannot."""
+    parts = (
+        kernels_stamp(),
+        numba.__version__,
+        llvmlite.__version__,
+        sys.version,
+        cpu_target.target_context.codegen().magic_tuple(),
+    )
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+    return version_folder("kernels", f"{caffepy.__version__}-{digest}")
+
+
+class _Locator(_CacheLocator):
+    """Tells numba a folder and lets the folder's and the function's names say all about freshness."""
+
+    def __init__(self, folder: Path, file: str) -> None:
+        self._folder = folder
+        self._py_file = file  # numba reads it for its warnings
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._folder.name
+
+    def get_disambiguator(self) -> str:
+        return "1"
+
+
+class _KernelCacheImpl(CompileResultCacheImpl):
+    """Numba's cache of compile results, in our folder whatever numba's configuration says."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        folder = kernels_folder()
+        assert folder is not None
+        file = inspect.getfile(function)
+        self._lineno = function.__code__.co_firstlineno
+        self._locator = _Locator(folder, file)
+        name = f"{Path(file).stem}.{function.__qualname__}"
+        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
+
+
+class KernelCache(Cache):
+    """The cache of one function."""
+
+    _impl_class = _KernelCacheImpl
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What is kept, else None; a damaged file counts as none and is replaced."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # unpickling damaged files raises anything
+            logger.debug("%s: a compiled kernel cannot be read, it is compiled anew: %r", self.cache_path, error)
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep it, if the folder can be written."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            logger.debug("%s: a compiled kernel is not kept: %s", self.cache_path, error)
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    return NullCache() if kernels_folder() is None else KernelCache(function)
+
+
+def compile_c_function(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
+    """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache."""
+    compiled: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
+    compiled._cache = _cache_of(function)
+    compiled.compile()
+    return compiled
+
+
+def compile_loop(function: Callable[..., Any], signature: Any) -> Any:
+    """What `numba.njit(signature, parallel=True, nogil=True, cache=True)` gives, but for the cache."""
+    dispatcher: Any = numba.njit(parallel=True, nogil=True)(function)
+    dispatcher._cache = _cache_of(function)
+    dispatcher.compile(signature)
+    dispatcher.disable_compile()
+    return dispatcher

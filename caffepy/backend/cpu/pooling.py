@@ -1,0 +1,210 @@
+"""Pooling windows over channels-last images: memory (N, H, W, C), all channels of a pixel next to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from caffepy.backend.cpu.jit.runtime import Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, ahead_int
+from caffepy.backend.types import Geometry
+
+GRAIN = 8192
+"""Elements below which a second thread costs more than it saves."""
+
+
+class _WindowWriter(Writer):
+    """Writes the search for the maxima of a window in WIDTH channels at once."""
+
+    def write(
+        self, x: Any, rows: Any, row: Any, columns: Any, column: Any, place: Any, width: Any, y: Any, mask: Any,
+        wanted: Any,
+    ) -> None:  # fmt: skip
+        lanes = self.lanes(wanted)
+        best, where = self._better(None, self.masked_load(self.vector_at(x, self.word(0)), lanes), place)
+
+        def over_rows(h: Any, _: Any, found: list[Any]) -> list[Any]:
+            def over_columns(w: Any, _: Any, inner: list[Any]) -> list[Any]:
+                offset = self.builder.add(self.builder.mul(h, row), self.builder.mul(w, column))
+                value = self.masked_load(self.vector_at(x, offset), lanes)
+                at = self.builder.add(place, self.builder.add(self.builder.mul(h, width), w))
+                return self._better(inner, value, at)
+
+            return self.loop(columns, found, [], over_columns)
+
+        best, where = self.loop(rows, [best, where], [], over_rows)
+        self.store(best, self.vector_at(y, self.word(0)), wanted, lanes)
+        self.store(self.builder.bitcast(where, VECTOR), self.vector_at(mask, self.word(0)), wanted, lanes)
+
+    def _better(self, found: list[Any] | None, value: Any, at: Any) -> list[Any]:
+        """The larger of what was found and `value` at place `at`, and its place; the first one or first NaN wins."""
+        where = self.splat(self.builder.trunc(at, ir.IntType(32)))
+        if found is None:
+            return [value, where]
+        number = self.builder.fcmp_ordered("==", found[0], found[0])
+        larger = self.builder.and_(self.builder.fcmp_unordered(">", value, found[0]), number)
+        return [self.builder.select(larger, value, found[0]), self.builder.select(larger, where, found[1])]
+
+
+@intrinsic
+def window_maximum(
+    typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, place: Any, width: Any, y: Any,
+    mask: Any, wanted: Any,
+) -> Any:  # fmt: skip
+    """Maxima of a window whose elements are `row` and `column` apart, and their places `place + h * width + w`."""
+    word, numbers = types.int64, types.CPointer(types.float32)
+    signature = types.void(
+        numbers, word, word, word, word, word, word, numbers, types.CPointer(types.int32), word
+    )  # fmt: skip
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        _WindowWriter(builder).write(*arguments)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@kernel
+def max_forward(
+    begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, vector: Int,
+) -> None:  # fmt: skip
+    """Items are the rows (n, oh) of the output."""
+    for item in range(begin, end):
+        n = item // out_height
+        h0 = (item % out_height) * stride_h - pad_h
+        h1 = min(h0 + kernel_h, height)
+        h0 = max(h0, 0)
+        for ow in range(out_width):
+            w0 = ow * stride_w - pad_w
+            w1 = min(w0 + kernel_w, width)
+            w0 = max(w0, 0)
+            out = (item * out_width + ow) * channels
+            place = h0 * width + w0
+            source = (n * height * width + place) * channels
+            for c in range(0, channels, vector):
+                window_maximum(
+                    ahead(x, source + c), h1 - h0, width * channels, w1 - w0, channels, place, width,
+                    ahead(y, out + c), ahead_int(mask, out + c), channels - c,
+                )  # fmt: skip
+
+
+@kernel
+def max_backward(
+    begin: Int, end: Int, dy: Floats, mask: Ints, dx: Floats, channels: Int, block: Int, blocks: Int, pixels: Int,
+    out_pixels: Int,
+) -> None:  # fmt: skip
+    """Items are (n, block of channels), so that no two threads add to one element."""
+    for item in range(begin, end):
+        n = item // blocks
+        c0 = (item % blocks) * block
+        c1 = min(c0 + block, channels)
+        for p in range(pixels):
+            for c in range(c0, c1):
+                dx[(n * pixels + p) * channels + c] = 0
+        for q in range(out_pixels):
+            source = (n * out_pixels + q) * channels
+            for c in range(c0, c1):
+                dx[(n * pixels + mask[source + c]) * channels + c] += dy[source + c]
+
+
+@kernel
+def average_forward(
+    begin: Int, end: Int, x: Floats, y: Floats,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+) -> None:  # fmt: skip
+    """Items are the rows (n, oh) of the output."""
+    for item in range(begin, end):
+        n = item // out_height
+        h0 = (item % out_height) * stride_h - pad_h
+        h1 = min(h0 + kernel_h, height + pad_h)
+        rows = h1 - h0
+        h0 = max(h0, 0)
+        h1 = min(h1, height)
+        for ow in range(out_width):
+            w0 = ow * stride_w - pad_w
+            w1 = min(w0 + kernel_w, width + pad_w)
+            area = rows * (w1 - w0)
+            w0 = max(w0, 0)
+            w1 = min(w1, width)
+            out = (item * out_width + ow) * channels
+            for c in range(channels):
+                y[out + c] = 0
+            for h in range(h0, h1):
+                for w in range(w0, w1):
+                    source = ((n * height + h) * width + w) * channels
+                    for c in range(channels):
+                        y[out + c] += x[source + c]
+            for c in range(channels):
+                y[out + c] /= area
+
+
+@kernel
+def average_backward(
+    begin: Int, end: Int, dy: Floats, dx: Floats,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+) -> None:  # fmt: skip
+    """Items are the rows (n, h) of the image; each gathers from the windows that cover it."""
+    for item in range(begin, end):
+        n = item // height
+        h = item % height + pad_h
+        first_oh = max(0, (h - kernel_h) // stride_h + 1)
+        last_oh = min(out_height, h // stride_h + 1)
+        for w in range(pad_w, width + pad_w):
+            first_ow = max(0, (w - kernel_w) // stride_w + 1)
+            last_ow = min(out_width, w // stride_w + 1)
+            target = (item * width + w - pad_w) * channels
+            for c in range(channels):
+                dx[target + c] = 0
+            for oh in range(first_oh, last_oh):
+                rows = min(oh * stride_h + kernel_h, height + 2 * pad_h) - oh * stride_h
+                for ow in range(first_ow, last_ow):
+                    columns = min(ow * stride_w + kernel_w, width + 2 * pad_w) - ow * stride_w
+                    area = rows * columns
+                    source = ((n * out_height + oh) * out_width + ow) * channels
+                    for c in range(channels):
+                        dx[target + c] += dy[source + c] / area
+
+
+def _window(x: Any, y: Any, geometry: Geometry) -> tuple[int, ...]:
+    _, channels, height, width = x.shape
+    return (channels, height, width, *y.shape[2:], *geometry.kernel, *geometry.stride, *geometry.pad)
+
+
+def _rows(array: Any) -> tuple[int, int]:
+    """Items and grain of a kernel whose items are the rows of (N, C, H, W)."""
+    samples, channels, height, width = array.shape
+    return samples * height, max(1, GRAIN // max(1, channels * width))
+
+
+def pool_max_forward(threads: int, x: Any, y: Any, mask: Any, geometry: Geometry) -> None:
+    """See `Backend.pool_max_forward`."""
+    max_forward.run(threads, *_rows(y), x, y, mask, *_window(x, y, geometry), WIDTH)
+
+
+def pool_max_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:
+    """See `Backend.pool_max_backward`."""
+    samples, channels, height, width = dx.shape
+    block = channels if samples >= 4 * threads else 16
+    blocks = -(-channels // block)
+    out_pixels = dy.shape[2] * dy.shape[3]
+    grain = max(1, GRAIN // max(1, block * height * width))
+    max_backward.run(
+        threads, samples * blocks, grain, dy, mask, dx, channels, block, blocks, height * width, out_pixels
+    )
+
+
+def pool_average_forward(threads: int, x: Any, y: Any, geometry: Geometry) -> None:
+    """See `Backend.pool_average_forward`."""
+    average_forward.run(threads, *_rows(y), x, y, *_window(x, y, geometry))
+
+
+def pool_average_backward(threads: int, dy: Any, dx: Any, geometry: Geometry) -> None:
+    """See `Backend.pool_average_backward`."""
+    average_backward.run(threads, *_rows(dx), dy, dx, *_window(dx, dy, geometry))

@@ -1,0 +1,69 @@
+"""Counter-based random numbers: Philox 4x32-10 (Salmon et al.: Parallel random numbers: as easy as 1, 2, 3, SC11)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.jit.runtime import Floats, Int, device_function, kernel
+from caffepy.backend.types import RandomStream
+
+_WORD = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_DROPPED = np.uint64(8)
+_SCALE = np.float32(2.0**-24)
+
+
+@device_function
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """Ten rounds on a counter of four words with a key of two, all 32-bit words held as uint64."""
+    for _ in range(10):
+        p0 = _M0 * c0
+        p1 = _M1 * c2
+        c0 = ((p1 >> _SHIFT) ^ c1 ^ k0) & _WORD
+        c2 = ((p0 >> _SHIFT) ^ c3 ^ k1) & _WORD
+        c1 = p1 & _WORD
+        c3 = p0 & _WORD
+        k0 = (k0 + _W0) & _WORD
+        k1 = (k1 + _W1) & _WORD
+    return c0, c1, c2, c3
+
+
+@kernel
+def uniform(
+    begin: Int, end: Int, out: Floats, count: Int, pixels: Int, channels: Int, quads: Int, first_sample: Int,
+    pass_number: Int, key0: Int, key1: Int,
+) -> None:  # fmt: skip
+    """Items are (sample, four elements); element i = c * pixels + p lies at p * channels + c."""
+    for item in range(begin, end):
+        row = item // quads
+        quad = item % quads
+        sample = np.uint64(first_sample + row)
+        words = philox(
+            np.uint64(quad), sample & _WORD, sample >> _SHIFT, np.uint64(pass_number) & _WORD,
+            np.uint64(key0), np.uint64(key1),
+        )  # fmt: skip
+        for j in range(min(4, count - 4 * quad)):
+            i = 4 * quad + j
+            at = i if channels == 1 or pixels == 1 else (i % pixels) * channels + i // pixels
+            word = words[0]
+            if j == 1:
+                word = words[1]
+            elif j == 2:
+                word = words[2]
+            elif j == 3:
+                word = words[3]
+            out[row * count + at] = np.float32(word >> _DROPPED) * _SCALE
+
+
+def random_uniform(threads: int, out: Any, stream: RandomStream, pass_number: int, first_sample: int) -> None:
+    """See `Backend.random_uniform`."""
+    samples = out.shape[0] if out.ndim else 1
+    count = out.size // max(1, samples)
+    channels, pixels = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (1, count)
+    quads = -(-count // 4)
+    key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
+    uniform.run(threads, samples * quads, 1024, out, count, pixels, channels, quads, first_sample, pass_number, *key)

@@ -1,0 +1,200 @@
+"""Softmax, its loss and the ranks of labels, along one axis of arrays seen as (outer, classes, inner)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.jit.runtime import Doubles, Float, Floats, Int, Ints, Kernel, kernel
+
+GRAIN = 2048
+"""Elements below which a second thread costs more than it saves."""
+SMALLEST = 1.1754943508222875e-38
+"""FLT_MIN: Caffe's lower bound of a probability whose logarithm is taken."""
+
+
+@kernel
+def forward(begin: Int, end: Int, x: Floats, y: Floats, classes: Int, inner: Int) -> None:
+    """Items are places (outer, inner)."""
+    for item in range(begin, end):
+        base = (item // inner) * classes * inner + item % inner
+        largest = x[base]
+        for c in range(classes):
+            largest = max(largest, x[base + c * inner])
+        total = 0.0
+        for c in range(classes):
+            value = math.exp(x[base + c * inner] - largest)
+            y[base + c * inner] = value
+            total += value
+        for c in range(classes):
+            y[base + c * inner] /= total
+
+
+@kernel
+def backward(begin: Int, end: Int, y: Floats, dy: Floats, dx: Floats, classes: Int, inner: Int) -> None:
+    """Items are places (outer, inner)."""
+    for item in range(begin, end):
+        base = (item // inner) * classes * inner + item % inner
+        total = 0.0
+        for c in range(classes):
+            total += y[base + c * inner] * dy[base + c * inner]
+        for c in range(classes):
+            at = base + c * inner
+            dx[at] = y[at] * (dy[at] - total)
+
+
+@kernel
+def loss(
+    begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles, counted: Ints,
+    classes: Int, inner: Int, ignoring: Int, ignored: Int,
+) -> None:  # fmt: skip
+    """Items are places. counted becomes 1, 0 (ignored) or -1 (no such class)."""
+    for item in range(begin, end):
+        label = int(labels[item])
+        losses[item] = 0
+        if ignoring == 1 and label == ignored:
+            counted[item] = 0
+        elif label < 0 or label >= classes:
+            counted[item] = -1
+        else:
+            counted[item] = 1
+            at = (item // inner) * classes * inner + label * inner + item % inner
+            losses[item] = -math.log(max(probabilities[at], SMALLEST))
+
+
+@kernel
+def loss_backward(
+    begin: Int, end: Int, probabilities: Floats, labels: Floats, dx: Floats,
+    classes: Int, inner: Int, ignoring: Int, ignored: Int, scale: Float,
+) -> None:  # fmt: skip
+    """Items are places."""
+    for item in range(begin, end):
+        label = int(labels[item])
+        base = (item // inner) * classes * inner + item % inner
+        factor = scale
+        if ignoring == 1 and label == ignored:
+            factor = scale * 0
+        for c in range(classes):
+            dx[base + c * inner] = probabilities[base + c * inner] * factor
+        if 0 <= label < classes:
+            dx[base + label * inner] -= factor
+
+
+@kernel
+def ranks(begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int) -> None:
+    """Items are places; -1 where the label is no class."""
+    for item in range(begin, end):
+        label = int(labels[item])
+        base = (item // inner) * classes * inner + item % inner
+        if label < 0 or label >= classes:
+            out[item] = -1
+        else:
+            own = x[base + label * inner]
+            count = -1
+            for c in range(classes):
+                if x[base + c * inner] >= own:
+                    count += 1
+            out[item] = count
+
+
+def _extents(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
+    """(outer, classes, inner) in memory order, with places in logical order; None if the two disagree."""
+    if len(shape) == 4:
+        if axis == 1 or shape[2] * shape[3] == 1:
+            shape = (shape[0] * shape[2] * shape[3], shape[1]) if axis == 1 else (shape[0], shape[1], *shape[2:])
+            axis = 1 if axis == 1 else axis
+        elif shape[1] != 1:
+            return None
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+class _Places:
+    """Arrays seen as (outer, classes, inner), copied to the plain order where memory has another, and back."""
+
+    def __init__(self, threads: int, axis: int, shape: tuple[int, ...]) -> None:
+        self.threads = threads
+        extents = _extents(shape, axis)
+        self.plain = extents is None
+        self.outer, self.classes, self.inner = extents or (
+            math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+        )  # fmt: skip
+
+    def of(self, array: Any) -> Any:
+        """The array, or a copy in the plain order."""
+        return np.ascontiguousarray(array) if self.plain else array
+
+    def back(self, result: Any, array: Any) -> None:
+        """Write a result that `of` made for `array` to it."""
+        if self.plain:
+            array[...] = result
+
+    def run(self, entry: Kernel, *arguments: Any) -> None:
+        """Call a kernel whose items are the places."""
+        entry.run(self.threads, self.outer * self.inner, GRAIN // self.classes, *arguments)
+
+
+def softmax_forward(threads: int, x: Any, y: Any, axis: int) -> None:
+    """See `Backend.softmax_forward`."""
+    places = _Places(threads, axis, x.shape)
+    result = places.of(y)
+    places.run(forward, places.of(x), result, places.classes, places.inner)
+    places.back(result, y)
+
+
+def softmax_backward(threads: int, y: Any, dy: Any, dx: Any, axis: int) -> None:
+    """See `Backend.softmax_backward`."""
+    places = _Places(threads, axis, y.shape)
+    result = places.of(dx)
+    places.run(backward, places.of(y), places.of(dy), result, places.classes, places.inner)
+    places.back(result, dx)
+
+
+def _ignored(ignore_label: int | None) -> tuple[int, int]:
+    return (0, 0) if ignore_label is None else (1, ignore_label)
+
+
+def _note_bad(bad: Any, bad_label: Any) -> None:
+    indices = np.flatnonzero(bad)
+    if indices.size:
+        bad_label[0] = indices[0]
+
+
+def loss_forward(
+    threads: int, probabilities: Any, labels: Any, totals: Any, bad_label: Any, axis: int, ignore_label: int | None
+) -> None:
+    """See `Backend.softmax_loss_forward`, from the probabilities on."""
+    places = _Places(threads, axis, probabilities.shape)
+    count = places.outer * places.inner
+    losses, counted = np.empty(count), np.empty(count, np.int32)
+    labels = np.ascontiguousarray(labels)
+    places.run(
+        loss, places.of(probabilities), labels, losses, counted, places.classes, places.inner, *_ignored(ignore_label)
+    )
+    totals[0] = losses.sum()
+    totals[1] = np.count_nonzero(counted > 0)
+    _note_bad(counted < 0, bad_label)
+
+
+def loss_gradient(
+    threads: int, probabilities: Any, labels: Any, dx: Any, axis: int, ignore_label: int | None, scale: float
+) -> None:
+    """See `Backend.softmax_loss_backward`."""
+    places = _Places(threads, axis, probabilities.shape)
+    result = places.of(dx)
+    labels = np.ascontiguousarray(labels)
+    places.run(
+        loss_backward, places.of(probabilities), labels, result, places.classes, places.inner,
+        *_ignored(ignore_label), scale,
+    )  # fmt: skip
+    places.back(result, dx)
+
+
+def label_ranks(threads: int, x: Any, labels: Any, out: Any, bad_label: Any, axis: int) -> None:
+    """See `Backend.label_ranks`."""
+    places = _Places(threads, axis, x.shape)
+    result = np.empty(places.outer * places.inner, np.float32)
+    places.run(ranks, places.of(x), np.ascontiguousarray(labels), result, places.classes, places.inner)
+    out[...] = result.reshape(out.shape)
+    _note_bad(result < 0, bad_label)

@@ -1,0 +1,348 @@
+"""The CUDA backend: `Backend`'s primitives on one GPU, with CuPy's memory, own kernels, cuBLAS and cuDNN.
+
+Owns one device's stream and library handles. Everything is ordered on the stream; nothing waits for the device but
+`to_host`, `synchronize` and `all_finite`. Import this module only when a GPU is asked for: it imports CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from caffepy.backend.composite import Composed
+from caffepy.backend.cuda import copy as cuda_copy
+from caffepy.backend.cuda import memory as cuda_memory
+from caffepy.backend.cuda import pooling as cuda_windows
+from caffepy.backend.cuda import random as cuda_random
+from caffepy.backend.cuda import softmax as cuda_classes
+from caffepy.backend.cuda.batch_norm import Normaliser
+from caffepy.backend.cuda.convolution.autotune import Tuner
+from caffepy.backend.cuda.convolution.plan import CudaConvolution, Resources
+from caffepy.backend.cuda.convolution.problem import Problem
+from caffepy.backend.cuda.device import (
+    GIBIBYTE,
+    DeviceProperties,
+    check_device,
+    cupy,
+    device_count,
+    device_names,
+    device_properties,
+    import_cudnn,
+)
+from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
+from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
+from caffepy.backend.cuda.gemm.cublas import Blas
+from caffepy.backend.cuda.graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark, CudaStamp
+from caffepy.backend.cuda.input import CudaInput
+from caffepy.backend.cuda.timer import CudaStopwatch
+from caffepy.backend.elementwise import Expression
+from caffepy.backend.handles import Convolution, Fetch, Graph, Mailbox, Mark, Stamp, Stopwatch
+from caffepy.backend.types import (
+    MATH_MODES,
+    STORAGE,
+    Array,
+    Counter,
+    Geometry,
+    Normalisation,
+    RandomStream,
+    gpu_workspace,
+)
+from caffepy.errors import ConfigError
+
+__all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
+
+
+
+class CudaBackend(CudaInput, Composed):
+    """One GPU for one solver thread.
+
+    Args:
+        device: CUDA's number of the GPU.
+        math: ``fp32`` for products of full float32, ``tf32`` to let tensor cores round factors to ten bits.
+        autotune: whether ways of computing a convolution are tried and the fastest kept.
+        deterministic: whether every run must give the same bits.
+
+    Raises:
+        DeviceError: there is no such GPU.
+        MissingExtraError: cuDNN or its frontend is not installed.
+    """
+
+    asynchronous = True
+    captures = True
+    storages = STORAGE
+    mask_dtype = "uint8"
+    keeps_lrn_scale = False
+
+    def __init__(self, device: int, math: str = "fp32", autotune: bool = True, deterministic: bool = True) -> None:
+        if math not in MATH_MODES:
+            raise ConfigError(f"unknown math mode '{math}': use {' or '.join(MATH_MODES)}")
+        super().__init__()
+        check_device(device)
+        cudnn = import_cudnn()
+        self.name = f"cuda:{device}"
+        self.math = math
+        self.device = device
+        self._cudnn = cudnn
+        self._device = cupy.cuda.Device(device)
+        with self._device:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+        with self.activate():
+            self._scratch = cuda_memory.Scratch()
+            self._normaliser = Normaliser(self._scratch)
+            self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
+            self._handle: Any = cudnn.create_handle()
+            cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
+        tuner = Tuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
+        self._resources = Resources(
+            cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic
+        )
+        self._convolutions: dict[Problem, CudaConvolution] = {}
+        self._closed = False
+
+    # -- the device ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with self._device, self.stream:
+            yield
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self.activate():
+            self.stream.synchronize()
+            self._convolutions.clear()
+            self._cudnn.destroy_handle(self._handle)
+            self._blas.close()
+            self._scratch.clear()
+        cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        self.capturing = True
+        try:
+            return CudaGraph(self.stream, work)
+        finally:
+            self.capturing = False
+
+    def trim(self) -> None:
+        self.stream.synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
+
+    def mailbox(self, values: int, counters: int) -> Mailbox:
+        return CudaMailbox(self.stream, values, counters)
+
+    def mark(self) -> Mark:
+        return CudaMark(self.stream)
+
+    def stamp(self) -> Stamp:
+        return CudaStamp(cupy.cuda.get_current_stream())
+
+    def stopwatch(self, places: int) -> Stopwatch:
+        return CudaStopwatch(places, self.stream)
+
+    def fetch(self, array: Array) -> Fetch:
+        return CudaFetch(self.stream, array)
+
+    def device_description(self) -> str:
+        properties = device_properties(self.device)
+        return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    def workspace(self, own: int) -> int:
+        return gpu_workspace(own)
+
+    def arena(self, size: int) -> Array:
+        # Blocks that were freed stay in the pool, where they are too small to be part of an arena.
+        cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
+        return super().arena(size)
+
+    @contextmanager
+    def lending(self, room: Array | None) -> Iterator[None]:
+        self._scratch.lend(room)
+        try:
+            yield
+        finally:
+            self._scratch.lend(None)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        array = cuda_memory.allocate(shape, dtype)
+        array.data.memset_async(0, array.nbytes, self.stream)
+        return array
+
+    def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        return cuda_memory.view(flat, shape)
+
+    def flat(self, array: Array) -> Array:
+        return cuda_memory.flat(array)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return cuda_memory.reshaped(array, shape)
+
+    def fill(self, array: Array, value: float) -> None:
+        cuda_memory.fill(array, value)
+
+    def copy(self, source: Array, destination: Array) -> None:
+        cuda_copy.copy(source, destination)
+
+    def add(self, source: Array, destination: Array) -> None:
+        cuda_copy.add(source, destination)
+
+    def from_host(self, host: Any, destination: Array) -> None:
+        cuda_copy.upload(host, destination, self._scratch)
+
+    def to_host(self, array: Array) -> Any:
+        return cuda_memory.download(array, self.stream)
+
+    # -- elementwise and reductions -----------------------------------------------------------------
+
+    def apply(
+        self, expression: Expression, inputs: Sequence[Array | float], outputs: Sequence[Array], axis: int = 1
+    ) -> None:
+        cuda_elementwise.apply(expression, inputs, outputs, axis, self._scratch)
+
+    def reduce(
+        self,
+        expression: Expression,
+        inputs: Sequence[Array | float],
+        outputs: Sequence[Array],
+        axis: int = 1,
+        accumulate: bool = False,
+    ) -> None:
+        cuda_reduce.reduce(expression, inputs, outputs, axis, accumulate, self._scratch)
+
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        self._blas.gemm(a, b, out, transpose_a, transpose_b, accumulate)
+
+    # -- windows ------------------------------------------------------------------------------------
+
+    def plan_convolution(
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
+    ) -> Convolution:
+        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, storage)
+        if problem not in self._convolutions:
+            self._convolutions[problem] = CudaConvolution(problem, self._resources)
+        return self._convolutions[problem]
+
+    def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+        cuda_windows.max_forward(x, y, mask, geometry)
+
+    def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
+        cuda_windows.max_backward(dy, mask, dx, geometry)
+
+    def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
+        cuda_windows.average_forward(x, y, geometry)
+
+    def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
+        cuda_windows.average_backward(dy, dx, geometry)
+
+    def lrn_across_forward(
+        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
+    ) -> None:
+        assert scale is None, "the backward pass works the scale out again"
+        cuda_windows.lrn_forward(x, y, size, alpha, beta, k)
+
+    def lrn_across_backward(
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
+        beta: float, k: float,
+    ) -> None:  # fmt: skip
+        assert y is None and scale is None, "they are worked out again"
+        cuda_windows.lrn_backward(x, dy, dx, size, alpha, beta, k)
+
+    # -- normalisation and activation ---------------------------------------------------------------
+
+    def batch_norm_measure(self, x: Array, n: Normalisation) -> None:
+        self._normaliser.measure(x, n)
+
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
+        self._normaliser.measure_sums(sums, elements, n)
+
+    def batch_norm_load(self, n: Normalisation) -> None:
+        self._normaliser.load(n)
+
+    def batch_norm_forward(
+        self, x: Array, n: Normalisation, y: Array, residual: Array | None = None, relu: bool = False,
+        mask: Array | None = None,
+    ) -> None:  # fmt: skip
+        self._normaliser.forward(x, n, y, residual, relu, mask)
+
+    def batch_norm_backward_sums(
+        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool = False,
+        mask: Array | None = None, total: Array | None = None,
+    ) -> None:  # fmt: skip
+        self._normaliser.backward_sums(x, dys, n, sum_dy_x, sum_dy, relu, mask, total)
+
+    def batch_norm_backward_data(
+        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool = False
+    ) -> None:
+        self._normaliser.backward_data(x, dy, n, sum_dy_x, sum_dy, dx, relu)
+
+    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
+        self._normaliser.relu_backward(y, dy, dx, dbias, accumulate)
+
+    def total(self, sources: Sequence[Array], destination: Array) -> None:
+        self._normaliser.total(sources, destination)
+
+    def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
+        cuda_random.dropout(source, destination, ratio, stream, counter)
+
+    # -- classes ------------------------------------------------------------------------------------
+
+    def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
+        cuda_classes.softmax_forward(x, y, axis, self._scratch)
+
+    def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
+        cuda_classes.softmax_backward(y, dy, dx, axis, self._scratch)
+
+    def softmax_loss_forward(
+        self,
+        x: Array,
+        labels: Array,
+        probabilities: Array,
+        totals: Array,
+        bad_label: Array,
+        axis: int,
+        ignore_label: int | None,
+    ) -> None:
+        cuda_classes.loss_forward(x, labels, probabilities, totals, bad_label, axis, ignore_label, self._scratch)
+
+    def softmax_loss_backward(
+        self,
+        probabilities: Array,
+        labels: Array,
+        dx: Array,
+        totals: Array,
+        axis: int,
+        ignore_label: int | None,
+        scale: float,
+        divide_by_valid: bool,
+    ) -> None:
+        cuda_classes.loss_backward(
+            probabilities, labels, dx, totals, axis, ignore_label, scale, divide_by_valid, self._scratch
+        )
+
+    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
+        cuda_classes.label_ranks(x, labels, ranks, bad_label, axis, self._scratch)
+
+    # -- random numbers -----------------------------------------------------------------------------
+
+    def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
+        cuda_random.uniform(out, stream, counter)
+
+    # -- health -------------------------------------------------------------------------------------
+
+    def all_finite(self, array: Array) -> bool:
+        return cuda_reduce.is_finite(array, self._scratch)

@@ -1,0 +1,102 @@
+"""Own CUDA kernels: reads the .cu files beside this module, compiles each once in a process, launches them.
+
+Owns launch sizes. Kernels walk their elements with a grid stride, so any size is covered by any grid.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.types import Array
+
+THREADS = 256
+MAX_BLOCKS = 132 * 16
+"""Blocks that fill the largest GPU of today several times over; more would only add starts and ends."""
+
+_compiling = threading.RLock()
+
+
+@cache
+def kernel_text(name: str) -> str:
+    """The text of kernels/<name>.cu."""
+    return (resources.files("caffepy.backend.cuda") / "kernels" / f"{name}.cu").read_text(encoding="utf-8")
+
+
+@cache
+def _module(text: str) -> Any:
+    return cupy.RawModule(code=text, options=("--std=c++17",))
+
+
+@cache
+def _function(text: str, name: str, device: int) -> Any:
+    return _module(text).get_function(name)
+
+
+def compiled(text: str, name: str) -> Any:
+    """A kernel of some CUDA text, compiled on first use; solver threads share what one of them compiled."""
+    with _compiling:
+        return _function(text, name, cupy.cuda.runtime.getDevice())
+
+
+@cache
+def _library_text(file: str, before: str, parts: tuple[str, ...]) -> str:
+    return before + "".join(map(kernel_text, ("common", *parts, file)))
+
+
+def library_kernel(file: str, name: str, defines: str = "", parts: tuple[str, ...] = ()) -> Any:
+    """The kernel `name` of kernels/<file>.cu, which stands on other files and has C++ text put before it."""
+    return compiled(_library_text(file, defines, parts), name)
+
+
+def defines(**values: Any) -> str:
+    """C++ text that defines macros, to be put before a kernel file."""
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
+
+
+def argument(value: Any) -> Any:
+    """A kernel argument: arrays stay, whole numbers become 32-bit and others float, as all our kernels expect."""
+    if isinstance(value, (bool, int)):
+        return np.uint32(value) if value > 2**31 - 1 else np.int32(value)
+    if isinstance(value, float):
+        return np.float32(value)
+    return value
+
+
+def launch(kernel: Any, work_items: int, arguments: tuple[Any, ...], threads: int = THREADS) -> None:
+    """Run a kernel with one thread a work item, up to a grid that fills the GPU."""
+    if work_items == 0:
+        return
+    blocks = min(-(-work_items // threads), MAX_BLOCKS)
+    kernel((blocks,), (threads,), tuple(map(argument, arguments)))
+
+
+def launch_blocks(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    """Run a kernel on exactly this grid."""
+    kernel(grid, block, tuple(map(argument, arguments)))
+
+
+C_TYPES = {"f": "float", "e": "float16", "H": "bfloat16", "i": "int", "B": "unsigned char", "d": "double"}
+"""The type in kernels/common.cu of each dtype character; uint16 holds bfloat16."""
+
+
+def c_type(array: Array) -> str:
+    """What an array's elements are called in our kernels."""
+    return C_TYPES[array.dtype.char]
+
+
+@cache
+def divider(number: int) -> Any:
+    """The argument of type `Divider` (kernels/common.cu) that divides by a number from 1 to 2^31."""
+    shift = 31 + (number - 1).bit_length()
+    return np.uint64((shift << 32) | ((1 << shift) // number + 1))
+
+
+def aligned(array: Array, size: int = 16) -> bool:
+    """Whether an array's first element lies at a multiple of `size` bytes, so that wide loads are allowed."""
+    return int(array.data.ptr) % size == 0

@@ -1,0 +1,287 @@
+"""The choice among candidates: each is tried on the device once for a task, the fastest is kept and remembered.
+
+Owns the clock, the memory that trying needs, and the check that candidates agree. Nothing is tried while a stream is
+captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel
+from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
+from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
+from caffepy.backend.types import Array
+from caffepy.errors import DeviceError, OutOfMemoryError, RunError
+
+if TYPE_CHECKING:
+    from caffepy.backend.cuda.convolution.plan import Candidate, Operands, Resources, Source
+
+logger = logging.getLogger(__name__)
+
+HOPELESS = 1.6
+"""A candidate whose first timed run takes so many times the best one's time is not run again."""
+
+PATIENCE = 1.0
+"""Seconds that a candidate's very first run, with the loading of its kernel, may take."""
+
+DELAY = 40_000
+"""Nanoseconds of idling put before timed work for each run, so that its launches wait in line behind it."""
+
+FINALISTS = 4
+"""How many of the fastest candidates are timed once more."""
+
+TOLERANCE = 0.02
+"""How far two candidates' results may be apart, relative to the largest: several roundings to eight bits."""
+
+SMALLEST_STEP = 2.0**-23
+"""And how far besides: float16 numbers near zero are 2^-24 apart."""
+
+
+class Tuner:
+    """Chooses candidates for one backend.
+
+    Args:
+        enabled: whether candidates are tried; otherwise the first that can do a task is taken.
+        device: the GPU's and the libraries' names and versions: what decisions depend on beside the task.
+    """
+
+    def __init__(self, enabled: bool, device: str) -> None:
+        self._enabled = enabled
+        self._device = device
+        self._decisions = decisions(cache_file())
+
+    def choose(
+        self, task: Task, sources: Sequence[Source], operands: Operands | None, resources: Resources
+    ) -> Candidate | None:
+        """The candidate that carries out a task from now on; None if there is none."""
+        if not self._enabled:
+            return _first(sources)
+        key = self._key(task, resources)
+        with self._decisions.turn(key):
+            known = self._decisions.get(key)
+            found = None if known is None else _find(known.name, sources)
+            if found is not None:
+                return found
+            if is_capturing():
+                return _first(sources)
+            begin = monotonic()
+            chosen, microseconds, certain = _try_all(task, sources, operands, resources)
+            if chosen is not None:
+                # Where not all could be checked, another run may find more; but then it would not give the same bits.
+                lasting = certain or resources.deterministic
+                gone = None if known is None else known.name
+                held = self._decisions.put(key, Decision(chosen.name, microseconds), gone, lasting)
+                chosen = _find(held.name, sources) or chosen  # anew, without the plans that were not chosen
+        name = "nothing" if chosen is None else chosen.name
+        logger.debug("%s: %s, %.1f us, found in %.2f s", key, name, microseconds, monotonic() - begin)
+        return chosen
+
+    def _key(self, task: Task, resources: Resources) -> str:
+        p, g = task.problem, task.problem.geometry
+        shapes = f"x {p.x} w {p.weights} stride {g.stride} pad {g.pad} dilation {g.dilation} group {g.group}"
+        flags = "".join(f" {name}" for name in ("bias", "relu", "sums") if getattr(task, name))
+        arithmetic = f"{p.storage}{' tf32' if resources.tf32 else ''}"
+        return f"{self._device}; {arithmetic} {task.direction.value}{flags}; {shapes}"
+
+
+def _first(sources: Sequence[Source]) -> Candidate | None:
+    """The first candidate that can do the task, of those that need no check."""
+    for source in sources:
+        for candidate in () if source.checked else source.candidates():
+            if candidate.prepare():
+                return candidate
+    return None
+
+
+def _find(name: str, sources: Sequence[Source]) -> Candidate | None:
+    """The candidate of a name, if it is still there."""
+    for source in sources:
+        if name.startswith(source.name):
+            for candidate in source.candidates():
+                if candidate.name == name and candidate.prepare():
+                    return candidate
+    return None
+
+
+def _try_all(
+    task: Task, sources: Sequence[Source], operands: Operands | None, resources: Resources
+) -> tuple[Candidate | None, float, bool]:
+    """The fastest candidate, its microseconds, and whether all that might be faster could be checked."""
+    lasting = resources.scratch
+    resources.scratch = Scratch()
+    try:
+        trial = Trial(operands_for(task, operands), lambda: operands_for(task, None))
+        for source in sorted(sources, key=lambda source: source.checked):
+            trial.add(source)
+        return *trial.best(), trial.certain
+    finally:
+        resources.scratch = lasting
+
+
+class Trial:
+    """The candidates of one task against each other.
+
+    Args:
+        operands: the arrays that all are run on.
+        others: makes arrays on which results can be compared, where those of the first do not tell anything: a net's
+            first images may be zeros, its first gradients too large for their storage.
+    """
+
+    def __init__(self, operands: Operands, others: Callable[[], Operands]) -> None:
+        self.certain = True
+        self._operands = operands
+        self._others = others
+        self._times: list[tuple[float, Candidate]] = []
+        self._trusted: list[Candidate] = []
+        self._expected: list[Array] | None = None
+
+    def add(self, source: Source) -> None:
+        """Time a source's candidates."""
+        if source.last_resort and self._times:
+            return
+        for candidate in source.candidates():
+            best = min((time for time, _ in self._times), default=float("inf"))
+            time = _attempt(candidate, self._operands, best)
+            if time is not None:
+                self._times.append((time, candidate))
+                self._trusted += [] if source.checked else [candidate]
+
+    def best(self) -> tuple[Candidate | None, float]:
+        """The fastest whose result is right, after the first few were timed with more care."""
+        left = sorted(self._times, key=lambda pair: pair[0])
+        while left:
+            first, left = left[:FINALISTS], left[FINALISTS:]
+            again = [(measure(candidate, self._operands, time), candidate) for time, candidate in first]
+            for time, candidate in sorted(again, key=lambda pair: pair[0]):
+                if candidate in self._trusted or self._is_right(candidate):
+                    return candidate, time
+        return None, 0.0
+
+    def _results(self) -> list[Array]:
+        sums = self._operands.sums
+        return [self._operands.out] if sums is None else [self._operands.out, sums]
+
+    def _right_results(self) -> list[Array]:
+        """Those of a candidate that needs no check; none if there is no such, or no memory for them."""
+        if self._expected is None:
+            try:
+                self._expected = self._telling_results() if self._trusted else []
+            except (cupy.cuda.memory.OutOfMemoryError, OutOfMemoryError):
+                self._expected = []
+        return self._expected
+
+    def _telling_results(self) -> list[Array]:
+        for operands in (lambda: self._operands, self._others):
+            self._operands = operands()
+            self._trusted[0].run(self._operands)
+            kept = [result.copy() for result in map(flat, self._results())]
+            if all(0.0 < largest(result) < float("inf") for result in kept):
+                return kept
+        return []
+
+    def _is_right(self, candidate: Candidate) -> bool:
+        expected = self._right_results()
+        if not expected:
+            self.certain = False
+            return False
+        for result in self._results():
+            result.data.memset_async(0xFF, result.nbytes, cupy.cuda.get_current_stream())
+        candidate.run(self._operands)
+        for result, kept in zip(self._results(), expected, strict=True):
+            apart, limit = difference(flat(result), kept), TOLERANCE * largest(kept) + SMALLEST_STEP
+            if apart > limit:
+                logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, apart, limit)
+                return False
+        return True
+
+
+def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | None:
+    """Microseconds of a candidate; None if it fails or takes much longer than the best."""
+    try:
+        if not candidate.prepare():
+            return None
+        begin = monotonic()
+        candidate.run(operands)
+        cupy.cuda.get_current_stream().synchronize()
+        if monotonic() - begin > PATIENCE and best < PATIENCE * 1e6:
+            return None
+        time = elapsed(lambda: candidate.run(operands), 1)
+        if time > max(HOPELESS * best, best + 10):
+            return None
+        time = elapsed(lambda: candidate.run(operands), max(2, min(10, int(300 / time))))
+        logger.debug("%s takes %.1f us", candidate.name, time)
+        return time
+    except (DeviceError, RunError, RuntimeError) as error:
+        if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
+            raise
+        logger.debug("%s cannot be used: %s", candidate.name, error)
+        return None
+
+
+def elapsed(run: Callable[[], None], runs: int) -> float:
+    """Microseconds of one of several runs that follow each other without a gap."""
+    stream = cupy.cuda.get_current_stream()
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    launch_blocks(library_kernel("tuning", "idle"), (1,), (1,), (DELAY * (runs + 1),))
+    start.record(stream)
+    for _ in range(runs):
+        run()
+    end.record(stream)
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, end)) * 1e3 / runs
+
+
+def measure(candidate: Candidate, operands: Operands, about: float) -> float:
+    """Microseconds of a candidate that takes about so many, with more care."""
+    runs = max(2, min(20, int(1000 / max(about, 1.0))))
+    return min(elapsed(lambda: candidate.run(operands), runs) for _ in range(3))
+
+
+def operands_for(task: Task, given: Operands | None) -> Operands:
+    """Arrays to try candidates on: those of the call, but for dweights, which others add to; else new ones."""
+    from caffepy.backend.cuda.convolution.plan import Operands
+
+    problem = task.problem
+    shapes = problem.arrays(task.direction)
+    weights = task.direction is Direction.WEIGHTS
+    if given is not None:
+        return replace(given, out=allocate(shapes[2]), accumulate=False) if weights else given
+    first, second = (noise(shape, problem.dtype) for shape in shapes[:2])
+    outputs = problem.weights[0]
+    return Operands(
+        first, second, allocate(shapes[2], "float32" if weights else problem.dtype),
+        noise((outputs,), "float32") if task.bias else None,
+        allocate((2, outputs)) if task.sums else None,
+    )  # fmt: skip
+
+
+def noise(shape: tuple[int, ...], dtype: str) -> Array:
+    """An array of ordinary numbers: what a GPU multiplies has a say in how fast it does."""
+    array = allocate(shape, dtype)
+    kernel = library_kernel("tuning", "noise", f"#define Element {c_type(array)}\n")
+    launch(kernel, array.size, (flat(array), array.size))
+    return array
+
+
+def largest(array: Array) -> float:
+    """The largest magnitude in a flat array, infinity if it has a NaN; waits for the device."""
+    return _greatest("largest", array, array)
+
+
+def difference(array: Array, expected: Array) -> float:
+    """The largest distance of two flat arrays' elements, infinity if there is a NaN; waits for the device."""
+    return _greatest("difference", array, expected)
+
+
+def _greatest(kernel: str, array: Array, expected: Array) -> float:
+    bits = cupy.zeros(1, "uint32")
+    compiled = library_kernel("tuning", kernel, f"#define Element {c_type(array)}\n")
+    launch(compiled, array.size, (raw(array), raw(expected), bits, array.size))
+    return float(bits.view("float32").get()[0])

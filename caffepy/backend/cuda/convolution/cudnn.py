@@ -1,0 +1,169 @@
+"""Candidates that are plans of cuDNN: over the blobs as they lie, group by group, over NCHW copies.
+
+Owns how a plan is built and run, and its workspace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from caffepy.backend.cuda.convolution.cudnn_graph import BIAS, FIRST, OUT, SECOND, SQUARES, SUM, CudnnGraph, Plans
+from caffepy.backend.cuda.convolution.plan import Operands, Resources, identity, write_result
+from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.elementwise.launch import apply
+from caffepy.backend.cuda.memory import Scratch, view
+from caffepy.backend.types import Array
+
+MOST_SPLIT_GROUPS = 8
+"""Groups up to which one convolution for each may be faster than cuDNN's engines for groups."""
+
+
+class CudnnPlan:
+    """A candidate: one plan of a graph, run once for each of its groups.
+
+    Args:
+        graph: a graph that was built.
+        index: the plan's number there.
+        name: the plan's.
+    """
+
+    def __init__(self, graph: CudnnGraph, index: int, name: str) -> None:
+        self.name = name
+        self._graph = graph
+        self._index = index
+        self._size = 0
+
+    def prepare(self) -> bool:
+        """Build the plan; False if it is barred or cannot be built."""
+        graph = self._graph.graph
+        try:
+            graph.build_plan_at_index(self._index)
+        except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError):
+            return False
+        self._size = int(graph.get_workspace_size_plan_at_index(self._index))
+        self._workspace()
+        return True
+
+    def _workspace(self) -> Array:
+        return self._graph.resources.scratch.get("cuDNN workspace", self._size, "uint8")
+
+    def run(self, operands: Operands) -> None:
+        """Execute the plan; weight gradients that cuDNN does not write as they are wanted go through scratch memory."""
+        task, scratch = self._graph.task, self._graph.resources.scratch
+        dtype = task.problem.dtype
+        if task.direction is not Direction.WEIGHTS or (operands.out.dtype == dtype and not operands.accumulate):
+            self._execute(operands, operands.out)
+            return
+        shape = task.problem.weights
+        gradient = view(scratch.get("weight gradient", math.prod(shape), dtype), shape)
+        self._execute(operands, gradient)
+        write_result(gradient, operands)
+
+    def _execute(self, operands: Operands, out: Array) -> None:
+        graph = self._graph
+        pointers = {FIRST: operands.first.data.ptr, SECOND: operands.second.data.ptr, OUT: out.data.ptr}
+        if operands.bias is not None and graph.task.bias:
+            bias = operands.bias
+            if graph.rounded_bias:
+                rounded = graph.resources.scratch.get("rounded bias", bias.size, graph.task.problem.dtype)
+                apply(identity, (bias,), (rounded,), axis=0)
+                bias = rounded
+            pointers[BIAS] = bias.data.ptr
+        if operands.sums is not None and graph.task.sums:
+            pointers[SUM] = operands.sums.data.ptr
+            pointers[SQUARES] = operands.sums.data.ptr + operands.sums.nbytes // 2
+        workspace = self._workspace().data.ptr
+        steps = {uid: self._step(uid) for uid in pointers}
+        for group in range(graph.groups):
+            placed = {uid: pointer + group * steps[uid] for uid, pointer in pointers.items()}
+            graph.graph.execute_plan_at_index(placed, workspace, self._index, handle=graph.resources.handle)
+
+    def _step(self, uid: int) -> int:
+        """Bytes from one group's part of a tensor to the next one's."""
+        task, groups = self._graph.task, self._graph.groups
+        problem = task.problem
+        item = cupy.dtype(problem.dtype).itemsize
+        x, y = problem.x[1] // groups, problem.weights[0] // groups
+        weights = math.prod(problem.weights) // groups
+        by_direction = {Direction.FORWARD: (x, weights, y), Direction.DATA: (y, weights, x)}
+        first, second, out = by_direction.get(task.direction, (x, y, weights))
+        bias = y * (item if self._graph.rounded_bias else 4)
+        return {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias}.get(uid, 0)
+
+
+def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY) -> Iterator[CudnnPlan]:
+    """Plans over the blobs as they lie: channels last for two spatial axes, C order otherwise."""
+    problem = task.problem
+    if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
+        return
+    last = len(problem.x) == 4
+    if task.bias and problem.storage != "float32" and kind is Plans.READY:
+        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{kind.value} rounded bias ")
+    yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ")
+
+
+def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
+    """Plans that compute one group, run for each: faster than cuDNN's engines for a few large groups."""
+    problem = task.problem
+    item = 4 if problem.storage == "float32" else 2
+    groups = problem.geometry.group
+    sizes = (problem.x[1] // groups, problem.weights[0] // groups)
+    if len(problem.x) == 4 and 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes):
+        rounded = task.bias and problem.storage != "float32"
+        graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounded)
+        yield from _plans(graph, Plans.READY, "split cuDNN ")
+
+
+def _plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
+    if graph.build(kind):
+        for index, name in graph.names(kind):
+            yield CudnnPlan(graph, index, prefix + name)
+
+
+class CopiedCudnn:
+    """cuDNN over copies in NCHW order, for shapes that its channels-last engines do not take.
+
+    Args:
+        task: a plain task.
+        resources: cuDNN and scratch memory.
+    """
+
+    name = "copied"
+
+    def __init__(self, task: Task, resources: Resources) -> None:
+        self._task = task
+        self._resources = resources
+        self._plan: CudnnPlan | None = None
+
+    def prepare(self) -> bool:
+        """Build the first plan that can be built."""
+        if self._plan is None:
+            graph = CudnnGraph(self._task, self._resources, channels_last=False)
+            plans = (plan for kind in (Plans.READY, Plans.FALLBACK) for plan in _plans(graph, kind, ""))
+            self._plan = next((plan for plan in plans if plan.prepare()), None)
+        return self._plan is not None
+
+    def run(self, operands: Operands) -> None:
+        """Copy the inputs, compute, copy the output back."""
+        assert self._plan is not None
+        scratch, task = self._resources.scratch, self._task
+        first = channels_first(operands.first, scratch, "first NCHW copy")
+        second = channels_first(operands.second, scratch, "second NCHW copy")
+        shape = task.problem.arrays(task.direction)[2]
+        result = scratch.get("NCHW result", math.prod(shape), task.problem.dtype).reshape(shape)
+        self._plan.run(Operands(first, second, result))
+        if task.direction is Direction.WEIGHTS:
+            in_order = view(scratch.get("weight gradient", math.prod(shape), task.problem.dtype), shape)
+            cupy.copyto(in_order, result)
+            write_result(in_order, operands)
+        else:
+            cupy.copyto(operands.out, result)
+
+
+def channels_first(array: Array, scratch: Scratch, purpose: str) -> Array:
+    """A copy in C order, in scratch memory."""
+    copy = scratch.get(purpose, array.size, array.dtype.name).reshape(array.shape)
+    cupy.copyto(copy, array)
+    return copy

@@ -1,0 +1,129 @@
+"""Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, any storage.
+
+Owns the way that takes everything. In memory it is channels last, where the windows of many images times the weights
+are one matrix product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from caffepy.backend.cuda.compiler import C_TYPES, launch, library_kernel
+from caffepy.backend.cuda.convolution.plan import Operands, Resources
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_pointwise
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.types import Array
+
+COLUMNS_LIMIT = 2**26
+"""Elements of unrolled windows held at once; larger batches are taken in parts."""
+
+
+def _channels_last(array: Array) -> Array:
+    """The array as (N, spatial..., C), contiguous: a view for 4-D blobs, a copy for others."""
+    return cupy.ascontiguousarray(array.transpose(0, *range(2, array.ndim), 1))
+
+
+class Im2colConvolution:
+    """The candidate that takes everything.
+
+    Args:
+        task: a plain task.
+        resources: cuBLAS and scratch memory.
+    """
+
+    name = "products"
+
+    def __init__(self, task: Task, resources: Resources) -> None:
+        problem = task.problem
+        self._task = task
+        self._problem = problem
+        self._resources = resources
+        self._blas = resources.blas
+        geometry = problem.geometry
+        self._group = geometry.group
+        self._channels = problem.x[1] // geometry.group
+        self._outputs = problem.weights[0] // geometry.group
+        self._places = math.prod(problem.y[2:])
+        self._columns = math.prod(geometry.kernel) * self._channels
+        self._defines = _defines(problem)
+        self._pointwise = is_pointwise(geometry)
+        limit = COLUMNS_LIMIT // max(self._places * self._columns, 1)
+        self._batch = problem.x[0] if self._pointwise else max(1, min(problem.x[0], limit))
+
+    def prepare(self) -> bool:
+        """Always possible."""
+        return True
+
+    def run(self, operands: Operands) -> None:
+        """Go through the batch in parts, and through the groups of each."""
+        direction, out = self._task.direction, operands.out
+        a, b, result = _channels_last(operands.first), _channels_last(operands.second), _channels_last(out)
+        for start in range(0, self._problem.x[0], self._batch):
+            part = slice(start, min(start + self._batch, self._problem.x[0]))
+            for group in range(self._group):
+                if direction is Direction.FORWARD:
+                    self._forward(a[part], b, result[part], group)
+                elif direction is Direction.DATA:
+                    self._backward_data(a[part], b, result[part], group)
+                else:
+                    self._backward_weights(a[part], b[part], result, group, start > 0 or operands.accumulate)
+        if result.data.ptr != out.data.ptr:
+            cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
+
+    def _scratch_windows(self, images: int, dtype: str) -> Array:
+        count = images * self._places * self._columns
+        windows = self._resources.scratch.get("unrolled windows", count, dtype)
+        return windows.reshape(images * self._places, self._columns)
+
+    def _windows(self, x: Array, group: int) -> Array:
+        """The windows of some images, a row each; the images themselves where a window is one place."""
+        if self._pointwise:
+            return _columns_of(x, group, self._channels)
+        columns = self._scratch_windows(x.shape[0], self._problem.dtype)
+        self._kernel("im2col", x, columns, group, columns.size)
+        return columns
+
+    def _kernel(self, name: str, source: Array, target: Array, group: int, count: int) -> None:
+        kernel = library_kernel("im2col", name, self._defines)
+        launch(kernel, count, (source, target, group * self._channels, count))
+
+    def _weights(self, weights: Array, group: int) -> Array:
+        flat = weights.reshape(weights.shape[0], self._columns)
+        return flat[group * self._outputs : (group + 1) * self._outputs]
+
+    def _forward(self, x: Array, weights: Array, y: Array, group: int) -> None:
+        out = _columns_of(y, group, self._outputs)
+        self._blas.gemm(self._windows(x, group), self._weights(weights, group), out, False, True, False)
+
+    def _backward_data(self, dy: Array, weights: Array, dx: Array, group: int) -> None:
+        gradient, own = _columns_of(dy, group, self._outputs), self._weights(weights, group)
+        if self._pointwise:
+            self._blas.gemm(gradient, own, _columns_of(dx, group, self._channels), False, False, False)
+            return
+        columns = self._scratch_windows(dx.shape[0], "float32")
+        self._blas.gemm(gradient, own, columns, False, False, False)
+        self._kernel("col2im", columns, dx, group, dx.size // self._group)
+
+    def _backward_weights(self, x: Array, dy: Array, dweights: Array, group: int, accumulate: bool) -> None:
+        gradient, target = _columns_of(dy, group, self._outputs), self._weights(dweights, group)
+        self._blas.gemm(gradient, self._windows(x, group), target, True, False, accumulate)
+
+
+def _columns_of(array: Array, group: int, width: int) -> Array:
+    """A group's channels of a channels-last array, as a matrix with a row for each place."""
+    return array.reshape(-1, array.shape[-1])[:, group * width : (group + 1) * width]
+
+
+def _defines(problem: Problem) -> str:
+    """The constants that kernels/im2col.cu expects before its text."""
+    g = problem.geometry
+    values = {
+        "SIZE": problem.x[2:], "OUT": problem.y[2:], "KERNEL": g.kernel, "STRIDE": g.stride, "PAD": g.pad,
+        "DILATION": g.dilation,
+    }  # fmt: skip
+    element = C_TYPES[cupy.dtype(problem.dtype).char]
+    lines = [f"#define Element {element}", f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
+    lines.append(f"#define GROUP_CHANNELS {problem.x[1] // g.group}")
+    for name, numbers in values.items():
+        lines.append(f"__device__ constexpr int {name}[AXES] = {{{', '.join(map(str, numbers))}}};")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Formulas made into CUDA kernels, elementwise and reducing. cuda and its folders import it."""

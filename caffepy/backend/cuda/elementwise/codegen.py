@@ -1,0 +1,221 @@
+"""CUDA C text of kernels that run a formula over arrays.
+
+Owns the text and nothing else: given a formula and how its arguments are stored and found it writes a kernel, which
+stands on kernels/common.cu; `launch.py` chooses which and launches it. Names ending in an underscore are ours,
+ so no argument of a formula can clash with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from caffepy.backend.elementwise import Expression, Kind, cuda_name
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a thread finds its part of a Channel argument from the number of a pack.
+
+    Args:
+        divides: the number is divided by the packs that share an element.
+        wraps: what that gives is taken modulo the argument's size.
+        packed: the part is as wide as a pack; else it is one element for the whole pack.
+        once: all packs of a thread share it.
+    """
+
+    divides: bool = False
+    wraps: bool = False
+    packed: bool = False
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What apart from the formula decides the text of a kernel.
+
+    Args:
+        inputs: C type of each Each argument, in the formula's order.
+        outputs: C type of each output.
+        width: elements that lie side by side in a pack, a power of two.
+        unroll: packs that a thread loads before it computes any.
+        index: C type of a pack's number.
+        device_scalars: which scalars are read from device memory.
+        channels: the access of each Channel argument, in the formula's order.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    width: int = 1
+    unroll: int = 1
+    index: str = "unsigned int"
+    device_scalars: frozenset[str] = frozenset()
+    channels: tuple[Access, ...] = ()
+
+
+def output_names(expression: Expression) -> list[str]:
+    """What the outputs are called within a kernel."""
+    return [f"o{k}_" for k in range(expression.output_count)]
+
+
+def named(expression: Expression, kind: Kind) -> list[str]:
+    """The arguments of one kind."""
+    return [name for name, k in zip(expression.parameters, expression.kinds, strict=True) if k is kind]
+
+
+def accesses(expression: Expression, variant: Variant) -> dict[str, Access]:
+    """The access of each Channel argument, by name."""
+    return dict(zip(named(expression, Kind.CHANNEL), variant.channels, strict=True))
+
+
+def formula_text(expression: Expression) -> str:
+    """The formula as a device function `formula_(arguments..., float &o0_, ...)`."""
+    outputs = output_names(expression)
+    parameters = [f"float {cuda_name(name)}" for name in expression.parameters]
+    parameters += [f"float &{name}" for name in outputs]
+    body = "\n    ".join(expression.cuda_lines(outputs))
+    return f"__device__ __forceinline__ void formula_({', '.join(parameters)}) {{\n    {body}\n}}\n"
+
+
+def argument_list(expression: Expression, variant: Variant) -> list[str]:
+    """Kernel parameters of the formula's arguments, in the formula's order."""
+    types: Iterator[str] = iter(variant.inputs)
+    parameters = []
+    for name, kind in zip(expression.parameters, expression.kinds, strict=True):
+        if kind is Kind.EACH:
+            parameters.append(f"const {next(types)} *{name}_p_")
+        elif kind is Kind.CHANNEL:
+            parameters.append(f"const float *{name}_p_")
+            parameters.append(f"unsigned int {name}_inner_, Divider {name}_by_inner_")
+            parameters.append(f"unsigned int {name}_size_, Divider {name}_by_size_")
+        elif name in variant.device_scalars:
+            parameters.append(f"const float *{name}_p_")
+        else:
+            parameters.append(f"float {cuda_name(name)}")
+    return parameters
+
+
+def output_list(expression: Expression, variant: Variant) -> list[str]:
+    """Kernel parameters of the outputs."""
+    return [f"{t} *{name}p_" for t, name in zip(variant.outputs, output_names(expression), strict=True)]
+
+
+def scalar_loads(variant: Variant) -> list[str]:
+    """Statements that read scalars from device memory."""
+    return [f"const float {cuda_name(name)} = *{name}_p_;" for name in sorted(variant.device_scalars)]
+
+
+def part_type(access: Access, width: int) -> str:
+    """C type of a thread's part of a Channel argument."""
+    return f"Pack<float, {width}>" if access.packed else "float"
+
+
+def part(name: str, access: Access, width: int, place: str) -> str:
+    """A thread's part of a Channel argument."""
+    return f"load<{width}>({name}_p_, {place})" if access.packed else f"{name}_p_[{place}]"
+
+
+def channel_place(name: str, access: Access, index: str, pack: str) -> str:
+    """Where the pack of a number finds its part of a Channel argument."""
+    wide = index != "unsigned int"
+    place = pack
+    if access.divides:
+        place = f"({place} / {name}_inner_)" if wide else f"{name}_by_inner_({place})"
+    if access.wraps:
+        place = f"{place} % {name}_size_" if wide else f"remainder_({place}, {name}_size_, {name}_by_size_)"
+    return place
+
+
+HELPERS = """
+__device__ __forceinline__ unsigned int remainder_(unsigned int n, unsigned int size, Divider by) {
+    return n - by(n) * size;
+}
+"""
+
+
+def call(expression: Expression, variant: Variant, loaded: str) -> str:
+    """A call of the formula on element k_ of the packs in registers; `loaded` tells those of one thread apart."""
+    found = accesses(expression, variant)
+    inputs = []
+    for name, kind in zip(expression.parameters, expression.kinds, strict=True):
+        value = cuda_name(name)
+        if kind is Kind.EACH:
+            value = f"to_float({value}{loaded}[k_])"
+        elif kind is Kind.CHANNEL:
+            access = found[name]
+            value += ("" if access.once else loaded) + ("[k_]" if access.packed else "")
+        inputs.append(value)
+    return f"formula_({', '.join(inputs + [f'{name}[k_]' for name in output_names(expression)])});"
+
+
+def load_lines(expression: Expression, variant: Variant, loaded: str, pack: str) -> list[str]:
+    """Statements that load what belongs to the pack of a number."""
+    lines = [
+        f"{cuda_name(name)}{loaded} = load_raw<{variant.width}>({name}_p_, {pack});"
+        for name in named(expression, Kind.EACH)
+    ]
+    for name, access in accesses(expression, variant).items():
+        if not access.once:
+            place = channel_place(name, access, variant.index, pack)
+            lines.append(f"{cuda_name(name)}{loaded} = {part(name, access, variant.width, place)};")
+    return lines
+
+
+def registers(expression: Expression, variant: Variant) -> list[str]:
+    """Declarations of what a thread keeps of `unroll` packs."""
+    lines = [
+        f"Pack<{t}, {variant.width}> {cuda_name(name)}[{variant.unroll}];"
+        for t, name in zip(variant.inputs, named(expression, Kind.EACH), strict=True)
+    ]
+    for name, access in accesses(expression, variant).items():
+        if not access.once:
+            lines.append(f"{part_type(access, variant.width)} {cuda_name(name)}[{variant.unroll}];")
+    return lines
+
+
+def once_lines(expression: Expression, variant: Variant, pack: str) -> list[str]:
+    """Statements that load what all packs of a thread share; `pack` is the number of one of them."""
+    lines = []
+    for name, access in accesses(expression, variant).items():
+        if access.once:
+            place = f"{pack} % {name}_size_" if access.wraps else "0"
+            value = part(name, access, variant.width, place)
+            lines.append(f"const {part_type(access, variant.width)} {cuda_name(name)} = {value};")
+    return lines
+
+
+@cache
+def apply_text(expression: Expression, variant: Variant) -> str:
+    """A kernel `apply_` that sets outputs to the formula of inputs for each of n_ packs."""
+    names = output_names(expression)
+    parameters = [f"{variant.index} n_", *argument_list(expression, variant), *output_list(expression, variant)]
+    before = scalar_loads(variant) + once_lines(expression, variant, "threadIdx.x")
+    outputs = ", ".join(names)
+    return f"""{HELPERS}{formula_text(expression)}
+extern "C" __global__ void __launch_bounds__(512) apply_({", ".join(parameters)}) {{
+    {lines_of(before, 4)}
+    const {variant.index} first_ = ({variant.index})blockIdx.x * (blockDim.x * {variant.unroll}) + threadIdx.x;
+    {lines_of(registers(expression, variant), 4)}
+    #pragma unroll
+    for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
+        const {variant.index} i_ = min(({variant.index})(first_ + u_ * blockDim.x), n_ - 1);
+        {lines_of(load_lines(expression, variant, "[u_]", "i_"), 8)}
+    }}
+    #pragma unroll
+    for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
+        const {variant.index} i_ = first_ + u_ * blockDim.x;
+        Pack<float, {variant.width}> {outputs};
+        #pragma unroll
+        for (int k_ = 0; k_ < {variant.width}; ++k_) {call(expression, variant, "[u_]")}
+        if (i_ < n_) {{
+            {lines_of([f"store<{variant.width}>({name}p_, i_, {name});" for name in names], 12)}
+        }}
+    }}
+}}
+"""
+
+
+def lines_of(lines: list[str], indent: int) -> str:
+    """Lines of a text, all but the first indented."""
+    return ("\n" + " " * indent).join(lines)

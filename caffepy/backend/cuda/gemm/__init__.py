@@ -1,0 +1,1 @@
+"""Matrix products on the GPU. cuda and cuda/convolution import it."""

@@ -1,0 +1,143 @@
+"""Matrix products by cuBLAS, called directly, and by own kernels where products are tiny.
+
+Owns a handle per backend. CuPy's own wrapper refuses cuBLAS while a stream is captured and resets the handle's
+workspace at each call, so these few functions are bound here; their stream, workspace and math mode are set once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from caffepy.backend.cuda.device import EXTRA, PURPOSE, cupy
+from caffepy.backend.cuda.gemm.small_product import small_product, suits_small_product
+from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.types import PRODUCT_WORKSPACE, Array
+from caffepy.errors import MissingExtraError, RunError
+
+DEFAULT_MATH = 0
+TF32_MATH = 3
+WHOLE_SUMS = 16
+"""Added to a math mode: sums of half-precision products are never rounded on the way."""
+
+NO_TRANSPOSE, TRANSPOSE = 0, 1
+COMPUTE_32F = 68
+DEFAULT_ALGORITHM = -1
+DATA_TYPES = {"float32": 0, "float16": 2, "uint16": 14}
+"""cuBLAS's names of dtypes; uint16 holds bfloat16."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The cuBLAS library that CuPy itself uses."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-not-found,unused-ignore]
+
+        return ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
+    except ImportError:
+        name = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+    except RuntimeError as error:
+        raise MissingExtraError("the cuBLAS library", EXTRA, PURPOSE) from error
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise MissingExtraError(f"the cuBLAS library {name}", EXTRA, PURPOSE) from error
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise RunError(f"cuBLAS: {what} failed with status {status} on GPU {cupy.cuda.runtime.getDevice()}")
+
+
+class Blas:
+    """cuBLAS on one device and stream.
+
+    Args:
+        stream: address of the CUDA stream.
+        tf32: whether products of float32 numbers may round them to TF32.
+        scratch: where the workspace comes from.
+    """
+
+    def __init__(self, stream: int, tf32: bool, scratch: Scratch) -> None:
+        library = _library()
+        self._tf32 = tf32
+        self._handle = ctypes.c_void_p()
+        _check(library.cublasCreate_v2(ctypes.byref(self._handle)), "cublasCreate")
+        self._workspace = scratch.get("cuBLAS workspace", PRODUCT_WORKSPACE, "uint8")
+        _check(library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)), "cublasSetStream")
+        pointer = ctypes.c_void_p(self._workspace.data.ptr)
+        size = ctypes.c_size_t(PRODUCT_WORKSPACE)
+        _check(library.cublasSetWorkspace_v2(self._handle, pointer, size), "cublasSetWorkspace")
+        mode = (TF32_MATH if tf32 else DEFAULT_MATH) | WHOLE_SUMS
+        _check(library.cublasSetMathMode(self._handle, mode), "cublasSetMathMode")
+        self._sgemm = library.cublasSgemm_v2
+        self._gemm_ex = library.cublasGemmEx
+        self._one = ctypes.byref(ctypes.c_float(1.0))
+        self._zero = ctypes.byref(ctypes.c_float(0.0))
+
+    def close(self) -> None:
+        """Give the handle back."""
+        if self._handle:
+            _library().cublasDestroy_v2(self._handle)
+            self._handle = ctypes.c_void_p()
+
+    def gemm(self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool) -> None:
+        """out (+)= op(a) @ op(b), see `Backend.gemm`: a and b of one storage, out of that or float32."""
+        assert a.dtype == b.dtype, f"gemm: factors of {a.dtype} and {b.dtype}"
+        assert out.dtype in (a.dtype, "float32"), f"gemm: factors of {a.dtype}, result of {out.dtype}"
+        if out.size == 0:
+            return
+        depth = a.shape[0] if transpose_a else a.shape[1]
+        if (self._tf32 or a.dtype != "float32") and suits_small_product(out.shape, depth):
+            small_product(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)
+            return
+        self.library_gemm(a, b, out, transpose_a, transpose_b, accumulate)
+
+    def library_gemm(
+        self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool
+    ) -> None:
+        """The same, by cuBLAS whatever the size."""
+        depth = a.shape[0] if transpose_a else a.shape[1]
+        row_major, leading = _storage(out)
+        rows, columns = out.shape
+        if row_major:  # cuBLAS counts in columns: it computes the transposed product
+            a, b, transpose_a, transpose_b = b, a, not transpose_b, not transpose_a
+            rows, columns = columns, rows
+        beta = self._one if accumulate else self._zero
+        call = self._single if a.dtype == "float32" else self._half
+        status = call(_operand(a, transpose_a), _operand(b, transpose_b), (rows, columns, depth), beta, out, leading)
+        _check(status, f"product of {rows} x {depth} and {depth} x {columns}")
+
+    def _single(self, a: Operand, b: Operand, sizes: tuple[int, int, int], beta: Any, out: Array, leading: int) -> Any:
+        return self._sgemm(
+            self._handle, a[0], b[0], *sizes, self._one, ctypes.c_void_p(a[1]), a[2], ctypes.c_void_p(b[1]), b[2],
+            beta, ctypes.c_void_p(out.data.ptr), leading,
+        )  # fmt: skip
+
+    def _half(self, a: Operand, b: Operand, sizes: tuple[int, int, int], beta: Any, out: Array, leading: int) -> Any:
+        kind, out_kind = DATA_TYPES[a[3]], DATA_TYPES[out.dtype.name]
+        return self._gemm_ex(
+            self._handle, a[0], b[0], *sizes, self._one, ctypes.c_void_p(a[1]), kind, a[2], ctypes.c_void_p(b[1]),
+            kind, b[2], beta, ctypes.c_void_p(out.data.ptr), out_kind, leading, COMPUTE_32F, DEFAULT_ALGORITHM,
+        )  # fmt: skip
+
+
+Operand = tuple[int, int, int, str]
+"""cuBLAS's operation on a matrix, its address, leading dimension and dtype."""
+
+
+def _storage(matrix: Array) -> tuple[bool, int]:
+    """Whether a matrix is stored row after row, and the distance of its rows (or columns) in elements."""
+    rows, columns = matrix.shape
+    item = matrix.itemsize
+    if matrix.strides[1] == item or columns == 1:
+        return True, max(matrix.strides[0] // item if rows > 1 else columns, columns, 1)
+    assert matrix.strides[0] == item or rows == 1, f"gemm: strides {matrix.strides} of shape {matrix.shape}"
+    return False, max(matrix.strides[1] // item, rows, 1)
+
+
+def _operand(matrix: Array, transpose: bool) -> Operand:
+    row_major, leading = _storage(matrix)
+    operation = TRANSPOSE if row_major != transpose else NO_TRANSPOSE
+    return operation, matrix.data.ptr, leading, matrix.dtype.name

@@ -1,0 +1,74 @@
+"""Products of small matrices by one kernel of our own: the fully connected layers of small nets.
+
+Owns when a product is small. cuBLAS divides a long depth among blocks and adds their parts in a second kernel; here the
+warps of a block do that in one.
+"""
+
+from __future__ import annotations
+
+from caffepy.backend.cuda.compiler import aligned, c_type, defines, launch_blocks, library_kernel
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.types import Array
+
+MOST_RESULTS = 2**17
+"""Elements of a product up to which it may be small."""
+
+LEAST_DEPTH, MOST_DEPTH = 32, 8192
+"""Lengths of the sums of small products: less is no work to divide, more is too much for one block."""
+
+MOST_MULTIPLICATIONS = 2**26
+
+TENSOR_CORES = 80
+"""Compute capability, times ten, from which on tensor cores take TF32."""
+
+FEW_WARPS, MANY_WARPS = 8, 16
+"""Warps of a block: each takes 32 of the depth at a time."""
+
+
+def suits_small_product(shape: tuple[int, ...], depth: int) -> bool:
+    """Whether a product of this shape and depth is small, and the GPU able."""
+    results = shape[0] * shape[1]
+    if not (results <= MOST_RESULTS and LEAST_DEPTH <= depth <= MOST_DEPTH):
+        return False
+    return results * depth <= MOST_MULTIPLICATIONS and int(cupy.cuda.Device().compute_capability) >= TENSOR_CORES
+
+
+def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
+    """out (+)= a @ b; each with a unit stride in one axis."""
+    (rows, depth), columns = a.shape, b.shape[1]
+    tiles = _tiles(rows, columns)
+    a_first, a_pitch = _lines(a)
+    b_first, b_pitch = _lines(b.T)
+    warps = FEW_WARPS if depth <= 32 * FEW_WARPS else MANY_WARPS
+    text = defines(
+        In=c_type(a), Out=c_type(out), TILES=tiles, WARPS=warps, A_DEPTH_FIRST=int(a_first), B_DEPTH_FIRST=int(b_first),
+        A_VECTORS=int(a_first and _in_vectors(a, a_pitch, depth)),
+        B_VECTORS=int(b_first and _in_vectors(b, b_pitch, depth)),
+    )  # fmt: skip
+    out_row, out_column = (stride // out.itemsize for stride in out.strides)
+    grid = (-(-rows // 16), -(-columns // (8 * tiles)))
+    arguments = (a, b, out, rows, columns, depth, a_pitch, b_pitch, out_row, out_column, accumulate)
+    launch_blocks(library_kernel("small_product", "product", text), grid, (32 * warps,), arguments)
+
+
+def _tiles(rows: int, columns: int) -> int:
+    """Tiles of eight columns for a block: few where there would be fewer blocks than multiprocessors."""
+    for tiles in (4, 2):
+        if -(-rows // 16) * -(-columns // (8 * tiles)) >= 96:
+            return tiles
+    return 2 if columns > 8 else 1
+
+
+def _in_vectors(matrix: Array, pitch: int, depth: int) -> bool:
+    """Whether every fourth element along the depth begins where a load of four may."""
+    return pitch % 4 == 0 and depth % 4 == 0 and aligned(matrix)
+
+
+def _lines(matrix: Array) -> tuple[bool, int]:
+    """Whether the last axis of a matrix is the one that is contiguous, and the distance of its lines in elements."""
+    lines, length = matrix.shape
+    item = matrix.itemsize
+    if matrix.strides[1] == item or length == 1:
+        return True, matrix.strides[0] // item if lines > 1 else length
+    assert matrix.strides[0] == item or lines == 1, f"gemm: strides {matrix.strides} of shape {matrix.shape}"
+    return False, matrix.strides[1] // item

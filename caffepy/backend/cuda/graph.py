@@ -1,0 +1,141 @@
+"""Captured work, and numbers on their way between host and device while graphs are in flight.
+
+Owns pinned memory and events. Capture is thread-local: several solver threads of a process capture at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.types import Array, Counter
+from caffepy.errors import RunError
+
+IN_FLIGHT = 4
+"""Messages to the device that may be on their way; a later one waits for the oldest to have arrived."""
+
+
+class CudaGraph:
+    """What `work` puts on a stream, to be replayed.
+
+    Args:
+        stream: the capturing stream; it must be idle enough for nothing else to be put on it meanwhile.
+        work: puts kernels on it. It may allocate nothing: what it needs is there after an eager run.
+
+    Raises:
+        RunError: something in `work` cannot be captured.
+    """
+
+    def __init__(self, stream: Any, work: Callable[[], None]) -> None:
+        self._stream = stream
+        mode = cupy.cuda.runtime.streamCaptureModeThreadLocal
+        stream.begin_capture(mode=mode)
+        try:
+            with cupy.cuda.using_allocator(_refuse):
+                work()
+        except BaseException:
+            _end_quietly(stream)
+            raise
+        self._graph = stream.end_capture()
+        self._graph.upload(stream)
+
+    def launch(self) -> None:
+        """Replay the work once; returns at once."""
+        self._graph.launch(self._stream)
+
+
+def _refuse(size: int) -> Any:
+    raise RunError(f"device memory ({size} bytes) was asked for while a graph was being captured")
+
+
+def _end_quietly(stream: Any) -> None:
+    """Leave capture mode after a failure; the failure itself is what matters."""
+    try:
+        stream.end_capture()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return
+
+
+class CudaMailbox:
+    """A `Mailbox` whose numbers are read from device memory when the work runs.
+
+    Args:
+        stream: the backend's.
+        values: how many numbers there are.
+        counters: how many counters.
+    """
+
+    def __init__(self, stream: Any, values: int, counters: int) -> None:
+        self._stream = stream
+        self._floats = -(-values // 2) * 2
+        size = 4 * self._floats + 16 * counters
+        self._device = cupy.zeros(size, "uint8")
+        self.array = self._device[: 4 * self._floats].view("float32")[:values]
+        self.values: Sequence[Array | float] = [self.array[i : i + 1].reshape(()) for i in range(values)]
+        pairs = self._device[4 * self._floats :].view("uint64")
+        self.counters: Sequence[Counter | None] = [pairs[2 * i : 2 * i + 2] for i in range(counters)]
+        self._pinned = [cupy.cuda.alloc_pinned_memory(size) for _ in range(IN_FLIGHT)]
+        self._host = [np.frombuffer(memory, np.uint8, size) for memory in self._pinned]
+        self._sent: deque[Any] = deque()
+        self._turn = 0
+
+    def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
+        """Put the numbers on the stream, before the work that is to see them."""
+        if len(self._sent) == IN_FLIGHT:
+            self._sent.popleft().synchronize()
+        host = self._host[self._turn]
+        host[: 4 * self._floats].view(np.float32)[: len(values)] = values
+        if counters:
+            host[4 * self._floats :].view(np.uint64)[:] = np.array(counters, np.uint64).reshape(-1)
+        self._device.data.copy_from_host_async(host.ctypes.data, host.nbytes, self._stream)
+        self._sent.append(CudaMark(self._stream).event)
+        self._turn = (self._turn + 1) % IN_FLIGHT
+
+
+class CudaMark:
+    """A place on a stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event = cupy.cuda.Event(disable_timing=True)
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """Wait until the device got there; other threads can run meanwhile."""
+        self.event.synchronize()
+
+
+class CudaStamp:
+    """A place on a stream whose time is taken."""
+
+    def __init__(self, stream: Any) -> None:
+        self.event = cupy.cuda.Event()
+        self.event.record(stream)
+
+    def seconds_since(self, earlier: CudaStamp) -> float:
+        """Seconds of the device's clock between the two; waits for this one."""
+        self.event.synchronize()
+        return float(cupy.cuda.get_elapsed_time(earlier.event, self.event)) * 1e-3
+
+
+class CudaFetch:
+    """A small array on its way to the host.
+
+    Args:
+        stream: the backend's.
+        array: what to copy, as it is when the stream gets here.
+    """
+
+    def __init__(self, stream: Any, array: Array) -> None:
+        self._memory = cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1))
+        self._host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
+        array.data.copy_to_host_async(self._host.ctypes.data, array.nbytes, stream)
+        self._mark = CudaMark(stream)
+
+    def get(self) -> Array:
+        """The array; waits for its arrival."""
+        self._mark.wait()
+        return self._host

@@ -1,0 +1,210 @@
+"""How arrays lie in GPU memory, and scratch memory that outlives a call.
+
+Owns the rule "4-D arrays are channels last, all others in C order" for CuPy, and how bfloat16 is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cuda.device import cupy, device_memory
+from caffepy.backend.types import Array, aligned_bytes, storage_dtype
+
+TICKETS = 1024
+"""By how many the tickets of `Scratch` grow."""
+
+LARGE = 2**20
+"""Bytes from which `Scratch` looks for a buffer in the room that it was lent."""
+
+
+def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
+    """An array of undefined values in the backend's memory order for `shape`.
+
+    Raises:
+        DeviceError: out of memory.
+    """
+    size, kind = math.prod(shape), np.dtype(storage_dtype(dtype))
+    with device_memory(f"an array of shape {shape} ({size * kind.itemsize} bytes)"):
+        return view(cupy.empty(size, kind), shape)
+
+
+def view(flat: Array, shape: tuple[int, ...]) -> Array:
+    """The elements of a 1-D array under a logical shape: (N, C, H, W) is stored as (N, H, W, C)."""
+    if len(shape) != 4:
+        return flat.reshape(shape)
+    n, c, h, w = shape
+    return flat.reshape(n, h, w, c).transpose(0, 3, 1, 2)
+
+
+def memory_order(array: Array) -> Array:
+    """The array with its axes in the order in which they lie in memory."""
+    return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
+
+
+def is_dense(array: Array) -> bool:
+    """Whether the array fills its memory in the backend's order, so that `flat` is a view."""
+    return is_dense_layout(array.shape, array.strides, array.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def is_dense_layout(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
+    """`is_dense` from an array's shape, strides in bytes and element size."""
+    order = [0, 2, 3, 1] if len(shape) == 4 else list(range(len(shape)))
+    step = item
+    for axis in reversed(order):
+        if shape[axis] != 1 and strides[axis] != step and 0 not in shape:
+            return False
+        step *= shape[axis]
+    return True
+
+
+def raw(array: Array) -> Array:
+    """The array as an argument of a kernel that walks through memory; refuses slices."""
+    assert is_dense_layout(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
+    return array
+
+
+def flat(array: Array) -> Array:
+    """The elements as 1-D view in memory order."""
+    return memory_order(raw(array)).reshape(-1)
+
+
+def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """The elements in logical order under another shape: a view if memory order allows, else a new copy."""
+    if tuple(array.shape) == tuple(shape) and is_dense(array):
+        return array
+    if not array.flags.c_contiguous:
+        array = _in_logical_order(array)
+    if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
+        return view(array.reshape(-1), shape)
+    result = allocate(shape, array.dtype.name)
+    cupy.copyto(result, array.reshape(shape))
+    return result
+
+
+def _in_logical_order(array: Array) -> Array:
+    with device_memory(f"a copy of an array of shape {array.shape} ({array.nbytes} bytes)"):
+        return cupy.ascontiguousarray(array)
+
+
+def download(array: Array, stream: Any) -> Any:
+    """A C-contiguous NumPy copy in logical order, float16 and bfloat16 as float32; waits for the stream."""
+    host = array.get(stream=stream, order="C")
+    if host.dtype == np.float16:
+        return host.astype(np.float32)
+    if host.dtype == np.uint16:
+        return (host.astype(np.uint32) << 16).view(np.float32)
+    return host
+
+
+def fill(array: Array, value: float) -> None:
+    """Set every element."""
+    if is_dense(array):
+        array = flat(array)
+        if value == 0:
+            array.data.memset_async(0, array.nbytes, cupy.cuda.get_current_stream())
+            return
+    array.fill(_bfloat16(value) if array.dtype == np.uint16 else value)
+
+
+def _bfloat16(value: float) -> int:
+    """The upper half of a number's float32, rounded to the nearest even."""
+    if value != value:
+        return 0x7FFF
+    bits = int(np.float32(value).view(np.uint32))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+class Scratch:
+    """Device memory that primitives use within one call, kept from call to call.
+
+    All calls of a backend run on one stream, so each purpose needs one buffer however many layers use it. A buffer only
+    grows; what it held is lost then. A buffer that a captured graph uses is kept until the end, also when it was too
+    small for a later call. Large buffers lie in lent memory instead, while there is enough of it.
+    """
+
+    def __init__(self) -> None:
+        self._room: Array | None = None
+        self._lent: dict[str, Array] = {}
+        self._buffers: dict[str, Array] = {}
+        self._views: dict[tuple[str, int, str], Array] = {}
+        self._captured: set[str] = set()
+        self._outgrown: list[Array] = []
+
+    def get(self, purpose: str, count: int, dtype: str = "float32") -> Array:
+        """A 1-D array of `count` undefined elements, valid until the next call with this purpose.
+
+        Raises:
+            DeviceError: out of memory.
+        """
+        if self._room is not None and (size := count * np.dtype(dtype).itemsize) >= LARGE:
+            lent = self._from_room(purpose, size)
+            if lent is not None:
+                return lent[:size].view(dtype)
+        return self._kept(purpose, count, dtype)
+
+    def lend(self, room: Array | None) -> None:
+        """Let large buffers lie in `room`, 1-D uint8, until another is lent; None: in memory of their own."""
+        self._room = room
+        self._lent.clear()
+
+    def _from_room(self, purpose: str, size: int) -> Array | None:
+        """The buffer of a purpose in the room, None if it does not fit; one that grows moves behind all others."""
+        assert self._room is not None
+        found = self._lent.get(purpose)
+        if found is None or found.size < size:
+            if self._room.size < size:
+                return None
+            found = self._lent[purpose] = self._room[:size]
+            self._room = self._room[aligned_bytes(size) :]
+        return found
+
+    def _kept(self, purpose: str, count: int, dtype: str) -> Array:
+        """The same in memory of its own."""
+        found = self._views.get((purpose, count, dtype))
+        if found is None:
+            found = self._make(purpose, count, dtype)
+        if purpose not in self._captured and is_capturing():
+            self._captured.add(purpose)
+        return found
+
+    def tickets(self, count: int) -> Array:
+        """`count` uint32 zeros, with which blocks of a kernel count themselves; the kernel leaves them at zero."""
+        before = self._buffers.get("tickets")
+        tickets = self._kept("tickets", -(-count // TICKETS) * TICKETS, "uint32")
+        if self._buffers["tickets"] is not before:
+            tickets.fill(0)
+        return tickets
+
+    def _make(self, purpose: str, count: int, dtype: str) -> Array:
+        size = max(count * np.dtype(dtype).itemsize, 1)
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.size < size:
+            self._drop(purpose)
+            with device_memory(f"{purpose} ({size} bytes)"):
+                buffer = self._buffers[purpose] = cupy.empty(size, "uint8")
+        view = self._views[purpose, count, dtype] = buffer[:size].view(dtype)[:count]
+        return view
+
+    def _drop(self, purpose: str) -> None:
+        self._views = {key: view for key, view in self._views.items() if key[0] != purpose}
+        buffer = self._buffers.pop(purpose, None)
+        if purpose in self._captured and buffer is not None:
+            self._captured.discard(purpose)
+            self._outgrown.append(buffer)
+
+    def clear(self) -> None:
+        """Give all buffers back."""
+        self._views.clear()
+        self._buffers.clear()
+        self._captured.clear()
+        self._outgrown.clear()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a graph instead of running."""
+    return bool(cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr))

@@ -1,0 +1,168 @@
+"""Pooling and local response normalisation: launches kernels/pooling.cu and kernels/lrn.cu.
+
+Owns what is compiled into them: storage, the channels of a thread, and the geometry of windows, so that small windows
+are written out and the places that share them need no search.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from caffepy.backend.cuda.compiler import THREADS, c_type, defines, divider, library_kernel
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.indexing import widest
+from caffepy.backend.cuda.memory import raw
+from caffepy.backend.types import Array, Geometry
+
+MOST_WINDOWS = 9
+"""Windows around a tile, and places in it, up to which gradients are gathered by tiles."""
+
+SMALL_AREA = 9
+"""Places of a window up to which overlapping windows are taken two at a time."""
+
+FEW_CHANNELS = 4
+"""Channels of a thread up to which it has registers for that."""
+
+LARGE_SIZE = 32
+"""Channels around one beyond which LRN's windows are walked in loops."""
+
+MOST_PLACES = 2**31 - 1
+
+
+class Pooling(NamedTuple):
+    """What decides the kernel of a pooling and its arguments."""
+
+    name: str
+    image: tuple[int, ...]
+    pooled: tuple[int, ...]
+    geometry: Geometry
+    stored: str
+    mask: str
+    width: int
+    device: int
+
+
+class Launch(NamedTuple):
+    """A kernel ready to be launched for any arrays of the same description."""
+
+    kernel: Any
+    blocks: int
+    arguments: tuple[Any, ...]
+
+
+def _width(channels: int, arrays: tuple[Array, ...]) -> int:
+    """How many neighbouring channels a thread takes."""
+    width = widest([channels], 16 // max(arrays[0].itemsize, 1))
+    while any(int(a.data.ptr) % min(16, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width
+
+
+def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mask: Array | None, g: Geometry) -> None:
+    every = arrays if mask is None else (*arrays, mask)
+    assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the storage"
+    kind = "" if mask is None else c_type(mask)
+    case = Pooling(
+        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, _width(image.shape[1], every),
+        cupy.cuda.runtime.getDevice(),
+    )  # fmt: skip
+    plan = _plan(case)
+    if plan is not None:
+        first, last = map(raw, arrays)
+        every = (first, last) if mask is None else (first, last, raw(mask))
+        if mask is not None and name.endswith("backward"):
+            every = (first, raw(mask), last)
+        plan.kernel((plan.blocks,), (THREADS,), (*every, *plan.arguments))
+
+
+@lru_cache(maxsize=1024)
+def _plan(case: Pooling) -> Launch | None:
+    """The kernel of a pooling; None if there is nothing to do."""
+    g = case.geometry
+    assert len(case.image) == 4 and len(g.kernel) == 2, "pooling has two spatial axes"
+    near = math.prod((k - 1) // s + 1 for k, s in zip(g.kernel, g.stride, strict=True))
+    tiles = near <= MOST_WINDOWS and math.prod(g.stride) <= MOST_WINDOWS
+    rows, columns = _places(case, tiles)
+    packs = case.image[1] // case.width
+    count = case.image[0] * rows * columns * packs
+    largest = max(math.prod(case.image), math.prod(case.pooled)) // case.width
+    assert max(count, largest) <= MOST_PLACES, f"{case.image}: too large for pooling in one piece"
+    if count == 0:
+        return None
+    text = _geometry_text(g) + defines(STORED=case.stored, WIDTH=case.width, TILES=int(tiles))
+    text += defines(MASK=case.mask, TOGETHER=_together(case)) if case.mask else ""
+    walk = [argument for n in (packs, columns, rows) for argument in (np.uint32(n), divider(n))]
+    sizes = tuple(np.int32(n) for n in (*case.image[2:], *case.pooled[2:]))
+    return Launch(library_kernel("pooling", case.name, text), -(-count // THREADS), (*sizes, *walk, np.uint32(count)))
+
+
+def _places(case: Pooling, tiles: bool) -> tuple[int, int]:
+    """Rows and columns of a plane over which threads are spread."""
+    g, (height, width) = case.geometry, case.image[2:]
+    if case.name.endswith("backward"):
+        if not tiles:
+            return height, width
+        return -(-(height + g.pad[0]) // g.stride[0]), -(-(width + g.pad[1]) // g.stride[1])
+    together = _together(case) if case.name == "max_forward" else 1
+    return -(-case.pooled[2] // together), case.pooled[3]
+
+
+def _together(case: Pooling) -> int:
+    """Rows of windows that a thread takes the maxima of."""
+    g = case.geometry
+    overlap = g.kernel[0] > g.stride[0] and math.prod(g.kernel) <= SMALL_AREA
+    return 2 if overlap and case.width <= FEW_CHANNELS else 1
+
+
+def _geometry_text(g: Geometry) -> str:
+    pairs = zip(("KERNEL", "STRIDE", "PAD"), (g.kernel, g.stride, g.pad), strict=True)
+    return defines(**{f"{name}_{axis}": n for name, pair in pairs for axis, n in zip("HW", pair, strict=True)})
+
+
+def max_forward(x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+    """See `Backend.pool_max_forward`."""
+    _pool("max_forward", (x, y), x, y, mask, geometry)
+
+
+def max_backward(dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
+    """See `Backend.pool_max_backward`."""
+    _pool("max_backward", (dy, dx), dx, dy, mask, geometry)
+
+
+def average_forward(x: Array, y: Array, geometry: Geometry) -> None:
+    """See `Backend.pool_average_forward`."""
+    _pool("average_forward", (x, y), x, y, None, geometry)
+
+
+def average_backward(dy: Array, dx: Array, geometry: Geometry) -> None:
+    """See `Backend.pool_average_backward`."""
+    _pool("average_backward", (dy, dx), dx, dy, None, geometry)
+
+
+def _normalise(name: str, arrays: tuple[Array, ...], size: int, alpha: float, beta: float, k: float) -> None:
+    channels, large = arrays[0].shape[1], size > LARGE_SIZE
+    assert len({a.dtype for a in arrays}) == 1, "LRN keeps the storage"
+    width = 1 if large else _width(channels, arrays)
+    count = arrays[0].size // width
+    if count == 0:
+        return
+    assert count <= MOST_PLACES, f"{arrays[0].shape}: too large for LRN in one piece"
+    text = defines(STORED=c_type(arrays[0]), WIDTH=width, SIZE=size, LARGE=int(large))
+    packs = channels // width
+    numbers = map(np.float32, (alpha / size, beta, k))
+    arguments = (*map(raw, arrays), np.uint32(packs), divider(packs), *numbers, np.uint32(count))
+    library_kernel("lrn", name, text)((-(-count // THREADS),), (THREADS,), arguments)
+
+
+def lrn_forward(x: Array, y: Array, size: int, alpha: float, beta: float, k: float) -> None:
+    """See `Backend.lrn_across_forward`."""
+    _normalise("lrn_forward", (x, y), size, alpha, beta, k)
+
+
+def lrn_backward(x: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float, k: float) -> None:
+    """See `Backend.lrn_across_backward`."""
+    _normalise("lrn_backward", (x, dy, dx), size, alpha, beta, k)

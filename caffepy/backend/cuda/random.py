@@ -1,0 +1,67 @@
+"""Random numbers and what is made of them on the way: launches kernels/philox.cu.
+
+Owns the key and the counter of a sequence as kernel arguments, and which kernel fits an array's order in memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, divider, library_kernel
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.memory import raw
+from caffepy.backend.types import Array, Counter, RandomStream
+
+LOW = 0xFFFFFFFF
+
+
+def uniform(out: Array, stream: RandomStream, counter: Counter) -> None:
+    """See `Backend.random_uniform`."""
+    _run((raw(out),), (), stream, counter)
+
+
+def dropout(source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
+    """See `Backend.dropout`."""
+    numbers = (np.float32(ratio), np.float32(1 / (1 - ratio)))
+    _run((raw(source), raw(destination)), numbers, stream, counter)
+
+
+def _run(arrays: tuple[Array, ...], numbers: tuple[Any, ...], stream: RandomStream, counter: Counter) -> None:
+    out = arrays[-1]
+    if out.size == 0:
+        return
+    elements = out.size // out.shape[0]
+    channels, places = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (elements, 1)
+    axes: tuple[Any, ...]
+    quads = False
+    if channels > 1 and places > 1:
+        groups = -(-places // 4)
+        axes = (np.uint32(channels), divider(channels), np.uint32(places), np.uint32(groups), divider(groups))
+        name, count = "fill_planes", out.shape[0] * groups * channels
+    else:
+        groups = -(-elements // 4)
+        axes = (np.uint32(elements), np.uint32(groups), divider(groups))
+        name, count = "fill_rows", out.shape[0] * groups
+        quads = elements % 4 == 0 and all(int(a.data.ptr) % (4 * a.itemsize) == 0 for a in arrays)
+    kernel = library_kernel("philox", name, _defines(*map(c_type, arrays), quads=quads))
+    arguments = (*arrays, *numbers, *axes, *_sequence(stream, counter), np.uint32(count))
+    kernel((min(-(-count // THREADS), MAX_BLOCKS),), (THREADS,), arguments)
+
+
+@cache
+def _defines(*types: str, quads: bool) -> str:
+    source = defines(SOURCE=types[0]) if len(types) > 1 else ""
+    return source + defines(STORED=types[-1], QUADS=int(quads))
+
+
+def _sequence(stream: RandomStream, counter: Counter) -> tuple[Any, ...]:
+    """Key and place of a sequence; a counter in device memory is read by the kernel."""
+    keys = ((stream.seed & LOW) ^ stream.stream, (stream.seed >> 32) & LOW)
+    if isinstance(counter, cupy.ndarray):
+        assert counter.dtype == np.uint64 and counter.size == 2, counter
+        return (*map(np.uint32, keys), np.uint32(0), np.uint64(0), counter)
+    pass_number, first_sample = counter
+    return (*map(np.uint32, (*keys, pass_number & LOW)), np.uint64(first_sample), np.uint64(0))

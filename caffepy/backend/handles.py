@@ -1,0 +1,109 @@
+"""What a backend hands out: captured work, places in its work, numbers on their way, planned convolutions.
+
+Each backend has classes of its own for them (`device_scalars.py` and `cuda/graph.py`; the convolutions beside
+their kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from caffepy.backend.types import Array, Counter
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def launch(self) -> None:
+        """Replay it on the backend's stream; returns at once."""
+
+
+class Mark(Protocol):
+    """A place in the backend's work."""
+
+    def wait(self) -> None:
+        """Wait until everything before it is done."""
+
+
+class Stamp(Protocol):
+    """A place in the backend's work, with the time at which it came there."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds from an earlier stamp of the same backend to this one; waits until this place is reached."""
+
+
+class Stopwatch(Protocol):
+    """Times at places in the backend's work, and between them, added up; `start` and `stop` may be captured.
+
+    Both count where the current stream comes to them, which may be another than the backend's.
+    """
+
+    def start(self, place: int) -> None:
+        """From here on time passes for a place."""
+
+    def stop(self, place: int) -> None:
+        """Up to here it has passed."""
+
+    def reset(self) -> None:
+        """Begin with totals of 0."""
+
+    def totals(self) -> list[float]:
+        """Seconds of each place; waits for the device."""
+
+    def times(self) -> list[float]:
+        """When each place was started last, in seconds of the device's clock; waits for the device."""
+
+
+class Fetch(Protocol):
+    """An array on its way to the host."""
+
+    def get(self) -> Any:
+        """The NumPy array; waits for it."""
+
+
+class Mailbox(Protocol):
+    """Numbers that change from iteration to iteration, where captured work finds them."""
+
+    @property
+    def array(self) -> Array:
+        """All numbers, float32."""
+
+    @property
+    def values(self) -> Sequence[Array | float]:
+        """Each number, as a Scalar argument of a formula; asked for anew whenever work is put on the stream."""
+
+    @property
+    def counters(self) -> Sequence[Counter | None]:
+        """Each counter, as `dropout` takes it; None where host numbers do."""
+
+    def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
+        """Let the work that is put on the stream from now on see these."""
+
+
+class Convolution(Protocol):
+    """A convolution of fixed shapes, planned once (algorithm, workspace) and run many times.
+
+    Shapes for two spatial axes: x (N, C, H, W), weights (num_output, C / group, kernel_h, kernel_w),
+    bias (num_output,), y (N, num_output, H', W'). x, y, dx, dy and the weights given to `forward` and `backward_data`
+    are of the storage it was planned for; bias and dweights are float32.
+    """
+
+    @property
+    def gives_sums(self) -> bool:
+        """Whether `forward` can also add up y for each channel."""
+
+    def forward(
+        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
+    ) -> None:
+        """y = weights * x (+ bias), or max(that, 0): cross-correlation, as every Caffe computes it.
+
+        `sums`, float32 of shape (2, num_output), gets the sum of y and of y^2 for each channel; it may be given only
+        where `gives_sums` holds, and without bias and relu.
+        """
+
+    def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
+        """dx = the transposed convolution of dy with weights; also Deconvolution's forward pass."""
+
+    def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
+        """dweights (+)= correlation of x with dy, summed over the batch."""

@@ -1,0 +1,221 @@
+"""How a net's input comes to a device: batches go through a ring of slots, and a primitive makes blobs of them.
+
+Owns the layout of a batch of images as bytes, the contract of the ring, and its plain implementation in host memory,
+which backends without memory of their own use and others are compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from caffepy.backend.types import Array, Counter
+
+ALIGNMENT = 256
+"""Slots and their parts begin at multiples of this many bytes."""
+
+
+def aligned_size(size: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class ImageSlot:
+    """A batch of images as bytes: where its parts lie in a slot.
+
+    From byte 0 on float32 (N,), the labels; then int32 (N, 3), for each image whether it is mirrored and the row and
+    column of the whole image at which it begins; then uint8 (N, C, H, W), the pixels.
+
+    Args:
+        count: N.
+        channels: C.
+        height: H of what is cut out of each image.
+        width: W of it.
+    """
+
+    count: int
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(N, C, H, W)."""
+        return self.count, self.channels, self.height, self.width
+
+    @property
+    def places_at(self) -> int:
+        """The byte at which the mirrors and places begin."""
+        return aligned_size(4 * self.count)
+
+    @property
+    def pixels_at(self) -> int:
+        """The byte at which the pixels begin."""
+        return self.places_at + aligned_size(12 * self.count)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the slot."""
+        return self.pixels_at + aligned_size(math.prod(self.shape))
+
+    def parts(self, memory: Any) -> tuple[Any, Any, Any]:
+        """Labels, places and pixels as views of a slot's bytes (a NumPy array)."""
+        n, size = self.count, math.prod(self.shape)
+        return (
+            memory[: 4 * n].view("float32"),
+            memory[self.places_at : self.places_at + 12 * n].view("int32").reshape(n, 3),
+            memory[self.pixels_at : self.pixels_at + size].reshape(self.shape),
+        )
+
+
+@dataclass(frozen=True)
+class ByteImages:
+    """What becomes of images that come as bytes.
+
+    Args:
+        slot: how a batch of them lies in memory.
+        mean: what is subtracted, float32 (NumPy), (C, H, W) of whole images or (C, 1, 1).
+        scale: what they are multiplied by then.
+    """
+
+    slot: ImageSlot
+    mean: Any
+    scale: float
+
+
+class InputRing(ABC):
+    """Slots on the device, which forward passes use in turn: pass p has slot p % slots.
+
+    Consecutive passes are brought together in blocks, the first of which begins at pass 0. Every call is made by the
+    solver's thread.
+
+    Args:
+        slot_size: bytes of a slot, a multiple of ALIGNMENT.
+        block: passes that are brought together at most, a power of two.
+        blocks: how many blocks there are room for, a power of two.
+    """
+
+    def __init__(self, slot_size: int, block: int, blocks: int) -> None:
+        assert slot_size % ALIGNMENT == 0, slot_size
+        assert block & (block - 1) == 0, block
+        assert blocks & (blocks - 1) == 0, blocks
+        self.slot_size = slot_size
+        self.block = block
+        self.blocks = blocks
+        self.slots = block * blocks
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether there is room for one more `put`; looks at what the device has done and does not wait."""
+
+    @abstractmethod
+    def put(self, number: int, passes: int, parts: Sequence[tuple[int, Any]], done: Callable[[], None]) -> None:
+        """Bring the data of some passes of one block to their slots.
+
+        What the backend is asked for afterwards finds them there.
+
+        Args:
+            number: the first pass.
+            passes: how many there are.
+            parts: places in its slot and the bytes that go there (NumPy, uint8, 1-D); those of the following passes
+                follow at once.
+            done: called when the bytes may be written again.
+        """
+
+    @abstractmethod
+    def consumed(self, number: int) -> None:
+        """All that reads the data of pass `number` has been asked of the backend."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Forget the passes that were put and not consumed: the next `put` may be of any pass."""
+
+    @abstractmethod
+    def close(self, timeout: float = 10.0) -> None:
+        """Give the memory back once nothing is on the way any more. Callable twice."""
+
+
+class HostRing(InputRing):
+    """Slots that are the very memory in which batches were made: nothing is copied."""
+
+    def __init__(self, slot_size: int, block: int, blocks: int) -> None:
+        super().__init__(slot_size, block, blocks)
+        self._held: deque[tuple[int, int, Sequence[tuple[int, Any]], Callable[[], None]]] = deque()
+
+    def ready(self) -> bool:
+        return len(self._held) < self.blocks
+
+    def put(self, number: int, passes: int, parts: Sequence[tuple[int, Any]], done: Callable[[], None]) -> None:
+        self._held.append((number, number + passes, parts, done))
+
+    def consumed(self, number: int) -> None:
+        while self._held and number + 1 >= self._held[0][1]:
+            self._held.popleft()[3]()
+
+    def restart(self) -> None:
+        while self._held:
+            self._held.popleft()[3]()
+
+    def close(self, timeout: float = 10.0) -> None:
+        self.restart()
+
+    def bytes_of(self, number: int, offset: int, size: int) -> Any:
+        """`size` bytes of the slot of pass `number`, from `offset` on."""
+        for first, stop, parts, _ in self._held:
+            if first <= number < stop:
+                place = (number - first) * self.slot_size + offset
+                begin, memory = next(part for part in reversed(parts) if part[0] <= place)
+                return memory[place - begin : place - begin + size]
+        raise AssertionError(f"pass {number} was not put")
+
+
+class InputPrimitives:
+    """The part of a backend that takes a net's input; here in host memory, by NumPy."""
+
+    def host_memory(self, size: int) -> Any:
+        """Host memory (NumPy, uint8, 1-D) from which `InputRing.put` copies at full speed; any thread may ask."""
+        import numpy as np
+
+        return np.empty(size, np.uint8)
+
+    def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
+        """A ring of slots; see `InputRing`.
+
+        Raises:
+            DeviceError: there is no memory for it.
+        """
+        return HostRing(slot_size, block, blocks)
+
+    def take_images(
+        self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
+        labels: Array | None,
+    ) -> None:  # fmt: skip
+        """images[n, c, h, w] = (pixel - mean[c, top + h, left + w']) * scale of the pass that `counter` names.
+
+        w' is w, or W - 1 - w where the image is mirrored. mean: float32 of shape (C, whole H, whole W) for images cut
+        out of wholes, or (C, 1, 1) for one number a channel. images: (N, C, H, W) of any storage; labels: float32 (N,).
+        """
+        import numpy as np
+
+        assert isinstance(ring, HostRing)
+        found, places, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
+        means = self.to_host(mean)  # type: ignore[attr-defined]
+        result = np.empty(slot.shape, np.float32)
+        for image, (mirror, top, left), out in zip(pixels, places, result, strict=True):
+            part = means if means[0].size == 1 else means[:, top : top + slot.height, left : left + slot.width]
+            values = (image.astype(np.float32) - part) * np.float32(scale)
+            out[...] = values[:, :, ::-1] if mirror else values
+        self.from_host(result, images)  # type: ignore[attr-defined]
+        if labels is not None:
+            self.from_host(found, labels)  # type: ignore[attr-defined]
+
+    def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
+        """values = the float32 numbers, in the memory order of `values`, from byte `offset` of the pass's slot on."""
+        assert isinstance(ring, HostRing)
+        found = ring.bytes_of(counter[0], offset, 4 * values.size).view("float32")
+        self.copy(self.view(found, values.shape), values)  # type: ignore[attr-defined]

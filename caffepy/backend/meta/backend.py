@@ -1,0 +1,226 @@
+"""A backend that computes nothing: its arrays are shapes, and it notes when each primitive reads and writes them.
+
+Owns the record from which `caffepy.net.memory.plan` learns which arrays of a net are never needed at the same time.
+A net is built and run on it as on any device; that takes milliseconds and no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.device_scalars import Synchronous
+from caffepy.backend.handles import Convolution, Fetch
+from caffepy.backend.interface import Backend
+from caffepy.backend.meta.array import SETUP, DryArray, Memory
+from caffepy.backend.types import Array, Geometry, gpu_workspace, spatial_output, storage_dtype
+
+
+def _arrays(values: Iterable[Any]) -> Iterator[DryArray]:
+    """The arrays among arguments, which may be numbers, None or sequences of arrays."""
+    for value in values:
+        if isinstance(value, DryArray):
+            yield value
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield from _arrays(value)
+
+
+def _primitive(name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), sums: Sequence[str] = ()) -> Any:
+    """A method that notes what the primitive `name` does to its arguments.
+
+    Args:
+        name: of the primitive.
+        reads: arguments that it reads; `n.mean` is a field of one.
+        writes: arguments that it overwrites.
+        sums: arguments that it adds to if its argument `accumulate` says so, and overwrites otherwise.
+    """
+    signature = inspect.signature(getattr(Backend, name))
+
+    def note(self: DryBackend, *positional: Any, **named: Any) -> None:
+        given = signature.bind(self, *positional, **named).arguments
+
+        def values(names: Sequence[str]) -> Iterator[Any]:
+            for path in names:
+                argument, _, part = path.partition(".")
+                value = given.get(argument)
+                yield getattr(value, part) if part else value
+
+        accumulate = sums if given.get("accumulate") else ()
+        self.note(values([*reads, *accumulate]), values([*writes, *sums]))
+
+    note.__name__ = name
+    note.__doc__ = "Note what it would do."
+    return note
+
+
+_STATISTICS = ("n.mean", "n.inverse")
+_NORMAL = (*_STATISTICS, "n.scale", "n.bias")
+_RUNNING = ("n.sum_mean", "n.sum_variance", "n.count")
+
+
+class DryBackend(Synchronous, Backend):
+    """Like a GPU, but for computing.
+
+    Args:
+        like: another backend that it shall ask layers for the same of.
+    """
+
+    asynchronous = True
+    holds_values = False
+
+    def __init__(self, like: Backend | None = None) -> None:
+        self.name = like.name if like else "cuda"
+        self.storages = like.storages if like else ("float32", "float16", "bfloat16")
+        self.mask_dtype = like.mask_dtype if like else "uint8"
+        self.keeps_lrn_scale = like.keeps_lrn_scale if like else False
+        self._like = like
+        self.convolutions: dict[int, int] = {}
+        """For each step with a convolution the bytes of the largest one's arrays."""
+        self.step = SETUP
+        """What is under way; set by whoever runs the net."""
+        self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+        """The allocations that somebody still holds."""
+
+    def note(self, read: Iterable[Any], written: Iterable[Any]) -> None:
+        """Note that the arrays among these values are read, and then written, in the present step."""
+        for array in _arrays(read):
+            array.memory.read(self.step, array.part)
+        for array in _arrays(written):
+            array.memory.write(self.step, array.part)
+
+    # -- the device ---------------------------------------------------------------------------------
+
+    def activate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def fetch(self, array: Array) -> Fetch:
+        raise AssertionError("a dry run computes nothing that could be fetched")
+
+    def device_description(self) -> str:
+        return "no device"
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        memory = Memory(tuple(shape), dtype, self.step)
+        self.memories.add(memory)
+        return DryArray(memory, memory.shape, memory.whole)
+
+    def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        return flat.reshape(shape)
+
+    def flat(self, array: Array) -> Array:
+        return array.reshape(-1)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        shape = tuple(shape)
+        if array.shape == shape or all(len(s) != 4 or s[1] == 1 or s[2] * s[3] == 1 for s in (array.shape, shape)):
+            return array.reshape(shape)
+        result = self.zeros(shape, array.memory.storage)
+        self.note([array], [result])
+        return result
+
+    fill = _primitive("fill", writes=["array"])
+    copy = _primitive("copy", ["source"], ["destination"])
+    add = _primitive("add", ["source", "destination"], ["destination"])
+    from_host = _primitive("from_host", writes=["destination"])
+
+    def to_host(self, array: Array) -> Any:
+        self.note([array], [])
+        return np.zeros(array.shape, array.dtype)
+
+    # -- what computes --------------------------------------------------------------------------------
+
+    apply = _primitive("apply", ["inputs"], ["outputs"])
+    reduce = _primitive("reduce", ["inputs"], sums=["outputs"])
+    gemm = _primitive("gemm", ["a", "b"], sums=["out"])
+
+    def plan_convolution(
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
+    ) -> Convolution:
+        g = geometry
+        windows = zip(x_shape[2:], g.kernel, g.stride, g.pad, g.dilation, strict=True)
+        y_shape = (x_shape[0], weights_shape[0], *(spatial_output(*window) for window in windows))
+        item = np.dtype(storage_dtype(storage)).itemsize
+        return DryConvolution(self, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
+
+    def workspace(self, own: int) -> int:
+        return self._like.workspace(own) if self._like else gpu_workspace(own)
+
+    pool_max_forward = _primitive("pool_max_forward", ["x"], ["y", "mask"])
+    pool_max_backward = _primitive("pool_max_backward", ["dy", "mask"], ["dx"])
+    pool_average_forward = _primitive("pool_average_forward", ["x"], ["y"])
+    pool_average_backward = _primitive("pool_average_backward", ["dy"], ["dx"])
+    lrn_across_forward = _primitive("lrn_across_forward", ["x"], ["y", "scale"])
+    lrn_across_backward = _primitive("lrn_across_backward", ["x", "y", "scale", "dy"], ["dx"])
+
+    batch_norm_measure = _primitive("batch_norm_measure", ["x", *_RUNNING], [*_STATISTICS, *_RUNNING])
+    batch_norm_measure_sums = _primitive("batch_norm_measure_sums", ["sums", *_RUNNING], [*_STATISTICS, *_RUNNING])
+    batch_norm_finish = _primitive("batch_norm_finish", ["variance", "mean", *_RUNNING], ["inverse", *_RUNNING])
+    batch_norm_load = _primitive("batch_norm_load", _RUNNING, _STATISTICS)
+    batch_norm_forward = _primitive("batch_norm_forward", ["x", *_NORMAL, "residual"], ["y", "mask"])
+    batch_norm_backward_sums = _primitive(
+        "batch_norm_backward_sums", ["x", "dys", *_NORMAL, "mask"], ["sum_dy_x", "sum_dy", "total"]
+    )
+    batch_norm_backward_data = _primitive(
+        "batch_norm_backward_data", ["x", "dy", *_NORMAL, "sum_dy_x", "sum_dy"], ["dx"]
+    )
+    relu_backward = _primitive("relu_backward", ["y", "dy"], ["dx"], sums=["dbias"])
+    dropout = _primitive("dropout", ["source"], ["destination"])
+    total = _primitive("total", ["sources"], ["destination"])
+
+    softmax_forward = _primitive("softmax_forward", ["x"], ["y"])
+    softmax_backward = _primitive("softmax_backward", ["y", "dy"], ["dx"])
+    softmax_loss_forward = _primitive(
+        "softmax_loss_forward", ["x", "labels", "bad_label"], ["probabilities", "totals", "bad_label"]
+    )
+    softmax_loss_backward = _primitive("softmax_loss_backward", ["probabilities", "labels", "totals"], ["dx"])
+    label_ranks = _primitive("label_ranks", ["x", "labels", "bad_label"], ["ranks", "bad_label"])
+    random_uniform = _primitive("random_uniform", writes=["out"])
+
+    def all_finite(self, array: Array) -> bool:
+        self.note([array], [])
+        return True
+
+
+class DryConvolution:
+    """A `Convolution` that notes what it would read and write.
+
+    Args:
+        backend: where it is noted.
+        own: bytes of its arrays.
+    """
+
+    gives_sums = True
+
+    def __init__(self, backend: DryBackend, own: int) -> None:
+        self._backend = backend
+        self._own = own
+
+    def _note(self, read: Iterable[Any], written: Iterable[Any]) -> None:
+        found, step = self._backend.convolutions, self._backend.step
+        found[step] = max(found.get(step, 0), self._own)
+        self._backend.note(read, written)
+
+    def forward(
+        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
+    ) -> None:
+        """Read x, weights and bias, write y and sums."""
+        self._note([x, weights, bias], [y, sums])
+
+    def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
+        """Read dy and weights, write dx."""
+        self._note([dy, weights], [dx])
+
+    def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
+        """Read x and dy, write dweights or add to them."""
+        self._note([x, dy, dweights if accumulate else None], [dweights])

@@ -1,0 +1,50 @@
+"""Dropout (Srivastava et al. 2014), scaled at training time as Caffe's `dropout_layer.cpp`."""
+
+from __future__ import annotations
+
+from caffepy.backend import Array, RandomStream
+from caffepy.backend.types import Counter
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.proto import caffe_pb2
+
+
+@register_layer("Dropout")
+class DropoutLayer(Layer):
+    """In training y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0; in testing y = x.
+
+    Which elements are dropped depends on the seed, the layer's name, the pass and the global number of the sample, not
+    on the device that holds it.
+    """
+
+    half = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.dropout_param
+        if not 0 <= param.dropout_ratio < 1:
+            raise self.error(f"dropout_ratio is {param.dropout_ratio:g}, but must be at least 0 and below 1")
+        self._ratio = param.dropout_ratio
+        self._training = self.context.phase == caffe_pb2.TRAIN
+        self._counter: Counter = (0, 0)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].reshape(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self._counter = self.counter()
+        self._drop(bottom[0].data, top[0].data)
+
+    def _stream(self) -> RandomStream:
+        """The layer's random numbers; asked for in each pass, as a snapshot may bring another seed."""
+        stream, seed = self.random_stream(), self.param.dropout_param.random_seed
+        return RandomStream(seed, stream.stream) if seed >= 0 else stream
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        """dx = dy / (1 - dropout_ratio) where the element was kept, else 0."""
+        if propagate_down[0]:
+            self._drop(top[0].diff, bottom[0].diff)
+
+    def _drop(self, source: Array, destination: Array) -> None:
+        if self._training:
+            self.backend.dropout(source, destination, self._ratio, self._stream(), self._counter)
+        elif source is not destination:
+            self.backend.copy(source, destination)

@@ -1,0 +1,25 @@
+"""Cast: the same values in another storage; the net puts it between layers that want different ones."""
+
+from __future__ import annotations
+
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+
+
+@register_layer("Cast")
+class CastLayer(Layer):
+    """y = x, rounded once to the top's storage; dx = dy, likewise."""
+
+    half = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].reshape(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(bottom[0].data, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.copy(top[0].diff, bottom[0].diff)

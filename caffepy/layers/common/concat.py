@@ -1,0 +1,130 @@
+"""Concat and its inverse Slice: joining and cutting blobs along one axis."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from caffepy.backend import Array
+from caffepy.blob import Blob
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+
+
+class AxisLayer(Layer):
+    """A layer whose blobs agree in every axis but one."""
+
+    half = True
+    keeps_labels = True
+
+    _axis: int
+    _bounds: list[tuple[int, int]]
+    """Where each part begins and ends along the axis."""
+
+    def _part(self, whole: Array, number: int) -> Array:
+        begin, end = self._bounds[number]
+        return whole[(slice(None),) * self._axis + (slice(begin, end),)]
+
+    def _set_bounds(self, sizes: list[int]) -> None:
+        ends = list(accumulate(sizes))
+        self._bounds = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def _read_axis(self, blob: Blob, axis: int, old_axis: int | None) -> int:
+        """The axis, given as `axis` or in the old way as `concat_dim` or `slice_dim`."""
+        return blob.axis(axis if old_axis is None else old_axis, f"layer '{self.name}' ({self.type})")
+
+
+@register_layer("Concat")
+class ConcatLayer(AxisLayer):
+    """The top is all bottoms side by side along `axis` (Caffe's `concat_layer.cpp`)."""
+
+    bottoms = (1, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.concat_param
+        if param.HasField("axis") and param.HasField("concat_dim"):
+            raise self.error("give either axis or concat_dim, not both")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.concat_param
+        old_axis = param.concat_dim if param.HasField("concat_dim") else None
+        self._axis = axis = self._read_axis(bottom[0], param.axis, old_axis)
+        shape = bottom[0].shape
+        for other in bottom[1:]:
+            if len(other.shape) != len(shape) or _without(other.shape, axis) != _without(shape, axis):
+                raise self.shape_error(f"all bottoms must agree in every axis but {axis}", bottom[0], other)
+        self._set_bounds([blob.shape[axis] for blob in bottom])
+        top[0].reshape((*shape[:axis], self._bounds[-1][1], *shape[axis + 1 :]))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom) == 1 and not self.tops_overwritten:
+            top[0].bind(data=bottom[0].data)
+            return
+        for number, blob in enumerate(bottom):
+            self.backend.copy(blob.data, self._part(top[0].data, number))
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if len(bottom) == 1:
+            if propagate_down[0]:
+                bottom[0].bind(diff=top[0].diff)
+            return
+        for number, blob in enumerate(bottom):
+            if propagate_down[number]:
+                self.backend.copy(self._part(top[0].diff, number), blob.diff)
+
+
+@register_layer("Slice")
+class SliceLayer(AxisLayer):
+    """The tops are parts of the bottom along `axis`, cut at `slice_point` or evenly (Caffe's `slice_layer.cpp`)."""
+
+    tops = (1, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.slice_param
+        if param.HasField("axis") and param.HasField("slice_dim"):
+            raise self.error("give either axis or slice_dim, not both")
+        if param.slice_point and len(param.slice_point) != len(top) - 1:
+            raise self.error(
+                f"{len(top)} tops need {len(top) - 1} slice points, but there are {len(param.slice_point)}"
+            )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.slice_param
+        old_axis = param.slice_dim if param.HasField("slice_dim") else None
+        self._axis = axis = self._read_axis(bottom[0], param.axis, old_axis)
+        shape = bottom[0].shape
+        self._set_bounds(self._sizes(bottom[0], len(top)))
+        for blob, (begin, end) in zip(top, self._bounds, strict=True):
+            blob.reshape((*shape[:axis], end - begin, *shape[axis + 1 :]))
+
+    def _sizes(self, bottom: Blob, count: int) -> list[int]:
+        points = list(self.param.slice_param.slice_point)
+        size = bottom.shape[self._axis]
+        if not points:
+            if size % count:
+                raise self.shape_error(f"{count} tops do not divide axis {self._axis} evenly; give slice_point", bottom)
+            return [size // count] * count
+        sizes = [end - begin for begin, end in zip([0, *points], [*points, size], strict=True)]
+        if min(sizes) < 1:
+            raise self.shape_error(f"slice points {points} must rise within axis {self._axis}, above 0", bottom)
+        return sizes
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if len(top) == 1 and not self.tops_overwritten:
+            top[0].bind(data=bottom[0].data)
+            return
+        for number, blob in enumerate(top):
+            self.backend.copy(self._part(bottom[0].data, number), blob.data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        if len(top) == 1:
+            bottom[0].bind(diff=top[0].diff)
+        else:
+            for number, blob in enumerate(top):
+                self.backend.copy(blob.diff, self._part(bottom[0].diff, number))
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]

@@ -1,0 +1,64 @@
+"""Split and Silence: the ends and branches of a net's wiring."""
+
+from __future__ import annotations
+
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+
+
+@register_layer("Split")
+class SplitLayer(Layer):
+    """Hands one blob to several layers: the tops share its data, and its diff is the sum of theirs.
+
+    The net inserts it where a blob has more than one reader (Caffe's `split_layer.cpp`).
+    """
+
+    half = True
+    keeps_labels = True
+    follows_bottom = True
+
+    tops = (1, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        for blob in top:
+            blob.reshape(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        for blob in top:
+            if self.tops_overwritten:
+                self.backend.copy(bottom[0].data, blob.data)
+            else:
+                blob.bind(data=bottom[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        dx = bottom[0].diff
+        if len(top) == 1:
+            self.backend.copy(top[0].diff, dx)
+            return
+        self.backend.total([blob.diff for blob in top], dx)
+
+
+@register_layer("Silence")
+class SilenceLayer(Layer):
+    """Takes blobs that nobody else reads, so that they do not count as the net's outputs; its gradient is 0."""
+
+    half = True
+    follows_bottom = True
+
+    bottoms = (1, None)
+    tops = (0, 0)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """There are no tops to shape."""
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """There is nothing to compute."""
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        for blob, wanted in zip(bottom, propagate_down, strict=True):
+            if wanted:
+                self.backend.fill(blob.diff, 0)

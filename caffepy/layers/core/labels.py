@@ -1,0 +1,92 @@
+"""Class labels: which layout they need, and what happens to those that name no class."""
+
+from __future__ import annotations
+
+import math
+
+from caffepy.backend import Array
+from caffepy.blob import Blob
+from caffepy.errors import DataError
+from caffepy.layers.core.base import Layer
+from caffepy.layers.core.order import Reordered
+
+
+class Labels:
+    """The labels of a layer that scores classes along one axis, and the device's flag for bad ones.
+
+    Args:
+        layer: the layer, for messages.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._backend = layer.backend
+        self.bad = self._backend.zeros((1,), "int32")
+        """Place of a label outside the classes in its batch, -1 if there was none."""
+        self._backend.fill(self.bad, -1)
+        self._pulls = 0
+        self._first = 0
+        """The first pass since the labels were last checked; replayed graphs do not come by here."""
+
+    def reshape(self, scores: Blob, labels: Blob, axis: int) -> None:
+        """Check the shapes.
+
+        Raises:
+            ShapeError: there is not one label for each place.
+        """
+        self.classes = scores.shape[axis]
+        self.outer = math.prod(scores.shape[:axis])
+        self.places = self.outer * math.prod(scores.shape[axis + 1 :])
+        if labels.count != self.places:
+            raise self._layer.shape_error(
+                f"needs one label for each place: {self.places} for classes along axis {axis}, not {labels.count}",
+                scores, labels,
+            )  # fmt: skip
+        self._blob = labels
+        self._row = Reordered(self._backend, labels.shape, (self.places,))
+
+    def pull(self) -> Array:
+        """The labels of this pass, shape (places,), in the logical order of the scores without their axis."""
+        if self._pulls == 0:
+            self._first = self._layer.context.passes.number
+        self._pulls += 1
+        return self._row.pull(self._blob.data)
+
+    def kept(self) -> Array:
+        """The labels as the last `pull` gave them."""
+        return self._row.target(self._blob.data)
+
+    def check(self) -> None:
+        """Raise if a label since the last check was outside the classes; waits for the device.
+
+        Raises:
+            DataError: naming the record, exactly so if there was one pass since.
+        """
+        now = self._layer.context.passes.number
+        first, exact = self._first, self._pulls == 1 and now - self._first <= 1
+        self._pulls, self._first = 0, now
+        place = int(self._backend.to_host(self.bad)[0])
+        if place < 0:
+            return
+        self._backend.fill(self.bad, -1)
+        row = place * self._blob.shape[0] // self.places if self._blob.shape else 0
+        if exact:
+            value = self._blob.host_data().reshape(-1)[place]
+            found = f"the label of {self._record(first, row)} is {value:g},"
+        else:
+            found = f"a label of the samples from {self._sample(first)} on, number {row} of its batch, is"
+        raise DataError(
+            f"layer '{self._layer.name}' ({self._layer.type}): {found} outside the {self.classes} classes, 0 to "
+            f"{self.classes - 1}; correct the data, or give the blob '{self._layer.param.bottom[0]}' more classes"
+        )
+
+    def _sample(self, number: int) -> int:
+        """The global number of this device's first sample in a pass."""
+        context = self._layer.context
+        return context.first_sample(number) if context.first_sample else 0
+
+    def _record(self, number: int, row: int) -> str:
+        """What a pass had in this row of its batch."""
+        sample = f"sample {self._sample(number) + row}"
+        describe = self._layer.context.describe_sample
+        return f"{describe(number, row)} ({sample})" if describe else sample

@@ -1,0 +1,1 @@
+"""Layers that bring data into a net. Found by name; net imports its prefetching."""

@@ -1,0 +1,99 @@
+"""Accuracy: how often the label is among the best-scored classes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.labels import Labels
+
+
+@expression
+def hits(rank: Each, label: Each, top_k: Scalar, ignored: Scalar) -> tuple[Each, Each]:
+    counts = 1.0 if rank >= 0 and label != ignored else 0.0
+    return counts * (1.0 if rank < top_k else 0.0), counts
+
+
+@expression
+def class_hits(rank: Each, label: Each, number: Channel, top_k: Scalar, ignored: Scalar) -> tuple[Each, Each]:
+    counts = 1.0 if label == number and rank >= 0 and label != ignored else 0.0
+    return counts * (1.0 if rank < top_k else 0.0), counts
+
+
+@expression
+def ratio(hit: Each, count: Each) -> Each:
+    return 0.0 if count == 0 else hit / count
+
+
+@expression
+def without_ignored(label: Each, ignored: Scalar) -> Each:
+    return 0.0 if label == ignored else label
+
+
+NONE_IGNORED = -1e30
+"""Stands for "no label is ignored": no label has this value."""
+
+
+@register_layer("Accuracy")
+class AccuracyLayer(Layer):
+    """The share of labels that are among the `top_k` best classes (Caffe's `accuracy_layer.cpp`, BVLC 1.0).
+
+    A label counts as right if fewer than top_k other classes score at least as high, so ties count against it. A second
+    top, of shape (classes,), gets the share for each class, 0 for a class without labels. `ignore_label` is left out.
+    """
+
+    bottoms = (2, 2)
+    tops = (1, 2)
+    has_backward = False
+    no_gradient_bottoms = frozenset({1})
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.accuracy_param
+        self._labels = Labels(self)
+        self._hits, self._count = self.backend.zeros(()), self.backend.zeros(())
+        self._ignored = float(param.ignore_label) if param.HasField("ignore_label") else NONE_IGNORED
+        self._top_k = float(param.top_k)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.accuracy_param
+        self._axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        self._labels.reshape(bottom[0], bottom[1], self._axis)
+        if param.top_k > self._labels.classes:
+            raise self.shape_error(f"top_k is {param.top_k}, but there are {self._labels.classes} classes", bottom[0])
+        top[0].reshape(())
+        zeros = self.backend.zeros
+        self._ranks, self._safe_labels = zeros((self._labels.places,)), zeros((self._labels.places,))
+        if len(top) > 1:
+            top[1].reshape((self._labels.classes,))
+            self._make_class_buffers(self._labels.places, self._labels.classes)
+
+    def _make_class_buffers(self, places: int, classes: int) -> None:
+        zeros = self.backend.zeros
+        self._class_hits, self._class_counts = zeros((classes,)), zeros((classes,))
+        self._spread_ranks, self._spread_labels = zeros((places, classes)), zeros((places, classes))
+        self._numbers, self._ones = zeros((classes,)), zeros((1, classes))
+        self.backend.from_host(np.arange(classes, dtype=np.float32), self._numbers)
+        self.backend.fill(self._ones, 1)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        backend, labels = self.backend, self._labels.pull()
+        # Ignored labels may lie outside the classes (255 in segmentation), which is no fault of theirs.
+        backend.apply(without_ignored, (labels, self._ignored), (self._safe_labels,))
+        backend.label_ranks(bottom[0].data, self._safe_labels, self._ranks, self._labels.bad, self._axis)
+        inputs = (self._ranks, labels, self._top_k, self._ignored)
+        backend.reduce(hits, inputs, (self._hits, self._count))
+        backend.apply(ratio, (self._hits, self._count), (top[0].data,))
+        if len(top) > 1:
+            self._score_classes(labels, top[1].data)
+
+    def _score_classes(self, labels: Array, scores: Array) -> None:
+        backend = self.backend
+        for row, spread in ((self._ranks, self._spread_ranks), (labels, self._spread_labels)):
+            backend.gemm(row.reshape(-1, 1), self._ones, spread)
+        inputs = (self._spread_ranks, self._spread_labels, self._numbers, self._top_k, self._ignored)
+        backend.reduce(class_hits, inputs, (self._class_hits, self._class_counts))
+        backend.apply(ratio, (self._class_hits, self._class_counts), (scores,))
+
+    def check(self) -> None:
+        self._labels.check()

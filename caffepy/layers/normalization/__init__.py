@@ -1,0 +1,1 @@
+"""BatchNorm, LRN, Scale and Bias. Found by name; net/fusion imports its classes."""

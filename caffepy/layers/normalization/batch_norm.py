@@ -1,0 +1,174 @@
+"""Batch normalisation (Ioffe and Szegedy 2015), with the statistics that Caffe keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caffepy.backend import Array, Channel, Each, expression
+from caffepy.backend.composite import scaled, squared_distance
+from caffepy.backend.types import Normalisation
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.buffer import Temporary
+from caffepy.proto import caffe_pb2
+
+STATISTICS = 3
+"""Blobs 0 to 2 are running sums, not learned."""
+
+
+@expression
+def stored_input_gradient(dy: Each, inverse: Channel, scale: Channel) -> Each:
+    return dy * inverse * scale
+
+
+@register_layer("BatchNorm")
+class BatchNormLayer(Layer):
+    """y = (x - mean) / sqrt(variance + eps) for each channel (Caffe's `batch_norm_layer.cpp`).
+
+    Training takes the statistics of the device's batch and adds them to running sums: with f = moving_average_fraction
+    and m elements a channel, blob 0 = f * blob 0 + mean, blob 1 = f * blob 1 + m / (m - 1) * variance,
+    blob 2 = f * blob 2 + 1. With `use_global_stats`, by default in testing, mean and variance are blobs 0 and 1 over
+    blob 2. Shapes: (C,), (C,), (1,).
+
+    NVIDIA Caffe's `scale_bias` adds y * scale + bias with learned blobs 3 and 4 of shape (C,), starting at 1 and 0.
+    """
+
+    half = True
+
+    _shape: tuple[int, ...] | None = None
+    _kept: Temporary | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.batch_norm_param
+        if len(bottom[0].shape) < 2:
+            raise self.shape_error("the bottom needs at least two axes, (N, C, ...)", bottom[0])
+        self._channels = channels = bottom[0].shape[1]
+        self._use_stored = self.context.phase == caffe_pb2.TEST
+        if param.HasField("use_global_stats"):
+            self._use_stored = param.use_global_stats
+        self._scale_bias = param.scale_bias or param.HasField("scale_filler") or param.HasField("bias_filler")
+        zero, one = caffe_pb2.FillerParameter(value=0), caffe_pb2.FillerParameter(value=1)
+        for shape in ((channels,), (channels,), (1,)):
+            self.add_parameter(shape, zero)
+        if self._scale_bias:
+            self.add_parameter((channels,), param.scale_filler if param.HasField("scale_filler") else one)
+            self.add_parameter((channels,), param.bias_filler if param.HasField("bias_filler") else zero)
+        self._fix_statistics()
+        self._make_buffers(channels)
+
+    def _fix_statistics(self) -> None:
+        """Keep the solver from the statistics: their learning rate is 0."""
+        specs = self.param.param
+        for index in range(STATISTICS):
+            if index == len(specs):
+                specs.add(lr_mult=0, decay_mult=0)
+            elif specs[index].lr_mult != 0 and not self._scale_bias:
+                raise self.error(f"param {index} holds statistics, which are not learned; give it lr_mult: 0")
+            specs[index].lr_mult = 0
+
+    def _make_buffers(self, channels: int) -> None:
+        self._mean, self._inverse, self._sum_dy_x, self._sum_dy = (self.backend.zeros((channels,)) for _ in range(4))
+        if not self._scale_bias:
+            self._one, self._zero = self.backend.zeros((channels,)), self.backend.zeros((channels,))
+            self.backend.fill(self._one, 1)
+
+    @property
+    def uses_stored(self) -> bool:
+        """Whether mean and variance are the stored ones, not the batch's."""
+        return self._use_stored
+
+    @property
+    def scale_bias(self) -> bool:
+        """Whether the layer has NVIDIA Caffe's own scale and bias."""
+        return self._scale_bias
+
+    def not_captured(self) -> str:
+        if not self.meets_devices() or self.context.average_captured:
+            return ""
+        return "it averages statistics over all devices through the host"
+
+    def meets_devices(self) -> bool:
+        return self.context.average is not None and not self._use_stored
+
+    def measured(self) -> Sequence[int]:
+        return () if self._use_stored else range(STATISTICS)
+
+    def differing(self) -> Sequence[int]:
+        """Mean and variance, sums over all passes; their factor counts the passes, which is alike everywhere."""
+        return () if self._use_stored or self.context.average is not None else (0, 1)
+
+    def measure(self, x: Array, n: Normalisation) -> None:
+        """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""
+        average = self.context.average
+        if average is None:
+            self.backend.batch_norm_measure(x, n)
+            return
+        elements, variance = x.size // self._channels, self._sum_dy
+        # The variance is around the global mean: squares of large means would swallow the digits that count.
+        self.backend.reduce(scaled, (x, 1 / elements), (n.mean,))
+        average(n.mean)
+        self.backend.reduce(squared_distance, (x, n.mean, 1 / elements), (variance,))
+        average(variance)
+        self.backend.batch_norm_finish(variance, elements * self.context.shard.world_size, n)
+
+    def averaged(self, sum_dy_x: Array, sum_dy: Array) -> tuple[Array, Array]:
+        """The sums that the bottom's gradient needs: this device's, or where statistics are global all devices' mean.
+
+        Each device's gradients are those of its own mean loss, and are averaged afterwards.
+        """
+        if self.context.average is None:
+            return sum_dy_x, sum_dy
+        for own, total in ((sum_dy_x, self._sum_dy_x), (sum_dy, self._sum_dy)):
+            if own is not total:
+                self.backend.copy(own, total)
+            self.context.average(total)
+        return self._sum_dy_x, self._sum_dy
+
+    def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> Normalisation:
+        """The layer's arrays, with a Scale layer's parameters where there is one."""
+        param = self.param.batch_norm_param
+        own = (self.blobs[3].data, self.blobs[4].data) if self._scale_bias else (self._one, self._zero)
+        scale, bias = own[0] if scale is None else scale, own[1] if bias is None else bias
+        mean, variance, count = (blob.data for blob in self.blobs[:STATISTICS])
+        stored = (mean, variance, count, param.eps, param.moving_average_fraction)
+        return Normalisation(self._mean, self._inverse, scale, bias, *stored)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) < 2 or shape[1] != self._channels:
+            raise self.shape_error(f"the statistics need {self._channels} channels", bottom[0], self.blobs[0])
+        top[0].reshape(shape)
+        self._kept = self.temporary("kept", shape, self.storage) if bottom[0] is top[0] else None
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, n = bottom[0].data, self.normalisation()
+        if self._kept is not None:
+            self.backend.copy(x, self._kept.array)
+            x = self._kept.array
+        if self._use_stored:
+            self.backend.batch_norm_load(n)
+        else:
+            self.measure(x, n)
+        self.backend.batch_norm_forward(x, n, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        """dx = scale / deviation * (dy - mean(dy) - normal * mean(dy * normal)).
+
+        With stored statistics, which do not depend on x, dx = scale / deviation * dy.
+        """
+        x, n = bottom[0].data if self._kept is None else self._kept.array, self.normalisation()
+        dy, dx = top[0].diff, bottom[0].diff
+        if not self._use_stored or self._wants(3) or self._wants(4):
+            self.backend.batch_norm_backward_sums(x, [dy], n, self._sum_dy_x, self._sum_dy)
+        for index, total in ((3, self._sum_dy_x), (4, self._sum_dy)):
+            if self._wants(index):
+                put = self.backend.add if self.accumulate(index) else self.backend.copy
+                put(total, self.blobs[index].diff)
+        if not propagate_down[0]:
+            return
+        if self._use_stored:
+            self.backend.apply(stored_input_gradient, (dy, n.inverse, n.scale), (dx,))
+        else:
+            self.backend.batch_norm_backward_data(x, dy, n, *self.averaged(self._sum_dy_x, self._sum_dy), dx)
+
+    def _wants(self, index: int) -> bool:
+        return self._scale_bias and self.propagate_to_params[index]

@@ -1,0 +1,87 @@
+"""Local response normalisation (Krizhevsky, Sutskever and Hinton 2012; Caffe's `lrn_layer.cpp`)."""
+
+from __future__ import annotations
+
+from caffepy.backend import Each, Geometry, Scalar, expression
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.formulas import product
+from caffepy.proto import caffe_pb2
+
+
+@expression
+def normalised(x: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
+    return x * (1 + alpha * average) ** (-beta)
+
+
+@expression
+def average_gradient(x: Each, dy: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
+    return -alpha * beta * dy * x * (1 + alpha * average) ** (-beta - 1)
+
+
+@expression
+def within_gradient(x: Each, dy: Each, average: Each, dsquare: Each, alpha: Scalar, beta: Scalar) -> Each:
+    return dy * (1 + alpha * average) ** (-beta) + 2 * x * dsquare
+
+
+@register_layer("LRN")
+class LRNLayer(Layer):
+    """Divides each value by a power of the squares around it.
+
+    ACROSS_CHANNELS: y = x * (k + alpha / n * sum of x^2 over n channels around)^-beta.
+    WITHIN_CHANNEL: y = x * (1 + alpha * average of x^2 over n x n places around)^-beta; as in Caffe, `k` has no say,
+    and the average is that of a padded pooling layer.
+    """
+
+    half = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.lrn_param
+        if param.local_size % 2 == 0:
+            raise self.error(f"local_size is {param.local_size}, but must be odd")
+        self._across = param.norm_region == caffe_pb2.LRNParameter.ACROSS_CHANNELS
+        half = (param.local_size - 1) // 2
+        self._geometry = Geometry((param.local_size,) * 2, (1, 1), (half, half), (1, 1))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) != 4:
+            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+        top[0].reshape(shape)
+        kept = not self._across or self.backend.keeps_lrn_scale
+        self._scale: Temporary | None = self.temporary("scale", shape) if kept else None
+        """The power's base (across), or the average of squares (within)."""
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.lrn_param
+        x, y = bottom[0].data, top[0].data
+        scale = None if self._scale is None else self._scale.array
+        if self._across:
+            self.backend.lrn_across_forward(x, y, scale, param.local_size, param.alpha, param.beta, param.k)
+            if scale is not None:
+                self.save_top(top)
+            return
+        squares = self.temporary("squares", x.shape).array
+        self.backend.apply(product, (x, x), (squares,))
+        self.backend.pool_average_forward(squares, scale, self._geometry)
+        self.backend.apply(normalised, (x, scale, param.alpha, param.beta), (y,))
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        param = self.param.lrn_param
+        x, dy, dx = bottom[0].data, top[0].diff, bottom[0].diff
+        scale = None if self._scale is None else self._scale.array
+        if self._across:
+            y = None if scale is None else self.saved_top(top)
+            settings = (param.local_size, param.alpha, param.beta, param.k)
+            self.backend.lrn_across_backward(x, y, scale, dy, dx, *settings)
+            return
+        # Pooling keeps the storage, and these products may be too small for half precision.
+        part = dx if bottom[0].storage == "float32" else self.temporary("part", x.shape).array
+        self.backend.apply(average_gradient, (x, dy, scale, param.alpha, param.beta), (part,))
+        squares = self.temporary("squares", x.shape).array
+        self.backend.pool_average_backward(part, squares, self._geometry)
+        inputs = (x, dy, scale, squares, param.alpha, param.beta)
+        self.backend.apply(within_gradient, inputs, (dx,))

@@ -1,0 +1,1 @@
+"""Convolution and pooling. Found by name; net/fusion imports its classes."""

@@ -1,0 +1,130 @@
+"""Pooling over windows of the two spatial axes (Caffe's `pooling_layer.cpp`)."""
+
+from __future__ import annotations
+
+from caffepy.backend import Geometry
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.buffer import Temporary
+from caffepy.proto import caffe_pb2
+
+_Parameter = caffe_pb2.PoolingParameter
+
+SMALL_WINDOW = 255
+"""Places of a window that a mask of one byte an element can tell apart."""
+
+
+@register_layer("Pooling")
+class PoolingLayer(Layer):
+    """The maximum or average of each window of (N, C, H, W).
+
+    Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR`; with padding a last
+    window that would begin past size + pad is left out. The average divides by the window's area, padding included up
+    to size + pad. MAX gives the place h * W + w of the maximum in a second top.
+    """
+
+    half = True
+    keeps_labels = True
+
+    tops = (1, 2)
+    _mask: Temporary
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.pooling_param
+        if param.pool == _Parameter.STOCHASTIC:
+            raise self.error("pool: STOCHASTIC is not there yet; use MAX or AVE")
+        self._is_max = param.pool == _Parameter.MAX
+        if len(top) > 1 and not self._is_max:
+            raise self.error("only pool: MAX has a second top, the mask")
+        self._check_settings()
+        self._stride = self._pair("stride", param.stride)
+        self._pad = self._pair("pad", param.pad)
+
+    def _check_settings(self) -> None:
+        param = self.param.pooling_param
+        one, both = param.HasField("kernel_size"), param.HasField("kernel_h") and param.HasField("kernel_w")
+        if param.global_pooling:
+            if one or param.HasField("kernel_h") or param.HasField("kernel_w"):
+                raise self.error("global_pooling takes the whole image; leave the kernel's size out")
+        elif one == both:
+            raise self.error("give the window as kernel_size, or as kernel_h and kernel_w")
+        for name in ("stride", "pad"):
+            some = param.HasField(f"{name}_h") or param.HasField(f"{name}_w")
+            if some and param.HasField(name):
+                raise self.error(f"give either {name} or {name}_h and {name}_w, not both")
+            if some and not (param.HasField(f"{name}_h") and param.HasField(f"{name}_w")):
+                raise self.error(f"{name}_h and {name}_w are needed together")
+
+    def _pair(self, name: str, both: int) -> tuple[int, int]:
+        param = self.param.pooling_param
+        if param.HasField(f"{name}_h"):
+            both_axes = (getattr(param, f"{name}_h"), getattr(param, f"{name}_w"))
+        else:
+            both_axes = (both, both)
+        if name != "pad" and min(both_axes) < 1:
+            raise self.error(f"{name} is {both_axes}; no entry may be 0")
+        return both_axes
+
+    def _read_geometry(self, bottom: Blobs) -> Geometry:
+        if len(bottom[0].shape) != 4:
+            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+        if self.param.pooling_param.global_pooling:
+            kernel = (bottom[0].shape[2], bottom[0].shape[3])
+            if self._pad != (0, 0) or self._stride != (1, 1):
+                raise self.error("global_pooling goes with pad 0 and stride 1 only")
+        else:
+            kernel = self._pair("kernel", self.param.pooling_param.kernel_size)
+        if any(pad and pad >= size for pad, size in zip(self._pad, kernel, strict=True)):
+            raise self.error(f"pad {self._pad} must be smaller than the kernel {kernel}")
+        return Geometry(kernel, self._stride, self._pad, (1, 1))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self._geometry = geometry = self._read_geometry(bottom)
+        sizes = tuple(
+            self._output_size(bottom[0].shape[2 + i], geometry.kernel[i], geometry.stride[i], geometry.pad[i])
+            for i in range(2)
+        )
+        self._check_windows(bottom, sizes)
+        shape = (*bottom[0].shape[:2], *sizes)
+        for blob in top:
+            blob.reshape(shape)
+        if self._is_max:
+            small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
+            self._mask = self.temporary("mask", shape, self.backend.mask_dtype if small else "int32")
+
+    def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
+        """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""
+        g = self._geometry
+        if min(sizes) < 1:
+            raise self.shape_error(f"kernel {g.kernel} does not fit into the image; use a smaller one", bottom[0])
+        starts = [(n - 1) * stride - pad for n, stride, pad in zip(sizes, g.stride, g.pad, strict=True)]
+        if any(start >= size for start, size in zip(starts, bottom[0].shape[2:], strict=True)):
+            raise self.shape_error(
+                f"the last window of kernel {g.kernel} and stride {g.stride} would begin outside the image; use "
+                "round_mode: FLOOR or a stride no larger than the kernel",
+                bottom[0],
+            )
+
+    def _output_size(self, size: int, kernel: int, stride: int, pad: int) -> int:
+        span = size + 2 * pad - kernel
+        ceil = self.param.pooling_param.round_mode == _Parameter.CEIL
+        pooled = (-(-span // stride) if ceil else span // stride) + 1
+        return pooled - 1 if pad and (pooled - 1) * stride >= size + pad else pooled
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, y = bottom[0].data, top[0].data
+        if not self._is_max:
+            self.backend.pool_average_forward(x, y, self._geometry)
+            return
+        self.backend.pool_max_forward(x, y, self._mask.array, self._geometry)
+        if len(top) > 1:
+            self.backend.copy(self._mask.array, top[1].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        """The gradient goes to each window's maximum, or evenly over the window."""
+        if not propagate_down[0]:
+            return
+        if self._is_max:
+            self.backend.pool_max_backward(top[0].diff, self._mask.array, bottom[0].diff, self._geometry)
+        else:
+            self.backend.pool_average_backward(top[0].diff, bottom[0].diff, self._geometry)

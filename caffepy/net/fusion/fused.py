@@ -1,0 +1,225 @@
+"""Layers that stand for several: how the groups that `fuse.py` finds are computed.
+
+Each keeps its members, whose parameters and settings it uses; results are theirs to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caffepy.backend import Array, Channel, Each, expression
+from caffepy.backend.types import Normalisation, mask_bytes
+from caffepy.layers.common.inner_product import InnerProductLayer
+from caffepy.layers.core.base import Blobs, Layer
+from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.normalization.batch_norm import BatchNormLayer
+from caffepy.layers.normalization.scale import ScaleLayer
+from caffepy.layers.vision.convolution import ConvolutionLayer
+from caffepy.proto import caffe_pb2
+
+
+@expression
+def rectified_with_channel(x: Each, y: Channel) -> Each:
+    return max(x + y, 0.0)
+
+
+class FusedLayer(Layer):
+    """Several layers in one.
+
+    Args:
+        members: in the order in which they would be computed.
+    """
+
+    half = True
+
+    def __init__(self, members: Sequence[Layer]) -> None:
+        param = caffe_pb2.LayerParameter(
+            name=" + ".join(m.name for m in members), type=" + ".join(m.type for m in members)
+        )
+        super().__init__(param, members[0].context)
+        self.members = list(members)
+        self.storage = members[0].storage
+        self.loss_weights = list(members[-1].loss_weights)
+        self.blobs = [blob for member in members for blob in member.blobs]
+        self.propagate_to_params = [wanted for member in members for wanted in member.propagate_to_params]
+
+    def not_captured(self) -> str:
+        return next((reason for member in self.members if (reason := member.not_captured())), "")
+
+    def meets_devices(self) -> bool:
+        return any(member.meets_devices() for member in self.members)
+
+    def check(self) -> None:
+        for member in self.members:
+            member.check()
+
+
+class FusedActivation(FusedLayer):
+    """y = max(weights * x + bias, 0): a Convolution or an InnerProduct and the ReLU behind it."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.members[0].reshape(bottom, top)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        first = self.members[0]
+        if isinstance(first, ConvolutionLayer):
+            first.compute(bottom[0], top[0], relu=True)
+            return
+        assert isinstance(first, InnerProductLayer)
+        first.compute(bottom[0], top[0], rectified_with_channel)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        """The ReLU's gradient overwrites the top's diff, which nobody else reads."""
+        first, y = self.members[0], top[0]
+        assert isinstance(first, ConvolutionLayer | InnerProductLayer)
+        wanted = len(first.blobs) > 1 and first.propagate_to_params[1]
+        dbias = first.blobs[1].diff if wanted else None
+        self.backend.relu_backward(y.data, y.diff, y.diff, dbias, wanted and first.accumulate(1))
+        first.propagate(bottom[0], y.diff, propagate_down[0])
+
+
+class FusedNormalisation(FusedLayer):
+    """y = max(scale * normal(x) + bias + residual, 0), handed to several readers.
+
+    A BatchNorm, then where they are there a Scale, an Eltwise sum, a ReLU and a Split. Bottoms: x, and the residual if
+    there is a sum. The gradient of the sum is the second bottom's own, and lies in its diff where that is wanted. Diffs
+    of the tops are overwritten: nobody else reads them.
+
+    Args:
+        members: the layers.
+        gradient_tops: for each top whether a gradient comes back through it.
+    """
+
+    def __init__(self, members: Sequence[Layer], gradient_tops: Sequence[bool]) -> None:
+        super().__init__(members)
+        norm = members[0]
+        assert isinstance(norm, BatchNormLayer)
+        self._norm = norm
+        self._scale = next((m for m in members if isinstance(m, ScaleLayer)), None)
+        types = {member.type for member in members}
+        self._adds, self._relu = "Eltwise" in types, "ReLU" in types
+        self._gradient_tops = list(gradient_tops)
+        self.sums: Array | None = None
+        """Where the convolution before adds up its output."""
+        self._measured = False
+        self._mask: Temporary | None = None
+        channels = norm.blobs[0].shape
+        self._sum_dy_x, self._sum_dy = (self.backend.zeros(channels) for _ in range(2))
+
+    @property
+    def uses_stored(self) -> bool:
+        """Whether mean and variance are the stored ones."""
+        return self._norm.uses_stored
+
+    def sums_for(self, channels: int) -> Array:
+        """Where to add up the bottom for each channel; the next forward pass then takes its statistics from there."""
+        if self.sums is None:
+            self.sums = self.backend.zeros((2, channels))
+        self._measured = True
+        return self.sums
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape = bottom[0].shape
+        if len(shape) < 2 or (shape[1],) != self._norm.blobs[0].shape:
+            raise self._norm.shape_error("the statistics have another number of channels", bottom[0])
+        if self._adds and bottom[1].shape != shape:
+            raise self.shape_error("all bottoms must have one shape", bottom[0], bottom[1])
+        for blob in top:
+            blob.reshape(shape)
+        size = mask_bytes(bottom[0].count)
+        training = self.context.phase == caffe_pb2.TRAIN
+        masked = self._adds and self._relu and training
+        self._mask = self.temporary("mask", (size,), "uint8") if masked else None
+
+    def _normalisation(self) -> Normalisation:
+        if self._scale is None:
+            return self._norm.normalisation()
+        blobs = self._scale.blobs
+        return self._norm.normalisation(blobs[0].data, blobs[1].data if len(blobs) > 1 else None)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        x, n = bottom[0], self._normalisation()
+        if self.uses_stored:
+            self.backend.batch_norm_load(n)
+        elif self._measured:
+            assert self.sums is not None
+            self.backend.batch_norm_measure_sums(self.sums, x.count // x.shape[1], n)
+        else:
+            self._norm.measure(x.data, n)
+        self._measured = False
+        residual = bottom[1].data if self._adds else None
+        y = top[0].data
+        mask = None if self._mask is None else self._mask.array
+        self.backend.batch_norm_forward(x.data, n, y, residual, self._relu, mask)
+        for blob in top[1:]:
+            blob.bind(data=y)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        x, n = bottom[0].data, self._normalisation()
+        wanted = [blob for blob, comes in zip(top, self._gradient_tops, strict=True) if comes] or list(top[:1])
+        dys = [blob.diff for blob in wanted]
+        total = self._total(dys, bottom, propagate_down)
+        scale, bias = self._gradient_places()
+        mask = None if self._mask is None else self._mask.array
+        self.backend.batch_norm_backward_sums(x, dys, n, scale, bias, self._relu, mask, total)
+        self._add_to_parameters(scale, bias)
+        if propagate_down[0]:
+            dy = dys[0] if total is None else total
+            masked = self._relu and total is None
+            sums = self._norm.averaged(scale, bias)
+            self.backend.batch_norm_backward_data(x, dy, n, *sums, bottom[0].diff, masked)
+
+    def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:
+        """Where the gradient before the ReLU goes; None: nowhere, it can be worked out again from the one top's."""
+        if self._adds and propagate_down[1]:
+            return bottom[1].diff
+        return dys[0] if self._adds or len(dys) > 1 else None
+
+    def _learned(self) -> list[tuple[Layer, int]]:
+        """Which parameters are scale and bias: (layer, index)."""
+        if self._scale is not None:
+            return [(self._scale, index) for index in range(len(self._scale.blobs))]
+        return [(self._norm, 3), (self._norm, 4)] if self._norm.scale_bias else []
+
+    def _gradient_places(self) -> tuple[Array, Array]:
+        """Where the sums go: straight into the parameters' diffs where these hold nothing yet and are two."""
+        places = [self._sum_dy_x, self._sum_dy]
+        learned = self._learned()
+        if len({id(layer.blobs[index].gradient_owner) for layer, index in learned}) < len(learned):
+            return places[0], places[1]  # scale and bias are one parameter: its diff cannot hold both sums
+        for i, (layer, index) in enumerate(learned):
+            blob = layer.blobs[index]
+            if layer.propagate_to_params[index] and not blob.gradient_started:
+                places[i] = blob.diff
+        return places[0], places[1]
+
+    def _add_to_parameters(self, scale: Array, bias: Array) -> None:
+        for (layer, index), place in zip(self._learned(), (scale, bias), strict=False):
+            blob = layer.blobs[index]
+            if not layer.propagate_to_params[index]:
+                continue
+            if layer.accumulate(index):
+                self.backend.add(place, blob.diff)
+            elif place is not blob.diff:
+                self.backend.copy(place, blob.diff)
+
+
+class MeasuredConvolution(FusedLayer):
+    """A Convolution that adds up its output for the BatchNorm behind it, where its plan can do so for nothing."""
+
+    def __init__(self, convolution: ConvolutionLayer, norm: FusedNormalisation) -> None:
+        super().__init__([convolution])
+        self._convolution = convolution
+        self._normalisation = norm
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self._convolution.reshape(bottom, top)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        first = self._convolution
+        alone = self.context.average is None
+        sums = self._normalisation.sums_for(top[0].shape[1]) if alone and first.plan.gives_sums else None
+        first.compute(bottom[0], top[0], sums=sums)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self._convolution.backward(top, propagate_down, bottom)

@@ -1,0 +1,1 @@
+"""Which blobs may share memory, and how much a net takes. net, solvers, plan and cli import it."""

@@ -1,0 +1,45 @@
+"""Gradients as bfloat16 on their way between GPUs, whatever CuPy's version knows of that type."""
+
+from __future__ import annotations
+
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.types import Array
+from caffepy.parallel.communicators.compression import Halves
+
+_ROUND = """
+unsigned int bits = __float_as_uint(x * factor);
+unsigned int upper = bits >> 16;
+bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+y = (unsigned short)(is_nan ? upper | 0x40u : (bits + 0x7fffu + (upper & 1u)) >> 16);
+"""
+_WIDEN = "y = __uint_as_float((unsigned int)x << 16);"
+
+
+class CudaBfloats(Halves):
+    """`compression.Bfloats` for arrays on GPUs, on the current stream, which may be captured.
+
+    The bits are the same, but for numbers below 1.2e-38 (subnormal ones), which GPUs take for 0.
+
+    Args:
+        size: how many arrays the mean is of.
+    """
+
+    dtype = "uint16"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(cupy, size)
+        self._rounding = cupy.ElementwiseKernel("float32 x, float32 factor", "uint16 y", _ROUND, "caffepy_to_bfloat16")
+        self._widening = cupy.ElementwiseKernel("uint16 x", "float32 y", _WIDEN, "caffepy_from_bfloat16")
+
+    def _round(self, array: Array, copy: Array) -> None:
+        self._rounding(array, self._factor, copy)
+
+    def widen(self, copy: Array, array: Array) -> None:
+        self._widening(copy, array)
+
+
+def device_compressor(kind: str, size: int) -> Halves | None:
+    """What makes the copies of arrays on GPUs; arguments as in `compression.host_compressor`."""
+    if kind == "bf16":
+        return CudaBfloats(size)
+    return Halves(cupy, size) if kind == "fp16" else None

@@ -1,0 +1,196 @@
+"""Sums of arrays that lie in memory which all ranks of a machine see: each rank adds up its share of them in place.
+
+Owns that memory, and the order in which ranks read and write it. What a rank waits for goes through barriers of MPI,
+which also make one rank's writes visible to the others; nobody waits before the end, so that ranks need not keep pace.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from caffepy.parallel.communicators.collectives import Operation, Work
+from caffepy.parallel.communicators.communicator import GroupCommunicator
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path("/dev/shm")
+"""Where files are memory, on Linux."""
+_LONGEST_NAME = 256
+_CHUNK = 2**15
+"""Numbers that are added up at a time: few enough for a core's cache, enough for NumPy."""
+
+
+class SharedSums:
+    """Sums over the ranks of one machine.
+
+    Args:
+        ranks: connects them.
+        arrived: the same, for nothing but telling that a rank's numbers are complete.
+        added: the same, for nothing but telling that a rank has added up its share.
+    """
+
+    def __init__(self, ranks: GroupCommunicator, arrived: GroupCommunicator, added: GroupCommunicator) -> None:
+        self._ranks = ranks
+        self._rank, self._size = ranks.rank, ranks.size
+        self._arrived, self._added = arrived, added
+        self._parts: list[Any] = []
+        self._total: Any = None
+        self._begun = 0
+        self._turn = 0
+
+    def allocate(self, count: int) -> Any | None:
+        """Memory for this rank's numbers; called by all ranks.
+
+        Args:
+            count: how many float32 numbers, the same for all.
+
+        Returns:
+            Zeros, (count,); None if the machine has no such memory, or not enough of it.
+        """
+        stride = -(-4 * count // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        with ExitStack() as opened:
+            file = self._open_common(opened)
+            size = (self._size + 1) * stride
+            if file is None or not self._all(self._reserve(file, stride, count)):
+                if self._rank == 0:
+                    text = "%s has no %.0f MiB for gradients that all ranks see: they are summed by MPI"
+                    logger.info(text, _FOLDER, size / 2**20)
+                return None
+            memory = np.frombuffer(mmap.mmap(file, size), np.float32)
+        *self._parts, self._total = (memory[at * stride // 4 :][:count] for at in range(self._size + 1))
+        return self._parts[self._rank]
+
+    def holds(self, array: Any) -> bool:
+        """Whether an array is part of what `allocate` gave."""
+        return bool(self._parts) and np.may_share_memory(array, self._parts[self._rank])
+
+    def begin(self, array: Any, factor: float) -> Work:
+        """Begin array = factor times the sum of all ranks' arrays; all ranks begin theirs in the same order."""
+        start = (array.ctypes.data - self._parts[self._rank].ctypes.data) // 4
+        self._begun += 1
+        return _SharedSum(self, self._begun, range(start, start + array.size), factor)
+
+    def is_next(self, number: int) -> bool:
+        """Whether all sums before this one were added up: barriers have no names, only an order."""
+        return number == self._turn + 1
+
+    def start_arrived(self) -> Work:
+        """Tell the others that this rank's numbers are complete; ends when theirs are."""
+        return self._arrived.start(Operation("barrier"))
+
+    def add(self, places: range, factor: float) -> Work:
+        """Add up this rank's share and tell the others; ends when they have done so, too."""
+        own, total = self._parts[self._rank], self._total
+        first, last = self._share(places, self._rank)
+        for start in range(first, last, _CHUNK):
+            chunk = slice(start, min(start + _CHUNK, last))
+            np.add(self._parts[0][chunk], self._parts[1][chunk], out=total[chunk])
+            for part in self._parts[2:]:
+                total[chunk] += part[chunk]
+            total[chunk] *= np.float32(factor)
+            own[chunk] = total[chunk]
+        self._turn += 1
+        return self._added.start(Operation("barrier"))
+
+    def take(self, places: range) -> None:
+        """Copy what the others have added up."""
+        for rank in range(self._size):
+            if rank != self._rank:
+                share = slice(*self._share(places, rank))
+                self._parts[self._rank][share] = self._total[share]
+
+    def _share(self, places: range, rank: int) -> tuple[int, int]:
+        first, last = (places.start + len(places) * r // self._size for r in (rank, rank + 1))
+        return first, last
+
+    def _open_common(self, opened: ExitStack) -> int | None:
+        """An empty file without a name that all ranks have open; None if one of them could not open it."""
+        name = np.zeros(_LONGEST_NAME, np.uint8)
+        if self._rank == 0:
+            encoded = _make_file(opened)
+            name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self._ranks.broadcast(name)
+        file = _opened(bytes(name).rstrip(b"\0"))
+        if file is not None:
+            opened.callback(os.close, file)
+        return file if self._all(file is not None) else None
+
+    def _reserve(self, file: int, stride: int, count: int) -> bool:
+        """Take the pages that this rank writes, near its core; False if there are not enough.
+
+        Without that a machine that has run out of them would kill the process when it writes.
+        """
+        first, last = self._share(range(count), self._rank)
+        try:
+            os.posix_fallocate(file, self._rank * stride, stride)
+            os.posix_fallocate(file, self._size * stride + 4 * first, max(4 * (last - first), 1))
+            if self._rank == self._size - 1:
+                os.posix_fallocate(file, (self._size + 1) * stride - 1, 1)
+        except OSError:
+            return False
+        return True
+
+    def _all(self, done: bool) -> bool:
+        return bool(self._ranks.sum([float(done)])[0] == self._size)
+
+
+class _SharedSum:
+    """One sum: numbers arrive, shares are added up, the others' shares are taken.
+
+    Args:
+        sums: the memory.
+        number: counted from 1 in the order in which sums begin.
+        places: where in the ranks' arrays.
+        factor: what the sum is multiplied with.
+    """
+
+    waits_for: list[int] = []
+
+    def __init__(self, sums: SharedSums, number: int, places: range, factor: float) -> None:
+        self._sums = sums
+        self._number = number
+        self._places = places
+        self._factor = factor
+        self._arrived: Work | None = sums.start_arrived()
+        self._added: Work | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """`Work.wait`; adding up happens in here, so call it now and then."""
+        end = time.monotonic() + seconds
+        if self._arrived is not None:
+            if not self._arrived.wait(seconds):
+                return False
+            self._arrived = None
+        if self._added is None:
+            if not self._sums.is_next(self._number):
+                return False
+            self._added = self._sums.add(self._places, self._factor)
+        if not self._added.wait(max(end - time.monotonic(), 0.0)):
+            return False
+        self._sums.take(self._places)
+        return True
+
+
+def _make_file(opened: ExitStack) -> bytes:
+    """The name of a new file of no length, which is removed when `opened` is closed; empty if none can be made."""
+    try:
+        return os.fsencode(opened.enter_context(tempfile.NamedTemporaryFile(prefix="caffepy-", dir=_FOLDER)).name)
+    except OSError:
+        return b""
+
+
+def _opened(name: bytes) -> int | None:
+    """The file of a name, open for reading and writing; None if there is none here."""
+    try:
+        return os.open(name, os.O_RDWR) if name else None
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""Gradient buckets, their overlapped all-reduce and its time. The root of parallel imports it."""

@@ -1,0 +1,1 @@
+"""What the machine has: cores, NVML, topology. The root of parallel and cli import it."""

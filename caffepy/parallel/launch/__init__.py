@@ -1,0 +1,1 @@
+"""Command lines of mpirun and srun. cli alone imports it."""

@@ -1,0 +1,3 @@
+"""A key-value store between processes, for rendezvous and liveness. communicators, control and distributed import
+it.
+"""

@@ -1,0 +1,1 @@
+"""Snapshots in Caffe's formats, binary and HDF5, written atomically. solvers, cli and parallel import it."""

@@ -1,0 +1,1 @@
+"""Update rules and learning-rate policies. The root of solvers imports it."""

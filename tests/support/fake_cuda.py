@@ -1,0 +1,416 @@
+"""A GPU that computes nothing: enough of CuPy, on NumPy's arrays, to run the CUDA backend's choice of kernels.
+
+    python tests/support/fake_cuda.py OUT.json
+
+`Recorder` keeps the text of every kernel that is asked for and the sizes of the arguments it is launched with. The
+program runs all that the backend can do and the project's nets, in every storage, and writes down what was recorded;
+`kernel_compiler.py` compiles it. It is a process of its own, since it puts itself where CuPy would be imported from.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import pkgutil
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPABILITY = "90"
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024
+
+
+class Pointer:
+    """What `ndarray.data` is in CuPy: an address, and copies that here do nothing."""
+
+    def __init__(self, address: int) -> None:
+        self.ptr = address
+
+    def copy_from_device_async(self, *_: Any) -> None:
+        """Nothing."""
+
+    copy_from_host_async = copy_from_device_async
+    memset_async = copy_from_device_async
+
+
+class FakeArray(np.ndarray):
+    """CuPy's array, in host memory."""
+
+    @property
+    def data(self) -> Pointer:  # type: ignore[override]
+        """The address."""
+        return Pointer(self.__array_interface__["data"][0])
+
+    def get(self, stream: Any = None, order: str = "C", out: Any = None) -> Any:
+        """A NumPy array."""
+        return np.array(self, order="C")
+
+
+def empty(shape: Any, dtype: Any = "float32") -> FakeArray:
+    """Zeros, so that nothing depends on chance."""
+    return np.zeros(shape, dtype).view(FakeArray)
+
+
+class Recorder:
+    """The kernels that were asked for: their texts and names, and the sizes of the arguments of their launches."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+
+    def module(self, code: str, options: Sequence[str]) -> Any:
+        """CuPy's RawModule."""
+        assert tuple(options) == ("--std=c++17",)
+        return types.SimpleNamespace(get_function=lambda name: Kernel(self.found.setdefault((code, name), set())))
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """For a file."""
+        return [{"text": text, "name": name, "calls": sorted(calls)} for (text, name), calls in self.found.items()]
+
+
+class Kernel:
+    """A kernel that notes what it is launched with."""
+
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, calls: set[tuple[int, ...]]) -> None:
+        self._calls = calls
+
+    def __call__(self, grid: Any, block: Any, arguments: tuple[Any, ...], shared_mem: int = 0) -> None:
+        assert all(1 <= n < 2**31 for n in (*grid, *block)), (grid, block)
+        assert np.prod(block) <= 1024, block
+        assert shared_mem <= max(48 * 1024, self.max_dynamic_shared_size_bytes), shared_mem
+        self._calls.add(tuple(map(_size, arguments)))
+
+
+def _size(argument: Any) -> int:
+    """Bytes of a kernel argument as CuPy passes it on."""
+    if isinstance(argument, FakeArray):
+        return 8
+    if isinstance(argument, np.generic):
+        return argument.itemsize
+    return {int: 8, float: 8, bool: 1}[type(argument)]
+
+
+def _device(number: int = 0) -> Any:
+    device = MagicMock()
+    device.compute_capability = CAPABILITY
+    device.attributes = {"MultiProcessorCount": MULTIPROCESSORS, "MaxSharedMemoryPerBlockOptin": SHARED_BYTES}
+    return device
+
+
+def install(recorder: Recorder) -> None:
+    """Put this where CuPy and cuDNN would be imported from."""
+    runtime = MagicMock()
+    runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
+    runtime.getDeviceCount.return_value = 1
+    runtime.getDevice.return_value = 0
+    runtime.streamIsCapturing.return_value = False
+    runtime.memGetInfo.return_value = (2**37, 2**37)
+    runtime.getDeviceProperties.return_value = {
+        "name": b"fake", "totalGlobalMem": 2**37, "major": 9, "minor": 0, "multiProcessorCount": MULTIPROCESSORS
+    }  # fmt: skip
+    cuda = MagicMock()
+    cuda.runtime, cuda.Device = runtime, _device
+    cuda.driver.CUDADriverError = type("CUDADriverError", (RuntimeError,), {})
+    cuda.memory.OutOfMemoryError = type("OutOfMemoryError", (MemoryError,), {})
+    cuda.alloc_pinned_memory = lambda size: bytearray(size)
+    cuda.get_elapsed_time.return_value = 1.0
+    stream = MagicMock(ptr=0)
+    cuda.Stream.return_value = stream
+    cuda.get_current_stream.return_value = stream
+    cupy = types.ModuleType("cupy")
+    names = {
+        "ndarray": FakeArray, "RawModule": recorder.module, "empty": empty, "zeros": empty, "dtype": np.dtype,
+        "cuda": cuda, "copyto": np.copyto, "asnumpy": lambda array, stream=None: np.array(array),
+        "ascontiguousarray": lambda array: np.ascontiguousarray(array).view(FakeArray),
+        "broadcast_to": lambda array, shape: np.broadcast_to(array, shape, subok=True),
+        "get_default_memory_pool": MagicMock(),
+    }  # fmt: skip
+    for name, value in names.items():
+        setattr(cupy, name, value)
+    cudnn = MagicMock()
+    cudnn.backend_version.return_value = 91900
+    sys.modules.update({"cupy": cupy, "cudnn": cudnn})
+
+
+class Nothing:
+    """A candidate for convolutions that is always able and does nothing."""
+
+    name = "nothing"
+
+    def prepare(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, operands: Any) -> None:
+        """Nothing."""
+
+
+class EveryCandidate:
+    """A tuner that runs all candidates there are."""
+
+    def choose(self, task: Any, sources: Sequence[Any], operands: Any, resources: Any) -> Any:
+        """The last one."""
+        from caffepy.backend.cuda.convolution.autotune import difference, elapsed, largest, operands_for
+
+        made = operands_for(task, None)
+        difference(made.out, made.out)
+        largest(made.out)
+        candidates = [candidate for source in sources for candidate in source.candidates() if candidate.prepare()]
+        for candidate in candidates:
+            elapsed(partial(candidate.run, operands or made), 1)
+        return candidates[-1]
+
+
+@contextmanager
+def fake_backend(math_mode: str) -> Iterator[Any]:
+    """A CUDA backend without cuDNN's and cuBLAS's work."""
+    from caffepy.backend import create_backend
+    from caffepy.backend.cuda.convolution import cudnn as cuda_cudnn_plans
+    from caffepy.backend.cuda.convolution import folded as cuda_folded
+    from caffepy.backend.cuda.convolution import registry as cuda_candidates
+    from caffepy.backend.cuda.gemm import cublas as cuda_blas
+
+    library = MagicMock()
+    library.configure_mock(**{f"{name}.return_value": 0 for name in (
+        "cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasSetMathMode", "cublasSgemm_v2",
+        "cublasGemmEx", "cublasDestroy_v2",
+    )})  # fmt: skip
+    cuda_blas._library = lambda: library  # type: ignore[assignment]
+    for module in (cuda_candidates, cuda_folded, cuda_cudnn_plans):
+        module.cudnn_candidates = lambda *_: [Nothing()]  # type: ignore[attr-defined]
+    cuda_candidates.split_candidates = cuda_candidates._copied = lambda *_: []  # type: ignore[assignment]
+    backend: Any = create_backend(0, math=math_mode, autotune=False)
+    backend._resources.tuner = EveryCandidate()
+    with backend.activate():
+        yield backend
+
+
+def all_expressions() -> list[Any]:
+    """Every formula of the package."""
+    import caffepy
+    from caffepy.backend.elementwise import Expression
+
+    for module in pkgutil.walk_packages(caffepy.__path__, "caffepy."):
+        if not module.name.endswith(("__main__", ".mpi", "_pb2")) and "nccl" not in module.name:
+            importlib.import_module(module.name)
+    found = [value for value in gc.get_objects() if isinstance(value, Expression)]
+    return sorted(found, key=lambda e: (e.name, repr(e.parameters)))
+
+
+# -- what is run -----------------------------------------------------------------------------------------
+
+STORAGES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
+SHAPES = ((2, 16, 4, 8), (3, 5, 7, 3), (6, 40))
+"""Of the arrays of formulas: with wide loads, without, and matrices."""
+
+NET = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 4 dim: 3 dim: 12 dim: 12 } shape { dim: 4 } } }
+layer { name: "a" type: "Convolution" bottom: "data" top: "a" convolution_param { num_output: 24 kernel_size: 3 pad: 1
+  bias_term: false } }
+layer { name: "a_n" type: "BatchNorm" bottom: "a" top: "a" }
+layer { name: "a_s" type: "Scale" bottom: "a" top: "a" scale_param { bias_term: true } }
+layer { name: "a_r" type: "ReLU" bottom: "a" top: "a" }
+layer { name: "b" type: "Convolution" bottom: "a" top: "b" convolution_param { num_output: 24 kernel_size: 3 pad: 1 } }
+layer { name: "b_n" type: "BatchNorm" bottom: "b" top: "b" }
+layer { name: "b_s" type: "Scale" bottom: "b" top: "b" scale_param { bias_term: true } }
+layer { name: "s" type: "Eltwise" bottom: "a" bottom: "b" top: "s" }
+layer { name: "s_r" type: "ReLU" bottom: "s" top: "s" }
+layer { name: "c" type: "Convolution" bottom: "s" top: "c"
+  convolution_param { num_output: 16 kernel_size: 3 group: 2 } }
+layer { name: "c_r" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "p" type: "Pooling" bottom: "c" top: "p" pooling_param { pool: MAX kernel_size: 3 stride: 2 } }
+layer { name: "i" type: "InnerProduct" bottom: "p" top: "i" inner_product_param { num_output: 33 } }
+layer { name: "i_r" type: "ReLU" bottom: "i" top: "i" }
+layer { name: "i_d" type: "Dropout" bottom: "i" top: "i" }
+layer { name: "j" type: "InnerProduct" bottom: "i" top: "j" inner_product_param { num_output: 7 } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "j" bottom: "label" top: "loss" }
+layer { name: "accuracy" type: "Accuracy" bottom: "j" bottom: "label" top: "accuracy" }
+"""
+
+
+def run_formulas(backend: Any) -> None:
+    """Every formula over arrays of each storage, as numbers and as sums, its scalars on the host and on the device."""
+    for formula in all_expressions():
+        for storage in STORAGES.values():
+            for shape in SHAPES:
+                run_formula(backend, formula, shape, storage)
+
+
+def run_formula(backend: Any, formula: Any, shape: tuple[int, ...], storage: str) -> None:
+    """One formula over arrays of one shape, where Channel arguments follow the second axis."""
+    from caffepy.backend.elementwise import Kind
+
+    for scalar in (1.0, backend.zeros(())) if Kind.SCALAR in formula.kinds and shape == SHAPES[0] else (1.0,):
+        given = {Kind.CHANNEL: backend.zeros((shape[1],)), Kind.SCALAR: scalar}
+        inputs = [given[kind] if kind in given else backend.zeros(shape, storage) for kind in formula.kinds]
+        results = [backend.zeros(shape, storage) for _ in range(formula.output_count)]
+        backend.apply(formula, inputs, results)
+        if Kind.EACH in formula.kinds:
+            for kept in ((shape[1],), ()):
+                backend.reduce(formula, inputs, [backend.zeros(kept) for _ in results])
+
+
+def run_nets(backend: Any) -> None:
+    """The golden nets, one for each layer, forward and backward in each storage."""
+    from google.protobuf import text_format
+
+    from caffepy.layers import LayerContext
+    from caffepy.net.net import Net
+    from caffepy.proto import caffe_pb2
+
+    for path in sorted((ROOT / "tests" / "golden" / "layers").glob("*.npz")):
+        case = np.load(path)
+        for kind in STORAGES:
+            param = text_format.Parse(str(case["prototxt"]), caffe_pb2.NetParameter())
+            param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
+            net = Net(param, LayerContext(backend, caffe_pb2.Phase.Value(str(case["phase"]))))
+            net.forward()
+            if any(layer.has_backward for layer in net.layers):
+                net.backward()
+
+
+def run_training(backend: Any) -> None:
+    """Two iterations of a net of which much is fused, in each storage."""
+    from training import solver_param
+
+    from caffepy.solvers import create_solver
+    from caffepy.solvers.engine import Engine
+
+    text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1'
+    for kind in STORAGES:
+        types = f"default_forward_type: {kind} default_backward_type: {kind}\n"
+        solver = create_solver(solver_param(text, types + NET), backend, engine=Engine(eager=True))
+        solver.step(2)
+        solver.close()
+
+
+def run_windows(backend: Any, storage: str) -> None:
+    """Pooling by windows of several sizes, and LRN, with wide loads and without."""
+    from caffepy.backend import Geometry
+
+    def zeros(shape: tuple[int, ...], dtype: str = storage) -> Any:
+        return backend.zeros(shape, dtype)
+
+    for channels, (kernel, stride) in itertools.product((16, 5), ((3, 2), (2, 2), (5, 1), (3, 1))):
+        size = (12 - kernel) // stride + 1
+        x, y = zeros((2, channels, 12, 12)), zeros((2, channels, size, size))
+        geometry = Geometry((kernel, kernel), (stride, stride), (0, 0), (1, 1))
+        for kind in ("uint8", "int32"):
+            mask = zeros(y.shape, kind)
+            backend.pool_max_forward(x, y, mask, geometry)
+            backend.pool_max_backward(y, mask, x, geometry)
+        backend.pool_average_forward(x, y, geometry)
+        backend.pool_average_backward(y, x, geometry)
+        for size in (3, 40):
+            backend.lrn_across_forward(x, x, None, size, 0.1, 0.75, 1.0)
+            backend.lrn_across_backward(x, None, None, x, x, size, 0.1, 0.75, 1.0)
+
+
+def run_classes(backend: Any) -> None:
+    """Softmax, its loss and label ranks: few places, many classes side by side, and classes far apart."""
+    for shape in ((8, 10), (2000, 10), (3000, 1500), (2, 5, 40, 40), (2, 2000, 30, 30)):
+        x, labels = backend.zeros(shape), backend.zeros((shape[0], *shape[2:]))
+        totals, bad = backend.zeros((2,)), backend.zeros((1,), "int32")
+        backend.softmax_forward(x, x, 1)
+        backend.softmax_backward(x, x, x, 1)
+        backend.softmax_loss_forward(x, labels, x, totals, bad, 1, 3)
+        backend.softmax_loss_backward(x, labels, x, totals, 1, None, 1.0, True)
+        backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1)
+
+
+def run_normalisation(backend: Any, storage: str) -> None:
+    """Batch normalisation with everything that may be part of its launches, ReLU's gradient and sums of arrays."""
+    from caffepy.backend.types import Normalisation, mask_bytes
+
+    for shape in ((4, 32, 8, 8), (4, 5, 7, 7), (16, 24)):
+        n = Normalisation(*(backend.zeros((shape[1],)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
+        x, sums = backend.zeros(shape, storage), [backend.zeros((shape[1],)) for _ in range(2)]
+        mask = backend.zeros((mask_bytes(x.size),), "uint8")
+        backend.batch_norm_measure(x, n)
+        backend.batch_norm_measure_sums(backend.zeros((2, shape[1])), x.size // shape[1], n)
+        backend.batch_norm_load(n)
+        for residual, relu, bits in itertools.product((None, x), (False, True), (None, mask)):
+            if relu or bits is None:
+                backend.batch_norm_forward(x, n, x, residual, relu, bits)
+        for sources, relu, bits in itertools.product((1, 2, 3, 4, 5), (False, True), (None, mask)):
+            dys = [backend.zeros(shape, storage) for _ in range(sources)]
+            if relu or bits is None:
+                backend.batch_norm_backward_sums(x, dys, n, *sums, relu, bits, x if sources > 1 else None)
+        for relu in (False, True):
+            backend.batch_norm_backward_data(x, x, n, *sums, x, relu)
+        for bias in (None, sums[0]):
+            backend.relu_backward(x, x, x, bias, False)
+        for count in (2, 3, 5, 11):
+            backend.total([backend.zeros(shape, storage) for _ in range(count)], x)
+
+
+def run_copies(backend: Any) -> None:
+    """Copies and sums from each storage to each, in one order and from one order to the other; random numbers."""
+    from caffepy.backend import RandomStream
+
+    for source, target in itertools.product(STORAGES.values(), repeat=2):
+        for shape in ((2, 32, 8, 8), (2, 5, 7, 3), (6, 40)):
+            x, y = backend.zeros(shape, source), backend.zeros(shape, target)
+            backend.copy(x, y)
+            backend.add(x, y)
+            backend.copy(x[:, 1:4], y[:, 2:5])
+            backend.from_host(np.zeros(shape, np.float32), y)
+            plain = backend.zeros((x.size,), source).reshape(shape)
+            backend.copy(plain, y)
+            backend.copy(y, plain)
+        for shape in ((4, 16, 8, 8), (4, 32), (4, 5), (3, 5, 7, 3)):
+            x, y = backend.zeros(shape, source), backend.zeros(shape, target)
+            backend.dropout(x, y, 0.5, RandomStream(1, 2), (0, 0))
+            backend.random_uniform(x, RandomStream(1, 2), (0, 0))
+            backend.all_finite(x)
+
+
+def run_input(backend: Any) -> None:
+    """Images and other values that become blobs, and clocks."""
+    from caffepy.backend.input_ring import ImageSlot
+
+    for storage, channels in itertools.product(STORAGES.values(), (1, 3, 5)):
+        slot = ImageSlot(8, channels, 96, 96)
+        ring = backend.input_ring(slot.size, 1, 2)
+        images, labels = backend.zeros(slot.shape, storage), backend.zeros((8,))
+        for mean in ((channels, 1, 1), (channels, 100, 100)):
+            backend.take_images(ring, (0, 0), slot, backend.zeros(mean), 1.0, images, labels)
+        backend.take_values(ring, (0, 0), 0, images)
+    backend.stopwatch(3)
+
+
+def main() -> int:
+    """Run everything, write what was recorded."""
+    sys.path.insert(0, str(ROOT))
+    recorder = Recorder()
+    install(recorder)
+    for math_mode in ("fp32", "tf32"):
+        with fake_backend(math_mode) as backend:
+            run_nets(backend)
+            run_training(backend)
+    for storage in STORAGES.values():
+        run_windows(backend, storage)
+        run_normalisation(backend, storage)
+    run_classes(backend)
+    run_copies(backend)
+    run_input(backend)
+    run_formulas(backend)
+    Path(sys.argv[1]).write_text(json.dumps(recorder.as_list()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A CPU that plays a capturing device: a graph runs its steps when it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from caffepy.backend.cpu.backend import CpuBackend
+
+NET = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 } data_filler { type: "constant" value: 0.5 }
+  data_filler { type: "constant" value: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "ip" top: "ip" }
+layer { name: "drop" type: "Dropout" bottom: "ip" top: "ip" }
+layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top: "loss" }
+"""
+"""A net with dropout whose data are the same numbers in every pass."""
+
+
+class Replaying(CpuBackend):
+    """A CPU backend that captures: work runs when its graph is launched."""
+
+    asynchronous = True
+    captures = True
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.launches = 0
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        backend = self
+
+        class Graph:
+            def launch(self) -> None:
+                backend.launches += 1
+                backend.capturing = True  # what a real device captures is decided before it is launched
+                work()
+                backend.capturing = False
+
+        return Graph()

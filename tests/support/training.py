@@ -1,0 +1,74 @@
+"""Tests that train: builds nets and solvers of small prototxts on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend import create_backend
+from caffepy.config.load import read_solver
+from caffepy.config.paths import PathResolver
+from caffepy.config.text import parse_text
+from caffepy.layers.core.base import LayerContext
+from caffepy.net import Net
+from caffepy.proto import caffe_pb2
+from caffepy.solvers import Solver, create_solver
+
+CPU = create_backend(None, 1)
+"""One backend for all; the CPU's holds no state that one test could leave to another."""
+
+
+def build_net(text: str, phase: int = caffe_pb2.TRAIN, **context: Any) -> Net:
+    """A net of a prototxt's text."""
+    param = parse_text(text, caffe_pb2.NetParameter(), "net.prototxt")
+    return Net(param, LayerContext(CPU, phase=phase, **context))
+
+
+def solver_param(text: str, net: str = "") -> caffe_pb2.SolverParameter:
+    """A solver of a prototxt's text, with a net's text as its net_param."""
+    param = parse_text(text, caffe_pb2.SolverParameter(), "solver.prototxt")
+    if net:
+        parse_text(net, param.net_param, "net.prototxt")
+    if not param.HasField("random_seed"):
+        param.random_seed = 1
+    return param
+
+
+@contextmanager
+def build_solver(text: str, net: str = "", **keywords: Any) -> Iterator[Solver]:
+    """A solver of a prototxt's text; closed afterwards."""
+    with CPU.activate():
+        solver = create_solver(solver_param(text, net), CPU, **keywords)
+        try:
+            yield solver
+        finally:
+            solver.close()
+
+
+@contextmanager
+def open_solver(path: Path, **fields: Any) -> Iterator[Solver]:
+    """A solver of a prototxt file, with some fields set otherwise; closed afterwards."""
+    param = read_solver(path)
+    for name, value in fields.items():
+        setattr(param, name, value)
+    with CPU.activate():
+        solver = create_solver(param, CPU, resolve=PathResolver(path))
+        try:
+            yield solver
+        finally:
+            solver.close()
+
+
+def weights_of(net: Net) -> dict[str, np.ndarray]:
+    """Copies of all parameters, by ``layer_index``."""
+    return {f"{layer.name}_{i}": blob.host_data() for layer in net.layers for i, blob in enumerate(layer.blobs)}
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, relative to the largest wanted value."""
+    assert found.shape == wanted.shape
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())

@@ -1,0 +1,139 @@
+"""Compiled kernels are kept in the user's cache folder alone, and a cache that fails is no reason to stop."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from numba import types
+
+import caffepy
+from caffepy.backend.cpu.jit import cache as cpu_cache
+
+SIGNATURE = types.int64(types.int64)
+RUN_A_KERNEL = """
+import numpy as np
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.layers.activation.activation import relu
+backend = CpuBackend(2)
+x, y = np.full(100_000, -1, np.float32), np.ones(100_000, np.float32)
+with backend.activate():
+    backend.apply(relu, (x, 0.0), (y,))
+print(y.sum())
+"""
+
+
+def thrice(x: int) -> int:
+    return 3 * x
+
+
+def run(compiled: object, x: int) -> int:
+    return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address)(x))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that kernels are kept in."""
+    path = tmp_path / "kernels"
+    path.mkdir()
+    monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: path)
+    return path
+
+
+def compile_thrice() -> object:
+    return cpu_cache.compile_c_function(thrice, SIGNATURE, {})
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_second_time_is_read_from_the_folder(folder: Path):
+    first, second = compile_thrice(), compile_thrice()
+    assert (first.cache_hits, second.cache_hits) == (0, 1)  # type: ignore[attr-defined]
+    assert run(first, 4) == run(second, 4) == 12
+    assert [name.split("-")[0] for name in sorted(names(folder))] == ["test_cache.thrice"] * 2
+
+
+def test_numbas_own_settings_change_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setattr("numba.config.CACHE_LOCATOR_CLASSES", "InTreeCacheLocator", raising=False)
+    compile_thrice()
+    assert len(names(folder)) == 2
+    assert not (tmp_path / "numba").exists()
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x05no pickle"], ids=["empty", "damaged"])
+def test_a_damaged_file_is_replaced(folder: Path, suffix: str, content: bytes):
+    compile_thrice()
+    (path,) = (folder / name for name in names(folder) if name.endswith(suffix))
+    path.write_bytes(content)
+    assert run(compile_thrice(), 5) == 15
+    assert compile_thrice().cache_hits == 1  # type: ignore[attr-defined]
+
+
+def lose(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def become_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+
+
+@pytest.mark.parametrize("change", [lose, become_a_file])
+def test_a_folder_that_changes_meanwhile_is_no_reason_to_stop(folder: Path, change: Callable[[Path], None]):
+    compile_thrice()
+    change(folder)
+    assert run(compile_thrice(), 6) == 18
+
+
+def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: None)
+    assert run(compile_thrice(), 7) == 21
+    assert compile_thrice().cache_hits == 0  # type: ignore[attr-defined]
+
+
+def start(packages: Path, cache: Path, **keywords: object) -> subprocess.Popen[str]:
+    """A process that imports caffepy from a folder and runs a kernel over several threads."""
+    environment = {**os.environ, "PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-c", RUN_A_KERNEL]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=packages, **keywords)  # type: ignore[call-overload,no-any-return]
+
+
+def test_nothing_is_written_beside_the_package(tmp_path: Path):
+    """Two processes begin with an empty cache at the same time; a third one finds everything there."""
+    packages, cache = tmp_path / "site-packages", tmp_path / "cache"
+    source = Path(caffepy.__file__).parent
+    shutil.copytree(source, packages / "caffepy", ignore=shutil.ignore_patterns("__pycache__"))
+    before = {path for path in packages.rglob("*") if path.is_file()}
+    both = [start(packages, cache) for _ in range(2)]
+    assert [process.communicate(timeout=110)[0] for process in both] == ["0.0\n"] * 2
+
+    compiled = {path for path in packages.rglob("*") if path.is_file()} - before
+    assert {path.suffix for path in compiled} <= {".pyc"}, "Python's own, which pip knows and removes"
+    (kernels,) = (cache / "caffepy").iterdir()
+    assert kernels.name.startswith(f"kernels-{caffepy.__version__}-")
+    kept = {path: path.stat().st_mtime_ns for path in kernels.iterdir()}
+    assert any("_parallel_loop" in path.name for path in kept)
+    assert not any(".tmp." in path.name for path in kept)
+    assert start(packages, cache).communicate(timeout=110)[0] == "0.0\n"
+    assert {path: path.stat().st_mtime_ns for path in kernels.iterdir()} == kept
+
+
+def test_a_full_disk_is_no_reason_to_stop(tmp_path: Path):
+    process = start(
+        Path(caffepy.__file__).parents[1],
+        tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+    )
+    assert process.communicate(timeout=110)[0] == "0.0\n"
+    assert all(path.stat().st_size <= 100 for path in tmp_path.rglob("*.nb?"))

@@ -1,0 +1,140 @@
+"""How CPU kernels are compiled, cached and run by several threads at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import backend_checks as checks
+import numpy as np
+import pytest
+
+from caffepy.backend import Geometry
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.cpu.jit.runtime import _documented_address, _field_address, address_of, cpu_count
+
+ROOT = Path(__file__).resolve().parents[5]
+
+TRAIN = """
+import sys, threading
+for name in {blocked}:
+    sys.modules[name] = None
+import numpy as np
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.layers.activation.activation import relu
+x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
+failures = []
+def work():
+    backend = CpuBackend(2)
+    with backend.activate():
+        for _ in range(20):
+            y, product = backend.zeros(x.shape), backend.zeros((300, 300))
+            backend.apply(relu, (x, 0.0), (y,))
+            backend.gemm(x, x, product, transpose_b=True)
+            if not (np.array_equal(y, np.maximum(x, 0)) and np.allclose(product, x @ x.T, atol=1e-2)):
+                failures.append(1)
+workers = [threading.Thread(target=work) for _ in range(3)]
+for worker in workers: worker.start()
+for worker in workers: worker.join()
+import numba
+print(numba.threading_layer(), len(failures))
+"""
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_solver_threads_share_numba() -> None:
+    layer, failures = run_python(TRAIN.format(blocked=[])).split()
+    assert layer in {"omp", "tbb"}
+    assert failures == "0"
+
+
+def test_threads_take_turns_where_numba_has_only_its_work_queue() -> None:
+    blocked = ["numba.np.ufunc.omppool", "numba.np.ufunc.tbbpool"]
+    assert run_python(TRAIN.format(blocked=blocked)).split() == ["workqueue", "0"]
+
+
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
+    code = TRAIN.format(blocked=[])
+    run_python(code, XDG_CACHE_HOME=str(tmp_path))
+    first = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
+    report = run_python(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_DEBUG_CACHE="1")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == first
+    for kernel in ("relu_flat", "pack", "product_by_rows", "_parallel_loop"):
+        assert any(f"{kernel}" in path.name for path in first), kernel
+    assert "data loaded" in report
+    assert "saved" not in report
+
+
+def test_works_where_nothing_can_be_cached(tmp_path: Path) -> None:
+    code = "from caffepy.backend.cpu.jit.runtime import kernel\n" + (
+        'exec(\'def double(begin: "Int", end: "Int", x: "Floats") -> None:\\n'
+        "    for i in range(begin, end):\\n        x[i] *= 2\\n')\n"
+    )
+    code += (
+        "import inspect, numpy as np\ninspect.getfile = lambda f: '/nowhere/at_all.py'\n"
+        "x = np.ones(5, np.float32)\nkernel(double).run(1, 5, 1, x)\nprint(x.sum())\n"
+    )
+    assert run_python(code, XDG_CACHE_HOME="/dev/null").strip() == "10.0"
+
+
+def test_backends_of_one_process_do_not_disturb_each_other() -> None:
+    """Scratch memory belongs to one backend, so that solver threads may convolve at the same time."""
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    errors: list[BaseException] = []
+
+    def work(outputs: int) -> None:
+        try:
+            for _ in range(3):
+                checks.check_convolution(CpuBackend(2), (2, 3, 7, 7), outputs, geometry)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(outputs,)) for outputs in (5, 16, 33)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=100)
+    assert not errors
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_input_same_bits(threads: int) -> None:
+    """Also for another number of threads: no sum is divided by threads."""
+    x, weights = checks.normal(1, (5, 6, 19, 19)), checks.normal(2, (20, 6, 3, 3))
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    results = []
+    for count in (1, threads):
+        backend = CpuBackend(count)
+        plan = backend.plan_convolution(x.shape, weights.shape, geometry)
+        on_x, on_weights = checks.place(backend, x), checks.place(backend, weights)
+        y, dx, dweights = backend.zeros((5, 20, 19, 19)), backend.zeros(x.shape), backend.zeros(weights.shape)
+        plan.forward(on_x, on_weights, None, y)
+        plan.backward_data(y, on_weights, dx)
+        plan.backward_weights(on_x, y, dweights, accumulate=False)
+        product = backend.zeros((361, 361))
+        rows = backend.reshaped(y, (100, 361))
+        backend.gemm(rows, rows, product, transpose_a=True)
+        results.append([backend.to_host(a).tobytes() for a in (y, dx, dweights, product)])
+    assert results[0] == results[1]
+
+
+def test_addresses() -> None:
+    for array in (np.zeros(3), np.zeros((4, 5), np.float32).T[1:, 2:], np.zeros((2, 3, 4, 5)).transpose(0, 3, 1, 2)):
+        assert address_of(array) == _documented_address(array) == _field_address(array)
+
+
+def test_threads_by_default_are_what_the_process_may_use() -> None:
+    assert CpuBackend().threads == cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        assert cpu_count() == len(os.sched_getaffinity(0))

@@ -1,0 +1,118 @@
+"""Folded, padded and widened problems have the results of the plain ones: in NumPy, on no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import backend_oracle as oracle
+import convolution_reference as reference
+import numpy as np
+import pytest
+
+from caffepy.backend.cuda.convolution.problem import Direction, Problem
+from caffepy.backend.cuda.convolution.space_to_depth import FoldedProblem, Folding, foldings
+from caffepy.backend.types import Geometry
+
+CASES = {
+    "ResNet's first layer": ((2, 3, 17, 15), 8, Geometry((7, 7), (2, 2), (3, 3), (1, 1))),
+    "CaffeNet's first layer": ((1, 3, 23, 19), 6, Geometry((11, 11), (4, 4), (0, 0), (1, 1))),
+    "VGG's first layer": ((2, 3, 6, 5), 4, Geometry((3, 3), (1, 1), (1, 1), (1, 1))),
+    "one channel": ((3, 1, 9, 8), 5, Geometry((5, 5), (1, 1), (0, 0), (1, 1))),
+    "odd numbers": ((2, 21, 4, 5), 10, Geometry((2, 3), (1, 2), (1, 0), (2, 1))),
+    "a kernel of unequal sides": ((1, 3, 12, 13), 7, Geometry((5, 4), (3, 3), (2, 1), (1, 1))),
+}
+
+
+def folded(folding: Folding, plain: Any) -> Any:
+    """What kernels/folding.cu's `fold` computes."""
+    n, channels, height, width = folding.folded
+    own = channels // folding.width
+    result = np.zeros(folding.folded)
+    for (_, c, y, x), value in np.ndenumerate(np.ones((1, *folding.plain[1:]))):
+        i, a = divmod(y + folding.shift[0], folding.step)
+        place, b = divmod(x + folding.shift[1], folding.step)
+        for d in range(folding.width):
+            j = place - d
+            if i < height and 0 <= j < width:
+                channel = d * own + (a * folding.step + b) * folding.plain[1] + c
+                result[: folding.plain[0], channel, i, j] = value * plain[:, c, y, x]
+    return result
+
+
+def unfolded(folding: Folding, result: Any) -> Any:
+    """What kernels/folding.cu's `unfold` computes."""
+    plain = np.zeros(folding.plain)
+    for (_, c, y, x), _ in np.ndenumerate(np.ones((1, *folding.plain[1:]))):
+        i, a = divmod(y + folding.shift[0], folding.step)
+        j, b = divmod(x + folding.shift[1], folding.step)
+        if i < folding.folded[2] and j < folding.folded[3]:
+            channel = (a * folding.step + b) * folding.plain[1] + c
+            plain[:, c, y, x] = result[: folding.plain[0], channel, i, j]
+    return plain
+
+
+def reread(array: Any, shape: tuple[int, ...]) -> Any:
+    """An array under another shape with the same elements in memory, channels last."""
+    n, c, h, w = shape
+    return array.transpose(0, 2, 3, 1).reshape(n, h, w, c).transpose(0, 3, 1, 2)
+
+
+def every_folding(storage: str, case: str, direction: Direction) -> list[tuple[Problem, FoldedProblem]]:
+    x, outputs, geometry = CASES[case]
+    problem = Problem(x, (outputs, x[1], *geometry.kernel), geometry, storage)
+    return [(problem, other) for _, other in foldings(problem, direction)]
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16"])
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_the_same(storage: str, case: str) -> None:
+    rng = np.random.default_rng(1)
+    for direction in Direction:
+        every = every_folding(storage, case, direction)
+        assert every, "these problems have few channels or odd numbers of them"
+        for plain, other in every:
+            x, w, dy = (rng.standard_normal(shape) for shape in (plain.x, plain.weights, plain.y))
+            inner = other.problem
+            assert inner.y == other.y.folded
+            fx, fw, fdy = folded(other.x, x), reread(folded(other.weights, w), inner.weights), folded(other.y, dy)
+            y, dx, dw = reference.convolution(fx, fw, fdy, inner.geometry)
+            y_expected, dx_expected, dw_expected = reference.convolution(x, w, dy, plain.geometry)
+            if direction is Direction.FORWARD:
+                np.testing.assert_allclose(unfolded(other.y, y), y_expected, atol=1e-9)
+            elif direction is Direction.DATA:
+                np.testing.assert_allclose(unfolded(other.x, dx), dx_expected, atol=1e-9)
+            else:
+                dw = reread(dw, other.weights.folded)
+                np.testing.assert_allclose(unfolded(other.weights, dw), dw_expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_right(case: str) -> None:
+    x_shape, outputs, geometry = CASES[case]
+    problem = Problem(x_shape, (outputs, x_shape[1], *geometry.kernel), geometry)
+    rng = np.random.default_rng(2)
+    x, w, dy = (rng.standard_normal(shape) for shape in ((1, *x_shape[1:]), problem.weights, (1, *problem.y[1:])))
+    y, dx, dw = reference.convolution(x, w, dy, geometry)
+    np.testing.assert_allclose(y, oracle.convolution(x, w, None, geometry, problem.y[2:]), atol=1e-9)
+    dx_expected, dw_expected = oracle.convolution_gradients(x, w, dy, geometry)
+    np.testing.assert_allclose(dx, dx_expected, atol=1e-9)
+    np.testing.assert_allclose(dw, dw_expected, atol=1e-9)
+
+
+def test_channels_are_multiples_of_what_one_load_takes() -> None:
+    for storage, unit in (("float32", 4), ("bfloat16", 8)):
+        for case in CASES:
+            for _, other in every_folding(storage, case, Direction.WEIGHTS):
+                assert other.problem.weights[0] % unit == 0
+                assert other.problem.x[1] % 4 == 0
+
+
+def test_many_channels_are_left_alone() -> None:
+    geometry = Geometry((3, 3), (2, 2), (1, 1), (1, 1))
+    problem = Problem((8, 64, 28, 28), (128, 64, 3, 3), geometry, "float16")
+    assert not list(foldings(problem, Direction.FORWARD))
+
+
+def test_groups_are_left_alone() -> None:
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), group=3)
+    assert not list(foldings(Problem((2, 3, 9, 9), (6, 1, 3, 3), geometry), Direction.FORWARD))

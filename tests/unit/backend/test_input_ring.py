@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caffepy.backend import create_backend
+from caffepy.backend.input_ring import ALIGNMENT, HostRing, ImageSlot, InputPrimitives
+
+
+@given(count=st.integers(1, 300), channels=st.integers(1, 7), height=st.integers(1, 40), width=st.integers(1, 40))
+def test_parts_of_a_slot_do_not_overlap(count, channels, height, width):
+    slot = ImageSlot(count, channels, height, width)
+    memory = np.zeros(slot.size, np.uint8)
+    labels, places, pixels = slot.parts(memory)
+    labels[...], places[...], pixels[...] = 1.5, 7, 9
+    assert (labels == 1.5).all()
+    assert (places == 7).all()
+    assert pixels.shape == (count, channels, height, width)
+    assert int((memory == 9).sum()) == pixels.size
+    assert [at % ALIGNMENT for at in (slot.places_at, slot.pixels_at, slot.size)] == [0, 0, 0]
+
+
+def fill(slot, whole, mirror, seed=0):
+    """The memory of a slot of random images out of wholes of this height and width."""
+    rng = np.random.default_rng(seed)
+    memory = np.zeros(slot.size, np.uint8)
+    labels, places, pixels = slot.parts(memory)
+    labels[...] = rng.integers(0, 1000, slot.count)
+    places[:, 0] = rng.integers(0, 2, slot.count) if mirror else 0
+    places[:, 1] = rng.integers(0, whole[0] - slot.height + 1, slot.count)
+    places[:, 2] = rng.integers(0, whole[1] - slot.width + 1, slot.count)
+    pixels[...] = rng.integers(0, 256, pixels.shape)
+    return memory
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 7]), st.integers(1, 9), st.integers(1, 33)),
+    more=st.tuples(st.integers(0, 3), st.integers(0, 3)), whole_mean=st.booleans(), mirror=st.booleans(),
+    scale=st.sampled_from([1.0, 1 / 256, 0.1]), labelled=st.booleans(), threads=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_images_are_those_of_the_plain_formula(shape, more, whole_mean, mirror, scale, labelled, threads):
+    backend = create_backend(threads=threads)
+    slot = ImageSlot(*shape)
+    whole = (slot.height + more[0], slot.width + more[1])
+    mean = np.random.default_rng(1).random((slot.channels, *(whole if whole_mean else (1, 1))), np.float32) * 200
+    ring = backend.input_ring(slot.size, 1, 4)
+    ring.put(5, 1, [(0, fill(slot, whole, mirror))], lambda: None)
+    results = []
+    for take in (type(backend).take_images, InputPrimitives.take_images):
+        images, labels = backend.zeros(shape), backend.zeros((slot.count,)) if labelled else None
+        take(backend, ring, (5, 0), slot, mean, scale, images, labels)
+        results.append((images, labels))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    if labelled:
+        np.testing.assert_array_equal(results[0][1], results[1][1])
+        assert results[0][1].any()
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 3, 4, 5), (1, 2, 3, 4, 5)])
+def test_values_have_the_order_of_the_memory(shape):
+    backend = create_backend()
+    values = np.random.default_rng(0).random(shape, np.float32)
+    in_memory = np.ascontiguousarray(values.transpose(0, 2, 3, 1) if len(shape) == 4 else values).reshape(-1)
+    ring = backend.input_ring(2048, 1, 4)
+    ring.put(0, 1, [(0, np.zeros(256, np.uint8)), (256, in_memory.view(np.uint8))], lambda: None)
+    out = backend.zeros(shape)
+    backend.take_values(ring, (0, 0), 256, out)
+    np.testing.assert_array_equal(out, values)
+
+
+def test_a_ring_gives_memory_back_when_its_last_pass_is_consumed():
+    ring, back = HostRing(256, 4, 2), []
+    ring.put(2, 2, [(0, np.arange(512, dtype=np.uint8))], lambda: back.append(2))
+    ring.put(4, 4, [(0, np.zeros(1024, np.uint8))], lambda: back.append(4))
+    assert not ring.ready()
+    assert ring.bytes_of(3, 1, 2).tolist() == [1, 2]
+    assert ring.bytes_of(2, 0, 2).tolist() == [0, 1]
+    for number, expected in [(2, []), (3, [2]), (4, [2]), (6, [2]), (7, [2, 4])]:
+        ring.consumed(number)
+        assert back == expected
+    assert ring.ready()
+
+
+def test_a_ring_that_starts_again_gives_everything_back():
+    ring, back = HostRing(256, 1, 4), []
+    for number in range(3):
+        ring.put(number, 1, [(0, np.zeros(256, np.uint8))], lambda number=number: back.append(number))
+    ring.restart()
+    assert back == [0, 1, 2]
+    ring.close()
+    ring.close()
+    assert back == [0, 1, 2]

@@ -1,0 +1,76 @@
+import lmdb
+import pytest
+
+from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.errors import DataError, RunError
+from caffepy.proto.caffe_pb2 import Datum
+
+
+def datums(count, size=10):
+    for n in range(count):
+        yield record_key(n), Datum(channels=1, height=1, width=size, data=bytes([n % 256]) * size, label=n)
+
+
+def labels(path):
+    source = LmdbSource(path)
+    found = [Datum.FromString(source.read(n)).label for n in range(len(source))]
+    source.close()
+    return found
+
+
+def test_records_are_there_in_order_and_nothing_else(tmp_path):
+    assert write_datums(tmp_path / "new" / "db", datums(2500)) == 2500
+    assert labels(tmp_path / "new" / "db") == list(range(2500))
+    assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["db"]
+
+
+def test_the_map_grows_with_the_data(tmp_path):
+    write_datums(tmp_path / "db", datums(1200, 30000))
+    assert labels(tmp_path / "db") == list(range(1200))
+
+
+def test_what_is_there_stays_unless_forced(tmp_path):
+    write_datums(tmp_path / "db", datums(3))
+    with pytest.raises(DataError, match=r"db' is there already; remove it, or give --force to replace it"):
+        write_datums(tmp_path / "db", datums(5))
+    assert labels(tmp_path / "db") == [0, 1, 2]
+    write_datums(tmp_path / "db", datums(5), force=True)
+    assert labels(tmp_path / "db") == [0, 1, 2, 3, 4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["db"]
+
+
+def test_force_spares_what_is_no_lmdb(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_text("dear to me")
+    with pytest.raises(DataError, match="photos' is not an LMDB and will not be replaced, --force or not"):
+        write_datums(tmp_path / "photos", datums(3), force=True)
+    assert (tmp_path / "photos" / "a.jpg").exists()
+
+
+def test_a_failure_leaves_the_old_and_nothing_new(tmp_path):
+    write_datums(tmp_path / "db", datums(3))
+
+    def broken():
+        yield from datums(1500)
+        raise DataError("the images end here")
+
+    with pytest.raises(DataError, match="the images end here"):
+        write_datums(tmp_path / "db", broken(), force=True)
+    assert labels(tmp_path / "db") == [0, 1, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["db"]
+
+
+def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise lmdb.DiskError("No space left on device")
+
+    monkeypatch.setattr("caffepy.data.sources.lmdb_write._commit", full)
+    with pytest.raises(RunError, match="cannot write LMDB '.*db': No space left on device"):
+        write_datums(tmp_path / "db", datums(3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_are_those_of_caffes_converters():
+    assert record_key(12) == b"00000012"
+    assert record_key(12, "cat/1.jpg") == b"00000012_cat/1.jpg"

@@ -1,0 +1,80 @@
+"""The NCCL communicator's streams, on simulated CuPy in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_nccl import run_simulated
+
+BEGIN = """
+from contextlib import contextmanager, nullcontext
+import numpy as np, simulated_nccl
+simulated_nccl.install(2)
+from process_groups import run_threads
+from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.nccl import NcclCommunicator, new_unique_id
+group, unique_id = LocalGroup(2), new_unique_id()
+def communicator(rank, compress="none"):
+    return NcclCommunicator(2, unique_id, rank, LocalCommunicator(group, rank), compress)
+"""
+BUCKET = ["stream 78 waits for stream 77", "all-reduce of 3 %s on stream 78"]
+JOIN = ["stream 77 waits for stream 78"]
+
+
+@pytest.mark.parametrize(("compress", "dtype"), [("none", "float32"), ("fp16", "float16"), ("bf16", "uint16")])
+def test_buckets_go_beside_the_threads_stream_which_waits_for_them(compress: str, dtype: str) -> None:
+    code = f"""
+def work(rank):
+    nccl = communicator(rank, {compress!r})
+    arrays = [simulated_nccl.array(np.full(3, i + rank, np.float32)) for i in range(2)]
+    for _ in range(2):
+        exchanges = []
+        for number, array in enumerate(arrays, 1):
+            exchanges.append(nccl.begin_average(array, nullcontext()))
+            assert nccl.reached == number
+        for exchange in exchanges:
+            exchange.progress()
+            exchange.finish()
+    nccl.close()
+    return [*simulated_nccl.log(), [array.tolist() for array in arrays]]
+for lines in run_threads(2, work):
+    print(*lines, sep="\\n")
+"""
+    lines = run_simulated(BEGIN + code)
+    iteration = [line % dtype if "%" in line else line for line in BUCKET + BUCKET] + JOIN + JOIN
+    assert lines == (iteration + iteration + ["[[0.5, 0.5, 0.5], [1.5, 1.5, 1.5]]"]) * 2
+
+
+@pytest.mark.parametrize(("number", "refused"), [(2804, "2.8.4"), (20906, "2.9.6"), (21000, None), (22803, None)])
+def test_an_nccl_that_cannot_average_is_refused(number: int, refused: str | None) -> None:
+    code = f"""
+from caffepy.errors import DeviceError
+from caffepy.parallel.communicators import nccl as ours
+ours.nccl.get_version = lambda: {number}
+try:
+    ours.check_nccl()
+    print(None)
+except DeviceError as error:
+    print(error)
+"""
+    (said,) = run_simulated(BEGIN + code)
+    wanted = f"NCCL {refused} is too old: averages of gradients (ncclAvg) need 2.10 or later"
+    assert said.startswith(wanted if refused else "None")
+
+
+def test_times_of_a_bucket_are_taken_on_its_stream() -> None:
+    code = """
+def work(rank):
+    nccl = communicator(rank)
+    stamps = []
+    @contextmanager
+    def timed():
+        for _ in range(2):
+            stamps.append((simulated_nccl.current_stream().ptr, len(simulated_nccl.log())))
+            if len(stamps) == 1:
+                yield
+    nccl.begin_average(simulated_nccl.array(np.zeros(3, np.float32)), timed()).finish()
+    return stamps
+print(run_threads(2, work))
+"""
+    # Behind the wait for the other stream, and behind the all-reduce.
+    assert run_simulated(BEGIN + code) == [str([[(78, 1), (78, 2)]] * 2)]

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from process_groups import run_threads
+
+from caffepy.errors import ConfigError, PeerError, RunError, UserError
+from caffepy.parallel.communicators.mpi import CallService, MpiWorld, check_launcher
+from caffepy.parallel.control import lifeline
+from caffepy.parallel.processes.world import (
+    Launcher,
+    World,
+    create_world,
+    find_launcher,
+    machine_identity,
+    refuse_foreign_launcher,
+)
+
+
+class FakeWorld(World):
+    """One rank among several whose exchanged values are given."""
+
+    def __init__(self, rank: int, others: list[object]) -> None:
+        super().__init__()
+        self.rank, self.size = rank, len(others)
+        self.hosts = [f"host{i}" for i in range(self.size)]
+        self._others = others
+
+    def all_gather(self, value):  # type: ignore[no-untyped-def]
+        gathered = list(self._others)
+        gathered[self.rank] = value
+        return gathered
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2)),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}, (3, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script: nothing was launched
+        ({"PMIX_RANK": "2"}, (2, None)),
+    ],
+)
+def test_launchers_are_known_by_their_variables(
+    environment: dict[str, str], expected: tuple[int, int | None] | None
+) -> None:
+    found = find_launcher(environment)
+    assert (found and (found.rank, found.size)) == expected
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "again"),
+    [
+        ({**STEP, "SLURM_MPI_TYPE": "pmix"}, "srun", "srun -n 2 --mpi=pmix"),
+        (STEP, "srun", "srun -n 2"),
+        ({**STEP, **HYDRA, "PMI_JOBID": "7.1", "SLURM_MPI_TYPE": "pmi2"}, "srun", "srun -n 4 --mpi=pmi2"),
+        ({**STEP, **HYDRA}, "mpiexec", "mpirun -np 4"),  # Hydra, whose helpers srun started
+        ({**HYDRA, "SLURM_MPI_TYPE": "pmi2"}, "mpiexec", "mpirun -np 4"),
+    ],
+)
+def test_srun_is_told_from_hydra(environment: dict[str, str], name: str, again: str) -> None:
+    found = find_launcher(environment)
+    assert found is not None
+    assert (found.name, found.again) == (name, again)
+
+
+def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caffepy.parallel.processes.world.find_launcher", lambda: None)
+    world = create_world()
+    assert (type(world), world.size, world.communicator()) == (World, 1, None)
+
+
+def test_a_launcher_of_another_mpi_is_refused_once() -> None:
+    launcher = Launcher("mpiexec", 0, 4)
+    with pytest.raises(UserError, match="mpiexec started 4 processes, but Open MPI v5.0, .* sees 1: .* different MPIs"):
+        check_launcher(launcher, 1, "Open MPI v5.0, package: x")
+    with pytest.raises(UserError, match="but MPICH Version: 5.0.2, the MPI"):
+        check_launcher(launcher, 1, "MPICH Version:      5.0.2\nMPICH Release date: today")
+    with pytest.raises(SystemExit) as leaving:
+        check_launcher(Launcher("mpiexec", 3, 4), 1, "Open MPI v5.0")
+    assert leaving.value.code == 2
+    check_launcher(launcher, 4, "")
+    check_launcher(Launcher("a PMIx launcher", 0, None), 4, "")
+
+
+@pytest.mark.parametrize(("options", "way"), [(" --mpi=pmi2", "--mpi=pmi2"), ("", "--mpi=none")])
+def test_sruns_wrong_way_is_named(options: str, way: str) -> None:
+    wanted = (
+        f"srun started 4 processes, .* sees 1: srun's {way} is none that this library knows. Start with caffepy launch"
+    )
+    with pytest.raises(UserError, match=wanted):
+        check_launcher(Launcher("srun", 0, 4, options), 1, "Open MPI v5.0.11, package: x")
+
+
+def test_an_error_of_all_ranks_is_raised_by_the_root_as_it_is() -> None:
+    error = ConfigError("no such file")
+    with pytest.raises(ConfigError) as raised:
+        FakeWorld(0, [None, ("no such file", 2)]).agree(error)
+    assert raised.value is error
+    with pytest.raises(SystemExit) as leaving:
+        FakeWorld(1, [("no such file", 2), None]).agree(error)
+    assert leaving.value.code == 2
+
+
+def test_an_error_of_one_rank_names_it() -> None:
+    with pytest.raises(UserError, match="^rank 1 on host1: disk is gone$"):
+        FakeWorld(0, [None, ("disk is gone", 2)]).agree(None)
+    with pytest.raises(RunError, match="^rank 0 on host0: ValueError: odd$"):
+        FakeWorld(0, [None, None]).agree(ValueError("odd"))
+
+
+ONE, SECOND = World(), FakeWorld(1, [None, None])
+
+
+@pytest.mark.parametrize(
+    ("world", "environment", "message"),
+    [
+        (ONE, {}, None),
+        (ONE, {"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (ONE, {"WORLD_SIZE": "1"}, None),
+        (SECOND, {"RANK": "1", "WORLD_SIZE": "2"}, None),
+        (
+            ONE,
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"},
+            "^the environment has RANK=1 and WORLD_SIZE=4, as torchrun sets them, but no MPI started this process, "
+            "which would train alone: start with mpirun -np 4 caffepy train …, or caffepy launch --nproc-per-node 4 "
+            "-- train …; to train in one process unset RANK and WORLD_SIZE$",
+        ),
+        (ONE, {"RANK": "1", "WORLD_SIZE": "1"}, "has RANK=1 and WORLD_SIZE=1, as torchrun .* mpirun -np 2 caffepy"),
+        (ONE, {"RANK": "x", "WORLD_SIZE": "y"}, "has RANK=x and WORLD_SIZE=y, as torchrun"),
+        (ONE, {"RANK": "0"}, "has RANK=0 but no WORLD_SIZE: start with mpirun"),
+        (ONE, {"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK: start with mpirun"),
+        (SECOND, {"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK"),
+        (
+            SECOND,
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "has RANK=0 and WORLD_SIZE=2, but MPI says rank 1 of 2 processes: unset RANK and WORLD_SIZE",
+        ),
+        (SECOND, {"RANK": "1", "WORLD_SIZE": "8"}, "but MPI says rank 1 of 2 processes"),
+    ],
+)
+def test_torchruns_variables_are_refused_unless_they_say_what_mpi_says(
+    world: World, environment: dict[str, str], message: str | None
+) -> None:
+    if message is None:
+        refuse_foreign_launcher(world, environment)
+        return
+    with pytest.raises(UserError, match=message):
+        refuse_foreign_launcher(world, environment)
+
+
+def test_machines_are_told_apart_by_boot_and_network(tmp_path: Path) -> None:
+    def machine(name: str, boot: str | None, network: bool = True) -> str:
+        system = tmp_path / name
+        (system / "sys/kernel/random").mkdir(parents=True)
+        (system / "self/ns").mkdir(parents=True)
+        if boot is not None:
+            (system / "sys/kernel/random/boot_id").write_text(f"{boot}\n")
+        if network:
+            (system / "self/ns/net").write_text("")
+        return machine_identity(system)
+
+    one, other_boot, other_network = machine("a", "1"), machine("b", "2"), machine("c", "1")
+    assert len({one, other_boot, other_network}) == 3
+    assert one == machine_identity(tmp_path / "a")
+    name = socket.gethostname()
+    assert (machine("d", None), machine("e", "1", network=False)) == (name, f"1/{name}")
+    assert machine_identity() == machine_identity() != ""
+
+
+class FakeMpi:
+    """MPI whose ranks are threads: as much of mpi4py as `MpiWorld` calls."""
+
+    BYTE, THREAD_MULTIPLE = "BYTE", 3
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: list[str] = []
+        self.sent: list[bytes] = []
+        self._barrier = threading.Barrier(size)
+        self._rows: list[object] = [None] * size
+
+    def of(self, rank: int) -> SimpleNamespace:
+        """What a rank imports."""
+        received = [0]
+
+        def allgather(value: object) -> list[object]:
+            self.calls.append("allgather")
+            self._rows[rank] = value
+            self._barrier.wait(10)
+            rows = list(self._rows)
+            self._barrier.wait(10)
+            return rows
+
+        def broadcast(buffer: object, root: int) -> SimpleNamespace:
+            self.calls.append("Ibcast")
+            memory = memoryview(buffer[0] if isinstance(buffer, list) else buffer).cast("B")  # type: ignore[arg-type]
+            if rank == root:
+                self.sent.append(bytes(memory))
+                return SimpleNamespace(Test=lambda: True)
+
+            def arrived() -> bool:
+                if len(self.sent) <= received[0]:
+                    return False
+                memory[:] = self.sent[received[0]]
+                received[0] += 1
+                return True
+
+            return SimpleNamespace(Test=arrived)
+
+        comm = SimpleNamespace(
+            rank=rank, size=self.size, allgather=allgather, Ibcast=broadcast,
+            Ibarrier=lambda: SimpleNamespace(Test=lambda: True),
+        )  # fmt: skip
+        return SimpleNamespace(
+            BYTE=self.BYTE, THREAD_MULTIPLE=3, Query_thread=lambda: 3, Get_library_version=lambda: "fake",
+            COMM_WORLD=SimpleNamespace(Dup=lambda: comm),
+        )  # fmt: skip
+
+
+def worlds(monkeypatch: pytest.MonkeyPatch, fake: FakeMpi, action: Callable[[MpiWorld], object]) -> list[object]:
+    """What `action` gives on each rank."""
+    own = threading.local()
+    monkeypatch.setattr("caffepy.parallel.communicators.mpi.load_mpi", lambda: fake.of(own.rank))
+
+    def work(rank: int) -> object:
+        own.rank = rank
+        return action(MpiWorld(Launcher("mpirun", rank, fake.size)))
+
+    return run_threads(fake.size, work)
+
+
+def test_a_broadcast_is_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, value = FakeMpi(3), {"id": bytes(range(128))}
+
+    def broadcast(world: MpiWorld) -> object:
+        return world.broadcast(value if world.rank == 0 else None)
+
+    assert worlds(monkeypatch, fake, broadcast) == [value] * 3
+    assert fake.calls == ["allgather"] * 3 + ["Ibcast"] * 6
+
+
+def test_a_broadcast_whose_root_does_not_come_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> None:
+        raise PeerError("rank 0 is gone")
+
+    def broadcast(world: MpiWorld) -> object:
+        world.while_waiting = end
+        return None if world.rank == 0 else world.broadcast(None)
+
+    results = worlds(monkeypatch, FakeMpi(2), broadcast)
+    assert results[0] is None and str(results[1]) == "rank 0 is gone"
+
+
+def test_machines_of_one_name_are_not_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["a", "b", "a", "b"])
+    lock = threading.Lock()
+
+    def identity() -> str:
+        with lock:
+            return next(names)
+
+    monkeypatch.setattr("caffepy.parallel.communicators.mpi.machine_identity", identity)
+    found = worlds(monkeypatch, FakeMpi(4), lambda world: (world.machines, world.local_size, world.several_hosts))
+    for machines, local_size, several in found:  # type: ignore[attr-defined]
+        assert sorted(machines) == ["a", "a", "b", "b"] and local_size == 2 and several
+
+
+@pytest.mark.parametrize(("machines", "expected"), [(["x", "x"], ["127.0.0.1"]), (["x", "y"], ["10.0.0.5"])])
+def test_the_lifeline_takes_the_loopback_within_one_machine_only(
+    monkeypatch: pytest.MonkeyPatch, machines: list[str], expected: list[str]
+) -> None:
+    tried: list[list[str]] = []
+
+    def refuse(hosts: list[str], port: int) -> None:
+        tried.append(hosts)
+        raise OSError("refused")
+
+    monkeypatch.setattr(lifeline, "_connect", refuse)
+    world = FakeWorld(1, [(["127.0.0.1", "10.0.0.5"], 5, "word"), None])
+    world.hosts, world.machines = ["same", "same"], machines
+    monkeypatch.setattr(world, "broadcast", lambda value: (["127.0.0.1", "10.0.0.5"], 5, "word"))
+    lifeline.connect(world)
+    assert tried == [expected]
+
+
+def test_no_error_is_agreed_on_silently() -> None:
+    FakeWorld(0, [None, None]).agree(None)
+    assert World().call_on_all(lambda: 5) == 5
+
+
+def test_calls_of_threads_run_on_the_main_thread_where_mpi_wants_it() -> None:
+    import threading
+
+    service = CallService(direct=False)
+    ran_on: list[int] = []
+    thread = threading.Thread(target=lambda: service.call(lambda: ran_on.append(threading.get_ident())), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        service.serve()
+    assert ran_on == [threading.get_ident()]

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from caffepy.errors import AbortedError, PeerError, UserError
+from caffepy.parallel.store.client import StoreClient
+from caffepy.parallel.store.server import StoreServer
+from caffepy.parallel.store.store import MEMBERS, MISSING, Member, MemoryStore, RankStore, State
+from caffepy.parallel.store.wire import Command, Request, WireError, receive_reply, send_request
+
+TOKEN = "secret"
+
+
+def member(rank: int) -> Member:
+    return Member(f"host{rank}", "machine", 100 + rank)
+
+
+class Net:
+    """A store of two ranks and its server."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStore(2)
+        self.server = StoreServer(self.memory, ("127.0.0.1", 0), TOKEN)
+        self.address = ("127.0.0.1", self.server.port)
+        self.memory.join(0, 2, member(0))
+        self.root = RankStore(self.memory, 0)
+        self.clients: list[StoreClient] = []
+
+    def client(self, rank: int = 1, size: int = 2, token: str = TOKEN, timeout: float = 5.0) -> StoreClient:
+        client = StoreClient(lambda: ([self.address], token), rank, size, member(rank), timeout)
+        self.clients.append(client)
+        return client
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=5.0)
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    before = set(threading.enumerate())
+    net = Net()
+    yield net
+    for client in net.clients:
+        client.close()
+    net.server.close()
+    net.server.close()
+    assert set(threading.enumerate()) <= before, "a thread of the server is left"
+
+
+def in_background(function: object, *arguments: object) -> list[object]:
+    """Call a function in a thread; the list holds its result, or its error, once it has ended."""
+    results: list[object] = []
+
+    def work() -> None:
+        try:
+            results.append(function(*arguments))  # type: ignore[operator]
+        except Exception as error:
+            results.append(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return results
+
+
+def wait_for(results: list[object]) -> object:
+    end = time.monotonic() + 10.0
+    while not results and time.monotonic() < end:
+        time.sleep(0.005)
+    assert results, "the call has not ended"
+    return results[0]
+
+
+# -- the store itself -------------------------------------------------------------------------------
+
+
+def test_a_value_lives_until_it_was_read_as_often_as_was_said() -> None:
+    store = MemoryStore(1)
+    store.put("once", b"1", reads=2)
+    store.put("forever", b"2")
+    assert [store.take("once", 0.0) for _ in range(3)] == [b"1", b"1", None]
+    assert [store.take("forever", 0.0) for _ in range(3)] == [b"2"] * 3
+
+
+def test_take_waits_for_the_value() -> None:
+    store = MemoryStore(2)
+    results = in_background(store.take, "late", 10.0)
+    time.sleep(0.05)
+    assert not results
+    store.put("late", b"x")
+    assert wait_for(results) == b"x"
+
+
+def test_members_appear_when_all_have_joined() -> None:
+    store = MemoryStore(3)
+    store.join(2, 3, member(2))
+    assert json.loads(store.take(MISSING, 0.0) or b"") == [0, 1]
+    store.join(0, 3, member(0))
+    assert store.take(MEMBERS, 0.0) is None
+    store.join(1, 3, member(1))
+    assert [Member(**entry) for entry in json.loads(store.take(MEMBERS, 0.0) or b"")] == [member(i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (0, 2, r"two processes call themselves rank 0: one is rank 0 on host0 \(process 100\)"),
+        (1, 3, "rank 1 was started with a world size of 3, rank 0 with 2"),
+        (2, 2, "there is no rank 2 in a world of 2: ranks count from 0 to 1"),
+        (-1, 2, "there is no rank -1"),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused(rank: int, size: int, message: str) -> None:
+    store = MemoryStore(2)
+    store.join(0, 2, member(0))
+    with pytest.raises(UserError, match=message):
+        store.join(rank, size, member(5))
+
+
+def test_a_failure_ends_waits_but_what_is_there_can_be_taken() -> None:
+    store = MemoryStore(2)
+    store.put("there", b"x")
+    results = in_background(store.take, "absent", 10.0)
+    watching = in_background(store.watch_rank, 0, State(), 10.0)
+    store.fail("rank 1 is on fire")
+    store.fail("an echo of it")
+    assert str(wait_for(results)) == wait_for(watching) == "rank 1 is on fire"
+    assert store.take("there", 10.0) == b"x"
+
+
+def test_nobody_waits_for_a_rank_that_has_left() -> None:
+    store = MemoryStore(2)
+    results = in_background(store.take, "key", 10.0, 1)
+    other = in_background(store.take, "key", 0.3, 0)
+    store.leave_rank(1, State(7))
+    assert isinstance(error := wait_for(results), PeerError) and str(error) == "rank 1 has left"
+    assert wait_for(other) is None
+    assert store.states()[1].left and store.states()[1].collectives == 7
+
+
+def test_the_last_one_waits_for_the_others_to_leave() -> None:
+    store = MemoryStore(2)
+    for rank in (0, 1):
+        store.join(rank, 2, member(rank))
+    assert not store.wait_alone(0, 0.01)
+    results = in_background(store.wait_alone, 0, 10.0)
+    store.leave_rank(1, State())
+    assert wait_for(results) is True
+
+
+# -- over TCP ---------------------------------------------------------------------------------------
+
+
+def test_values_travel_both_ways(net: Net) -> None:
+    client = net.client()
+    large = bytes(range(256)) * 5000
+    client.put("to 0", large, reads=1)
+    assert net.root.take("to 0", 5.0, 1) == large
+    net.root.put("to 1", b"", reads=1)
+    assert client.take("to 1", 5.0, 0) == b""
+    assert client.take("to 1", 0.01) is None
+    assert [Member(**entry) for entry in json.loads(client.take(MEMBERS, 5.0) or b"")] == [member(0), member(1)]
+
+
+def test_a_wait_does_not_keep_others_waiting(net: Net) -> None:
+    client = net.client()
+    waiting = [in_background(client.take, f"key {i}", 10.0, 0) for i in range(3)]
+    for i in reversed(range(3)):
+        client.put(f"key {i}", b"%d" % i)
+        assert wait_for(waiting[i]) == b"%d" % i
+
+
+def test_states_are_told_and_failures_heard(net: Net) -> None:
+    client = net.client()
+    assert client.watch(State(5, "barrier"), 0.01) is None
+    assert (net.root.states()[1].collectives, client.states()[1].waiting) == (5, "barrier")
+    watching = in_background(client.watch, State(6), 10.0)
+    client.fail("everything is wrong")
+    assert wait_for(watching) == "everything is wrong"
+    with pytest.raises(PeerError, match="everything is wrong"):
+        net.root.take("key", 10.0)
+
+
+def test_a_rank_that_dies_is_missed_at_once(net: Net) -> None:
+    client = net.client()
+    watching = in_background(client.watch, State(), 10.0)
+    results = in_background(net.root.take, "key", 10.0, 1)
+    time.sleep(0.1)
+    client.close()
+    error = wait_for(results)
+    assert str(error).startswith("rank 1 on host1 (process 101) ended unexpectedly: it was killed")
+    assert isinstance(wait_for(watching), AbortedError)
+
+
+def test_a_rank_that_leaves_is_not_missed(net: Net) -> None:
+    client = net.client()
+    watching = in_background(client.watch, State(), 10.0)
+    client.leave(State())
+    assert wait_for(watching) is None
+    client.close()
+    assert net.root.watch(State(), 0.1) is None
+    assert net.memory.wait_alone(0, 5.0)
+
+
+def test_the_end_of_the_server_is_told(net: Net) -> None:
+    client = net.client()
+    watching = in_background(client.watch, State(), 10.0)
+    waiting = in_background(client.take, "key", 10.0)
+    time.sleep(0.1)
+    net.memory.fail("rank 0 gives up")
+    net.server.close()
+    assert wait_for(watching) == "rank 0 gives up"
+    assert str(wait_for(waiting)) == "rank 0 gives up"
+    with pytest.raises(PeerError, match="rank 0 ended unexpectedly"):
+        client.put("key", b"")
+
+
+def test_the_end_of_the_server_waits_for_a_rank_that_asks_late(net: Net) -> None:
+    client = net.client()
+    net.memory.fail("rank 0 gives up")
+    closing = in_background(net.server.close)
+    time.sleep(0.1)
+    assert client.watch(State(), 10.0) == "rank 0 gives up"
+    assert wait_for(closing) is None
+
+
+def test_a_call_after_close_is_an_abort(net: Net) -> None:
+    client = net.client()
+    waiting = in_background(client.take, "key", 10.0)
+    time.sleep(0.1)
+    client.close()
+    assert isinstance(wait_for(waiting), AbortedError)
+    with pytest.raises(AbortedError, match="closed"):
+        client.take("key", 10.0)
+
+
+def test_a_rank_that_nobody_answers_gives_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with pytest.raises(PeerError, match=r"rank 0 does not answer within 0.3 s: 127.0.0.1:\d+: .*refused"):
+        StoreClient(lambda: ([address], ""), 1, 2, member(1), 0.3)
+
+
+def test_an_address_may_become_known_later(net: Net) -> None:
+    answers = iter([OSError("no file yet"), OSError("half a file"), ([net.address], TOKEN)])
+
+    def find() -> tuple[list[tuple[str, int]], str]:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    net.clients.append(StoreClient(find, 1, 2, member(1), 5.0))
+    assert net.memory.staying() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "token", "message"),
+    [
+        (1, 2, "guess", "this is another job's address"),
+        (1, 2, "", "this is another job's address"),
+        (0, 2, TOKEN, "two processes call themselves rank 0"),
+        (1, 4, TOKEN, "world size of 4"),
+    ],
+)
+def test_strangers_are_refused(net: Net, rank: int, size: int, token: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        net.client(rank, size, token)
+    assert net.memory.staying() == [0]
+
+
+HUGE = struct.Struct("!4sBHQdiI").pack(b"cfps", Command.JOIN, 3, 1 << 40, 0.0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "bytes_sent", [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x00" * 100, b"cfps", HUGE + b"key", HUGE[:10]], ids=range(5)
+)
+def test_garbage_does_no_harm(net: Net, bytes_sent: bytes) -> None:
+    with net.connect() as line:
+        line.sendall(bytes_sent)
+        with pytest.raises(OSError, match="closed|reset|not connected"):
+            line.shutdown(socket.SHUT_WR)
+            receive_reply(line)
+    net.client().put("key", b"works")
+    assert net.root.take("key", 5.0) == b"works"
+    assert net.root.watch(State(), 0.05) is None
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b"{", b'{"size": 2}', b'{"size": "x"}'])
+def test_an_introduction_that_makes_no_sense_is_not_answered(net: Net, value: bytes) -> None:
+    with net.connect() as line:
+        send_request(line, Request(Command.JOIN, TOKEN, value, number=1))
+        with pytest.raises((WireError, ConnectionError)):
+            receive_reply(line)
+    assert net.memory.staying() == [0]
+
+
+def test_a_connection_cannot_attach_before_its_rank_has_joined(net: Net) -> None:
+    with net.connect() as line:
+        send_request(line, Request(Command.ATTACH, TOKEN, number=1))
+        with pytest.raises((WireError, ConnectionError)):
+            receive_reply(line)
