@@ -17,8 +17,10 @@ def generate() -> None:
     """Writes the Python module and its type stub beside the package's sources, where git ignores them."""
     from grpc_tools import protoc
 
-    output = ROOT / PACKAGE
-    arguments = ["protoc", f"-I{SCHEMA.parent}", f"--python_out={output}", f"--pyi_out={output}", str(SCHEMA)]
+    # Known to protobuf as caffepy/proto/caffe.proto, so that a caffe.proto of somebody else's can be loaded beside it.
+    name = (PACKAGE / SCHEMA.name).as_posix()
+    include = f"-I{PACKAGE.as_posix()}={SCHEMA.parent}"
+    arguments = ["protoc", include, f"--python_out={ROOT}", f"--pyi_out={ROOT}", name]
     if protoc.main(arguments) != 0:
         raise SystemExit(f"protoc could not compile {SCHEMA}")
 

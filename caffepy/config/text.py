@@ -18,9 +18,9 @@ M = TypeVar("M", bound=Message)
 LONG_LIST = 15
 """Above this many fields a message's names are not listed in an error; the schema is named instead."""
 
-_UNKNOWN_FIELD = re.compile(r'Message type "caffe\.([\w.]+)" has no field named "([^"]*)"')
-_UNKNOWN_VALUE = re.compile(r'Enum type "caffe\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
-_REPEATED = re.compile(r'Message type "caffe\.([\w.]+)" should not have multiple "([^"]*)" fields')
+_UNKNOWN_FIELD = re.compile(r'Message type "caffepy\.([\w.]+)" has no field named "([^"]*)"')
+_UNKNOWN_VALUE = re.compile(r'Enum type "caffepy\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
+_REPEATED = re.compile(r'Message type "caffepy\.([\w.]+)" should not have multiple "([^"]*)" fields')
 _QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
 _POSITION = re.compile(r"^\d+:\d+ : ")
 

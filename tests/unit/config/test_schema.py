@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ MESSAGES = _messages(SCHEMA.message_type)
 
 
 def _facts(field: descriptor_pb2.FieldDescriptorProto) -> dict[str, Any]:
-    kind = field.type_name[len(".caffe.") :] if field.type_name else KINDS[field.type]
+    kind = field.type_name[len(".caffepy.") :] if field.type_name else KINDS[field.type]
     default = field.default_value if field.HasField("default_value") else None
     return dict(zip(FACTS, (field.number, kind, LABELS[field.label], default, field.options.packed), strict=True))
 
@@ -106,3 +108,32 @@ def test_every_message_of_the_schema_is_explained() -> None:
     lines = (ROOT / "proto" / "caffe.proto").read_text().splitlines()
     bare = [line for above, line in zip(lines, lines[1:], strict=False) if line.startswith("message") and not above]
     assert not bare
+
+
+_TWO_SCHEMAS = """
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+def foreign():
+    "A caffe_pb2 of somebody else's: package caffe, file caffe.proto, another LayerParameter."
+    file = descriptor_pb2.FileDescriptorProto(name="caffe.proto", package="caffe", syntax="proto2")
+    message = file.message_type.add(name="LayerParameter")
+    message.field.add(name="other", number=1, type=5, label=1)
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("caffe.LayerParameter"))
+
+def ours():
+    from caffepy.proto import caffe_pb2
+    return caffe_pb2.LayerParameter
+
+first, second = ({first}(), {second}())
+print(first.DESCRIPTOR.full_name, second.DESCRIPTOR.full_name)
+"""
+
+
+@pytest.mark.parametrize("first, second", [("foreign", "ours"), ("ours", "foreign")])
+def test_another_caffe_schema_can_be_loaded_in_the_same_process(first: str, second: str):
+    code = _TWO_SCHEMAS.format(first=first, second=second)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    names = {"foreign": "caffe.LayerParameter", "ours": "caffepy.LayerParameter"}
+    assert result.stdout.split() == [names[first], names[second]], result.stderr
