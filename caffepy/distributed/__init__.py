@@ -2,8 +2,8 @@
 
 `default.py` owns the default group, `functions.py` its operations as functions, `group.py` what they are, `base.py` a
 group's life and its errors, `arrays.py` the check of arguments, `handle.py` what was started, `rendezvous.py` how
-processes meet, `membership.py` who they are, `backends.py` the choice of a communicator, `monitor.py` the thread that
-hears of failures, `culprits.py` for whom a rank waits. The communicators are those of `caffepy.parallel`.
+processes meet, `membership.py` who they are, `backends.py` the choice of a communicator, `stragglers.py` for whom a
+rank waits. The communicators and the control channel are those of `caffepy.parallel`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
 from caffepy.parallel.communicators.communicator import GroupCommunicator
 from caffepy.parallel.communicators.tcp import TcpCommunicator
-from caffepy.parallel.store.store import State
 
 if TYPE_CHECKING:
     from caffepy.parallel.communicators.nccl import NcclCommunicator
@@ -45,7 +44,7 @@ def create_communicator(
     if device is not None:
         raise UserError(f"device is for backend 'nccl'; '{backend}' takes arrays wherever they are")
     if backend == "tcp" or (backend == "mpi" and membership.size == 1):
-        return TcpCommunicator(membership.store, membership.rank, membership.size, timeout)
+        return TcpCommunicator(membership.channel, membership.rank, membership.size, timeout)
     if membership.world is None:
         raise UserError("backend 'mpi' needs mpirun, and mpi:// or no init_method; 'tcp' works without MPI")
     communicator = membership.world.communicator()
@@ -57,15 +56,15 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     """NCCL's communicator. A peer that does not come would keep NCCL waiting forever, so a thread makes it."""
     from caffepy.parallel.communicators.nccl import NcclCommunicator, gpu_identity, new_unique_id, use_gpu
 
-    store, rank, size = membership.store, membership.rank, membership.size
+    channel, rank, size = membership.channel, membership.rank, membership.size
     gpu = _choose_gpu(membership) if device is None else device
     use_gpu(gpu)
     unique_id = bytes(new_unique_id()) if rank == 0 else b""
     own = [membership.members[rank].machine, gpu_identity(gpu), unique_id.hex()]
-    store.put(f"gpu/{rank}", json.dumps(own).encode())
+    channel.put(f"gpu/{rank}", json.dumps(own).encode())
     found = [_take(membership, f"gpu/{other}", other, timeout) for other in range(size)]
     _check_gpus(membership, [(machine, identity) for machine, identity, _ in found])
-    host = TcpCommunicator(store, rank, size, timeout)
+    host = TcpCommunicator(channel, rank, size, timeout)
     made: list[NcclCommunicator | BaseException] = []
 
     def connect() -> None:
@@ -80,8 +79,8 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     deadline = time.monotonic() + timeout
     while thread.is_alive():
         thread.join(_LOOK_SECONDS)
-        if news := store.watch(State(waiting="init_process_group"), 0.0):
-            raise PeerError(news)
+        if news := channel.watch([], 0.0):
+            raise PeerError(news.message)
         if time.monotonic() > deadline:
             raise PeerError(f"NCCL has not connected the GPUs within {timeout:g} s")
     result = made[0]
@@ -118,7 +117,7 @@ def _check_gpus(membership: Membership, identities: list[tuple[str, str]]) -> No
 
 
 def _take(membership: Membership, key: str, owner: int, timeout: float) -> list[str]:
-    value = membership.store.take(key, timeout, owner)
+    value = membership.channel.take(key, timeout, owner)
     if value is None:
         raise PeerError(f"has waited {timeout:g} s for {membership.name(owner)} to choose its GPU")
     found: list[str] = json.loads(value)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from caffepy.distributed.arrays import Buffer
-from caffepy.distributed.culprits import find_culprits, find_gone
 from caffepy.distributed.handle import Handle
 from caffepy.distributed.membership import Membership
-from caffepy.distributed.monitor import Monitor
+from caffepy.distributed.stragglers import find_gone, find_stragglers
 from caffepy.errors import PeerError, RunError, UserError
 from caffepy.parallel.communicators.collectives import Operation
 from caffepy.parallel.communicators.communicator import GroupCommunicator
-from caffepy.parallel.control.failure import describe_error
-from caffepy.parallel.store.store import State
+from caffepy.parallel.control.failure import Failure, describe_error
+from caffepy.parallel.control.heartbeat import Heartbeat
+from caffepy.parallel.control.monitor import Monitor
+from caffepy.parallel.store.records import DeviceStatus
 
 _NEWS_SECONDS = 1.0
 """How long the monitor may take to hear why a connection failed."""
@@ -25,8 +26,8 @@ _NEWS_SECONDS = 1.0
 G = TypeVar("G", bound="BaseGroup")
 
 
-class _CulpritError(PeerError):
-    """The message names the culprit already."""
+class _StragglerError(PeerError):
+    """The message names the straggler already."""
 
 
 class BaseGroup:
@@ -42,9 +43,7 @@ class BaseGroup:
         timeout: longest wait in seconds.
     """
 
-    def __init__(
-        self, backend: str, membership: Membership, communicator: GroupCommunicator, timeout: float
-    ) -> None:
+    def __init__(self, backend: str, membership: Membership, communicator: GroupCommunicator, timeout: float) -> None:
         self.backend = backend
         self.timeout = timeout
         self.failure: str | None = None
@@ -53,11 +52,10 @@ class BaseGroup:
         self._membership = membership
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._begun = 0
-        self._waiting = ""
+        self._heartbeat = Heartbeat("")
         self.destroyed = False
         """Whether it is left."""
-        self._monitor = Monitor(membership.store, self._state, self._fail)
+        self._monitor = Monitor(membership.channel, self._statuses, self._hear)
         if self.size > 1:
             self._monitor.start()
 
@@ -93,22 +91,20 @@ class BaseGroup:
             if self.destroyed:
                 return
             self.destroyed = True
-        store = self._membership.store
-        self._monitor.stop(self._leave)
+        channel = self._membership.channel
+        self._monitor.stop()
         late: list[int] = []
         if self.failure is None:
-            late = self._membership.wait_alone(self.timeout)
+            late = channel.wait_alone(self.timeout)
             self.communicator.close()
-        store.close()
-        self._membership.close()
+        channel.close()
         if late:
             names = ", ".join(map(self._membership.name, late))
             raise PeerError(f"{self.name}: destroy_process_group: has waited {self.timeout:g} s for {names} to leave")
 
     def abort(self, message: str) -> None:
         """End all ranks' waits with a message, and leave."""
-        with suppress(PeerError):  # rank 0 is gone: there is nobody to tell
-            self._membership.store.fail(message)
+        self._membership.channel.fail(message)
         self._fail(message)
         self.destroy()
 
@@ -144,19 +140,15 @@ class BaseGroup:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error.__cause__
         except PeerError as error:
-            if not isinstance(error, _CulpritError):
+            if not isinstance(error, _StragglerError):
                 self._failed.wait(_NEWS_SECONDS)
             raise PeerError(f"{where}: {self.failure or error}") from error.__cause__
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
         """As `reporting`, while other ranks may ask for whom this one waits."""
-        self._waiting = self._describe(operation)
-        try:
-            with self.reporting(operation):
-                yield
-        finally:
-            self._waiting = ""
+        with self._heartbeat.waiting(self._describe(operation)), self.reporting(operation):
+            yield
 
     def look(self, waits_for: Sequence[int]) -> None:
         """While an operation waits: end the wait if a rank has left that will not come any more.
@@ -164,9 +156,9 @@ class BaseGroup:
         Raises:
             PeerError: so it is.
         """
-        gone = find_gone(self._membership, self._begun, waits_for)
+        gone = find_gone(self._membership, self._heartbeat.collectives, waits_for)
         if gone:
-            raise _CulpritError(f"waits for {gone}")
+            raise _StragglerError(f"waits for {gone}")
 
     def give_up(self, operation: Operation, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Say for whom an operation has waited in vain.
@@ -174,9 +166,9 @@ class BaseGroup:
         Raises:
             PeerError: always.
         """
-        culprits = find_culprits(self._membership, self._begun, operation, waits_for)
+        stragglers = find_stragglers(self._membership, self._heartbeat.collectives, operation, waits_for)
         nobody = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
-        raise _CulpritError(f"has waited {seconds:g} s for {culprits or nobody}")
+        raise _StragglerError(f"has waited {seconds:g} s for {stragglers or nobody}")
 
     # -- for operations -----------------------------------------------------------------------------
 
@@ -194,7 +186,7 @@ class BaseGroup:
             if self.failure is not None:
                 raise PeerError(self.failure)
             with self._lock:  # counted in the order in which the communicator sees them
-                self._begun += operation.kind is not None
+                self._heartbeat.collectives += operation.kind is not None
                 work = self.communicator.start(operation)
         handle = Handle(self, operation, work, buffers)
         if not async_op:
@@ -214,15 +206,17 @@ class BaseGroup:
             return operation.describe(self.size)
         return f"{operation.name} {'to' if operation.name == 'send' else 'from'} rank {operation.peer}"
 
-    def _state(self) -> State:
-        return State(self._begun, self._waiting)
+    def _statuses(self) -> list[DeviceStatus]:
+        return [self._heartbeat.status(self.rank, self._membership.members[self.rank].host)]
 
-    def _leave(self) -> None:
-        with suppress(PeerError):
-            self._membership.store.leave(self._state())
+    def _hear(self, failure: Failure) -> None:
+        """Another rank has failed, or the control plane of this one; called by the monitor's thread."""
+        if not failure.reported:
+            self._membership.channel.fail(failure.message)
+        self._fail(failure.message)
 
     def _fail(self, message: str) -> None:
-        """Another rank has failed: let go whoever waits here. Called by the monitor's thread too."""
+        """Wake whoever waits here."""
         if self.failure is None:
             self.failure = message
             self._failed.set()

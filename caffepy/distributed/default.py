@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from contextlib import suppress
 from datetime import timedelta
 
 from caffepy.distributed.arrays import whole_number
@@ -13,7 +12,7 @@ from caffepy.distributed.backends import BACKENDS, create_communicator, default_
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.rendezvous import join
-from caffepy.errors import CaffepyError, PeerError, UserError
+from caffepy.errors import CaffepyError, UserError
 
 _WITHDRAW_SECONDS = 2.0
 """How long rank 0, where it cannot be connected, stays for the others to hear why."""
@@ -101,9 +100,7 @@ def init_process_group(
     with _lock:
         if is_initialized():
             raise UserError("init_process_group was called before: call destroy_process_group first")
-        _group = connect(
-            backend, init_method, rank=rank, world_size=world_size, timeout=timeout, device=device
-        )
+        _group = connect(backend, init_method, rank=rank, world_size=world_size, timeout=timeout, device=device)
         return _group
 
 
@@ -131,11 +128,9 @@ def destroy_process_group() -> None:
 
 def _withdraw(membership: Membership, message: str) -> None:
     """Tell the others that this rank could not be connected."""
-    with suppress(PeerError):  # rank 0 is gone, and everybody knows
-        membership.store.fail(message)
-    membership.wait_alone(_WITHDRAW_SECONDS)
-    membership.store.close()
-    membership.close()
+    membership.channel.fail(message)
+    membership.channel.wait_alone(_WITHDRAW_SECONDS)
+    membership.channel.close()
 
 
 @atexit.register

@@ -37,14 +37,14 @@ class ProcessGroup(BaseGroup):
         self.irecv(array, source, tag).wait()
 
     def isend(self, array: Array, destination: int, tag: int = 0) -> Handle:
-        """Start to send."""
+        """Start to send; the array must be left alone until the handle's `wait`."""
         with self.calling("send"):
             destination, tag = self._check_message(destination, tag)
             buffer = self._array(array, "array")
         return self.start(Operation("send", sent=buffer.data, peer=destination, tag=tag), [], True)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
-        """Start to receive."""
+        """Start to receive; the array holds the message after the handle's `wait`."""
         with self.calling("receive"):
             source, tag = self._check_message(source, tag)
             buffer = self._array(array, "array", written=True)

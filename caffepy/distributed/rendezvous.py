@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import socket
@@ -15,17 +16,21 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from caffepy.distributed.membership import Membership
-from caffepy.errors import PeerError, UserError
+from caffepy.errors import CaffepyError, PeerError, UserError
+from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
 from caffepy.parallel.processes.world import create_world, find_launcher, machine_identity, own_addresses
-from caffepy.parallel.store.client import Address, StoreClient
-from caffepy.parallel.store.server import StoreServer
-from caffepy.parallel.store.store import MEMBERS, MISSING, Member, MemoryStore, RankStore
+from caffepy.parallel.store.client import Address, ControlClient
+from caffepy.parallel.store.records import Member
+from caffepy.parallel.store.server import ControlServer
+from caffepy.parallel.store.store import MEMBERS, MISSING, ControlChannel, MemoryStore, RankStore
+from caffepy.parallel.store.wire import decode_list
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-"""What ``env://`` reads: rank 0's address and port, and this process's place."""
-
-Find = Callable[[], tuple[Sequence[Address], str]]
-_LOOPBACK = "127.0.0.1"
+"""What ``env://`` reads: rank 0's address and port, this process's number and the number of processes."""
+SECRET = "CAFFEPY_JOB_SECRET"
+"""The environment's variable from which ``tcp://`` and ``env://`` take the job's secret."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +117,11 @@ def _join_mpi(call: Call) -> Membership:
         return _alone()
     deadline = time.monotonic() + call.timeout
     world.while_waiting = lambda: _check_deadline(deadline, call)
-    token, memory, server = secrets.token_hex(16), MemoryStore(world.size), None
-    addresses: list[Address] = []
-    if world.rank == 0:
-        server = StoreServer(memory, ("" if world.several_hosts else _LOOPBACK, 0), token)
-        hosts = [_LOOPBACK, *own_addresses()] if world.several_hosts else [_LOOPBACK]
-        addresses = [(host, server.port) for host in hosts]
-    addresses, token = world.broadcast((addresses, token))
-    near = world.machines[world.rank] == world.machines[0]
-    reachable = [address for address in addresses if (address[0] == _LOOPBACK) == near]
-    membership = _meet(call, world.rank, world.size, lambda: (reachable, token), memory, server)
+
+    def connect(own: Member) -> ControlChannel:
+        return connect_ranks(world, MemoryStore(world.size), call.timeout)
+
+    membership = _meet(call, world.rank, connect)
     membership.world = world
     world.while_waiting = lambda: None
     return membership
@@ -146,10 +146,17 @@ def _join_address(call: Call, host: str, port: str) -> Membership:
     rank, size = call.place()
     if size == 1:
         return _alone()
-    address = host, int(port)
-    memory = MemoryStore(size)
-    server = _listen(memory, address) if rank == 0 else None
-    return _meet(call, rank, size, lambda: ([address], ""), memory, server)
+    secret = call.environment.get(SECRET, "")
+    if not secret and rank == 0:
+        text = "%s without a secret: whoever reaches %s:%s can join; set %s to the same random text on all ranks"
+        logger.warning(text, call.method, host, port, SECRET)
+
+    def connect(own: Member) -> ControlChannel:
+        if rank == 0:
+            return _listen(MemoryStore(size), own, (host, int(port)), secret)
+        return ControlClient(lambda: ([(host, int(port))], secret), rank, size, own, call.timeout)
+
+    return _meet(call, rank, connect)
 
 
 def _join_file(call: Call) -> Membership:
@@ -159,73 +166,65 @@ def _join_file(call: Call) -> Membership:
     rank, size = call.place()
     if size == 1:
         return _alone()
-    memory, server = MemoryStore(size), None
-    if rank == 0:
-        token = secrets.token_hex(16)
-        server = StoreServer(memory, ("", 0), token)
-        _write(path, [(host, server.port) for host in (*own_addresses(), _LOOPBACK)], token)
+
+    def connect(own: Member) -> ControlChannel:
+        if rank != 0:
+            return ControlClient(lambda: _read(path), rank, size, own, call.timeout)
+        secret = secrets.token_hex()
+        server = ControlServer(MemoryStore(size), own, ("", 0), secret)
+        try:
+            _write(path, [(host, server.port) for host in (*own_addresses(), LOOPBACK)], secret)
+        except UserError:
+            server.close()
+            raise
+        return server
+
     try:
-        return _meet(call, rank, size, lambda: _read(path), memory, server)
+        return _meet(call, rank, connect)
     finally:
         if rank == 0:
             path.unlink(missing_ok=True)
 
 
-def _meet(
-    call: Call, rank: int, size: int, find: Find, memory: MemoryStore, server: StoreServer | None
-) -> Membership:
-    """Join the store and wait until everybody has.
+def _meet(call: Call, rank: int, connect: Callable[[Member], ControlChannel]) -> Membership:
+    """Join the store, and wait until everybody has.
 
     Args:
         call: what was asked for.
         rank: this process.
-        size: the number of processes.
-        find: where the store is.
-        memory: on rank 0, the store.
-        server: on rank 0, what shows it.
+        connect: makes its channel.
     """
     deadline = time.monotonic() + call.timeout
-    own = Member(socket.gethostname(), machine_identity(), os.getpid())
-    where = f"rank {rank} on {own.host} (process {own.process}): init_process_group at {call.method}"
-    store: RankStore | StoreClient | None = None
+    own = _own_member()
+    channel: ControlChannel | None = None
     try:
-        if server is not None:
-            memory.join(rank, size, own)
-            store = RankStore(memory, rank)
-        else:
-            store = StoreClient(find, rank, size, own, call.timeout)
-        found = store.take(MEMBERS, max(0.0, deadline - time.monotonic()))
+        channel = connect(own)
+        found = channel.take(MEMBERS, max(0.0, deadline - time.monotonic()))
         if found is None:
-            missing = json.loads(store.take(MISSING, 0.0) or b"[]")
+            missing = json.loads(channel.take(MISSING, 0.0) or b"[]")
             raise PeerError(f"has waited {call.timeout:g} s for {_ranks(missing)} to join")
+        members = decode_list(Member, found)
     except BaseException as error:
-        if server is not None:
-            memory.fail(str(error))
-            server.close()
-        elif store is not None:
-            if isinstance(error, (UserError, PeerError)):
-                with suppress(PeerError):
-                    store.fail(str(error))  # to close without a word would look like a crash
-            store.close()
+        if channel is not None:
+            if isinstance(error, CaffepyError):
+                channel.fail(str(error))  # to close without a word would look like a crash
+            channel.close()
         if isinstance(error, (UserError, PeerError)):
-            raise type(error)(f"{where}: {error}") from error
+            raise type(error)(f"{own.name(rank)}: init_process_group at {call.method}: {error}") from error
         raise
-    members = [Member(**entry) for entry in json.loads(found)]
-    membership = Membership(rank, members, store, memory if server else None, server)
-    if isinstance(store, StoreClient):
-        store.server = membership.name(0)
-    return membership
+    return Membership(rank, members, channel)
 
 
 def _alone() -> Membership:
     """A group of one."""
-    memory = MemoryStore(1)
-    own = Member(socket.gethostname(), machine_identity(), os.getpid())
-    memory.join(0, 1, own)
-    return Membership(0, [own], RankStore(memory, 0), memory)
+    return Membership(0, [_own_member()], RankStore(MemoryStore(1), 0))
 
 
-def _listen(memory: MemoryStore, address: Address) -> StoreServer:
+def _own_member() -> Member:
+    return Member(socket.gethostname(), machine_identity(), os.getpid())
+
+
+def _listen(memory: MemoryStore, own: Member, address: Address, secret: str) -> ControlServer:
     """Rank 0's server at the address that all were told.
 
     A host's own name often leads to a loopback address on the host itself, so other names mean all addresses.
@@ -233,19 +232,19 @@ def _listen(memory: MemoryStore, address: Address) -> StoreServer:
     host, port = address
     near = host == "localhost" or host.startswith("127.") or ":" in host
     try:
-        return StoreServer(memory, (host if near else "", port))
+        return ControlServer(memory, own, (host if near else "", port), secret)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(f"{host}:{port} is in use: choose another port, the same on all ranks") from error
         raise UserError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
 
 
-def _write(path: Path, addresses: Sequence[Address], token: str) -> None:
+def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
     """Leave the store's address where the others look for it; whole at once, and for this user's eyes only."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"addresses": addresses, "token": token}, file)
+            json.dump({"addresses": addresses, "secret": secret}, file)
         draft.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -261,7 +260,7 @@ def _read(path: Path) -> tuple[list[Address], str]:
     """
     try:
         found = json.loads(path.read_text())
-        return [(str(host), int(port)) for host, port in found["addresses"]], str(found["token"])
+        return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error
 

@@ -28,8 +28,8 @@ from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
+from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.failure import Failure, describe_error, exit_status
-from caffepy.parallel.control.lifeline import connect
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.hardware.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.options import OptionsSource, TrainOptions
@@ -100,7 +100,7 @@ class P2PManager:
     @property
     def iteration(self) -> int:
         """The iteration that this process's first solver has come to; for progress bars, in any thread."""
-        return self._syncs[0].progress.iteration() if self._syncs else 0
+        return self._syncs[0].heartbeat.iteration() if self._syncs else 0
 
     # -- the run ------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class P2PManager:
         )
         self._make_syncs(options, cores, signals)
         self._watchdog = Watchdog(
-            world, connect(world), [sync.progress for sync in self._syncs], options.timeout, self._peer_failed
+            world, connect_training(world), [sync.heartbeat for sync in self._syncs], options.timeout, self._peer_failed
         )
         self._watchdog.start()
         signals.install()
@@ -326,7 +326,7 @@ class P2PManager:
         world = self._world
         parts = [world.name(world.rank)] if world.size > 1 else []
         if sync.world_size > 1:
-            parts += [f"device {sync.place.label}", f"iteration {sync.progress.iteration()}"]
+            parts += [f"device {sync.place.label}", f"iteration {sync.heartbeat.iteration()}"]
         text = describe_error(error)
         if isinstance(error, AbortedError):
             text = f"training was stopped, and no device said why ({text}); go on from the last snapshot"
@@ -416,7 +416,7 @@ class P2PManager:
         message = "interrupted again: ending at once"
         logger.error(message)
         if self._watchdog is not None:
-            # In a thread: this handler may have interrupted the main thread where that holds the lifeline's lock.
+            # In a thread: this handler may have interrupted the main thread where that holds the channel's lock.
             failure = Failure(message, _INTERRUPTED, reported=True)
             telling = threading.Thread(target=self._watchdog.tell_failure, args=(failure,), daemon=True)
             telling.start()

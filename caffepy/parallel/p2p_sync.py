@@ -19,7 +19,7 @@ from caffepy.errors import AbortedError, PeerError
 from caffepy.net.parameters import bucket_count
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
-from caffepy.parallel.control.watchdog import Progress
+from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.gradients.comm_timer import CommunicationClock
 from caffepy.parallel.gradients.reducer import GradientExchange
 from caffepy.parallel.hardware.affinity import bind_near_gpu
@@ -92,7 +92,7 @@ class P2PSync:
         self.place = place
         self.is_root = place.shard.rank == 0
         self.world_size = place.shard.world_size
-        self.progress = Progress(place.label, self._iteration, begun=False)
+        self.heartbeat = Heartbeat(place.label, self._iteration, begun=False)
         self.solver: Solver | None = None
         self.error: BaseException | None = None
         self.trace: NoTrace = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
@@ -202,7 +202,7 @@ class P2PSync:
             wait()
             return
         assert self._exchange is not None
-        with self.progress.waiting(self._exchange.describe), self.trace.span("waits", "the gradients' all-reduce"):
+        with self.heartbeat.collective(self._exchange.describe), self.trace.span("waits", "the gradients' all-reduce"):
             self._settle(wait)
 
     def average_over_devices(self, arrays: Sequence[Array]) -> None:
@@ -249,7 +249,7 @@ class P2PSync:
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         """Mark an operation that waits for all devices, for the watchdog and in the trace."""
-        with self.progress.waiting(what), self.trace.span("waits", what):
+        with self.heartbeat.collective(what), self.trace.span("waits", what):
             yield
 
     @property
@@ -302,13 +302,13 @@ class P2PSync:
 
     def _train(self, backend: Backend) -> None:
         self.solver = self._build(backend)
-        with self.progress.waiting("the start of training"):
+        with self.heartbeat.collective("the start of training"):
             self.ready.set()
             self._on_change(self)
             self._wait_for_go()
         if self._state is not None and not self.is_root:
             self.solver.adopt(self._state)
-        with self.progress.waiting("the connection of the devices"):
+        with self.heartbeat.collective("the connection of the devices"):
             self._communicator = self._connect()
             self._place_gradients(self.solver)
         if self.world_size > 1:
@@ -317,7 +317,7 @@ class P2PSync:
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
             self.solver.net.context.average = self._average
-        self.progress.begin()
+        self.heartbeat.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.barrier()

@@ -6,13 +6,15 @@ thread gets no more data), mark (nothing at all), or the name of a signal that i
 ``start`` is when the net is built. With the kind ``change`` a weight of layer ip1 is changed after that iteration.
 FOLDER is the working directory, in which ``{rank}`` stands for the process's number. DELAY is the seconds that each
 forward pass takes longer (with commas: of each device, the last for the rest), FORBID a package that must not be
-imported, PATIENCE the seconds by which the waits of a process's threads outlast the watchdog.
+imported, PATIENCE the seconds by which the waits of a process's threads outlast the watchdog, DESCRIPTORS how many
+files and connections a process may have open.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -135,6 +137,8 @@ if __name__ == "__main__":
     signal.alarm(_LONGEST)
     if (fault := os.environ.get("FAULT", "")).startswith("change "):
         change_a_weight(*map(int, fault.split()[1:]))
+    if descriptors := os.environ.get("DESCRIPTORS"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     if forbidden := os.environ.get("FORBID"):
         sys.modules[forbidden] = None  # type: ignore[assignment]
     if patience := os.environ.get("PATIENCE"):

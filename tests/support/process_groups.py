@@ -11,7 +11,8 @@ from caffepy.distributed.default import connect
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.membership import Membership
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.store.store import Member, RankStore
+from caffepy.parallel.store.records import Member
+from caffepy.parallel.store.store import RankStore
 
 
 def run_threads(count: int, action: Callable[[int], Any]) -> list[Any]:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import TracebackType
 
 from caffepy.errors import CaffepyError, RunError
 from caffepy.layers.core.base import Layer
+from caffepy.parallel.store.records import Failure
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Why training ends.
-
-    Args:
-        message: one line that names the culprit.
-        status: exit status of all processes.
-        reported: the user has been told already, by this process or by another.
-        error: the exception, where it was raised in this process.
-    """
-
-    message: str
-    status: int = RunError.exit_status
-    reported: bool = False
-    error: BaseException | None = None
+__all__ = ["Failure", "describe_error", "exit_status", "failing_layer"]
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,3 +1,3 @@
-"""A key-value store between processes, for rendezvous and liveness. communicators, control and distributed import
-it.
+"""A key-value store that rank 0 holds, and the authenticated control channel to it; communicators, control and
+distributed import it.
 """

@@ -1,43 +1,52 @@
-"""Another rank's end of a store between processes."""
+"""Another rank's end of the control channel."""
 
 from __future__ import annotations
 
-import json
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.store.store import Member, State, Value
+from caffepy.errors import AbortedError, PeerError
+from caffepy.parallel.store.handshake import CONTROL, DATA, Hello, introduce
+from caffepy.parallel.store.records import DeviceStatus, Failure, Member
+from caffepy.parallel.store.store import ControlChannel
 from caffepy.parallel.store.wire import (
-    Command,
-    Outcome,
-    Request,
+    CONTROL_LIMIT,
+    VALUE_LIMIT,
+    Frame,
+    Kind,
+    Value,
+    WireError,
+    decode,
+    decode_list,
+    encode,
     hang_up,
     prepare,
-    receive_reply,
-    send_request,
+    receive_frame,
+    send_frame,
 )
 
 _GRACE_SECONDS = 10.0
 """By how much the server may be later than the wait that it was asked for."""
-_ATTEMPT_SECONDS = 3.0
+_CONNECT_SECONDS = 3.0
+_HANDSHAKE_SECONDS = 10.0
+"""Strangers may be before this rank in the server's queue."""
 _RETRY_SECONDS = 0.1
 
 Address = tuple[str, int]
 
 
-class StoreClient:
-    """A `Store` that another process serves.
+class ControlClient(ControlChannel):
+    """The channel of a rank whose store is in another process.
 
-    Calls may come from several threads; each that waits has a connection of its own. The first connection is the
-    watch's: its end is this rank's end, for all others.
+    One connection carries heartbeats and news. Values have others: each thread that waits for one uses its own.
 
     Args:
-        find: where the server may be, the likeliest first, and the job's token; asked again until somebody answers
+        find: where the server may be, the likeliest first, and the job's secret; asked again until somebody answers
             there. An OSError means: not known yet.
         rank: this rank.
         size: the number of ranks.
@@ -52,47 +61,48 @@ class StoreClient:
     def __init__(
         self, find: Callable[[], tuple[Sequence[Address], str]], rank: int, size: int, member: Member, timeout: float
     ) -> None:
-        self.server = "rank 0"
-        """What messages call the process that holds the store."""
-        self._token = ""
-        self._rank = rank
+        self._server = "rank 0"
+        self._hello = Hello(member.host, member.machine, member.process, rank, size)
         self._timeout = timeout
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._open: set[socket.socket] = set()
         self._idle: list[socket.socket] = []
         self._closed = False
-        hello = json.dumps({"size": size, **asdict(member)}).encode()
-        self._address, self._watching = self._find(find, hello)
+        self._control = self._join(find)
+        self._news = select.poll()
+        self._news.register(self._control, select.POLLIN)
 
     def put(self, key: str, value: Value, reads: int = 0) -> None:
-        self._call(Request(Command.PUT, key, value, reads=reads))
+        self._ask(Frame(Kind.PUT, value, key, number=reads))
 
     def take(self, key: str, seconds: float, owner: int | None = None) -> Value | None:
-        return self._call(Request(Command.TAKE, key, seconds=seconds, number=-1 if owner is None else owner))
+        reply = self._ask(Frame(Kind.TAKE, b"", key, seconds, -1 if owner is None else owner))
+        return None if reply.kind is Kind.ABSENT else reply.value
 
-    def watch(self, state: State, seconds: float) -> str | None:
-        """`Store.watch`; for one thread alone."""
-        request = Request(Command.WATCH, value=json.dumps(asdict(state)).encode(), seconds=seconds)
+    def watch(self, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
+        self._send(Frame(Kind.HEARTBEAT, encode(statuses)))
+        if not self._news.poll(1000.0 * seconds):
+            return None
         try:
-            news = self._exchange(self._watching, request)
+            frame = receive_frame(self._control, CONTROL_LIMIT)
+            return decode(Failure, frame.value) if frame.value else None
         except OSError as error:
             raise self._broken(error) from error
-        return None if news is None else news.decode()
 
-    def states(self) -> dict[int, State]:
-        found = self._call(Request(Command.STATES))
-        return {int(rank): State(**state) for rank, state in json.loads(found or b"{}").items()}
+    def statuses(self) -> list[DeviceStatus]:
+        return decode_list(DeviceStatus, self._ask(Frame(Kind.STATUSES)).value)
 
-    def fail(self, message: str) -> None:
-        self._call(Request(Command.FAIL, value=message.encode()))
+    def tell(self, failure: Failure) -> None:
+        self._send(Frame(Kind.FAIL, encode(failure.as_told())))
 
-    def leave(self, state: State) -> None:
-        self._call(Request(Command.LEAVE, value=json.dumps(asdict(state)).encode()))
+    def leave(self, statuses: Sequence[DeviceStatus]) -> None:
+        self._send(Frame(Kind.LEAVE, encode(statuses)))
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            lines = [*self._open, self._watching]
+            lines = [*self._open, self._control]
             self._open.clear()
             self._idle.clear()
         for line in lines:
@@ -100,73 +110,73 @@ class StoreClient:
 
     # -- connections --------------------------------------------------------------------------------
 
-    def _find(
-        self, find: Callable[[], tuple[Sequence[Address], str]], hello: bytes
-    ) -> tuple[Address, socket.socket]:
-        """Join over the first address that answers, until the timeout."""
+    def _join(self, find: Callable[[], tuple[Sequence[Address], str]]) -> socket.socket:
+        """Connect to the first address where the server answers, until the timeout."""
         deadline = time.monotonic() + self._timeout
         failure: OSError | None = None
         while time.monotonic() < deadline or failure is None:
             try:
-                addresses, self._token = find()
+                addresses, self._secret = find()
             except OSError as error:
                 addresses, failure = [], error
-            for address in addresses:
+            for self._address in addresses:
                 try:
-                    return address, self._connect(
-                        address, Request(Command.JOIN, self._token, hello, number=self._rank)
-                    )
+                    return self._connect(CONTROL)
                 except OSError as error:
-                    failure = OSError(f"{address[0]}:{address[1]}: {error}")
+                    failure = OSError(f"{self._address[0]}:{self._address[1]}: {error}")
             time.sleep(_RETRY_SECONDS)
         raise PeerError(f"rank 0 does not answer within {self._timeout:g} s: {failure}")
 
-    def _connect(self, address: Address, request: Request) -> socket.socket:
+    def _connect(self, role: str) -> socket.socket:
         """A connection that has introduced itself."""
-        line = socket.create_connection(address, timeout=min(_ATTEMPT_SECONDS, self._timeout))
+        line = socket.create_connection(self._address, timeout=min(_CONNECT_SECONDS, self._timeout))
         try:
             if line.getsockname() == line.getpeername():  # TCP may connect a port to itself while nobody listens there
                 raise ConnectionRefusedError("nobody listens")
             prepare(line)
-            self._exchange(line, request)
+            line.settimeout(min(_HANDSHAKE_SECONDS, self._timeout))
+            self._server = introduce(line, self._secret, replace(self._hello, role=role))
         except BaseException:
             hang_up(line)
             raise
         return line
 
-    def _call(self, request: Request) -> Value | None:
+    def _send(self, frame: Frame) -> None:
+        """Write to the control connection; `watch` notices where it is broken."""
+        with self._sending:
+            try:
+                send_frame(self._control, frame)
+            except OSError:
+                with suppress(OSError):  # part of a frame may have been sent: nothing can follow it
+                    self._control.shutdown(socket.SHUT_WR)
+
+    def _ask(self, frame: Frame) -> Frame:
+        """The server's reply to a frame, over a connection that nobody else uses meanwhile."""
         try:
-            with self._line() as line:
-                return self._exchange(line, request)
+            line = self._borrow()
+            try:
+                reply = self._exchange(line, frame)
+            except BaseException:
+                self._open.discard(line)
+                hang_up(line)
+                raise
         except OSError as error:
             raise self._broken(error) from error
-
-    @contextmanager
-    def _line(self) -> Iterator[socket.socket]:
-        """A connection that nobody uses at the moment; after an error it is not used again."""
-        line = self._borrow()
-        try:
-            yield line
-        except BaseException:
-            with self._lock:
-                self._open.discard(line)
-            hang_up(line)
-            raise
         with self._lock:
             if line in self._open:
                 self._idle.append(line)
+        if reply.kind is Kind.FAILED:
+            raise PeerError(reply.value.decode())
+        return reply
 
-    def _exchange(self, line: socket.socket, request: Request) -> Value | None:
-        """The value in the server's reply, None where nothing came in time."""
+    def _exchange(self, line: socket.socket, frame: Frame) -> Frame:
         line.settimeout(self._timeout + _GRACE_SECONDS)
-        send_request(line, request)
-        line.settimeout(request.seconds + _GRACE_SECONDS)
-        outcome, value = receive_reply(line)
-        if outcome is Outcome.REFUSED:
-            raise UserError(value.decode())
-        if outcome is Outcome.FAILED:
-            raise PeerError(value.decode())
-        return None if outcome is Outcome.ABSENT else value
+        send_frame(line, frame)
+        line.settimeout(frame.seconds + _GRACE_SECONDS)
+        reply = receive_frame(line, VALUE_LIMIT)
+        if reply.kind not in (Kind.DONE, Kind.ABSENT, Kind.FAILED):
+            raise WireError(f"{reply.kind.name} is no reply")
+        return reply
 
     def _borrow(self) -> socket.socket:
         with self._lock:
@@ -174,7 +184,7 @@ class StoreClient:
                 raise AbortedError("the store was closed")
             if self._idle:
                 return self._idle.pop()
-        line = self._connect(self._address, Request(Command.ATTACH, self._token, number=self._rank))
+        line = self._connect(DATA)
         with self._lock:
             self._open.add(line)
             closed = self._closed
@@ -186,5 +196,5 @@ class StoreClient:
         if self._closed:
             return AbortedError("the store was closed")
         if isinstance(error, TimeoutError):
-            return PeerError(f"{self.server} does not answer")
-        return PeerError(f"{self.server} ended unexpectedly: it was killed, crashed or lost its network ({error})")
+            return PeerError(f"{self._server} does not answer")
+        return PeerError(f"{self._server} ended unexpectedly: it was killed, crashed or lost its network ({error})")

@@ -1,192 +1,161 @@
-"""Rank 0's end of a store between processes: one thread for each connection, all over one `MemoryStore`."""
+"""Rank 0's end of the control channel: shows its store to the other processes of the job."""
 
 from __future__ import annotations
 
-import hmac
-import json
 import logging
-import select
 import socket
 import threading
-import time
 from contextlib import suppress
-from dataclasses import asdict
 
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store.store import Member, MemoryStore, State
+from caffepy.parallel.store.acceptor import Acceptor
+from caffepy.parallel.store.handshake import CONTROL, Hello, ServerHandshake
+from caffepy.parallel.store.records import DeviceStatus, Failure, Member
+from caffepy.parallel.store.store import MemoryStore, RankStore
 from caffepy.parallel.store.wire import (
+    CONTROL_LIMIT,
     VALUE_LIMIT,
-    Command,
-    Outcome,
-    Request,
+    Frame,
+    Kind,
     WireError,
+    decode,
+    decode_list,
+    encode,
     hang_up,
     prepare,
-    receive_request,
-    send_reply,
+    receive_frame,
+    send_frame,
 )
 
 logger = logging.getLogger(__name__)
 
-_STRANGER_SECONDS = 5.0
-"""How long a new connection may take to say who it is."""
-_STRANGER_LIMIT = 4096
-"""Longest value that it may send before."""
 _JOIN_SECONDS = 2.0
-_NEWS_SECONDS = 1.0
-"""How long the end waits for ranks that have not asked for news; they would see a connection that closes without."""
-_LOOK_SECONDS = 0.05
-"""Between looks at the connection of a rank that is silent because it waits for news."""
 
 
-class StoreServer:
-    """Lets other processes use a store.
+class ControlServer(RankStore):
+    """Rank 0's channel; serves the other ranks, one thread a connection.
 
-    The connection over which a rank joined tells of its end: if it closes before the rank has left, all waits of the
-    others end with that news.
+    The end of the connection over which a rank joined is the rank's end, unless it has left before.
 
     Args:
-        store: the store.
+        memory: the store.
+        member: this process.
         address: where to listen; an empty host means all of this machine's addresses, port 0 any free port.
-        token: what a rank has to know; whoever knows it belongs to the job.
+        secret: what a client must know; whoever knows it belongs to the job.
 
     Raises:
         OSError: the address is taken or not this machine's.
     """
 
-    def __init__(self, store: MemoryStore, address: tuple[str, int], token: str = "") -> None:
-        self._store = store
-        self._token = token
+    def __init__(self, memory: MemoryStore, member: Member, address: tuple[str, int], secret: str = "") -> None:
+        super().__init__(memory, 0)
+        memory.join(0, memory.size, member)
+        self._name = member.name(0)
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._listening = socket.create_server(address, family=family, backlog=1024)
-        self.port = int(self._listening.getsockname()[1])
+        listening = socket.create_server(address, family=family, backlog=1024)
+        self.port = int(listening.getsockname()[1])
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
         self._closing = False
-        self._accepting = threading.Thread(target=self._accept, name="store", daemon=True)
-        self._accepting.start()
+        self._acceptor = Acceptor(listening, secret, self._admit, self._broken)
+
+    def wait_alone(self, seconds: float) -> list[int]:
+        return self.memory.wait_alone(0, seconds)
 
     def close(self) -> None:
-        """End all connections; whoever waits is told why. Callable twice."""
-        if self._closing:
-            return
-        self._store.fail("rank 0 has left")
-        self._store.wait_told(0, _NEWS_SECONDS)  # a rank may open another connection to ask
+        """End all connections; whoever waits is told why."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
+        self.memory.tell(Failure("rank 0 has left", 0, reported=True))
+        self._acceptor.close()
+        with self._lock:
             threads = list(self._lines.items())
-        hang_up(self._listening)
-        self._accepting.join(_JOIN_SECONDS)
         for line, _ in threads:
             with suppress(OSError):
-                line.shutdown(socket.SHUT_RD)  # no more requests; replies still go out
+                line.shutdown(socket.SHUT_RD)  # no more requests; replies and news still go out
         for line, thread in threads:
             thread.join(_JOIN_SECONDS)
             hang_up(line)
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                line, _ = self._listening.accept()
-            except OSError as error:
-                if not self._closing:  # too many open files: those that are open may be enough
-                    logger.debug("the store cannot accept a connection: %s", error)
-                    threading.Event().wait(0.1)
-                continue
-            with self._lock:
-                if self._closing:
-                    line.close()
-                    return
-                thread = threading.Thread(target=self._serve, args=(line,), name="store connection", daemon=True)
-                self._lines[line] = thread
-                thread.start()
-
-    def _serve(self, line: socket.socket) -> None:
-        joined: int | None = None
+    def _admit(self, handshake: ServerHandshake, hello: Hello) -> None:
+        """Start to serve a rank; in the acceptor's thread."""
         try:
-            line.settimeout(_STRANGER_SECONDS)
-            request = receive_request(line, _STRANGER_LIMIT)
-            rank = self._admit(line, request)
-            if request.command is Command.JOIN:
-                joined = rank
-            prepare(line)
-            line.settimeout(None)
-            while True:
-                self._answer(line, rank, receive_request(line, VALUE_LIMIT))
-        except (OSError, UserError, ValueError, TypeError) as error:  # the last two: JSON that is none of ours
-            logger.debug("a connection of the store ends: %s", error)
-        finally:
-            hang_up(line)
-            with self._lock:
-                self._lines.pop(line, None)
-            if joined is not None and not self._closing:
-                self._store.lose(joined)
-
-    def _admit(self, line: socket.socket, request: Request) -> int:
-        """The rank of a new connection.
-
-        Raises:
-            UserError: it does not belong to this job; it has been told so.
-            WireError: it does not say who it is.
-        """
-        try:
-            if not hmac.compare_digest(request.key.encode(), self._token.encode()):
-                raise UserError("this is another job's address")
-            if request.command is Command.JOIN:
-                self._store.join(request.number, *_introduction(request))
-            elif request.command is not Command.ATTACH or request.number not in self._store.staying():
-                raise WireError("a connection did not say who it is")
+            if hello.role == CONTROL:
+                self.memory.join(hello.rank, hello.size, hello)
+            elif hello.rank not in self.memory.staying():
+                raise UserError(f"rank {hello.rank} has not joined, or has left")
         except UserError as error:
-            send_reply(line, Outcome.REFUSED, str(error).encode())
-            raise
-        send_reply(line, Outcome.DONE)
-        return request.number
-
-    def _answer(self, line: socket.socket, rank: int, request: Request) -> None:
-        try:
-            value = self._do(line, rank, request)
-        except PeerError as error:
-            send_reply(line, Outcome.FAILED, str(error).encode())
+            with suppress(OSError):
+                handshake.answer(Kind.REFUSED, str(error))
+            handshake.line.close()
             return
-        send_reply(line, Outcome.ABSENT if value is None else Outcome.DONE, value or b"")
+        name = f"control server, rank {hello.rank}"
+        thread = threading.Thread(target=self._serve, args=(handshake, hello), name=name, daemon=True)
+        with self._lock:
+            self._lines[handshake.line] = thread
+            thread.start()
 
-    def _do(self, line: socket.socket, rank: int, request: Request) -> bytes | bytearray | None:
-        store = self._store
-        if request.command is Command.TAKE:
-            return store.take(request.key, request.seconds, request.number if request.number >= 0 else None)
-        if request.command is Command.WATCH:
-            return self._watch(line, rank, request)
-        if request.command is Command.STATES:
-            return json.dumps({str(number): asdict(state) for number, state in store.states().items()}).encode()
-        if request.command is Command.PUT:
-            store.put(request.key, request.value, request.reads)
-        elif request.command is Command.FAIL:
-            store.fail(request.value.decode())
-        elif request.command is Command.LEAVE:
-            store.leave_rank(rank, State(**json.loads(request.value)))
-        return b""
+    def _serve(self, handshake: ServerHandshake, hello: Hello) -> None:
+        line, rank, is_control = handshake.line, hello.rank, hello.role == CONTROL
+        lock = threading.Lock()
 
-    def _watch(self, line: socket.socket, rank: int, request: Request) -> bytes | None:
-        """News for a rank, while an eye is kept on its connection: it says nothing before it was answered."""
-        state = State(**json.loads(request.value))
-        deadline = time.monotonic() + request.seconds
-        while True:
-            left = deadline - time.monotonic()
-            news = self._store.watch_rank(rank, state, max(0.0, min(left, _LOOK_SECONDS)))
-            if news is None and left > 0 and rank in self._store.staying():
-                if not select.select([line], [], [], 0)[0]:
-                    continue
-                news = self._store.watch_rank(rank, state, 0.0)  # the end of this server comes with news
-                if news is None:
-                    raise WireError("the connection was closed")
-            return None if news is None else news.encode()
+        def tell(failure: Failure) -> None:
+            with lock, suppress(OSError):  # small, so that it fits into the kernel's buffer
+                send_frame(line, Frame(Kind.NEWS, encode(failure.as_told())), socket.MSG_DONTWAIT)
 
+        try:
+            handshake.answer(Kind.DONE, self._name)
+            line.settimeout(None)
+            prepare(line)
+            if is_control:
+                self.memory.listen(rank, tell)
+            while True:
+                reply = self._reply(rank, receive_frame(line, CONTROL_LIMIT if is_control else VALUE_LIMIT))
+                if reply is not None:
+                    with lock:
+                        send_frame(line, reply)
+        except (OSError, MemoryError) as error:
+            logger.debug("the connection to rank %d ends: %s", rank, error)
+        except BaseException as error:
+            self._broken(error)
+            if is_control:
+                return  # it stays open, so that the rank hears of this
+        hang_up(line)
+        with self._lock:
+            self._lines.pop(line, None)
+        if is_control and not self._closing:
+            self.memory.lose(rank)
 
-def _introduction(request: Request) -> tuple[int, Member]:
-    try:
-        found = json.loads(request.value)
-        return int(found["size"]), Member(str(found["host"]), str(found["machine"]), int(found["process"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise WireError(f"a connection introduced itself wrongly: {error}") from error
+    def _reply(self, rank: int, frame: Frame) -> Frame | None:
+        """Do what a rank asks for; raises WireError where it asks for nothing that there is."""
+        memory = self.memory
+        if frame.kind is Kind.HEARTBEAT:
+            memory.hear(rank, decode_list(DeviceStatus, frame.value))
+        elif frame.kind is Kind.FAIL:
+            memory.tell(decode(Failure, frame.value))
+        elif frame.kind is Kind.LEAVE:
+            memory.leave(rank, decode_list(DeviceStatus, frame.value))
+            return Frame(Kind.NEWS)
+        elif frame.kind is Kind.PUT:
+            memory.put(frame.key, frame.value, frame.number)
+            return Frame(Kind.DONE)
+        elif frame.kind is Kind.TAKE:
+            return self._take(frame)
+        elif frame.kind is Kind.STATUSES:
+            return Frame(Kind.DONE, encode(memory.statuses()))
+        else:
+            raise WireError(f"{frame.kind.name} is no request")
+        return None
+
+    def _take(self, frame: Frame) -> Frame:
+        try:
+            value = self.memory.take(frame.key, frame.seconds, frame.number if frame.number >= 0 else None)
+        except PeerError as error:
+            return Frame(Kind.FAILED, str(error).encode())
+        return Frame(Kind.ABSENT) if value is None else Frame(Kind.DONE, value)
+
+    def _broken(self, error: BaseException) -> None:
+        """A thread of this server has met what should not happen: the job ends with it."""
+        self.memory.tell(Failure(f"the control server ended by {type(error).__name__}: {error}", error=error))

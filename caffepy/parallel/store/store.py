@@ -1,18 +1,22 @@
 """A key-value store through which the devices of a job meet, hand each other bytes, and hear of each other's end.
 
-`MemoryStore` is the store itself, for threads of one process; `store/server.py` shows it to other processes and
-`store/client.py` is how they see it.
+`MemoryStore` is the store itself, and `RankStore` a rank's access to it within the same process. `server.py` shows it
+to other processes, and `client.py` is how they see it.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import time
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from caffepy.awake import awake_seconds
 from caffepy.errors import PeerError, UserError
+from caffepy.parallel.store.records import DeviceStatus, Failure, Member
+from caffepy.parallel.store.wire import Value as Value
+from caffepy.parallel.store.wire import encode
 
 MEMBERS = "members"
 """The key under which the list of all members appears once they have joined."""
@@ -20,47 +24,14 @@ MISSING = "missing"
 """The key of the list of ranks that have not joined."""
 
 
-Value = bytes | bytearray
+class Store(ABC):
+    """Values that ranks hand each other. Waits take at most the seconds that they are given."""
 
-
-@dataclass(frozen=True)
-class Member:
-    """Who a rank is.
-
-    Args:
-        host: its machine's name.
-        machine: what tells machines apart whatever they are called.
-        process: its process's number there.
-    """
-
-    host: str
-    machine: str
-    process: int
-
-
-@dataclass(frozen=True)
-class State:
-    """What a rank said of itself last.
-
-    Args:
-        collectives: how many collectives it had begun.
-        waiting: the operation that it waited in; empty where it did not wait.
-        seconds: how long ago that was.
-        left: it has left the job.
-    """
-
-    collectives: int = 0
-    waiting: str = ""
-    seconds: float = 0.0
-    left: bool = False
-
-
-class Store(Protocol):
-    """What a rank can do with the store. Waits take at most the seconds that they are given."""
-
+    @abstractmethod
     def put(self, key: str, value: Value, reads: int = 0) -> None:
         """Keep a value until it was taken `reads` times; 0: for good. Never waits for another rank."""
 
+    @abstractmethod
     def take(self, key: str, seconds: float, owner: int | None = None) -> Value | None:
         """The value of a key, waiting for it; None where it did not come.
 
@@ -71,39 +42,75 @@ class Store(Protocol):
             PeerError: a rank has failed, or the owner has left, and the value is not there.
         """
 
-    def watch(self, state: State, seconds: float) -> str | None:
-        """Say what this rank does and wait for news of a failure; ends early when this rank leaves."""
-
-    def states(self) -> dict[int, State]:
-        """What each rank that was heard said last."""
+    @abstractmethod
+    def tell(self, failure: Failure) -> None:
+        """End everybody's waits. Rank 0 hears of it at once, others once it was reported. Never waits, never raises."""
 
     def fail(self, message: str) -> None:
-        """End everybody's waits; the first message is kept."""
+        """End everybody's waits with a failure that need not be reported; the first message is kept."""
+        self.tell(Failure(message, reported=True))
 
-    def leave(self, state: State) -> None:
-        """This rank's end is no failure; its last state."""
 
+class ControlChannel(Store):
+    """A rank's access to the store, which is also how ranks hear of each other."""
+
+    @abstractmethod
+    def watch(self, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
+        """Say what this rank's devices do (a heartbeat) and wait for a failure; ends early when this rank leaves.
+
+        Called by one thread alone.
+
+        Raises:
+            PeerError: rank 0 has ended.
+        """
+
+    @abstractmethod
+    def statuses(self) -> list[DeviceStatus]:
+        """What all devices that were heard of did last."""
+
+    @abstractmethod
+    def leave(self, statuses: Sequence[DeviceStatus]) -> None:
+        """This rank ends in good order; its last statuses. Never waits, never raises."""
+
+    def wait_alone(self, seconds: float) -> list[int]:
+        """On rank 0 of several processes, wait until all others have left; the ranks that have not."""
+        return []
+
+    @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; callable twice."""
+        """Give back what it holds. Idempotent."""
 
 
-class MemoryStore:
+def lost_from_group(name: str, statuses: Sequence[DeviceStatus]) -> Failure:
+    """What a process group says of a process that ended without leaving."""
+    why = "it was killed, crashed, lost its network or ended without destroy_process_group()"
+    return Failure(f"{name} ended unexpectedly: {why}", reported=True)
+
+
+class MemoryStore(Store):
     """The store itself.
 
     Args:
         size: how many ranks share it.
+        describe_loss: makes a failure of the name of a rank that ended without leaving, and all devices' statuses.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(
+        self, size: int, describe_loss: Callable[[str, Sequence[DeviceStatus]], Failure] = lost_from_group
+    ) -> None:
         self.size = size
+        self._describe_loss = describe_loss
         self._changed = threading.Condition()
         self._values: dict[str, tuple[Value, int]] = {}
         self._members: dict[int, Member] = {}
-        self._states: dict[int, tuple[State, float]] = {}
+        self._heartbeats: dict[int, tuple[Sequence[DeviceStatus], float]] = {}
         self._left: set[int] = set()
-        self._failure: str | None = None
-        self._told: set[int] = set()
-        """The ranks that have heard of the failure."""
+        self._failure: Failure | None = None
+        self._tellers: set[int] = set()
+        """Ranks that need not hear of the failure, because they told it."""
+        self._listeners: dict[int, Callable[[Failure], None]] = {}
+
+    # -- members ------------------------------------------------------------------------------------
 
     def join(self, rank: int, size: int, member: Member) -> None:
         """Enter a rank; once all are in, `MEMBERS` appears.
@@ -118,12 +125,11 @@ class MemoryStore:
                 raise UserError(f"there is no rank {rank} in a world of {size}: ranks count from 0 to {size - 1}")
             if rank in self._members:
                 raise UserError(f"two processes call themselves rank {rank}: one is {self._name(rank)}")
-            self._members[rank] = member
+            self._members[rank] = Member(member.host, member.machine, member.process)
             missing = [other for other in range(size) if other not in self._members]
             self._values[MISSING] = json.dumps(missing).encode(), 0
             if not missing:
-                members = [asdict(self._members[i]) for i in range(size)]
-                self._values[MEMBERS] = json.dumps(members).encode(), 0
+                self._values[MEMBERS] = encode([self._members[i] for i in range(size)]), 0
             self._changed.notify_all()
 
     def staying(self) -> list[int]:
@@ -131,75 +137,99 @@ class MemoryStore:
         with self._changed:
             return [rank for rank in sorted(self._members) if rank not in self._left]
 
+    def leave(self, rank: int, statuses: Sequence[DeviceStatus]) -> None:
+        with self._changed:
+            self._heartbeats[rank] = statuses, awake_seconds()
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def lose(self, rank: int) -> None:
+        """A rank's connection has closed; a failure unless it has left."""
+        if rank in self._left:
+            return
+        self.tell(self._describe_loss(self._name(rank), self.statuses()))
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def wait_alone(self, rank: int, seconds: float) -> list[int]:
+        """Wait until all others that joined have left; those that have not."""
+        with self._changed:
+            self._changed.wait_for(lambda: set(self.staying()) <= {rank}, seconds)
+            return [other for other in self.staying() if other != rank]
+
+    # -- values -------------------------------------------------------------------------------------
+
     def put(self, key: str, value: Value, reads: int = 0) -> None:
         with self._changed:
             self._values[key] = value, reads
             self._changed.notify_all()
 
     def take(self, key: str, seconds: float, owner: int | None = None) -> Value | None:
-        def settled() -> bool:
+        def is_decided() -> bool:
             return key in self._values or self._failure is not None or owner in self._left
 
         with self._changed:
-            self._changed.wait_for(settled, seconds)
+            self._changed.wait_for(is_decided, seconds)
             if key in self._values:
                 return self._read(key)
             if self._failure is not None:
-                raise PeerError(self._failure)
+                raise PeerError(self._failure.message)
             if owner is not None and owner in self._left:
                 raise PeerError(f"{self._name(owner)} has left")
             return None
 
-    def watch_rank(self, rank: int, state: State, seconds: float) -> str | None:
-        """`Store.watch` of a rank."""
-        with self._changed:
-            self._states[rank] = state, time.monotonic()
-            self._changed.wait_for(lambda: self._failure is not None or rank in self._left, seconds)
-            if self._failure is not None:
-                self._told.add(rank)
-                self._changed.notify_all()
-            return self._failure
+    # -- heartbeats and failures --------------------------------------------------------------------
 
-    def states(self) -> dict[int, State]:
+    def hear(self, rank: int, statuses: Sequence[DeviceStatus]) -> None:
         with self._changed:
-            now = time.monotonic()
-            return {
-                rank: State(state.collectives, state.waiting, now - heard, rank in self._left)
-                for rank, (state, heard) in self._states.items()
-            }
+            self._heartbeats[rank] = statuses, awake_seconds()
 
-    def fail(self, message: str) -> None:
+    def statuses(self) -> list[DeviceStatus]:
         with self._changed:
-            self._failure = self._failure or message
+            now = awake_seconds()
+            return [
+                replace(status, rank=rank, silent=now - heard, left=rank in self._left)
+                for rank, (statuses, heard) in sorted(self._heartbeats.items())
+                for status in statuses
+            ]
+
+    def watch(self, rank: int, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
+        """`ControlChannel.watch` of a rank of this process."""
+        with self._changed:
+            self.hear(rank, statuses)
+            self._changed.wait_for(lambda: self._news(rank) is not None or rank in self._left, seconds)
+            return self._news(rank)
+
+    def tell(self, failure: Failure, teller: int | None = None) -> None:
+        """`Store.tell` by `teller`, a rank of this process that need not hear of it.
+
+        The first failure is kept, until the same or another one was reported.
+        """
+        with self._changed:
+            if self._failure is not None and not (failure.reported and not self._failure.reported):
+                return
+            self._failure = failure
+            if teller is not None:
+                self._tellers.add(teller)
             self._changed.notify_all()
+            listeners = list(self._listeners.values()) if failure.reported else []
+        for listener in listeners:
+            listener(failure)
 
-    def lose(self, rank: int) -> None:
-        """A rank's connection has closed; a failure unless it has left."""
+    def listen(self, rank: int, listener: Callable[[Failure], None]) -> None:
+        """Have `listener`, which must neither wait nor raise, called when a rank has to hear of a failure."""
         with self._changed:
-            if rank not in self._left:
-                self.fail(
-                    f"{self._name(rank)} ended unexpectedly: it was killed, crashed, lost its network or ended without "
-                    f"destroy_process_group()"
-                )
-                self._left.add(rank)
-                self._changed.notify_all()
+            self._listeners[rank] = listener
+            news = self._news(rank)
+        if news is not None:
+            listener(news)
 
-    def leave_rank(self, rank: int, state: State) -> None:
-        """`Store.leave` of a rank."""
-        with self._changed:
-            self._states[rank] = state, time.monotonic()
-            self._left.add(rank)
-            self._changed.notify_all()
-
-    def wait_alone(self, rank: int, seconds: float) -> bool:
-        """Wait until all others that joined have left; whether they have."""
-        with self._changed:
-            return self._changed.wait_for(lambda: set(self._members) <= self._left | {rank}, seconds)
-
-    def wait_told(self, rank: int, seconds: float) -> None:
-        """Wait until all others that joined have left or heard of the failure; they ask for it at their own time."""
-        with self._changed:
-            self._changed.wait_for(lambda: set(self._members) <= self._left | self._told | {rank}, seconds)
+    def _news(self, rank: int) -> Failure | None:
+        failure = self._failure
+        if failure is None or rank in self._tellers or (rank != 0 and not failure.reported):
+            return None
+        return failure
 
     def _read(self, key: str) -> Value:
         value, reads = self._values[key]
@@ -211,11 +241,11 @@ class MemoryStore:
 
     def _name(self, rank: int) -> str:
         member = self._members.get(rank)
-        return f"rank {rank}" if member is None else f"rank {rank} on {member.host} (process {member.process})"
+        return f"rank {rank}" if member is None else member.name(rank)
 
 
-class RankStore:
-    """A `MemoryStore` as one of its ranks sees it.
+class RankStore(ControlChannel):
+    """A rank's access to a store of its own process.
 
     Args:
         memory: the store.
@@ -225,16 +255,24 @@ class RankStore:
     def __init__(self, memory: MemoryStore, rank: int) -> None:
         self.memory = memory
         self._rank = rank
-        self.put = memory.put
-        self.take = memory.take
-        self.states = memory.states
-        self.fail = memory.fail
 
-    def watch(self, state: State, seconds: float) -> str | None:
-        return self.memory.watch_rank(self._rank, state, seconds)
+    def put(self, key: str, value: Value, reads: int = 0) -> None:
+        self.memory.put(key, value, reads)
 
-    def leave(self, state: State) -> None:
-        self.memory.leave_rank(self._rank, state)
+    def take(self, key: str, seconds: float, owner: int | None = None) -> Value | None:
+        return self.memory.take(key, seconds, owner)
+
+    def watch(self, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
+        return self.memory.watch(self._rank, statuses, seconds)
+
+    def statuses(self) -> list[DeviceStatus]:
+        return self.memory.statuses()
+
+    def tell(self, failure: Failure) -> None:
+        self.memory.tell(failure, self._rank)
+
+    def leave(self, statuses: Sequence[DeviceStatus]) -> None:
+        self.memory.leave(self._rank, statuses)
 
     def close(self) -> None:
-        """Nothing: the store goes with its last owner."""
+        """The store goes with its last owner."""

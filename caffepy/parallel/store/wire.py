@@ -1,43 +1,46 @@
-"""How the store's client and server write to each other: requests and replies, a header and counted bytes each."""
+"""Frames of the control channel: a header, a key, a value. Malformed ones raise `WireError` and nothing else."""
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
+from typing import Any, TypeVar
 
-_MAGIC = b"cfps"
-_REQUEST = struct.Struct("!4sBHQdiI")
-_REPLY = struct.Struct("!4sBQ")
+T = TypeVar("T")
+Value = bytes | bytearray
+
+_HEADER = struct.Struct("!BHQdi")
 _KEY_LIMIT = 1024
+_STEP = 1 << 26
+CONTROL_LIMIT = 1 << 20
+"""Longest value of a frame about ranks; in bytes."""
 VALUE_LIMIT = 1 << 36
-"""Longest value that a member may send; strangers are held to much less."""
+"""Longest value that is put into the store; in bytes."""
+_TYPES: dict[Any, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
-class Command(IntEnum):
-    """What a client asks for; all but the first two are methods of `Store`."""
+class Kind(IntEnum):
+    """What a frame says."""
 
-    JOIN = 1
-    ATTACH = 2
-    PUT = 3
-    TAKE = 4
-    WATCH = 5
-    STATES = 6
-    FAIL = 7
-    LEAVE = 8
-
-
-class Outcome(IntEnum):
-    """What came of it."""
-
-    DONE = 0
-    ABSENT = 1
-    """Nothing came in time."""
-    FAILED = 2
+    PUT = 1
+    TAKE = 2
+    STATUSES = 3
+    HEARTBEAT = 4
+    FAIL = 5
+    LEAVE = 6
+    DONE = 7
+    ABSENT = 8
+    """The value did not come in time."""
+    FAILED = 9
     """A `PeerError`, with its message."""
-    REFUSED = 3
+    REFUSED = 10
     """A `UserError`, with its message."""
+    NEWS = 11
+    """A `Failure`; without a value the answer to LEAVE."""
 
 
 class WireError(OSError):
@@ -45,99 +48,126 @@ class WireError(OSError):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a client sends.
+class Frame:
+    """One message.
 
     Args:
-        command: what to do.
-        key: of the value; on joining the job's token.
-        value: the value, or a message.
-        seconds: longest wait.
-        number: a rank; -1: none.
-        reads: for PUT.
+        kind: what it says.
+        value: the value, a text, or records as JSON.
+        key: of the value.
+        seconds: longest wait of a TAKE.
+        number: how often what is PUT may be read; the owner of what a TAKE waits for, -1: none.
     """
 
-    command: Command
+    kind: Kind
+    value: Value = b""
     key: str = ""
-    value: bytes | bytearray = b""
     seconds: float = 0.0
-    number: int = -1
-    reads: int = 0
+    number: int = 0
 
 
-def send_request(line: socket.socket, request: Request) -> None:
-    """Write a request."""
-    key = request.key.encode()
-    assert len(key) <= _KEY_LIMIT, request.key
-    header = _REQUEST.pack(
-        _MAGIC, request.command, len(key), len(request.value), request.seconds, request.number, request.reads
-    )
-    _send(line, header + key, request.value)
+def send_frame(line: socket.socket, frame: Frame, flags: int = 0) -> None:
+    """Write a frame; `flags` as for `socket.send`."""
+    key = frame.key.encode()
+    assert len(key) <= _KEY_LIMIT, frame.key
+    head = _HEADER.pack(frame.kind, len(key), len(frame.value), frame.seconds, frame.number) + key
+    if len(frame.value) < 1 << 16:
+        line.sendall(head + frame.value, flags)
+    else:
+        line.sendall(head, flags)
+        line.sendall(frame.value, flags)
 
 
-def receive_request(line: socket.socket, limit: int) -> Request:
-    """Read a request whose value has at most `limit` bytes.
+def receive_frame(line: socket.socket, limit: int) -> Frame:
+    """Read a frame whose value has at most `limit` bytes.
 
     Raises:
-        WireError: the connection has ended or carries something else.
+        WireError: the connection has ended, or what came is no such frame.
         OSError: it is broken, or silent for longer than the socket's timeout.
     """
-    magic, command, key_length, length, seconds, number, reads = _REQUEST.unpack(_receive(line, _REQUEST.size))
-    if magic != _MAGIC or key_length > _KEY_LIMIT or length > limit or not 0.0 <= seconds < 1e9:
-        raise WireError("not a request of this protocol")
+    kind, key_length, length, seconds, number = _HEADER.unpack(receive(line, _HEADER.size))
+    if key_length > _KEY_LIMIT or length > limit or not 0.0 <= seconds < 1e9:
+        raise WireError("not a frame of this protocol")
     try:
-        key = bytes(_receive(line, key_length)).decode()
-        return Request(Command(command), key, _receive(line, length), seconds, number, reads)
+        key = receive(line, key_length).decode()
+        return Frame(Kind(kind), receive(line, length), key, seconds, number)
     except ValueError as error:
-        raise WireError(f"not a request of this protocol: {error}") from error
+        raise WireError(f"not a frame of this protocol: {error}") from error
 
 
-def send_reply(line: socket.socket, outcome: Outcome, value: bytes | bytearray = b"") -> None:
-    """Write a reply."""
-    _send(line, _REPLY.pack(_MAGIC, outcome, len(value)), value)
+def receive(line: socket.socket, count: int) -> bytearray:
+    """Read `count` bytes; errors as in `receive_frame`."""
+    data, done = bytearray(min(count, _STEP)), 0
+    while done < count:
+        if done == len(data):  # memory grows with what has come, not with what was announced
+            data.extend(bytes(min(count - done, _STEP)))
+        with memoryview(data) as view, view[done:] as rest:
+            received = line.recv_into(rest)
+        if received == 0:
+            raise WireError("the connection was closed")
+        done += received
+    return data
 
 
-def receive_reply(line: socket.socket) -> tuple[Outcome, bytearray]:
-    """Read a reply; errors as in `receive_request`."""
-    magic, outcome, length = _REPLY.unpack(_receive(line, _REPLY.size))
-    if magic != _MAGIC or length > VALUE_LIMIT or outcome not in set(Outcome):
-        raise WireError("not a reply of this protocol")
-    return Outcome(outcome), _receive(line, length)
+def encode(record: Any) -> bytes:
+    """A record, or a list of records, as JSON."""
+    return json.dumps([asdict(each) for each in record] if isinstance(record, Sequence) else asdict(record)).encode()
+
+
+def decode(kind: type[T], value: Value) -> T:
+    """A record from JSON.
+
+    Raises:
+        WireError: it is none of that kind.
+    """
+    return _record(kind, _parse(value))
+
+
+def decode_list(kind: type[T], value: Value) -> list[T]:
+    """A list of records from JSON; errors as in `decode`."""
+    found = _parse(value)
+    if not isinstance(found, list):
+        raise WireError("not a list")
+    return [_record(kind, each) for each in found]
+
+
+def _parse(value: Value) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}") from error
+
+
+def _record(kind: type[T], found: Any) -> T:
+    if not isinstance(found, dict):
+        raise WireError(f"not a {kind.__name__}")
+    try:
+        record = kind(**found)
+        for field in fields(kind):  # type: ignore[arg-type]
+            value = getattr(record, field.name)
+            if not isinstance(value, _TYPES.get(field.type, type(None))):
+                raise WireError(f"{field.name} of a {kind.__name__} is no {field.type}")
+            if isinstance(value, str):
+                value.encode()  # JSON may hold half of a surrogate pair
+    except (TypeError, ValueError) as error:
+        raise WireError(f"not a {kind.__name__}: {error}") from error
+    return record
 
 
 def prepare(line: socket.socket) -> None:
-    """Settings of both ends: nothing is held back, and a machine that vanished is noticed."""
+    """Send at once, and notice within eight seconds that a machine has vanished, which closes nothing."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5)):
-        if hasattr(socket, option):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
 
 
 def hang_up(line: socket.socket) -> None:
-    """Close a connection; whoever waits in it, in any thread, is let go."""
+    """Close a connection, and wake whoever waits in it, in any thread."""
     try:
         line.shutdown(socket.SHUT_RDWR)
     except OSError:  # closed by the other end
         line.close()
         return
     line.close()
-
-
-def _send(line: socket.socket, header: bytes, value: bytes | bytearray) -> None:
-    if len(value) < 1 << 16:
-        line.sendall(header + value)
-    else:
-        line.sendall(header)
-        line.sendall(value)
-
-
-def _receive(line: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view = memoryview(data)
-    while view:
-        received = line.recv_into(view)
-        if received == 0:
-            raise WireError("the connection was closed")
-        view = view[received:]
-    return data

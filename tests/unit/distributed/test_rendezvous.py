@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,7 +11,8 @@ from process_groups import free_port, raise_first, run_threads
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.rendezvous import join
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store.store import Member, MemoryStore, RankStore, State
+from caffepy.parallel.store.records import Member
+from caffepy.parallel.store.store import MemoryStore, RankStore
 
 NOTHING: dict[str, str] = {}
 
@@ -31,16 +31,36 @@ def meet(size: int, method: Any, timeout: float = 10.0) -> list[Any]:
 
 def part(membership: Membership) -> None:
     """Leave in good order: rank 0, which holds the store, after the others."""
-    membership.store.leave(State())
-    assert membership.wait_alone(10.0) == []
-    membership.store.close()
-    membership.close()
+    membership.channel.leave([])
+    assert membership.channel.wait_alone(10.0) == []
+    membership.channel.close()
 
 
 def test_tcp() -> None:
     port = free_port()
     found = raise_first(meet(3, lambda rank: (f"tcp://127.0.0.1:{port}", rank, 3)))
     assert found == [(rank, 3, rank, [os.getpid()] * 3) for rank in range(3)]
+
+
+def test_a_group_without_a_secret_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    raise_first(meet(2, lambda rank: (f"tcp://127.0.0.1:{port}", rank, 2)))
+    assert caplog.messages == [
+        f"tcp://127.0.0.1:{port} without a secret: whoever reaches 127.0.0.1:{port} can join; "
+        "set CAFFEPY_JOB_SECRET to the same random text on all ranks"
+    ]
+
+
+def test_the_secret_of_the_environment(caplog: pytest.LogCaptureFixture) -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+
+    def work(rank: int) -> Membership:
+        return join(method, rank, 3, 1.0, {"CAFFEPY_JOB_SECRET": ("a", "a", "b")[rank]})
+
+    found = run_threads(3, work)
+    assert "this is another job's address, or the ranks' secrets differ" in str(found[2])
+    assert all("has waited 1 s for rank 2 to join" in str(error) for error in found[:2])
+    assert caplog.messages == []
 
 
 def test_a_name_of_this_host() -> None:
@@ -51,7 +71,7 @@ def test_a_name_of_this_host() -> None:
 def test_file(tmp_path: Path) -> None:
     path = tmp_path / "a b%c"
     method = f"file://{tmp_path}/a%20b%25c"
-    path.write_text('{"addresses": [["127.0.0.1", 9]], "token": "of an earlier run"}')
+    path.write_text('{"addresses": [["127.0.0.1", 9]], "secret": "of an earlier run"}')
     found = raise_first(meet(3, lambda rank: (method, rank, 3)))
     assert [entry[0] for entry in found] == [0, 1, 2]
     assert list(tmp_path.iterdir()) == []
@@ -72,7 +92,7 @@ def test_env() -> None:
 def test_alone_without_a_launcher() -> None:
     membership = join(None, None, None, 1.0, NOTHING)
     assert (membership.rank, membership.size, membership.local_rank, membership.local_size) == (0, 1, 0, 1)
-    membership.close()
+    membership.channel.close()
 
 
 @pytest.mark.parametrize("method", ["tcp://127.0.0.1:1", "env://", "file:///nowhere/at/all"])
@@ -136,7 +156,7 @@ def test_nobody_but_rank_0_comes_to_the_file(tmp_path: Path) -> None:
         join(f"file://{tmp_path}/meet", 1, 2, 0.3, NOTHING)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"addresses": [[1]], "token": ""}', json.dumps({"addresses": 3})])
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"addresses": [[1]], "secret": ""}', '{"addresses": 3}'])
 def test_a_file_of_something_else(tmp_path: Path, content: str) -> None:
     path = tmp_path / "meet"
     path.write_text(content)

@@ -1,32 +1,50 @@
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from caffepy.awake import AwakeClock
-from caffepy.parallel.control import watchdog
+from caffepy.errors import PeerError
+from caffepy.parallel.control import connect, heartbeat
+from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.failure import Failure
-from caffepy.parallel.control.lifeline import Event, Hub, Lifeline, Spoke
-from caffepy.parallel.control.watchdog import DeviceState, Progress, Watchdog, find_stall
+from caffepy.parallel.control.heartbeat import Heartbeat
+from caffepy.parallel.control.watchdog import Watchdog, find_stall
 from caffepy.parallel.processes.world import World
+from caffepy.parallel.store import store
+from caffepy.parallel.store.client import ControlClient
+from caffepy.parallel.store.records import DeviceStatus
+from caffepy.parallel.store.server import ControlServer
 
 
-def state(rank: int, collectives: int, waiting: str = "", seconds: float = 0.0, iteration: int = 5) -> DeviceState:
-    return DeviceState(rank, f"host{rank}", 100 + rank, "0", iteration, collectives, waiting, seconds)
+def state(rank: int, collectives: int, waiting: str = "", seconds: float = 0.0, iteration: int = 5) -> DeviceStatus:
+    return DeviceStatus(rank, f"host{rank}", 100 + rank, "0", iteration, collectives, waiting, seconds)
 
 
 class FakeWorld(World):
-    """A rank among several, without MPI."""
+    """A rank among several, without MPI: ranks of one process that hand each other values in `exchange`."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, exchange: list[list[object]] | None = None) -> None:
         super().__init__()
         self.rank, self.size = rank, size
         self.hosts = [f"host{i}" for i in range(size)]
+        self.machines = ["machine"] * size
+        self.local_size = size
+        self._exchange = exchange or [[] for _ in range(size)]
+        self._round = 0
+
+    def all_gather(self, value):  # type: ignore[no-untyped-def]
+        self._exchange[self.rank].append(value)
+        self._round += 1
+        assert eventually(lambda: all(len(values) >= self._round for values in self._exchange))
+        return [values[self._round - 1] for values in self._exchange]
 
 
 def eventually(condition: Callable[[], object], seconds: float = 10.0) -> bool:
@@ -47,7 +65,7 @@ def test_a_long_computation_alone_is_no_stall() -> None:
     assert find_stall([state(0, 3, "", 1000.0)], 10.0) is None
 
 
-def describe(*states: DeviceState) -> str:
+def describe(*states: DeviceStatus) -> str:
     stall = find_stall(list(states), 10.0)
     assert stall is not None
     return stall.describe(10.0, "nobody knows whom")
@@ -71,7 +89,7 @@ def test_all_waiting_in_the_same_operation_is_nobodys_fault() -> None:
     assert "for nobody knows whom;" in describe(state(0, 9, "x", 20.0), state(1, 9, "x", 20.0))
 
 
-def reader(seconds: float) -> DeviceState:
+def reader(seconds: float) -> DeviceStatus:
     return replace(state(1, 7, seconds=seconds), reading="record 12 of LMDB 'x'")
 
 
@@ -93,51 +111,52 @@ def test_the_first_iteration_may_last_longer() -> None:
     waits = [replace(state(0, 3, "the all-reduce", seconds), starting=True) for seconds in (11.0, 69.0, 71.0)]
     assert [find_stall([wait], 10.0) is not None for wait in waits] == [False, False, True]
     iterations = [0]
-    progress = Progress("0", lambda: iterations[0], begun=False)
-    assert progress.state(World()).starting
+    beat = Heartbeat("0", lambda: iterations[0], begun=False)
+    assert beat.status(0, "host0").starting
     iterations[0] = 500  # a snapshot
-    progress.begin()
-    assert progress.state(World()).starting
+    beat.begin()
+    assert beat.status(0, "host0").starting
     iterations[0] = 501
-    assert not progress.state(World()).starting
+    assert not beat.status(0, "host0").starting
 
 
 def test_an_operation_that_goes_on_says_how_far_it_has_come() -> None:
     parts = iter(("part 1", "part 2"))
-    progress = Progress("0")
-    with progress.waiting(lambda: next(parts)):
-        assert [progress.state(FakeWorld(0, 1)).waiting for _ in range(2)] == ["part 1", "part 2"]
-    assert progress.state(FakeWorld(0, 1)).waiting == ""
+    beat = Heartbeat("0")
+    with beat.collective(lambda: next(parts)):
+        assert [beat.status(0, "host0").waiting for _ in range(2)] == ["part 1", "part 2"]
+    assert beat.status(0, "host0").waiting == ""
 
 
-def test_progress_counts_collectives_and_stays_marked_after_an_error() -> None:
-    progress = Progress("0", lambda: 3)
-    with progress.waiting("a"):
-        inside = progress.state(World())
+def test_heartbeats_count_collectives_and_stays_marked_after_an_error() -> None:
+    beat = Heartbeat("0", lambda: 3)
+    with beat.collective("a"):
+        inside = beat.status(0, "host0")
     assert (inside.collectives, inside.waiting, inside.iteration) == (1, "a", 3)
-    assert progress.state(World()).waiting == ""
-    with pytest.raises(ValueError), progress.waiting("b"):
+    assert beat.status(0, "host0").waiting == ""
+    with pytest.raises(ValueError), beat.collective("b"):
         raise ValueError
-    assert (progress.state(World()).collectives, progress.state(World()).waiting) == (2, "b")
+    assert (beat.status(0, "host0").collectives, beat.status(0, "host0").waiting) == (2, "b")
 
 
 class Group:
-    """Ranks of one process, joined by a real lifeline."""
+    """Ranks of one process, joined by a real control channel."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
-        hub = Hub(several_hosts=False)
-        lines: list[Lifeline] = [hub, *(Spoke(hub.address, rank, same_host=True) for rank in range(1, size))]
-        self.lines = lines
-        self.progresses = [Progress("CPU", lambda: 7) for _ in range(size)]
+        exchange: list[list[object]] = [[] for _ in range(size)]
+        self.worlds = [FakeWorld(rank, size, exchange) for rank in range(size)]
+        with ThreadPoolExecutor(size) as pool:
+            self.channels = list(pool.map(connect_training, self.worlds))
+        self.heartbeats = [Heartbeat("CPU", lambda: 7) for _ in range(size)]
         self.failures: list[list[Failure]] = [[] for _ in range(size)]
         self.dogs = [
-            Watchdog(FakeWorld(i, size), lines[i], [self.progresses[i]], timeout, partial(self.fail, i))
+            Watchdog(self.worlds[i], self.channels[i], [self.heartbeats[i]], timeout, partial(self.fail, i))
             for i in range(size)
         ]
         for dog in self.dogs:
             dog.start()
         # Rank 0 has to know all ranks before it can miss one.
-        assert eventually(lambda: set(self.dogs[0]._others) == set(range(1, size)))
+        assert eventually(lambda: {status.rank for status in self.channels[0].statuses()} == set(range(size)))
 
     def fail(self, rank: int, failure: Failure) -> None:
         """What a manager does with a failure."""
@@ -147,9 +166,13 @@ class Group:
 
     def kill(self, rank: int) -> None:
         """Close a rank's connections as its kernel would, without a good-bye."""
-        line = self.lines[rank]
-        for connection in [line._line] if isinstance(line, Spoke) else [*line._lines, line._server]:
-            getattr(connection, "socket", connection).shutdown(2)
+        channel = self.channels[rank]
+        if isinstance(channel, ControlClient):
+            channel._control.shutdown(2)
+        elif isinstance(channel, ControlServer):
+            channel._closing = True
+            for line in list(channel._lines):
+                line.shutdown(2)
 
 
 @pytest.fixture
@@ -215,7 +238,7 @@ def test_a_rank_that_keeps_others_waiting_is_named(group: Callable[..., Group], 
     done = threading.Event()
 
     def wait() -> None:
-        with two.progresses[1 - sleeper].waiting("the gradients' all-reduce"):
+        with two.heartbeats[1 - sleeper].collective("the gradients' all-reduce"):
             done.wait(20)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -224,14 +247,41 @@ def test_a_rank_that_keeps_others_waiting_is_named(group: Callable[..., Group], 
     assert f"for rank {sleeper} on host{sleeper}, process" in two.failures[0][0].message
 
 
-def test_strangers_are_shown_the_door(group: Callable[..., Group]) -> None:
+def test_a_thread_that_fails_ends_training_with_its_error() -> None:
+    error = ZeroDivisionError("no")
+
+    def iteration() -> int:
+        raise error
+
+    failures: list[Failure] = []
+    world = FakeWorld(0, 1)
+    dog = Watchdog(world, connect_training(world), [Heartbeat("CPU", iteration)], 60.0, failures.append)
+    dog._thread.start()
+    assert eventually(lambda: failures)
+    assert failures[0].error is error and not failures[0].reported
+    assert failures[0].message == "the control plane of this process ended by ZeroDivisionError: no"
+
+
+def test_a_rank_that_cannot_connect_trains_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> ControlClient:
+        raise PeerError("rank 0 does not answer")
+
+    monkeypatch.setattr(connect, "ControlClient", refuse)
+    exchange: list[list[object]] = [[], []]
+    with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING):
+        server, alone = pool.map(lambda rank: connect_training(FakeWorld(rank, 2, exchange)), range(2))
+    assert caplog.messages == [
+        "no TCP connection from rank 1 on host1 to rank 0 on host0: its sudden end would not be noticed"
+    ]
+    assert alone.watch([], 0.01) is None
+    server.close()
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_address_alone(group: Callable[..., Group]) -> None:
     two = group(2)
-    hub = two.lines[0]
-    assert isinstance(hub, Hub)
-    hosts, port, _ = hub.address
-    stranger = Spoke((hosts, port, "wrong"), 1, same_host=True)
-    assert [event.kind for event in stranger.poll(5.0)] == ["lost"]
-    assert two.failures == [[], []]
+    assert two.channels[0]._acceptor._listening.getsockname()[0] == "127.0.0.1"
 
 
 class Clock:
@@ -240,7 +290,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self._clock = AwakeClock(lambda: self.now)
-        monkeypatch.setattr(watchdog, "awake_seconds", self._clock.read)
+        for module in (heartbeat, store):
+            monkeypatch.setattr(module, "awake_seconds", self._clock.read)
 
     def pass_seconds(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -248,37 +299,36 @@ class Clock:
             self._clock.read()
 
 
-def alone(rank: int, size: int, progress: Progress, timeout: float) -> Watchdog:
-    """A watchdog that is asked to look by the test and whose process has no connection to others."""
-    return Watchdog(FakeWorld(rank, size), Lifeline(), [progress], timeout, lambda failure: None)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_time_of_suspension_is_no_waiting(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     clock = Clock(monkeypatch)
-    progress = Progress("CPU", lambda: 7)
-    dog = alone(rank, 2, progress, 10.0)
-    with progress.waiting("the gradients' all-reduce"):
+    beat = Heartbeat("CPU", lambda: 7)
+    memory = store.MemoryStore(2)
+    dog = Watchdog(FakeWorld(rank, 2), store.RankStore(memory, rank), [beat], 10.0, lambda failure: None)
+    with beat.collective("the gradients' all-reduce"):
         clock.pass_seconds(6)
         clock.now += 100000.0
-        assert dog._look() is None
-        assert progress.state(FakeWorld(rank, 2)).seconds < 7
+        memory.hear(rank, dog.statuses())
+        assert dog.look() is None
+        assert beat.status(rank, "host").seconds < 7
         clock.pass_seconds(12)
-        failure = dog._look()
+        memory.hear(rank, dog.statuses())
+        failure = dog.look()
     assert failure is not None and "has waited 18 s in the gradients' all-reduce" in failure.message
 
 
 def test_who_has_begun_an_operation_and_is_silent_since_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is suspended while it waits itself: it is late nowhere, and the others need it nevertheless."""
     clock = Clock(monkeypatch)
-    progress = Progress("CPU", lambda: 7)
-    dog = alone(0, 3, progress, 10.0)
-    with progress.waiting("the gradients' all-reduce"):
+    beat = Heartbeat("CPU", lambda: 7)
+    memory = store.MemoryStore(3)
+    dog = Watchdog(FakeWorld(0, 3), store.RankStore(memory, 0), [beat], 10.0, lambda failure: None)
+    with beat.collective("the gradients' all-reduce"):
         for second in range(12):
             for rank in (1, 2) if second < 3 else (2,):
-                state = DeviceState(rank, f"host{rank}", 100 + rank, "0", 7, 1, "the gradients' all-reduce", second)
-                dog._failure(Event("states", rank, {"devices": [asdict(state)]}))
+                memory.hear(rank, [state(rank, 1, "the gradients' all-reduce", second)])
+            memory.hear(0, dog.statuses())
             clock.pass_seconds(1)
-        failure = dog._look()
-    assert failure is not None
-    assert "for rank 1 on host1, process 101, which was last heard of 10 s ago (is it suspended?);" in failure.message
+        failure = dog.look()
+    assert failure is not None and "for rank 1 on host1, process 101, device 0, which is in iter" in failure.message
+    assert "and was last heard of 10 s ago (is it suspended?); look at that process" in failure.message

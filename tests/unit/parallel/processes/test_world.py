@@ -11,7 +11,7 @@ from process_groups import run_threads
 
 from caffepy.errors import ConfigError, PeerError, RunError, UserError
 from caffepy.parallel.communicators.mpi import CallService, MpiWorld, check_launcher
-from caffepy.parallel.control import lifeline
+from caffepy.parallel.control import connect
 from caffepy.parallel.processes.world import (
     Launcher,
     World,
@@ -278,20 +278,20 @@ def test_machines_of_one_name_are_not_one_machine(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("machines", "expected"), [(["x", "x"], ["127.0.0.1"]), (["x", "y"], ["10.0.0.5"])])
-def test_the_lifeline_takes_the_loopback_within_one_machine_only(
+def test_the_control_channel_takes_the_loopback_within_one_machine_only(
     monkeypatch: pytest.MonkeyPatch, machines: list[str], expected: list[str]
 ) -> None:
     tried: list[list[str]] = []
 
-    def refuse(hosts: list[str], port: int) -> None:
-        tried.append(hosts)
-        raise OSError("refused")
+    def refuse(find: Callable[[], tuple[list[tuple[str, int]], str]], *_: object) -> None:
+        tried.append([host for host, _ in find()[0]])
+        raise PeerError("refused")
 
-    monkeypatch.setattr(lifeline, "_connect", refuse)
+    monkeypatch.setattr(connect, "ControlClient", refuse)
     world = FakeWorld(1, [(["127.0.0.1", "10.0.0.5"], 5, "word"), None])
     world.hosts, world.machines = ["same", "same"], machines
     monkeypatch.setattr(world, "broadcast", lambda value: (["127.0.0.1", "10.0.0.5"], 5, "word"))
-    lifeline.connect(world)
+    connect.connect_training(world)
     assert tried == [expected]
 
 

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from caffepy.awake import awake_seconds
 from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.store.client import StoreClient
-from caffepy.parallel.store.server import StoreServer
-from caffepy.parallel.store.store import MEMBERS, MISSING, Member, MemoryStore, RankStore, State
-from caffepy.parallel.store.wire import Command, Request, WireError, receive_reply, send_request
+from caffepy.parallel.store.client import ControlClient
+from caffepy.parallel.store.records import DeviceStatus, Failure, Member
+from caffepy.parallel.store.server import ControlServer
+from caffepy.parallel.store.store import MEMBERS, MISSING, MemoryStore
 
-TOKEN = "secret"
+SECRET = "secret"
 
 
 def member(rank: int) -> Member:
@@ -27,14 +27,12 @@ class Net:
 
     def __init__(self) -> None:
         self.memory = MemoryStore(2)
-        self.server = StoreServer(self.memory, ("127.0.0.1", 0), TOKEN)
+        self.root = self.server = ControlServer(self.memory, member(0), ("127.0.0.1", 0), SECRET)
         self.address = ("127.0.0.1", self.server.port)
-        self.memory.join(0, 2, member(0))
-        self.root = RankStore(self.memory, 0)
-        self.clients: list[StoreClient] = []
+        self.clients: list[ControlClient] = []
 
-    def client(self, rank: int = 1, size: int = 2, token: str = TOKEN, timeout: float = 5.0) -> StoreClient:
-        client = StoreClient(lambda: ([self.address], token), rank, size, member(rank), timeout)
+    def client(self, rank: int = 1, size: int = 2, secret: str = SECRET, timeout: float = 5.0) -> ControlClient:
+        client = ControlClient(lambda: ([self.address], secret), rank, size, member(rank), timeout)
         self.clients.append(client)
         return client
 
@@ -44,6 +42,7 @@ class Net:
 
 @pytest.fixture
 def net() -> Iterator[Net]:
+    awake_seconds()  # starts the clock of the process
     before = set(threading.enumerate())
     net = Net()
     yield net
@@ -126,10 +125,11 @@ def test_a_failure_ends_waits_but_what_is_there_can_be_taken() -> None:
     store = MemoryStore(2)
     store.put("there", b"x")
     results = in_background(store.take, "absent", 10.0)
-    watching = in_background(store.watch_rank, 0, State(), 10.0)
+    watching = in_background(store.watch, 0, [], 10.0)
     store.fail("rank 1 is on fire")
     store.fail("an echo of it")
-    assert str(wait_for(results)) == wait_for(watching) == "rank 1 is on fire"
+    assert str(wait_for(results)) == "rank 1 is on fire"
+    assert wait_for(watching) == Failure("rank 1 is on fire", reported=True)
     assert store.take("there", 10.0) == b"x"
 
 
@@ -137,20 +137,21 @@ def test_nobody_waits_for_a_rank_that_has_left() -> None:
     store = MemoryStore(2)
     results = in_background(store.take, "key", 10.0, 1)
     other = in_background(store.take, "key", 0.3, 0)
-    store.leave_rank(1, State(7))
+    store.leave(1, [DeviceStatus(1, collectives=7)])
     assert isinstance(error := wait_for(results), PeerError) and str(error) == "rank 1 has left"
     assert wait_for(other) is None
-    assert store.states()[1].left and store.states()[1].collectives == 7
+    (status,) = store.statuses()
+    assert status.left and status.collectives == 7 and status.rank == 1
 
 
 def test_the_last_one_waits_for_the_others_to_leave() -> None:
     store = MemoryStore(2)
     for rank in (0, 1):
         store.join(rank, 2, member(rank))
-    assert not store.wait_alone(0, 0.01)
+    assert store.wait_alone(0, 0.01) == [1]
     results = in_background(store.wait_alone, 0, 10.0)
-    store.leave_rank(1, State())
-    assert wait_for(results) is True
+    store.leave(1, [])
+    assert wait_for(results) == []
 
 
 # -- over TCP ---------------------------------------------------------------------------------------
@@ -177,18 +178,19 @@ def test_a_wait_does_not_keep_others_waiting(net: Net) -> None:
 
 def test_states_are_told_and_failures_heard(net: Net) -> None:
     client = net.client()
-    assert client.watch(State(5, "barrier"), 0.01) is None
-    assert (net.root.states()[1].collectives, client.states()[1].waiting) == (5, "barrier")
-    watching = in_background(client.watch, State(6), 10.0)
+    assert client.watch([DeviceStatus(1, collectives=5, waiting="barrier")], 0.05) is None
+    (status,) = net.root.statuses()
+    assert (status.collectives, client.statuses()[0].waiting) == (5, "barrier")
+    watching = in_background(client.watch, [], 10.0)
     client.fail("everything is wrong")
-    assert wait_for(watching) == "everything is wrong"
+    assert wait_for(watching) == Failure("everything is wrong", reported=True)
     with pytest.raises(PeerError, match="everything is wrong"):
         net.root.take("key", 10.0)
 
 
 def test_a_rank_that_dies_is_missed_at_once(net: Net) -> None:
     client = net.client()
-    watching = in_background(client.watch, State(), 10.0)
+    watching = in_background(client.watch, [], 10.0)
     results = in_background(net.root.take, "key", 10.0, 1)
     time.sleep(0.1)
     client.close()
@@ -199,24 +201,24 @@ def test_a_rank_that_dies_is_missed_at_once(net: Net) -> None:
 
 def test_a_rank_that_leaves_is_not_missed(net: Net) -> None:
     client = net.client()
-    watching = in_background(client.watch, State(), 10.0)
-    client.leave(State())
+    watching = in_background(client.watch, [], 10.0)
+    client.leave([])
     assert wait_for(watching) is None
     client.close()
-    assert net.root.watch(State(), 0.1) is None
-    assert net.memory.wait_alone(0, 5.0)
+    assert net.root.watch([], 0.1) is None
+    assert net.root.wait_alone(5.0) == []
 
 
 def test_the_end_of_the_server_is_told(net: Net) -> None:
     client = net.client()
-    watching = in_background(client.watch, State(), 10.0)
+    watching = in_background(client.watch, [], 10.0)
     waiting = in_background(client.take, "key", 10.0)
     time.sleep(0.1)
     net.memory.fail("rank 0 gives up")
     net.server.close()
-    assert wait_for(watching) == "rank 0 gives up"
+    assert wait_for(watching) == Failure("rank 0 gives up", reported=True)
     assert str(wait_for(waiting)) == "rank 0 gives up"
-    with pytest.raises(PeerError, match="rank 0 ended unexpectedly"):
+    with pytest.raises(PeerError, match=r"rank 0 on host0 \(process 100\) ended unexpectedly"):
         client.put("key", b"")
 
 
@@ -225,7 +227,7 @@ def test_the_end_of_the_server_waits_for_a_rank_that_asks_late(net: Net) -> None
     net.memory.fail("rank 0 gives up")
     closing = in_background(net.server.close)
     time.sleep(0.1)
-    assert client.watch(State(), 10.0) == "rank 0 gives up"
+    assert client.watch([], 10.0) == Failure("rank 0 gives up", reported=True)
     assert wait_for(closing) is None
 
 
@@ -243,11 +245,11 @@ def test_a_rank_that_nobody_answers_gives_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     with pytest.raises(PeerError, match=r"rank 0 does not answer within 0.3 s: 127.0.0.1:\d+: .*refused"):
-        StoreClient(lambda: ([address], ""), 1, 2, member(1), 0.3)
+        ControlClient(lambda: ([address], ""), 1, 2, member(1), 0.3)
 
 
 def test_an_address_may_become_known_later(net: Net) -> None:
-    answers = iter([OSError("no file yet"), OSError("half a file"), ([net.address], TOKEN)])
+    answers = iter([OSError("no file yet"), OSError("half a file"), ([net.address], SECRET)])
 
     def find() -> tuple[list[tuple[str, int]], str]:
         answer = next(answers)
@@ -255,53 +257,20 @@ def test_an_address_may_become_known_later(net: Net) -> None:
             raise answer
         return answer
 
-    net.clients.append(StoreClient(find, 1, 2, member(1), 5.0))
+    net.clients.append(ControlClient(find, 1, 2, member(1), 5.0))
     assert net.memory.staying() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "token", "message"),
+    ("rank", "size", "secret", "message"),
     [
         (1, 2, "guess", "this is another job's address"),
         (1, 2, "", "this is another job's address"),
-        (0, 2, TOKEN, "two processes call themselves rank 0"),
-        (1, 4, TOKEN, "world size of 4"),
+        (0, 2, SECRET, "two processes call themselves rank 0"),
+        (1, 4, SECRET, "world size of 4"),
     ],
 )
-def test_strangers_are_refused(net: Net, rank: int, size: int, token: str, message: str) -> None:
+def test_strangers_are_refused(net: Net, rank: int, size: int, secret: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        net.client(rank, size, token)
+        net.client(rank, size, secret)
     assert net.memory.staying() == [0]
-
-
-HUGE = struct.Struct("!4sBHQdiI").pack(b"cfps", Command.JOIN, 3, 1 << 40, 0.0, 1, 0)
-
-
-@pytest.mark.parametrize(
-    "bytes_sent", [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x00" * 100, b"cfps", HUGE + b"key", HUGE[:10]], ids=range(5)
-)
-def test_garbage_does_no_harm(net: Net, bytes_sent: bytes) -> None:
-    with net.connect() as line:
-        line.sendall(bytes_sent)
-        with pytest.raises(OSError, match="closed|reset|not connected"):
-            line.shutdown(socket.SHUT_WR)
-            receive_reply(line)
-    net.client().put("key", b"works")
-    assert net.root.take("key", 5.0) == b"works"
-    assert net.root.watch(State(), 0.05) is None
-
-
-@pytest.mark.parametrize("value", [b"", b"[]", b"{", b'{"size": 2}', b'{"size": "x"}'])
-def test_an_introduction_that_makes_no_sense_is_not_answered(net: Net, value: bytes) -> None:
-    with net.connect() as line:
-        send_request(line, Request(Command.JOIN, TOKEN, value, number=1))
-        with pytest.raises((WireError, ConnectionError)):
-            receive_reply(line)
-    assert net.memory.staying() == [0]
-
-
-def test_a_connection_cannot_attach_before_its_rank_has_joined(net: Net) -> None:
-    with net.connect() as line:
-        send_request(line, Request(Command.ATTACH, TOKEN, number=1))
-        with pytest.raises((WireError, ConnectionError)):
-            receive_reply(line)

@@ -1,4 +1,4 @@
-"""For whom a rank waits, as far as it can be known: from the operation itself, or from what the others say they do."""
+"""For whom a rank waits, as far as it can be known: from the operation itself, or from the others' heartbeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError
 from caffepy.parallel.communicators.collectives import Operation
-from caffepy.parallel.store.store import State
+from caffepy.parallel.store.records import DeviceStatus
 
 _SILENT_SECONDS = 5.0
 """A rank that has said nothing for so long is stopped, or its network is."""
@@ -22,18 +22,18 @@ def find_gone(membership: Membership, begun: int, waits_for: Sequence[int]) -> s
         waits_for: the ranks that the operation waits for; empty: all.
     """
     try:
-        states = membership.store.states()
+        statuses = membership.channel.statuses()
     except PeerError:  # the monitor reports this
         return ""
     gone = [
-        rank
-        for rank, state in sorted(states.items())
-        if state.left and (rank in waits_for or (not waits_for and state.collectives < begun))
+        each.rank
+        for each in statuses
+        if each.left and (each.rank in waits_for or (not waits_for and each.collectives < begun))
     ]
     return ", ".join(f"{membership.name(rank)}, which has left the group" for rank in gone)
 
 
-def find_culprits(membership: Membership, begun: int, operation: Operation, waits_for: Sequence[int]) -> str:
+def find_stragglers(membership: Membership, begun: int, operation: Operation, waits_for: Sequence[int]) -> str:
     """The ranks that an operation waits for, with what they do instead; empty if nobody can be blamed.
 
     Args:
@@ -45,21 +45,22 @@ def find_culprits(membership: Membership, begun: int, operation: Operation, wait
     Raises:
         PeerError: rank 0, which would know, is gone itself.
     """
-    states = membership.store.states()
-    others = [rank for rank in range(membership.size) if rank != membership.rank]
-    behind = [rank for rank in others if states.get(rank, State()).collectives < begun]
+    known = {each.rank: each for each in membership.channel.statuses()}
+    others = [known.get(rank, DeviceStatus(rank)) for rank in range(membership.size) if rank != membership.rank]
+    behind = [each for each in others if each.collectives < begun]
+    missing = [each for each in others if each.rank in waits_for]
     # Where one is behind, the pieces of the others are only waited for because it comes before them.
-    late = [rank for rank in waits_for if rank in behind] or list(waits_for) or behind
+    late = [each for each in missing if each in behind] or missing or behind
     if not late:
         elsewhere = ("", operation.describe(membership.size))
-        late = [rank for rank in others if states.get(rank, State()).waiting not in elsewhere]
-    return ", ".join(f"{membership.name(rank)}, {_doing(states.get(rank, State()), begun)}" for rank in sorted(late))
+        late = [each for each in others if each.waiting not in elsewhere]
+    return ", ".join(f"{membership.name(each.rank)}, {_doing(each, begun)}" for each in late)
 
 
-def _doing(state: State, begun: int) -> str:
-    if state.left:
+def _doing(status: DeviceStatus, begun: int) -> str:
+    if status.left:
         return "which has left the group"
-    if state.seconds > _SILENT_SECONDS:
-        return f"which has not been heard of for {state.seconds:.0f} s"
-    doing = f"waits in '{state.waiting}'" if state.waiting else "waits for nobody"
-    return f"which has begun {state.collectives} of {begun} collectives and {doing}"
+    if status.silent > _SILENT_SECONDS:
+        return f"which has not been heard of for {status.silent:.0f} s"
+    doing = f"waits in '{status.waiting}'" if status.waiting else "waits for nobody"
+    return f"which has begun {status.collectives} of {begun} collectives and {doing}"

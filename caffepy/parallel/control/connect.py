@@ -1,0 +1,79 @@
+"""How the ranks of MPI connect their control channel, which tells what MPI and NCCL cannot: that a process has ended,
+whatever ended it (its kernel closes the connection), what each device does, and the news of a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+
+from caffepy.errors import PeerError
+from caffepy.parallel.processes.world import World, own_addresses
+from caffepy.parallel.store.client import ControlClient
+from caffepy.parallel.store.records import DeviceStatus, Failure, Member
+from caffepy.parallel.store.server import ControlServer
+from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_CONNECT_SECONDS = 10.0
+
+
+def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlChannel:
+    """Rank 0 listens, on the loopback address where all ranks are on its machine; MPI hands out address and secret.
+
+    Called by all ranks.
+
+    Args:
+        world: the processes.
+        memory: on rank 0, the store.
+        timeout: longest wait for rank 0.
+
+    Raises:
+        PeerError: rank 0 cannot be reached.
+    """
+    rank = world.rank
+    member = Member(world.host, world.machines[rank], os.getpid())
+    server: ControlServer | None = None
+    offer: tuple[list[str], int, str] = [], 0, ""
+    if rank == 0:
+        secret = secrets.token_hex()
+        server = ControlServer(memory, member, ("" if world.several_hosts else LOOPBACK, 0), secret)
+        offer = [LOOPBACK, *(own_addresses() if world.several_hosts else [])], server.port, secret
+    hosts, port, secret = world.broadcast(offer)
+    if server is not None:
+        return server
+    near = world.machines[rank] == world.machines[0]
+    addresses = [(host, port) for host in hosts if (host == LOOPBACK) == near]
+    return ControlClient(lambda: (addresses, secret), rank, world.size, member, timeout)
+
+
+def connect_training(world: World) -> ControlChannel:
+    """The control channel of training; called by all ranks.
+
+    A firewall between the hosts may forbid it: then training goes on without, and the log says so.
+    """
+    channel: ControlChannel | None = None
+    if world.size > 1:
+        try:
+            channel = connect_ranks(world, MemoryStore(world.size, _lost_in_training), _CONNECT_SECONDS)
+        except PeerError as error:
+            logger.debug("no control channel to %s: %s", world.name(0), error)
+        cut_off = [rank for rank, connected in enumerate(world.all_gather(channel is not None)) if not connected]
+        if cut_off and world.rank == 0:
+            names = ", ".join(map(world.name, cut_off))
+            logger.warning("no TCP connection from %s to %s: its sudden end would not be noticed", names, world.name(0))
+    return channel or RankStore(MemoryStore(world.size), world.rank)
+
+
+def describe_loss(name: str, iteration: int) -> str:
+    """What training says of a process that ended without leaving."""
+    why = "it was killed, crashed or lost its network; training is stopped"
+    return f"{name} at iteration {iteration} ended unexpectedly: {why}"
+
+
+def _lost_in_training(name: str, statuses: Sequence[DeviceStatus]) -> Failure:
+    return Failure(describe_loss(name, max((status.iteration for status in statuses), default=0)))

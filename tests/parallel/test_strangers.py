@@ -1,0 +1,74 @@
+"""Whoever reaches rank 0's port while two ranks train changes nothing; afterwards a stopped rank is still named."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import psutil
+import pytest
+from laboratory import LIMIT, LONG, Laboratory, Outcome
+from processes import ranks_of
+from strangers import connect, control_port, introduction, send_garbage, send_slowly, silent_connections
+
+TIMEOUT = 3.0
+pytestmark = pytest.mark.mpi
+
+
+def start(laboratory: Laboratory, *options: str, iterations: int) -> tuple[object, psutil.Process, psutil.Process]:
+    """Two ranks with few descriptors that train already."""
+    started = laboratory.start(
+        *options, ranks=2, batch=32, iterations=iterations, snapshot=5, DELAY="0.02", DESCRIPTORS="256"
+    )
+    laboratory.wait_for_snapshot(started, 5)
+    ranks = ranks_of(laboratory.mark(started[1]))
+    return started, ranks[0], ranks[1]
+
+
+def attack(port: int) -> None:
+    """All that strangers can do, for some seconds: garbage, silence, wrong proofs, oversized and slow answers."""
+    with silent_connections(port, 400), connect(port) as slow:
+        send_garbage(port)
+        with connect(port) as line:
+            answer = introduction(line.recv(40), "guess")
+            for _ in range(3):  # replayed
+                with connect(port) as again:
+                    again.recv(40)
+                    again.sendall(answer)
+        send_slowly(slow, answer, 0.02)
+
+
+def descriptors(process: psutil.Process, stop: threading.Event, seen: list[int]) -> None:
+    while not stop.wait(0.05):
+        seen.append(process.num_fds())
+
+
+def test_training_ends_as_without_strangers(laboratory: Laboratory) -> None:
+    started, root, _ = start(laboratory, iterations=250)
+    port = control_port(root)
+    stop, seen = threading.Event(), [0]
+    watching = threading.Thread(target=descriptors, args=(root, stop, seen))
+    before = root.num_fds()
+    watching.start()
+    try:
+        attack(port)
+    finally:
+        stop.set()
+        watching.join()
+    outcome: Outcome = laboratory.finish(started)  # type: ignore[arg-type]
+    assert outcome.status == 0 and not outcome.errors(), outcome.log
+    assert outcome.snapshots()[-1] == 250 and "Optimization Done." in outcome.log, outcome.log
+    assert max(seen) <= before + 48, f"{before} descriptors, {max(seen)} under attack"
+
+
+def test_a_rank_that_is_stopped_afterwards_is_named(laboratory: Laboratory) -> None:
+    started, root, other = start(laboratory, "--timeout", f"{TIMEOUT:g}", iterations=LONG)
+    attack(control_port(root))
+    fault = time.time()
+    other.suspend()
+    outcome: Outcome = laboratory.finish(started, fault=fault)  # type: ignore[arg-type]
+    assert outcome.status != 0, outcome.log
+    (message,) = outcome.errors()
+    assert re.search(r"^rank 0 on .* has waited \d+ s in .* for rank 1 on", message), outcome.log
+    assert outcome.seconds_after_fault() < TIMEOUT + LIMIT, outcome.log
