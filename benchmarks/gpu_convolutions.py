@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_convolutions.py [net ...]
 
-Nets: resnet50, vgg16, caffenet, lenet, cifar10_quick; all of them by default. For each net and storage it prints the
+Nets: resnet50, vgg16, caffenet, lenet, cifar10_quick; all of them by default. For each net and dtype it prints the
 milliseconds of all its convolutions together, each timed by itself: forward, forward with bias and ReLU, forward with
 sums for batch normalisation, gradients to data and to weights (the first layer has no gradient to data), and how long
 that took with planning. PyTorch runs channels last with cuDNN's heuristics, bias and ReLU in passes of their own.
@@ -88,18 +88,18 @@ NETS: dict[str, tuple[int, tuple[str, ...], list[Layer]]] = {
         100, ("float32",), [Layer(3, 32, 32, 5, 1, 2), Layer(32, 16, 32, 5, 1, 2), Layer(32, 8, 64, 5, 1, 2)],
     ),
 }  # fmt: skip
-"""Batch, storages and convolutions of each net; float32 is multiplied in TF32."""
+"""Batch, dtypes and convolutions of each net; float32 is multiplied in TF32."""
 
 COLUMNS = ("forward", "bias+relu", "sums", "data", "weights")
 
 
-def ours(backend: CudaBackend, layer: Layer, batch: int, storage: str) -> dict[str, Callable[[], None]]:
+def ours(backend: CudaBackend, layer: Layer, batch: int, dtype: str) -> dict[str, Callable[[], None]]:
     """What each column measures, by our backend."""
     window = ((layer.kernel,) * 2, (layer.stride,) * 2, (layer.pad,) * 2, (1, 1), layer.group)
     x_shape = (batch, layer.channels, layer.size, layer.size)
     weights_shape = (layer.outputs, layer.channels // layer.group, layer.kernel, layer.kernel)
-    plan: Any = backend.plan_convolution(x_shape, weights_shape, Geometry(*window), storage)
-    x, weights, y = (noise(shape, plan.problem.dtype) for shape in (x_shape, weights_shape, plan.problem.y))
+    plan: Any = backend.plan_convolution(x_shape, weights_shape, Geometry(*window), dtype)
+    x, weights, y = (noise(shape, plan.problem.array_dtype) for shape in (x_shape, weights_shape, plan.problem.y))
     dweights, bias = noise(weights_shape, "float32"), noise((layer.outputs,), "float32")
     sums = backend.zeros((2, layer.outputs))
     work = {
@@ -110,14 +110,14 @@ def ours(backend: CudaBackend, layer: Layer, batch: int, storage: str) -> dict[s
     if plan.gives_sums:
         work["sums"] = lambda: plan.forward(x, weights, None, y, sums=sums)
     if layer.channels > 3:
-        dx = noise(x_shape, plan.problem.dtype)
+        dx = noise(x_shape, plan.problem.array_dtype)
         work["data"] = lambda: plan.backward_data(y, weights, dx)
     return work
 
 
-def theirs(layer: Layer, batch: int, storage: str) -> dict[str, Callable[[], None]]:
+def theirs(layer: Layer, batch: int, dtype: str) -> dict[str, Callable[[], None]]:
     """The same by PyTorch."""
-    kind = torch.float16 if storage == "float16" else torch.float32
+    kind = torch.float16 if dtype == "float16" else torch.float32
     last = {"memory_format": torch.channels_last}
 
     def made(*shape: int) -> Any:
@@ -159,37 +159,37 @@ def report(name: str, sums: dict[str, float], note: str = "") -> None:
     print(f"{name:<34}{cells}  {note}", flush=True)
 
 
-def measure_ours(net: str, storage: str, autotune: bool) -> None:
+def measure_ours(net: str, dtype: str, autotune: bool) -> None:
     """Our line for a net."""
     batch, _, layers = NETS[net]
     backend = CudaBackend(0, "tf32", autotune, deterministic=False)
     with backend.activate():
         begin = time.perf_counter()
-        sums = total(layers, lambda layer: ours(backend, layer, batch, storage))
+        sums = total(layers, lambda layer: ours(backend, layer, batch, dtype))
         note = f"{time.perf_counter() - begin:.1f} s with planning"
-        report(f"{net} {batch} {storage}{'' if autotune else ', heuristics'}", sums, note)
+        report(f"{net} {batch} {dtype}{'' if autotune else ', heuristics'}", sums, note)
     backend.close()
 
 
-def measure_theirs(net: str, storage: str) -> None:
+def measure_theirs(net: str, dtype: str) -> None:
     """PyTorch's line."""
     batch, _, layers = NETS[net]
     torch.backends.cudnn.allow_tf32 = True
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
-        sums = total(layers, lambda layer: theirs(layer, batch, storage))
-        report(f"{net} {batch} {storage}, PyTorch", sums)
+        sums = total(layers, lambda layer: theirs(layer, batch, dtype))
+        report(f"{net} {batch} {dtype}, PyTorch", sums)
 
 
 def main() -> None:
     """Measure the nets that were named, or all."""
     print(f"{'milliseconds':<34}" + "".join(f"{column:>11}" for column in COLUMNS))
     for net in sys.argv[1:] or NETS:
-        for storage in NETS[net][1]:
-            measure_ours(net, storage, autotune=False)
-            measure_ours(net, storage, autotune=True)
+        for dtype in NETS[net][1]:
+            measure_ours(net, dtype, autotune=False)
+            measure_ours(net, dtype, autotune=True)
             if torch:
-                measure_theirs(net, storage)
+                measure_theirs(net, dtype)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times of batch normalisation, ReLU's gradient and sums of arrays on one GPU, beside the time that their bytes need.
 
-    python benchmarks/gpu_normalise.py [batch] [storage ...]
+    python benchmarks/gpu_normalise.py [batch] [dtype ...]
 
 For each kernel at ResNet-50's shapes: milliseconds (median of 5 groups of launches within a CUDA graph, walking through
 several sets of arrays, so that no cache holds them), the floor, which is the bytes that must move at 4.3 TB/s (a device
@@ -57,11 +57,11 @@ CACHE = 400e6
 
 
 class Case:
-    """Arrays of one shape and storage, in several sets."""
+    """Arrays of one shape and dtype, in several sets."""
 
-    def __init__(self, backend: CudaBackend, shape: tuple[int, ...], storage: str) -> None:
-        self.backend, self.shape, self.storage = backend, shape, storage
-        example = backend.zeros(shape, storage)
+    def __init__(self, backend: CudaBackend, shape: tuple[int, ...], dtype: str) -> None:
+        self.backend, self.shape, self.dtype = backend, shape, dtype
+        example = backend.zeros(shape, dtype)
         self.size, self.bytes = example.size, example.nbytes
         self.sets = [self._arrays() for _ in range(max(1, min(8, int(CACHE / (3 * example.nbytes)) + 1)))]
         channel = self._random((shape[1],), "float32")
@@ -73,8 +73,8 @@ class Case:
     def per_channel(self, count: int) -> list[Any]:
         return [self.backend.zeros((self.shape[1],)) for _ in range(count)]
 
-    def _random(self, shape: tuple[int, ...], storage: str) -> Any:
-        array, numbers = self.backend.zeros(shape, storage), cupy.random.standard_normal(1 << 20, dtype="float32")
+    def _random(self, shape: tuple[int, ...], dtype: str) -> Any:
+        array, numbers = self.backend.zeros(shape, dtype), cupy.random.standard_normal(1 << 20, dtype="float32")
         flat = self.backend.flat(array)
         for start in range(0, flat.size, numbers.size):
             part = flat[start : start + numbers.size]
@@ -82,7 +82,7 @@ class Case:
         return array
 
     def _arrays(self) -> dict[str, Any]:
-        arrays = {name: self._random(self.shape, self.storage) for name in "abcd"}
+        arrays = {name: self._random(self.shape, self.dtype) for name in "abcd"}
         arrays["mask"] = cupy.random.randint(0, 256, mask_bytes(self.size), dtype="uint8")
         return arrays
 
@@ -108,7 +108,7 @@ class Case:
         yield "data, ReLU", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, dscale, dbias, s["c"], True), 3
         yield "ReLU's gradient", lambda s: b.relu_backward(s["a"], s["b"], s["c"], None, False), 3
         yield "ReLU's gradient and bias", lambda s: b.relu_backward(s["a"], s["b"], s["c"], dbias, False), 3
-        yield "total of two", lambda s: b.total([s["a"], s["b"]], s["c"]), 3
+        yield "total of two", lambda s: b.add_n([s["a"], s["b"]], s["c"]), 3
 
     def milliseconds(self, work: Callable[[dict[str, Any]], None]) -> float:
         """Of one launch, within a graph of at least ten."""
@@ -137,13 +137,13 @@ def _median(launch: Callable[[], Any], stream: Any) -> float:
     return statistics.median(times)
 
 
-def large(backend: CudaBackend, batch: int, storage: str) -> None:
+def large(backend: CudaBackend, batch: int, dtype: str) -> None:
     """All kernels at ResNet-50's shapes."""
-    print(f"{'kernel, ' + storage:<32}" + "".join(f"{'x'.join(map(str, s)):>24}" for s in RESNET))
+    print(f"{'kernel, ' + dtype:<32}" + "".join(f"{'x'.join(map(str, s)):>24}" for s in RESNET))
     print(f"{'':<32}" + f"{'ms':>10}{'floor':>8}{'':>6}" * len(RESNET))
     lines: dict[str, list[str]] = {}
     for shape in RESNET:
-        case = Case(backend, (batch, *shape), storage)
+        case = Case(backend, (batch, *shape), dtype)
         for name, work, arrays in case.kernels():
             time, floor = case.milliseconds(work), arrays * case.bytes / BANDWIDTH * 1e3
             lines.setdefault(name, []).append(f"{time:>10.4f}{floor:>8.4f}{floor / time:>6.2f}")
@@ -151,12 +151,12 @@ def large(backend: CudaBackend, batch: int, storage: str) -> None:
         print(f"{name:<32}" + "".join(cells), flush=True)
 
 
-def small(backend: CudaBackend, storage: str) -> None:
+def small(backend: CudaBackend, dtype: str) -> None:
     """All kernels at shapes of small nets."""
-    print(f"{'kernel, ' + storage + ', microseconds':<40}" + "".join(f"{'x'.join(map(str, s)):>16}" for s in SMALL))
+    print(f"{'kernel, ' + dtype + ', microseconds':<40}" + "".join(f"{'x'.join(map(str, s)):>16}" for s in SMALL))
     lines: dict[str, list[str]] = {}
     for shape in SMALL:
-        case = Case(backend, shape, storage)
+        case = Case(backend, shape, dtype)
         for name, work, _ in case.kernels():
             lines.setdefault(name, []).append(f"{case.milliseconds(work) * 1e3:>16.2f}")
     for name, cells in lines.items():
@@ -193,13 +193,13 @@ def peer(batch: int) -> None:
 def main() -> None:
     """Every table."""
     batch = int(sys.argv[1]) if len(sys.argv) > 1 else 256
-    storages = sys.argv[2:] or ["float16", "float32"]
+    dtypes = sys.argv[2:] or ["float16", "float32"]
     backend = CudaBackend(0)
     with backend.activate():
         print(backend.device_description())
-        for storage in storages:
-            large(backend, batch, storage)
-            small(backend, storage)
+        for dtype in dtypes:
+            large(backend, batch, dtype)
+            small(backend, dtype)
     backend.close()
     if torch:
         peer(batch)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_primitives.py [batch]
 
-For each primitive and storage: microseconds within a CUDA graph (median of 5 launches of 20 calls), the floor, which is
+For each primitive and dtype: microseconds within a CUDA graph (median of 5 launches of 20 calls), the floor, which is
 the bytes that must move at 4.3 TB/s (a device copy on an H200), floor / time, and PyTorch's microseconds for the same
 work in channels-last layout, as a CUDA graph too, if PyTorch is installed. Arrays smaller than the cache may be faster
 than the floor; of the small ones at the end the latency is what counts.
@@ -37,7 +37,7 @@ import cupy
 
 from caffepy.backend import Channel, Each, Geometry, RandomStream, Scalar, expression
 from caffepy.backend.cuda.backend import CudaBackend
-from caffepy.backend.types import STORAGE
+from caffepy.backend.types import DTYPES
 
 try:
     import torch
@@ -84,7 +84,7 @@ class Table:
     def __init__(self, backend: CudaBackend) -> None:
         self.backend = backend
         print(backend.device_description())
-        print(f"{'primitive':<66}{'storage':<10}{'us':>9}{'floor':>9}{'share':>7}{'PyTorch':>9}")
+        print(f"{'primitive':<66}{'dtype':<10}{'us':>9}{'floor':>9}{'share':>7}{'PyTorch':>9}")
 
     def microseconds(self, work: Callable[[], Any]) -> float:
         """Median time of a call within a graph of several."""
@@ -121,19 +121,19 @@ class Table:
             times.append(start.elapsed_time(end) * 1e3 / CALLS)
         return statistics.median(times[1:])
 
-    def line(self, name: str, storage: str, moved: float, ours: Callable[[], Any], theirs: Any = None) -> None:
+    def line(self, name: str, dtype: str, moved: float, ours: Callable[[], Any], theirs: Any = None) -> None:
         """Time both; `moved` are the bytes that the work must read and write."""
         time, floor = self.microseconds(ours), moved / BANDWIDTH
         peer = f"{self.peer(theirs):.1f}" if theirs and torch else "-"
-        print(f"{name:<66}{storage:<10}{time:>9.1f}{floor:>9.1f}{floor / time:>7.0%}{peer:>9}", flush=True)
+        print(f"{name:<66}{dtype:<10}{time:>9.1f}{floor:>9.1f}{floor / time:>7.0%}{peer:>9}", flush=True)
 
 
-def normal(backend: CudaBackend, shape: tuple[int, ...], storage: str = "float32") -> Any:
+def normal(backend: CudaBackend, shape: tuple[int, ...], dtype: str = "float32") -> Any:
     """Random numbers on the device."""
     numbers = backend.zeros(shape)
     backend.random_uniform(numbers, RandomStream(1, 2), (0, 0))
     numbers -= 0.5
-    array = backend.zeros(shape, storage)
+    array = backend.zeros(shape, dtype)
     backend.copy(numbers, array)
     return array
 
@@ -146,40 +146,40 @@ def peer(array: Any) -> Any:
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
-def elementwise(table: Table, storage: str, batch: int) -> None:
+def elementwise(table: Table, dtype: str, batch: int) -> None:
     """Formulas and sums over (batch, 256, 56, 56)."""
     backend = table.backend
-    x, y = normal(backend, (batch, 256, 56, 56), storage), backend.zeros((batch, 256, 56, 56), storage)
+    x, y = normal(backend, (batch, 256, 56, 56), dtype), backend.zeros((batch, 256, 56, 56), dtype)
     gain, sums, squares, total = normal(backend, (256,)), *(backend.zeros(s) for s in ((256,), (256,), ()))
     tx, ty = peer(x), peer(y)
     size = x.nbytes
-    table.line("relu", storage, 2 * size, lambda: backend.apply(relu, (x, 0.0), (y,)), lambda: F.relu(tx))
-    table.line("add", storage, 3 * size, lambda: backend.add(x, y), lambda: ty.add_(tx))
+    table.line("relu", dtype, 2 * size, lambda: backend.apply(relu, (x, 0.0), (y,)), lambda: F.relu(tx))
+    table.line("add", dtype, 3 * size, lambda: backend.add(x, y), lambda: ty.add_(tx))
     table.line(
-        "scale and shift a channel", storage, 2 * size, lambda: backend.apply(scale_and_shift, (x, gain, gain), (y,))
+        "scale and shift a channel", dtype, 2 * size, lambda: backend.apply(scale_and_shift, (x, gain, gain), (y,))
     )
     table.line(
-        "sum and sum of squares a channel", storage, size, lambda: backend.reduce(moments, (x,), (sums, squares)),
+        "sum and sum of squares a channel", dtype, size, lambda: backend.reduce(moments, (x,), (sums, squares)),
         lambda: torch.var_mean(tx, (0, 2, 3)),
     )  # fmt: skip
     table.line(
-        "sum and sum of squares of all", storage, size, lambda: backend.reduce(moments, (x,), (total, total)),
+        "sum and sum of squares of all", dtype, size, lambda: backend.reduce(moments, (x,), (total, total)),
         lambda: torch.linalg.vector_norm(tx),
     )  # fmt: skip
-    if storage != "float32":
+    if dtype != "float32":
         wide = normal(backend, x.shape)
         twide = peer(wide)
-        table.line("cast from float32", storage, 3 * size, lambda: backend.copy(wide, y), lambda: ty.copy_(twide))
+        table.line("cast from float32", dtype, 3 * size, lambda: backend.copy(wide, y), lambda: ty.copy_(twide))
 
 
-def copies(table: Table, storage: str, batch: int) -> None:
+def copies(table: Table, dtype: str, batch: int) -> None:
     """Concat's copy, and the copy before a fully connected layer."""
     backend = table.backend
-    part, whole = normal(backend, (batch, 192, 28, 28), storage), backend.zeros((batch, 480, 28, 28), storage)
-    table.line("192 of 480 channels at 28", storage, 2 * part.nbytes, lambda: backend.copy(part, whole[:, 64:256]))
-    x, row = normal(backend, (batch, 512, 7, 7), storage), backend.zeros((batch, 512, 7, 7), storage)
+    part, whole = normal(backend, (batch, 192, 28, 28), dtype), backend.zeros((batch, 480, 28, 28), dtype)
+    table.line("192 of 480 channels at 28", dtype, 2 * part.nbytes, lambda: backend.copy(part, whole[:, 64:256]))
+    x, row = normal(backend, (batch, 512, 7, 7), dtype), backend.zeros((batch, 512, 7, 7), dtype)
     row = backend.flat(row).reshape(x.shape)
-    table.line("channels last to C order, 512 at 7", storage, 2 * x.nbytes, lambda: backend.copy(x, row))
+    table.line("channels last to C order, 512 at 7", dtype, 2 * x.nbytes, lambda: backend.copy(x, row))
 
 
 def updates(table: Table) -> None:
@@ -196,49 +196,49 @@ def updates(table: Table) -> None:
         )  # fmt: skip
 
 
-def pooling(table: Table, storage: str, shape: tuple[int, ...], kernel: int, stride: int) -> None:
+def pooling(table: Table, dtype: str, shape: tuple[int, ...], kernel: int, stride: int) -> None:
     """Maximum and average, forward and backward."""
     backend = table.backend
     out = -(-(shape[2] - kernel) // stride) + 1
-    x, y = normal(backend, shape, storage), backend.zeros((*shape[:2], out, out), storage)
+    x, y = normal(backend, shape, dtype), backend.zeros((*shape[:2], out, out), dtype)
     mask = backend.zeros(y.shape, "uint8")
     g = Geometry((kernel,) * 2, (stride,) * 2, (0, 0), (1, 1))
     tx, size, name = peer(x), x.nbytes + y.nbytes, f"pooling {kernel}x{kernel} / {stride} of {shape}"
     table.line(
-        f"max {name}", storage, size + mask.nbytes, lambda: backend.pool_max_forward(x, y, mask, g),
+        f"max {name}", dtype, size + mask.nbytes, lambda: backend.pool_max_forward(x, y, mask, g),
         lambda: F.max_pool2d(tx, kernel, stride, ceil_mode=True, return_indices=True),
     )  # fmt: skip
-    table.line("  backward", storage, size + mask.nbytes, lambda: backend.pool_max_backward(y, mask, x, g))
+    table.line("  backward", dtype, size + mask.nbytes, lambda: backend.pool_max_backward(y, mask, x, g))
     table.line(
-        f"average {name}", storage, size, lambda: backend.pool_average_forward(x, y, g),
+        f"average {name}", dtype, size, lambda: backend.pool_average_forward(x, y, g),
         lambda: F.avg_pool2d(tx, kernel, stride, ceil_mode=True),
     )  # fmt: skip
-    table.line("  backward", storage, size, lambda: backend.pool_average_backward(y, x, g))
+    table.line("  backward", dtype, size, lambda: backend.pool_average_backward(y, x, g))
 
 
-def normalisation(table: Table, storage: str, shape: tuple[int, ...]) -> None:
+def normalisation(table: Table, dtype: str, shape: tuple[int, ...]) -> None:
     """LRN over five channels."""
     backend = table.backend
-    x, dy, y = normal(backend, shape, storage), normal(backend, shape, storage), backend.zeros(shape, storage)
+    x, dy, y = normal(backend, shape, dtype), normal(backend, shape, dtype), backend.zeros(shape, dtype)
     tx = peer(x)
     table.line(
-        f"LRN of {shape}", storage, 2 * x.nbytes,
+        f"LRN of {shape}", dtype, 2 * x.nbytes,
         lambda: backend.lrn_across_forward(x, y, None, 5, 1e-4, 0.75, 1.0),
         lambda: F.local_response_norm(tx, 5, 1e-4, 0.75, 1.0),
     )  # fmt: skip
     table.line(
-        "  backward", storage, 3 * x.nbytes,
+        "  backward", dtype, 3 * x.nbytes,
         lambda: backend.lrn_across_backward(x, None, None, dy, y, 5, 1e-4, 0.75, 1.0),
     )  # fmt: skip
 
 
-def dropping(table: Table, storage: str, shape: tuple[int, ...]) -> None:
+def dropping(table: Table, dtype: str, shape: tuple[int, ...]) -> None:
     """Dropout with numbers made on the way."""
     backend = table.backend
-    x, y = normal(backend, shape, storage), backend.zeros(shape, storage)
+    x, y = normal(backend, shape, dtype), backend.zeros(shape, dtype)
     counter, tx = backend.zeros((2,), "uint64"), peer(x)
     table.line(
-        f"dropout of {shape}", storage, 2 * x.nbytes,
+        f"dropout of {shape}", dtype, 2 * x.nbytes,
         lambda: backend.dropout(x, y, 0.5, RandomStream(1, 2), counter), lambda: F.dropout(tx, 0.5),
     )  # fmt: skip
 
@@ -280,16 +280,16 @@ def main() -> None:
     backend = CudaBackend(0)
     with backend.activate():
         table = Table(backend)
-        for storage in STORAGE:
-            elementwise(table, storage, batch)
-            copies(table, storage, batch)
+        for dtype in DTYPES:
+            elementwise(table, dtype, batch)
+            copies(table, dtype, batch)
             for shape, kernel, stride in [
                 ((2 * batch, 64, 112, 112), 3, 2), ((2 * batch, 96, 55, 55), 3, 2), ((batch, 64, 224, 224), 2, 2)
             ]:  # fmt: skip
-                pooling(table, storage, shape, kernel, stride)
+                pooling(table, dtype, shape, kernel, stride)
             for channels, size in [(96, 55), (96, 27), (256, 13)]:
-                normalisation(table, storage, (2 * batch, channels, size, size))
-            dropping(table, storage, (2 * batch, 4096))
+                normalisation(table, dtype, (2 * batch, channels, size, size))
+            dropping(table, dtype, (2 * batch, 4096))
         updates(table)
         small(table)
     backend.close()

@@ -104,10 +104,10 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds and GiB of our iteration."""
     import cupy
 
-    from caffepy.solvers.engine import Engine
+    from caffepy.solvers.execution_options import ExecutionOptions
 
     name, kind = arguments.row.split(":")
-    engine = Engine(
+    engine = ExecutionOptions(
         arguments.eager, not arguments.no_fuse, not arguments.no_share, deterministic=not arguments.no_deterministic
     )
     start = time.perf_counter()

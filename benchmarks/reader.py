@@ -67,7 +67,7 @@ class Case:
         shape: (C, H, W) of one.
         batch: the net's batch size.
         transform: its transform_param.
-        nets: milliseconds of an iteration without input, by net and storage.
+        nets: milliseconds of an iteration without input, by net and dtype.
         trained: `benchmarks/scaling.py`'s name of the net to train, its type, and for how many iterations.
     """
 
@@ -115,13 +115,13 @@ def data_layer(case: Case, data: str) -> caffe_pb2.LayerParameter:
 
 
 def make_layer(
-    case: Case, path: Path, backend: Backend, threads: int, storage: str = "float32", shuffle: bool = False
+    case: Case, path: Path, backend: Backend, threads: int, dtype: str = "float32", shuffle: bool = False
 ) -> tuple[Any, list[Blob]]:
     """A Data layer and its tops."""
     data = f"source: '{path}' backend: LMDB batch_size: {case.batch} threads: {threads} shuffle: {str(shuffle).lower()}"
     param = data_layer(case, data)
     layer: Any = layer_class("Data")(param, LayerContext(backend, caffe_pb2.TRAIN, seed=1))
-    tops = [Blob(backend, name="data", storage=storage), Blob(backend, name="label")]
+    tops = [Blob(backend, name="data", dtype=dtype), Blob(backend, name="label")]
     layer.setup([], tops)
     return layer, tops
 
@@ -190,11 +190,11 @@ def milliseconds(stream: Any, work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def show_steps(case: Case, path: Path, backend: Any, storage: str) -> None:
+def show_steps(case: Case, path: Path, backend: Any, dtype: str) -> None:
     """Time of one batch's copy and transformation."""
     import cupy
 
-    layer, tops = make_layer(case, path, backend, 4, storage)
+    layer, tops = make_layer(case, path, backend, 4, dtype)
     layer.feed(0)
     layer.forward([], tops)
     to_device = cupy.cuda.runtime.memcpyHostToDevice
@@ -211,7 +211,7 @@ def show_steps(case: Case, path: Path, backend: Any, storage: str) -> None:
     pixels = case.batch * slot.channels * slot.height * slot.width
     floor = (pixels + tops[0].data.nbytes) / BANDWIDTH * 1e3
     print(
-        f"{storage:9} copy {copy / ring.block:.4f} ms a batch in blocks of {ring.block} "
+        f"{dtype:9} copy {copy / ring.block:.4f} ms a batch in blocks of {ring.block} "
         f"({memory.size / copy / 1e6:.1f} GB/s), transformation {transform:.4f} ms, its bytes alone {floor:.4f} ms"
     )
     layer.close()
@@ -232,7 +232,7 @@ class Iterations:
 
         self._backend = backend
         self._layer = layer
-        self._mailbox = backend.mailbox(1, 1)
+        self._mailbox = backend.device_scalars(1, 1)
         self._marks: list[Any] = []
         self._number = 0
         self.feeding = 0.0
@@ -259,7 +259,7 @@ class Iterations:
             self._graph.launch()
             if feed:
                 self._layer.consumed(number)
-            self._marks.append(self._backend.mark())
+            self._marks.append(self._backend.record_event())
             if len(self._marks) >= IN_FLIGHT:
                 self._marks.pop(0).wait()
             count += 1
@@ -271,8 +271,8 @@ class Iterations:
 
 def show_waiting(case: Case, path: Path, backend: Any, threads: int, seconds: float) -> None:
     """How much longer an iteration is because its data have to come."""
-    for name, storage, busy in case.nets:
-        layer, tops = make_layer(case, path, backend, threads, storage)
+    for name, dtype, busy in case.nets:
+        layer, tops = make_layer(case, path, backend, threads, dtype)
         loop = Iterations(backend, layer, tops, busy)
         without = loop.run(seconds, feed=False)
         loop.run(seconds / 2, feed=True)
@@ -323,8 +323,8 @@ def main() -> None:
             if backend is None:
                 continue
             with backend.activate():
-                for storage in sorted({storage for _, storage, _ in case.nets}):
-                    show_steps(case, path, backend, storage)
+                for dtype in sorted({dtype for _, dtype, _ in case.nets}):
+                    show_steps(case, path, backend, dtype)
                 show_waiting(case, path, backend, 0, options.seconds)
             if options.train:
                 show_training(case, path, Path(folder), ["--gpus", str(options.gpu)])

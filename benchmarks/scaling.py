@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--nets", default=",".join(NETS))
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--math", choices=("fp32", "tf32"), default="tf32")
-    parser.add_argument("--type", choices=("FLOAT", "FLOAT16", "BFLOAT16"), default="FLOAT", help="storage of blobs")
+    parser.add_argument("--type", choices=("FLOAT", "FLOAT16", "BFLOAT16"), default="FLOAT", help="dtype of blobs")
     parser.add_argument("--batch", type=int, default=0, help="images of a device, in place of the net's own")
     parser.add_argument("--peer", action="store_true", help="PyTorch's ResNet-50 as well")
     arguments = parser.parse_args()

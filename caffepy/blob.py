@@ -44,17 +44,17 @@ class Blob:
         backend: where the arrays live.
         shape: the dimensions; `()` is a scalar.
         name: what messages call the blob.
-        storage: what values and derivatives are kept in, one of `caffepy.backend.types.STORAGE`.
+        dtype: what values and derivatives are kept in, one of `caffepy.backend.types.DTYPES`.
     """
 
     def __init__(
-        self, backend: Backend, shape: tuple[int, ...] = (), name: str = "", storage: str = "float32"
+        self, backend: Backend, shape: tuple[int, ...] = (), name: str = "", dtype: str = "float32"
     ) -> None:
         self.backend = backend
         self.name = name
-        self.storage = storage
+        self.dtype = dtype
         self.copies: dict[str, Array] = {}
-        """A parameter's values in other storages; the net's ParameterBuffer keeps them up to date."""
+        """A parameter's values in other dtypes; the net's ParameterBuffer keeps them up to date."""
         self._shape: tuple[int, ...] = ()
         self._data: Array | None = None
         self._diff: Array | None = None
@@ -91,14 +91,14 @@ class Blob:
     def data(self) -> Array:
         """The values, zero until written."""
         if self._data is None:
-            self._data = self.backend.zeros(self._shape, self.storage)
+            self._data = self.backend.zeros(self._shape, self.dtype)
         return self._data
 
     @property
     def diff(self) -> Array:
         """The derivatives of the loss by the values, zero until written."""
         if self._diff is None:
-            self._diff = self.backend.zeros(self._shape, self.storage)
+            self._diff = self.backend.zeros(self._shape, self.dtype)
         return self._diff
 
     def bind(self, data: Array | None = None, diff: Array | None = None) -> None:
@@ -114,9 +114,9 @@ class Blob:
         """The values (``data``) or derivatives (``diff``), None where nobody has asked for them yet."""
         return self._data if part == "data" else self._diff
 
-    def stored_in(self, storage: str) -> Array:
-        """A parameter's values in another storage, as they were when the parameters last changed."""
-        return self.data if storage == self.storage else self.copies[storage]
+    def values_as(self, dtype: str) -> Array:
+        """A parameter's values in another dtype, as they were when the parameters last changed."""
+        return self.data if dtype == self.dtype else self.copies[dtype]
 
     def axis(self, index: int, where: str = "") -> int:
         """An axis number from 0, given one that may count from the end, as prototxts do.

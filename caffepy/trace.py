@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from caffepy.files import atomic_write
 
 if TYPE_CHECKING:
-    from caffepy.backend.handles import Stamp, Stopwatch
+    from caffepy.backend.handles import DeviceTimer, TimedEvent
 
 ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
 """What a device does, in the order in which the rows are shown; others, such as buckets', come after them."""
@@ -55,20 +55,20 @@ class _DeviceSpan(NamedTuple):
     row: str
     name: str
     iteration: int
-    first: Stamp
-    last: Stamp
+    first: TimedEvent
+    last: TimedEvent
 
 
 class _Recording:
     """Spans of work that is captured.
 
     Args:
-        stopwatch: each place of it takes the time of one end of a span; the last place compares it with the host's.
+        device_timer: each place of it takes the time of one end of a span; the last place compares it with the host's.
         places: how many there are.
     """
 
-    def __init__(self, stopwatch: Stopwatch, places: int) -> None:
-        self._stopwatch = stopwatch
+    def __init__(self, device_timer: DeviceTimer, places: int) -> None:
+        self._stopwatch = device_timer
         self._places = places
         self._taken = 0
         self._host: float | None = None
@@ -109,7 +109,7 @@ class NoTrace:
 
     active = False
     """Whether spans are taken at present."""
-    stamp: Callable[[], Any] | None = None
+    record_timed_event: Callable[[], Any] | None = None
     """Takes the time at a place of the device's current stream, for `add_device`; None where nobody wants it."""
 
     def begin(self, iteration: int) -> None:
@@ -123,13 +123,13 @@ class NoTrace:
         """A span whose times (`time.perf_counter`) were taken elsewhere; by any thread."""
 
     def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
-        """A span between two places in the device's work, which `stamp` gave."""
+        """A span between two places in the device's work, which `record_timed_event` gave."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Take no spans within a `with` block: work that is captured is not done."""
         return _NOTHING
 
-    def recording(self, stopwatch: Stopwatch, places: int) -> AbstractContextManager[None]:
+    def recording(self, device_timer: DeviceTimer, places: int) -> AbstractContextManager[None]:
         """Within a `with` block work is captured; the device takes the times of its spans whenever it is replayed."""
         return _NOTHING
 
@@ -152,24 +152,24 @@ class Trace(NoTrace):
         self._iteration = 0
         self._spans: list[Span] = []
         self._device_spans: list[_DeviceSpan] = []
-        self._stamp: Callable[[], Stamp] | None = None
+        self._record_timed_event: Callable[[], TimedEvent] | None = None
         self._recording: _Recording | None = None
         self._capturing = False
-        self._origin: tuple[float, Stamp] | None = None
+        self._origin: tuple[float, TimedEvent] | None = None
         self._epoch = time.time() - time.perf_counter()
 
-    def watch_device(self, stamp: Callable[[], Stamp], synchronize: Callable[[], None]) -> None:
+    def watch_device(self, record_timed_event: Callable[[], TimedEvent], synchronize: Callable[[], None]) -> None:
         """Take the device's own times too.
 
         Called once, before training, where the device works behind the host.
 
         Args:
-            stamp: `Backend.stamp`.
+            record_timed_event: `Backend.record_timed_event`.
             synchronize: `Backend.synchronize`.
         """
-        self._stamp = stamp
+        self._record_timed_event = record_timed_event
         synchronize()
-        self._origin = (time.perf_counter(), stamp())
+        self._origin = (time.perf_counter(), record_timed_event())
 
     def begin(self, iteration: int) -> None:
         if self._window is None:
@@ -183,26 +183,26 @@ class Trace(NoTrace):
         if self._capturing:
             assert self._recording is not None
             return self._recording.span(row, name or row) if row in ON_DEVICE else _NOTHING
-        return self._timed(row, name or row, self._stamp if row in ON_DEVICE else None)
+        return self._timed(row, name or row, self._record_timed_event if row in ON_DEVICE else None)
 
     @contextmanager
-    def _timed(self, row: str, name: str, stamp: Callable[[], Stamp] | None) -> Iterator[None]:
-        first = stamp() if stamp is not None else None
+    def _timed(self, row: str, name: str, record_timed_event: Callable[[], TimedEvent] | None) -> Iterator[None]:
+        first = record_timed_event() if record_timed_event is not None else None
         start = time.perf_counter()
         yield
         self._spans.append(Span(row, name, self._iteration, start, time.perf_counter()))
-        if first is not None and stamp is not None:
-            self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, stamp()))
+        if first is not None and record_timed_event is not None:
+            self._device_spans.append(_DeviceSpan(row, name, self._iteration, first, record_timed_event()))
 
     def add(self, row: str, name: str, start: float, end: float) -> None:
         if self.active and not self._capturing:
             self._spans.append(Span(row, name, self._iteration, start, end))
 
     @property
-    def stamp(self) -> Callable[[], Any] | None:  # type: ignore[override]
+    def record_timed_event(self) -> Callable[[], Any] | None:  # type: ignore[override]
         if not self.active:
             return None
-        return self._recording.place if self._capturing and self._recording is not None else self._stamp
+        return self._recording.place if self._capturing and self._recording is not None else self._record_timed_event
 
     def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
         if self._capturing and self._recording is not None:
@@ -219,8 +219,8 @@ class Trace(NoTrace):
             self.active = active
 
     @contextmanager
-    def recording(self, stopwatch: Stopwatch, places: int) -> Iterator[None]:
-        self._recording = _Recording(stopwatch, places)
+    def recording(self, device_timer: DeviceTimer, places: int) -> Iterator[None]:
+        self._recording = _Recording(device_timer, places)
         active, self.active, self._capturing = self.active, True, True
         try:
             yield

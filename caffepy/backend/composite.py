@@ -115,7 +115,7 @@ def _address(array: Array) -> int:
     return int(interface["data"][0])
 
 
-class Composed(Backend):
+class Composite(Backend):
     """A `Backend` whose larger primitives are made of its elementary ones."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Composed(Backend):
         g = dys[0]
         if len(dys) > 1:
             assert total is not None, "several gradients need a place for their sum"
-            self.total(dys, total)
+            self.add_n(dys, total)
             g = total
         if relu:
             out = total if total is not None else self._buffer("gradient", x.shape)
@@ -234,7 +234,7 @@ class Composed(Backend):
             self._chances[key] = (counter, stream, chances)
         self.apply(drop, (source, chances, ratio, 1 / (1 - ratio)), (destination,))
 
-    def total(self, sources: Sequence[Array], destination: Array) -> None:
+    def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         # What lies in the destination has to be read before it is overwritten.
         first, second, *more = sorted(sources, key=lambda array: _address(array) != _address(destination))
         self.apply(plus, (first, second), (destination,))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from caffepy.backend.handles import Mailbox, Mark, Stamp, Stopwatch
+from caffepy.backend.handles import DeviceScalars, DeviceTimer, Event, TimedEvent
 from caffepy.backend.types import Array, Counter
 
 
-class HostMailbox:
-    """A `Mailbox` in host memory.
+class HostScalars:
+    """A `DeviceScalars` in host memory.
 
     Args:
         values: how many numbers there are.
@@ -30,7 +30,7 @@ class HostMailbox:
         self.values = list(values)
 
 
-class HostFetch:
+class HostAsyncCopy:
     """A copy of an array that was finished when it was asked for."""
 
     def __init__(self, array: Array) -> None:
@@ -41,19 +41,19 @@ class HostFetch:
         return self._copy
 
 
-class HostStamp:
-    """A `Stamp` of work that is finished already."""
+class HostTimedEvent:
+    """A `TimedEvent` of work that is finished already."""
 
     def __init__(self) -> None:
         self._time = time.perf_counter()
 
-    def seconds_since(self, earlier: HostStamp) -> float:
+    def seconds_since(self, earlier: HostTimedEvent) -> float:
         """Seconds between the two."""
         return self._time - earlier._time
 
 
-class HostStopwatch:
-    """A `Stopwatch` of work that is finished when it was asked for.
+class HostTimer:
+    """A `DeviceTimer` of work that is finished when it was asked for.
 
     Args:
         places: how many times are taken.
@@ -87,7 +87,7 @@ class HostStopwatch:
 
 
 class Done:
-    """A `Mark` of work that is finished already."""
+    """A `Event` of work that is finished already."""
 
     def wait(self) -> None:
         """There is nothing to wait for."""
@@ -99,14 +99,14 @@ class Synchronous:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def mailbox(self, values: int, counters: int) -> Mailbox:
-        return HostMailbox(values, counters)
+    def device_scalars(self, values: int, counters: int) -> DeviceScalars:
+        return HostScalars(values, counters)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         return Done()
 
-    def stamp(self) -> Stamp:
-        return HostStamp()
+    def record_timed_event(self) -> TimedEvent:
+        return HostTimedEvent()
 
-    def stopwatch(self, places: int) -> Stopwatch:
-        return HostStopwatch(places)
+    def device_timer(self, places: int) -> DeviceTimer:
+        return HostTimer(places)

@@ -19,21 +19,21 @@ class Graph(Protocol):
         """Replay it on the backend's stream; returns at once."""
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A place in the backend's work."""
 
     def wait(self) -> None:
         """Wait until everything before it is done."""
 
 
-class Stamp(Protocol):
+class TimedEvent(Protocol):
     """A place in the backend's work, with the time at which it came there."""
 
     def seconds_since(self, earlier: Any) -> float:
         """Seconds from an earlier stamp of the same backend to this one; waits until this place is reached."""
 
 
-class Stopwatch(Protocol):
+class DeviceTimer(Protocol):
     """Times at places in the backend's work, and between them, added up; `start` and `stop` may be captured.
 
     Both count where the current stream comes to them, which may be another than the backend's.
@@ -55,14 +55,14 @@ class Stopwatch(Protocol):
         """When each place was started last, in seconds of the device's clock; waits for the device."""
 
 
-class Fetch(Protocol):
+class AsyncCopy(Protocol):
     """An array on its way to the host."""
 
     def get(self) -> Any:
         """The NumPy array; waits for it."""
 
 
-class Mailbox(Protocol):
+class DeviceScalars(Protocol):
     """Numbers that change from iteration to iteration, where captured work finds them."""
 
     @property
@@ -86,7 +86,7 @@ class Convolution(Protocol):
 
     Shapes for two spatial axes: x (N, C, H, W), weights (num_output, C / group, kernel_h, kernel_w),
     bias (num_output,), y (N, num_output, H', W'). x, y, dx, dy and the weights given to `forward` and `backward_data`
-    are of the storage it was planned for; bias and dweights are float32.
+    are of the dtype it was planned for; bias and dweights are float32.
     """
 
     @property

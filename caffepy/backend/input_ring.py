@@ -198,7 +198,7 @@ class InputPrimitives:
         """images[n, c, h, w] = (pixel - mean[c, top + h, left + w']) * scale of the pass that `counter` names.
 
         w' is w, or W - 1 - w where the image is mirrored. mean: float32 of shape (C, whole H, whole W) for images cut
-        out of wholes, or (C, 1, 1) for one number a channel. images: (N, C, H, W) of any storage; labels: float32 (N,).
+        out of wholes, or (C, 1, 1) for one number a channel. images: (N, C, H, W) of any dtype; labels: float32 (N,).
         """
         import numpy as np
 

@@ -9,7 +9,7 @@ backend allocated is channels last (N, H, W, C), all others are C-contiguous. Tw
 one backend therefore have the same strides, and a primitive may treat them as flat in memory order; an array that is a
 slice of another (Concat, Slice) may only be given to `copy` and `add`.
 
-Elements are float32, or where a net asks for it float16 or bfloat16 (`STORAGE`); a bfloat16 array has the dtype uint16
+Elements are float32, or where a net asks for it float16 or bfloat16 (`DTYPES`); a bfloat16 array has the dtype uint16
 and holds the upper halves of float32 numbers. Whatever they are stored in, primitives compute and sum in float32 or
 better and round once, at the end. Parameters, their gradients and every array of shape (C,) are float32.
 
@@ -26,9 +26,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from caffepy.backend.elementwise import Expression
-from caffepy.backend.handles import Convolution, Fetch, Graph, Mailbox, Mark, Stamp, Stopwatch
+from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.input_ring import InputPrimitives
-from caffepy.backend.types import Array, Counter, Geometry, Normalisation, RandomStream, storage_dtype
+from caffepy.backend.types import Array, Counter, Geometry, Normalisation, RandomStream, element_dtype
 
 
 class Backend(InputPrimitives, ABC):
@@ -46,8 +46,8 @@ class Backend(InputPrimitives, ABC):
     capturing: bool = False
     """Whether work is being captured now."""
 
-    storages: tuple[str, ...] = ("float32",)
-    """Which of STORAGE its blobs can be kept in."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Which of DTYPES its blobs can be kept in."""
 
     mask_dtype: str = "int32"
     """dtype of max pooling's mask where nobody reads it: int32, or uint8 for windows of up to 255 places."""
@@ -84,23 +84,23 @@ class Backend(InputPrimitives, ABC):
         """Give the system back what is allocated and not used; nothing changes for what is."""
 
     @abstractmethod
-    def mailbox(self, values: int, counters: int) -> Mailbox:
+    def device_scalars(self, values: int, counters: int) -> DeviceScalars:
         """Room for so many numbers and counters."""
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """This place in the backend's work."""
 
     @abstractmethod
-    def stamp(self) -> Stamp:
+    def record_timed_event(self) -> TimedEvent:
         """This place of the current stream, with its time; cannot be captured."""
 
     @abstractmethod
-    def stopwatch(self, places: int) -> Stopwatch:
+    def device_timer(self, places: int) -> DeviceTimer:
         """A clock for so many times that are taken again and again, also in captured work."""
 
     @abstractmethod
-    def fetch(self, array: Array) -> Fetch:
+    def copy_to_host_async(self, array: Array) -> AsyncCopy:
         """Copy a small array to the host as it is at this place in the backend's work, without waiting for it."""
 
     @abstractmethod
@@ -137,13 +137,13 @@ class Backend(InputPrimitives, ABC):
         """
         return self.zeros((size,), "uint8")
 
-    def place(self, arena: Array, offset: int, shape: tuple[int, ...], storage: str = "float32") -> Array:
+    def place(self, arena: Array, offset: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         """An array of undefined values within an arena, from byte `offset` on, in the memory order of `zeros`."""
         import numpy as np  # not above: the command line's options read constants of this package
 
-        dtype = storage_dtype(storage)
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        return self.view(arena[offset : offset + size].view(dtype), shape)
+        element = element_dtype(dtype)
+        size = math.prod(shape) * np.dtype(element).itemsize
+        return self.view(arena[offset : offset + size].view(element), shape)
 
     def lending(self, room: Array | None) -> AbstractContextManager[None]:
         """Let primitives keep in `room`, 1-D uint8, what they need within a call, for the time of a `with` block."""
@@ -220,7 +220,7 @@ class Backend(InputPrimitives, ABC):
 
     @abstractmethod
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         """A convolution of these shapes, any number of spatial axes."""
 
@@ -330,7 +330,7 @@ class Backend(InputPrimitives, ABC):
         """
 
     @abstractmethod
-    def total(self, sources: Sequence[Array], destination: Array) -> None:
+    def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         """destination = the sum of two or more arrays of its shape; it may be one of them."""
 
     # -- classes ------------------------------------------------------------------------------------

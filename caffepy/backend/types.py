@@ -15,7 +15,7 @@ Array = Any
 MATH_MODES = ("fp32", "tf32")
 """How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
 
-STORAGE = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")
 """What a blob's elements can be kept in."""
 
 Counter = Any
@@ -29,9 +29,9 @@ PRODUCT_WORKSPACE = 32 * 2**20
 """Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
 
 
-def storage_dtype(storage: str) -> str:
-    """The dtype of arrays that are kept in a storage; any other dtype's name is its own."""
-    return "uint16" if storage == "bfloat16" else storage
+def element_dtype(dtype: str) -> str:
+    """The NumPy dtype of the arrays that hold a blob dtype: bfloat16 numbers lie in uint16."""
+    return "uint16" if dtype == "bfloat16" else dtype
 
 
 @dataclass(frozen=True)

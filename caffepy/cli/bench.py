@@ -10,7 +10,7 @@ from caffepy.cli.options import Parser, gpu_list, positive, positive_seconds
 from caffepy.errors import RunError
 
 if TYPE_CHECKING:
-    from caffepy.parallel.benchmark import BenchOptions, Timing
+    from caffepy.parallel.benchmark import BenchmarkOptions, Timing
     from caffepy.parallel.processes.world import World
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -69,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
         RunError: a result is wrong.
         CaffepyError: another device failed.
     """
-    from caffepy.parallel.benchmark import AllReduceBench
+    from caffepy.parallel.benchmark import AllReduceBenchmark
     from caffepy.parallel.processes.world import create_world, refuse_foreign_launcher
 
     world = create_world()
-    world.call_on_all(lambda: refuse_foreign_launcher(world))
+    world.run_on_all(lambda: refuse_foreign_launcher(world))
     options = _options(args, world)
     timings: list[Timing] = []
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         if world.rank == 0:
             print(_row(timing, options.dtype), flush=True)
 
-    bench = AllReduceBench(world, options, tell)
+    bench = AllReduceBenchmark(world, options, tell)
     if world.rank == 0:
         print(_head(options, world.size), flush=True)
     bench.run()
@@ -94,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace, world: World) -> BenchOptions:
-    from caffepy.parallel.benchmark import BenchOptions
+def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
+    from caffepy.parallel.benchmark import BenchmarkOptions
 
     devices = None if args.cpu else _gpus(args.gpus, world)
-    options = BenchOptions(
+    options = BenchmarkOptions(
         devices=devices,
         solvers=args.cpu_solvers,
         communicator=args.communicator or ("nccl" if devices is not None else "mpi" if world.size > 1 else "local"),
@@ -107,7 +107,7 @@ def _options(args: argparse.Namespace, world: World) -> BenchOptions:
         dtype=args.dtype,
         timeout=args.timeout,
     )
-    world.call_on_all(lambda: options.check(world.size))
+    world.run_on_all(lambda: options.check(world.size))
     return options
 
 
@@ -116,15 +116,15 @@ def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
     from caffepy.cli.devices import check_gpus
     from caffepy.parallel.processes.gpu_assignment import share_gpus
 
-    found = world.call_on_all(lambda: check_gpus(requested or "all"))
+    found = world.run_on_all(lambda: check_gpus(requested or "all"))
     if requested is not None:
         return found
     from caffepy.parallel.communicators.nccl import gpu_identity
 
-    return share_gpus(world, world.call_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in found]))
+    return share_gpus(world, world.run_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in found]))
 
 
-def _head(options: BenchOptions, ranks: int) -> str:
+def _head(options: BenchmarkOptions, ranks: int) -> str:
     threads = len(options.local_devices)
     kind = "GPU" if options.devices is not None else "thread"
     shape = f"{ranks} rank{'s' * (ranks > 1)} of {threads} {kind}{'s' * (threads > 1)}"

@@ -104,19 +104,19 @@ def _read(args: argparse.Namespace) -> Subject:
 
 
 def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
-    from caffepy.backend.meta.backend import DryBackend
+    from caffepy.backend.meta.backend import MetaBackend
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_net
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
 
     param = read_net(path)
-    context = LayerContext(DryBackend(), phase=phase, resolve=PathResolver(path))
+    context = LayerContext(MetaBackend(), phase=phase, resolve=PathResolver(path))
     return Subject(param, context, net_state(phase, param.state, own))
 
 
 def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
-    from caffepy.backend.meta.backend import DryBackend
+    from caffepy.backend.meta.backend import MetaBackend
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
@@ -126,7 +126,7 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
     from caffepy.solvers.nets import NetFactory
 
     solver = read_solver(path)
-    factory = NetFactory(solver, DryBackend(), Shard(), PathResolver(path))
+    factory = NetFactory(solver, MetaBackend(), Shard(), PathResolver(path))
     param, context, state = factory.train_setup()
     if phase == caffe_pb2.TEST:
         context = replace(context, phase=phase)
@@ -174,7 +174,7 @@ def _print_layers(subject: Subject, fused: bool) -> None:
     from caffepy.net import Net
 
     net = Net(subject.param, subject.context, subject.state, fused)
-    head = ("layer", "type", "bottoms -> tops", "shape", "parameters", "storage")
+    head = ("layer", "type", "bottoms -> tops", "shape", "parameters", "dtype")
     _print_table([head, *(_row(node) for node in net.schedule)], right=(4,))
     learned = sum(parameter.blob.count for parameter in net.parameters.parameters if parameter.lr_mult)
     print(f"\n{len(net.schedule)} layers, {learned:,} learned parameters")
@@ -185,10 +185,10 @@ def _row(node: Node) -> tuple[str, ...]:
     layer = node.layer
     wires = f"{' '.join(b.name for b in node.bottoms)} -> {' '.join(t.name for t in node.tops)}".strip()
     shapes = list(dict.fromkeys("x".join(map(str, top.shape)) or "()" for top in node.tops))
-    storages = dict.fromkeys(top.storage for top in node.tops)
+    dtypes = dict.fromkeys(top.dtype for top in node.tops)
     count = sum(blob.count for blob in layer.blobs)
     parameters = f"{count:,}" if count else ""
-    return (_short(layer.name), layer.type, wires, ", ".join(shapes), parameters, ", ".join(storages))
+    return (_short(layer.name), layer.type, wires, ", ".join(shapes), parameters, ", ".join(dtypes))
 
 
 def _short(name: str) -> str:
@@ -234,11 +234,11 @@ def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[st
 
 
 def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:
-    yield ("MiB", "blob", "layer", "shape", "storage", "from", "to")
+    yield ("MiB", "blob", "layer", "shape", "dtype", "from", "to")
     for slot in plan.at_peak()[:LARGEST_BLOBS]:
         shape = "x".join(map(str, slot.shape))
         steps = [_short_step(plan.steps[step]) for step in (slot.life.first, slot.life.last)]
-        yield (_mebibytes(slot.life.size), slot.title, _short(slot.layer), shape, slot.storage, *steps)
+        yield (_mebibytes(slot.life.size), slot.title, _short(slot.layer), shape, slot.dtype, *steps)
 
 
 def _short_step(step: str) -> str:

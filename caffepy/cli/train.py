@@ -147,7 +147,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.config.solver_check import check_solver
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
-    from caffepy.solvers.engine import Engine
+    from caffepy.solvers.execution_options import ExecutionOptions
 
     param = read_solver(args.solver)
     check_solver(param, str(args.solver))
@@ -183,7 +183,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         trace=args.trace,
         trace_iterations=args.trace_iterations,
         single_rate=args.single_rate,
-        engine=Engine(
+        engine=ExecutionOptions(
             args.eager,
             fuse=not args.no_fuse,
             share=not args.no_share,

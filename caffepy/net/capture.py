@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
+class Segment:
     """A part of the work.
 
     Args:
@@ -32,7 +32,7 @@ class Step:
     reason: str = ""
 
 
-class Program:
+class GraphSegments:
     """Steps that are run in order, as often as wanted.
 
     Args:
@@ -40,7 +40,7 @@ class Program:
         steps: the work.
     """
 
-    def __init__(self, backend: Backend, steps: Sequence[Step]) -> None:
+    def __init__(self, backend: Backend, steps: Sequence[Segment]) -> None:
         self._backend = backend
         self._steps = list(steps)
         self._pieces: list[Callable[[], None]] = []
@@ -80,6 +80,6 @@ class Program:
         self._graphs.clear()
 
 
-def _run(steps: Sequence[Step]) -> None:
+def _run(steps: Sequence[Segment]) -> None:
     for step in steps:
         step.run()

@@ -226,16 +226,16 @@ class Net:
         self.context.passes.number += 1
 
     def prepare(self) -> None:
-        """Make the flat buffers, and the copies of the parameters in other storages, before a pass needs them."""
-        if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._storages):
+        """Make the flat buffers, and the copies of the parameters in other dtypes, before a pass needs them."""
+        if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._dtypes):
             self._buffer = self.parameters
-        if self._storages and self.keeps_copies:
-            self.parameters.refresh(self._storages)
+        if self._dtypes and self.keeps_copies:
+            self.parameters.refresh(self._dtypes)
 
     @property
-    def _storages(self) -> set[str]:
-        """Storages other than float32 in which layers want their parameters."""
-        return {layer.storage for layer in self.layers if layer.blobs and layer.storage != "float32"}
+    def _dtypes(self) -> set[str]:
+        """Dtypes other than float32 in which layers want their parameters."""
+        return {layer.dtype for layer in self.layers if layer.blobs and layer.dtype != "float32"}
 
     def feed(self, number: int) -> None:
         """Let the data layers bring the data of pass `number` to the device."""
@@ -263,7 +263,7 @@ class Net:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             self._reshape(node)
-        lending = self.backend.lending(node.forward_room)
+        lending = self.backend.lending(node.forward_workspace)
         with self.trace.span("forward", node.layer.name), _named(node.layer), lending:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
@@ -293,7 +293,7 @@ class Net:
         """Run one layer of the schedule backward, if it has to."""
         if node.need_backward:
             self._put_loss_weights(node)
-            lending = self.backend.lending(node.backward_room)
+            lending = self.backend.lending(node.backward_workspace)
             with self.trace.span("backward", node.layer.name), _named(node.layer), lending:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:

@@ -202,7 +202,7 @@ class ParameterBuffer:
         self.data = backend.zeros((self.size,))
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
-        """`data` in other storages, for layers that want them so; see `refresh`."""
+        """`data` in other dtypes, for layers that want them so; see `refresh`."""
         for parameter in parameters:
             self._move(parameter)
 
@@ -235,17 +235,17 @@ class ParameterBuffer:
         for blob in parameter.sharers:
             blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
 
-    def refresh(self, storages: Iterable[str]) -> None:
-        """Bring the copies in these storages up to date with the parameters; they are made on first use."""
-        for storage in storages:
-            if storage not in self.copies:
-                self.copies[storage] = self.backend.zeros(tuple(self.data.shape), storage)
+    def refresh(self, dtypes: Iterable[str]) -> None:
+        """Bring the copies in these dtypes up to date with the parameters; they are made on first use."""
+        for dtype in dtypes:
+            if dtype not in self.copies:
+                self.copies[dtype] = self.backend.zeros(tuple(self.data.shape), dtype)
                 for parameter in self.parameters:
-                    parameter.blob.copies[storage] = self.view(self.copies[storage], parameter)
+                    parameter.blob.copies[dtype] = self.view(self.copies[dtype], parameter)
                     for blob in parameter.sharers:
-                        flat = self.copies[storage][parameter.start : parameter.stop]
-                        blob.copies[storage] = self.backend.view(flat, blob.shape)
-            self.backend.copy(self.data, self.copies[storage])
+                        flat = self.copies[dtype][parameter.start : parameter.stop]
+                        blob.copies[dtype] = self.backend.view(flat, blob.shape)
+            self.backend.copy(self.data, self.copies[dtype])
 
     @property
     def diff(self) -> Array:

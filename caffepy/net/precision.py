@@ -17,20 +17,20 @@ from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 
-_STORAGE = {caffe_pb2.FLOAT: "float32", caffe_pb2.FLOAT16: "float16", caffe_pb2.BFLOAT16: "bfloat16"}
+_DTYPES = {caffe_pb2.FLOAT: "float32", caffe_pb2.FLOAT16: "float16", caffe_pb2.BFLOAT16: "bfloat16"}
 
 
-def storage_name(kind: caffe_pb2.Type, where: str) -> str:
-    """The storage that a value of the schema's Type stands for.
+def dtype_name(kind: caffe_pb2.Type, where: str) -> str:
+    """The dtype that a value of the schema's Type stands for.
 
     Raises:
         ConfigError: a type that blobs cannot be kept in.
     """
-    if kind not in _STORAGE:
+    if kind not in _DTYPES:
         raise ConfigError(
             f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16"
         )
-    return _STORAGE[kind]
+    return _DTYPES[kind]
 
 
 def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
@@ -65,10 +65,10 @@ def _read_as_labels(
 
 
 class Precision:
-    """The storages of one net's layers.
+    """The dtypes of one net's layers.
 
-    A layer has one storage for values and gradients: where forward and backward types differ, or the device has not the
-    storage asked for, float32.
+    A layer has one dtype for values and gradients: where forward and backward types differ, or the device has not the
+    dtype asked for, float32.
 
     Args:
         net: the net, for its defaults.
@@ -80,13 +80,13 @@ class Precision:
         self._backend = backend
         self._told: set[str] = set()
 
-    def storage(self, layer: Layer, bottoms: list[str], in_place: str | None) -> str:
+    def dtype(self, layer: Layer, bottoms: list[str], in_place: str | None) -> str:
         """What the blobs of a layer are kept in.
 
         Args:
             layer: the layer.
-            bottoms: its bottoms' storages.
-            in_place: the storage of a bottom that is a top as well: the two are one memory.
+            bottoms: its bottoms' dtypes.
+            in_place: the dtype of a bottom that is a top as well: the two are one memory.
         """
         if not layer.half:
             return "float32"
@@ -105,14 +105,14 @@ class Precision:
             getattr(param, f"{way}_type") if param.HasField(f"{way}_type") else getattr(net, f"default_{way}_type")
             for way in ("forward", "backward")
         ]
-        forward, backward = (storage_name(kind, where) for kind in kinds)
+        forward, backward = (dtype_name(kind, where) for kind in kinds)
         if forward != backward and "float32" in (forward, backward):
             # The other way round halves no memory traffic that matters, and would double the kernels.
             self._tell(f"{where}: forward_type and backward_type differ; its blobs are kept in float32")
             return "float32"
         if forward != backward:
             raise ConfigError(f"{where}: forward_type is {forward} and backward_type {backward}; make them the same")
-        if forward not in self._backend.storages:
+        if forward not in self._backend.dtypes:
             self._tell(f"{self._backend.name} keeps all blobs in float32, although the net asks for {forward}")
             return "float32"
         return forward

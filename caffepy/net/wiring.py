@@ -30,8 +30,8 @@ class Node:
         propagate_down: for each bottom, whether its gradient is needed.
         need_backward: whether the layer's backward pass runs at all.
         shapes: the bottoms' shapes when the layer was last reshaped.
-        forward_room: memory that the layer's forward pass can use for itself, 1-D uint8: no blob needs it then.
-        backward_room: the same for its backward pass.
+        forward_workspace: memory that the layer's forward pass can use for itself, 1-D uint8: no blob needs it then.
+        backward_workspace: the same for its backward pass.
     """
 
     layer: Layer
@@ -40,8 +40,8 @@ class Node:
     propagate_down: list[bool] = field(default_factory=list)
     need_backward: bool = False
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    forward_room: Array | None = None
-    backward_room: Array | None = None
+    forward_workspace: Array | None = None
+    backward_workspace: Array | None = None
 
 
 class Wiring:
@@ -64,12 +64,12 @@ class Wiring:
         """
         bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
         pairs = zip(bottoms, layer.param.bottom, strict=True)
-        shared = [blob.storage for blob, name in pairs if name in layer.param.top]
+        shared = [blob.dtype for blob, name in pairs if name in layer.param.top]
         if shared and not layer.half and shared[0] != "float32":
             raise layer.error(
                 f"computes in float32 and cannot work in place on a blob kept in {shared[0]}; give its top another name"
             )
-        layer.storage = precision.storage(layer, [b.storage for b in bottoms], shared[0] if shared else None)
+        layer.dtype = precision.dtype(layer, [b.dtype for b in bottoms], shared[0] if shared else None)
         tops = [self._make_top(layer, j) for j in range(len(layer.param.top))]
         if layer.auto_tops:
             tops += [Blob(self.backend, name="(automatic)") for _ in range(layer.tops[0] - len(tops))]
@@ -101,27 +101,27 @@ class Wiring:
                     f"layer '{param.name}' ({param.type}): top blob '{name}' is already produced by another layer; "
                     "give it another name, or name it as the bottom in the same place to work in place"
                 )
-            self.blobs[name] = Blob(self.backend, name=name, storage=layer.top_storage(index))
+            self.blobs[name] = Blob(self.backend, name=name, dtype=layer.top_dtype(index))
         self._unused.add(name)
         return self.blobs[name]
 
 
 def insert_casts(node: Node, context: LayerContext) -> list[Node]:
-    """Cast layers for bottoms that are kept in another storage than the layer wants; `node` then reads their tops.
+    """Cast layers for bottoms that are kept in another dtype than the layer wants; `node` then reads their tops.
 
     Labels are wanted in float32 by everybody.
     """
     layer = node.layer
     casts = []
     for j, blob in enumerate(node.bottoms):
-        wanted = layer.storage if layer.half and j not in layer.no_gradient_bottoms else "float32"
-        if blob.storage == wanted:
+        wanted = layer.dtype if layer.half and j not in layer.no_gradient_bottoms else "float32"
+        if blob.dtype == wanted:
             continue
         name = f"{blob.name}_as_{wanted}"
         cast = layer_class("Cast")(caffe_pb2.LayerParameter(name=name, type="Cast"), context)
-        cast.storage = wanted
+        cast.dtype = wanted
         cast.loss_weights = [0.0]
-        node.bottoms[j] = Blob(context.backend, name=name, storage=wanted)
+        node.bottoms[j] = Blob(context.backend, name=name, dtype=wanted)
         casts.append(Node(cast, [blob], [node.bottoms[j]]))
     return casts
 

@@ -107,13 +107,14 @@ def check_alike(world: World, description: Description) -> None:
     """Compare the ranks' descriptions with the root's; called by the main thread of all ranks.
 
     Raises:
-        ConfigError: the first difference of the first rank that has one; on the root, see `World.agree`.
+        ConfigError: the first difference of the first rank that has one; on the root, see `World.raise_on_all`.
     """
     found = world.all_gather(first_difference(world.broadcast(description), description))
     for rank, difference in enumerate(found):
         if difference is not None:
             sentence = difference.sentence(world.name(0), world.name(rank))
-            world.agree(ConfigError(f"{sentence}; all ranks must train alike: give them the same files and options"))
+            advice = "all ranks must train alike: give them the same files and options"
+            world.raise_on_all(ConfigError(f"{sentence}; {advice}"))
 
 
 # -- what is compared ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ _PATTERN = 7
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchmarkOptions:
     """What is to be measured.
 
     Args:
@@ -156,9 +156,9 @@ def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], 
     run = backend.capture(several).launch if backend.captures else several
     seconds = []
     for _ in range(_WARM_UP + iterations):
-        begin = backend.stamp()
+        begin = backend.record_timed_event()
         run()
-        end = backend.stamp()
+        end = backend.record_timed_event()
         wait()
         seconds.append(end.seconds_since(begin) / together)
     return median(seconds[_WARM_UP:])
@@ -177,7 +177,7 @@ class _Device(threading.Thread):
     def __init__(
         self,
         index: int,
-        options: BenchOptions,
+        options: BenchmarkOptions,
         connect: Callable[[int], Communicator],
         on_timing: Callable[[Timing], None],
     ) -> None:
@@ -220,7 +220,7 @@ class _Device(threading.Thread):
         communicator.barrier()
 
 
-class AllReduceBench:
+class AllReduceBenchmark:
     """A benchmark of all devices of all ranks.
 
     Args:
@@ -229,7 +229,7 @@ class AllReduceBench:
         on_timing: told each result, in a thread, on every rank.
     """
 
-    def __init__(self, world: World, options: BenchOptions, on_timing: Callable[[Timing], None]) -> None:
+    def __init__(self, world: World, options: BenchmarkOptions, on_timing: Callable[[Timing], None]) -> None:
         self._world = world
         self._options = options
         self._on_timing = on_timing
@@ -244,7 +244,7 @@ class AllReduceBench:
             CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
         """
         world = self._world
-        world.call_on_all(lambda: self._options.check(world.size))
+        world.run_on_all(lambda: self._options.check(world.size))
         if find_launcher() is not None:
             take_cores(world.local_rank, world.local_size, divide=self._options.devices is None)
         self._make_devices()
@@ -281,8 +281,8 @@ class AllReduceBench:
             return None
         from caffepy.parallel.communicators.nccl import check_nccl, gpu_identity, new_unique_id
 
-        self._world.call_on_all(check_nccl)
-        refuse_shared(self._world, self._world.call_on_all(lambda: [gpu_identity(device) for device in devices]))
+        self._world.run_on_all(check_nccl)
+        refuse_shared(self._world, self._world.run_on_all(lambda: [gpu_identity(device) for device in devices]))
         return self._world.broadcast(new_unique_id() if self._world.rank == 0 else None)
 
     def _hear(self, timing: Timing) -> None:

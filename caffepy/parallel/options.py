@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.errors import ConfigError
-from caffepy.solvers.engine import Engine
+from caffepy.solvers.execution_options import ExecutionOptions
 from caffepy.solvers.rules.update import MAX_SKIPPED
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class TrainOptions:
     sigterm_effect: str = "stop"
     threads: int | None = None
     math: str = "tf32"
-    engine: Engine = field(default_factory=Engine)
+    engine: ExecutionOptions = field(default_factory=ExecutionOptions)
     sync_bn: bool = False
     compression: str = "none"
     max_skipped: int = MAX_SKIPPED

@@ -106,10 +106,10 @@ class P2PManager:
 
     def _run(self) -> None:
         world = self._world
-        world.call_on_all(lambda: refuse_foreign_launcher(world))
-        options = world.call_on_all(self._options)
+        world.run_on_all(lambda: refuse_foreign_launcher(world))
+        options = world.run_on_all(self._options)
         self._verbose = options.verbose
-        world.call_on_all(partial(_check_trace, options, world.rank))
+        world.run_on_all(partial(_check_trace, options, world.rank))
         cores = self._take_cores(options)
         options = self._settle(options)
         signals = SignalRequests(
@@ -154,16 +154,16 @@ class P2PManager:
                     f"ranks have different devices: {world.name(0)} has {_count(names[0], counts[0])}, "
                     f"{world.name(rank)} has {_count(names[rank], counts[rank])}; give every rank as many"
                 )
-                world.agree(error)
+                world.raise_on_all(error)
         self._check_gpus(options)
         if world.size > 1:
-            check_alike(world, world.call_on_all(lambda: describe_run(options)))
+            check_alike(world, world.run_on_all(lambda: describe_run(options)))
         solver = SolverParameter()
         solver.CopyFrom(options.solver)
         if solver.random_seed < 0:
             solver.random_seed = secrets.randbelow(1 << 31)
         solver.random_seed = world.broadcast(solver.random_seed)
-        found = world.call_on_all(lambda: _find_snapshot(options) if world.rank == 0 else None)
+        found = world.run_on_all(lambda: _find_snapshot(options) if world.rank == 0 else None)
         return replace(
             options, solver=solver, snapshot=world.broadcast(found), weights=world.broadcast(options.weights)
         )
@@ -174,12 +174,12 @@ class P2PManager:
         if not all(shares):
             if any(shares):
                 error = ConfigError("some ranks name their devices and others do not: give all of them --gpus")
-                self._world.agree(error)
+                self._world.raise_on_all(error)
             return options
         from caffepy.parallel.communicators.nccl import gpu_identity
 
         found = options.devices or []
-        seen = self._world.call_on_all(lambda: [(device, gpu_identity(device)) for device in found])
+        seen = self._world.run_on_all(lambda: [(device, gpu_identity(device)) for device in found])
         return replace(options, devices=share_gpus(self._world, seen))
 
     def _check_gpus(self, options: TrainOptions) -> None:
@@ -189,7 +189,7 @@ class P2PManager:
             return
         from caffepy.parallel.communicators.nccl import gpu_identity
 
-        refuse_shared(self._world, self._world.call_on_all(lambda: [gpu_identity(device) for device in devices]))
+        refuse_shared(self._world, self._world.run_on_all(lambda: [gpu_identity(device) for device in devices]))
 
     def _make_syncs(self, options: TrainOptions, cores: Cores, signals: SignalRequests) -> None:
         devices = options.local_devices
@@ -231,7 +231,7 @@ class P2PManager:
     def _unique_id(self) -> Any:
         from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
 
-        self._world.call_on_all(check_nccl)
+        self._world.run_on_all(check_nccl)
         made = new_unique_id() if self._world.rank == 0 else None
         return self._world.broadcast(made)
 
@@ -239,7 +239,8 @@ class P2PManager:
         for sync in self._syncs:
             sync.start()
         self._wait(lambda sync: sync.ready.is_set())
-        self._world.agree(next((_as_exception(sync.error) for sync in self._syncs if sync.error is not None), None))
+        errors = (_as_exception(sync.error) for sync in self._syncs if sync.error is not None)
+        self._world.raise_on_all(next(errors, None))
         state = self._agree_on_start()
         if self._world.rank == 0:
             describe_batch(self._syncs[0])
@@ -258,7 +259,7 @@ class P2PManager:
         world, solver = self._world, self._syncs[0].solver
         assert solver is not None
         if world.size > 1:
-            check_alike(world, world.call_on_all(lambda: describe_nets(solver)))
+            check_alike(world, world.run_on_all(lambda: describe_nets(solver)))
         restored = world.broadcast(None if solver.restored is None else solver.restored.SerializeToString())
         return None if restored is None else SolverState.FromString(restored)
 

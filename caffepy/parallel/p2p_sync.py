@@ -20,8 +20,8 @@ from caffepy.net.parameters import bucket_count
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.gradients.comm_timer import CommunicationClock
-from caffepy.parallel.gradients.reducer import GradientExchange
+from caffepy.parallel.gradients.comm_timer import CommTimer
+from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.parallel.hardware.affinity import bind_near_gpu
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
@@ -98,7 +98,7 @@ class P2PSync:
         self.trace: NoTrace = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
-        self.communication: CommunicationClock | None = None
+        self.communication: CommTimer | None = None
         """Where the exchange of gradients is timed."""
         self.ready = threading.Event()
         self.finished = threading.Event()
@@ -113,7 +113,7 @@ class P2PSync:
         self._go = threading.Event()
         self._cancelled = False
         self._communicator: Communicator | None = None
-        self._exchange: GradientExchange | None = None
+        self._exchange: Reducer | None = None
         self._backend: Backend | None = None
         self._thread = threading.Thread(target=self._run, name=f"solver {place.shard.rank}", daemon=True)
 
@@ -187,7 +187,7 @@ class P2PSync:
             _ = self._connected  # refuses once training was stopped
             self._exchange.finish()
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         if self.world_size == 1 or self._captures:
             return ""
         return "the devices exchange gradients through the host"
@@ -248,7 +248,7 @@ class P2PSync:
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Mark an operation that waits for all devices, for the watchdog and in the trace."""
+        """Event an operation that waits for all devices, for the watchdog and in the trace."""
         with self.heartbeat.collective(what), self.trace.span("waits", what):
             yield
 
@@ -343,25 +343,25 @@ class P2PSync:
     def _place_gradients(self, solver: Solver) -> None:
         """Where the communicator has them best, if it cares."""
         parameters = solver.net.parameters
-        new_gradients = getattr(self._connected, "new_gradients", None)
-        memory = None if new_gradients is None else new_gradients(parameters.size)
+        allocate_gradients = getattr(self._connected, "allocate_gradients", None)
+        memory = None if allocate_gradients is None else allocate_gradients(parameters.size)
         if memory is not None:
             parameters.place_gradients(memory)
 
-    def _make_exchange(self, solver: Solver) -> GradientExchange:
+    def _make_exchange(self, solver: Solver) -> Reducer:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
 
         Where nobody says whether to overlap, that depends on whether it is worth it.
         """
         assert self.communication is not None
-        overlap = getattr(self._connected, "favours_overlap", False)
+        overlap = getattr(self._connected, "overlaps_compute", False)
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
         buckets = bucket_count(solver.net.param) if overlap else 1
-        cut = any(node.need_backward and node.layer.not_captured() for node in solver.net.schedule)
+        cut = any(node.need_backward and node.layer.capture_blocker() for node in solver.net.schedule)
         if cut and solver.backend.captures:
             buckets = 1  # what is begun within a graph must end within it, and here there are several
-        exchange = GradientExchange(
+        exchange = Reducer(
             solver.net,
             self._connected,
             buckets,
@@ -401,10 +401,10 @@ class P2PSync:
             timeout=options.timeout + _DATA_SECONDS,
         )
         self.solver = solver
-        self.communication = CommunicationClock(backend)
+        self.communication = CommTimer(backend)
         solver.clock.on_start = self.communication.reset
         if isinstance(self.trace, Trace) and backend.asynchronous:
-            self.trace.watch_device(backend.stamp, backend.synchronize)
+            self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:
             self._read_start(solver)
         return solver

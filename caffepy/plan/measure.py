@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from caffepy.backend import Backend
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver
@@ -75,7 +75,7 @@ def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | No
     """
     param = read_solver(path)
     check_solver(param, str(path))
-    factory = NetFactory(param, DryBackend(), Shard(), PathResolver(path))
+    factory = NetFactory(param, MetaBackend(), Shard(), PathResolver(path))
     net, context, state = factory.train_setup()
     if batch is not None:
         net = with_batch(net, batch)
@@ -150,7 +150,7 @@ def _time_update(solver: Solver) -> float:
     for _ in range(GROUPS + 1):
         solver.backend.synchronize()
         start = time.perf_counter()
-        solver.updating.run(1.0, 0.0, 0.0, solver.rule_numbers(0.0, 0.5))
+        solver.updating.run(1.0, 0.0, 0.0, solver.hyperparameters(0.0, 0.5))
         solver.backend.synchronize()
         samples.append(milliseconds_since(start))
     return median(samples[1:])
@@ -204,7 +204,7 @@ def with_settings_of(path: Path, profile: Profile, origin: str) -> Profile:
 
 def _dry_net(subject: Subject) -> Net:
     """The net on a backend that computes nothing."""
-    context = LayerContext(DryBackend(), resolve=subject.resolve)
+    context = LayerContext(MetaBackend(), resolve=subject.resolve)
     return Net(subject.solver.net_param, context, subject.state)
 
 

@@ -31,14 +31,14 @@ from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
-from caffepy.solvers.engine import Engine
+from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.solvers.graph_runner import CudaGraphRunner
+from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.io.testing import run_test
 from caffepy.solvers.loss import LossWindow, check_finite, check_skipped, finite_loss
 from caffepy.solvers.nets import NetFactory
-from caffepy.solvers.numbers import Numbers
-from caffepy.solvers.replay import Replay
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.update import MAX_SKIPPED, Update
 from caffepy.trace import NO_TRACE, NoTrace
@@ -87,7 +87,7 @@ class Solver(ABC):
         callback: SolverCallback | None = None,
         request: Callable[[], Action] | None = None,
         keep_going: bool = False,
-        engine: Engine | None = None,
+        engine: ExecutionOptions | None = None,
         trace: NoTrace = NO_TRACE,
         guard: bool = False,
         max_skipped: int = MAX_SKIPPED,
@@ -99,7 +99,7 @@ class Solver(ABC):
         self.resolve = resolve or PathResolver(None)
         self.callback: SolverCallback = callback or SingleDevice()
         self.keep_going = keep_going
-        self.engine = engine or Engine()
+        self.engine = engine or ExecutionOptions()
         self.trace = trace
         refuse_unsupported(self.param)
         if self.param.random_seed < 0:
@@ -144,9 +144,9 @@ class Solver(ABC):
         half = "float16" in self.net.parameters.copies
         clip, guard = self.param.clip_gradients, half or self._guard
         self.updating = Update(self.net, self.rule, self.history, clip, guard, self._max_skipped)
-        self.numbers = Numbers(self)
+        self.numbers = Hyperparameters(self)
         self.eager = EagerIteration(self)
-        self.replay = Replay(self)
+        self.replay = CudaGraphRunner(self)
 
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones.
@@ -160,7 +160,7 @@ class Solver(ABC):
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:
-        """Bring the parameters' copies in other storages up to date after somebody else than an update changed them."""
+        """Bring the parameters' copies in other dtypes up to date after somebody else than an update changed them."""
         self.net.parameters.refresh(self.net.parameters.copies)
 
     def log(self, message: str, *arguments: object) -> None:
@@ -295,7 +295,7 @@ class Solver(ABC):
     # -- what an iteration is made of ----------------------------------------------------------------
 
     @abstractmethod
-    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+    def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         """The rule's own numbers in this iteration, in the order of its last arguments."""
 
     def passes(self) -> range:

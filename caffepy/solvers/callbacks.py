@@ -42,7 +42,7 @@ class SolverCallback(Protocol):
     def on_gradients_ready(self, solver: Solver) -> None:
         """Make `parameters.diff`, flags included, the average over all devices; on a GPU, put that on the stream."""
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         """Why `on_gradients_ready` cannot be captured into a graph; empty if it can."""
 
     def settle(self, wait: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class SingleDevice:
     def on_gradients_ready(self, solver: Solver) -> None:
         """The gradients are the average of one."""
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         """There is nothing to capture."""
         return ""
 

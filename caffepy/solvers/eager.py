@@ -1,6 +1,6 @@
 """An iteration put on the device call by call: its passes, the exchange of gradients, the update.
 
-Owns what an iteration asks of the device; `Replay` captures these very calls.
+Owns what an iteration asks of the device; `CudaGraphRunner` captures these very calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions and products on the GPU in every storage: each candidate, what is chosen, and capture."""
+"""Convolutions and products on the GPU in every dtype: each candidate, what is chosen, and capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from caffepy.backend import Geometry
 
 STORAGES = ["float32", "float16", "bfloat16"]
 TOLERANCE = {"float32": 2e-3, "float16": 2e-3, "bfloat16": 1.2e-2}
-"""Relative to the largest value: TF32's rounding of factors, or the storage's rounding of the result."""
+"""Relative to the largest value: TF32's rounding of factors, or the dtype's rounding of the result."""
 
 
 def window(kernel: Any, stride: int = 1, pad: int = 0, dilation: int = 1, group: int = 1) -> Geometry:
@@ -70,24 +70,24 @@ def make(cache: Path) -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def rounded(values: Any, storage: str) -> Any:
-    """The numbers as a storage keeps them, as float32."""
+def rounded(values: Any, dtype: str) -> Any:
+    """The numbers as a dtype keeps them, as float32."""
     values = np.asarray(values, np.float32)
-    if storage == "float16":
+    if dtype == "float16":
         return values.astype(np.float16).astype(np.float32)
-    if storage == "bfloat16":
+    if dtype == "bfloat16":
         bits = values.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
     return values
 
 
-def bits(values: Any, storage: str) -> Any:
-    """The numbers in a storage's dtype."""
-    return (values.view(np.uint32) >> 16).astype(np.uint16) if storage == "bfloat16" else values.astype(storage)
+def bits(values: Any, dtype: str) -> Any:
+    """The numbers in a dtype's dtype."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
 
 
 def numbers(stored: Any) -> Any:
-    """What an array in any storage holds."""
+    """What an array in any dtype holds."""
     stored = np.asarray(stored)
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
@@ -104,17 +104,17 @@ def spoil(array: Any) -> None:
 class Arrays:
     """Inputs of one problem on the device, what is expected of them, and outputs full of what must not stay."""
 
-    def __init__(self, backend: Any, case: str, storage: str) -> None:
+    def __init__(self, backend: Any, case: str, dtype: str) -> None:
         from caffepy.backend.cuda.convolution.problem import Problem
 
         x_shape, outputs, geometry = CASES[case]
         weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
         self.backend = backend
-        self.problem = Problem(x_shape, weights_shape, geometry, storage)
+        self.problem = Problem(x_shape, weights_shape, geometry, dtype)
         rng = np.random.default_rng(1)
-        x, w, dy = (rounded(rng.standard_normal(s), storage) for s in (x_shape, weights_shape, self.problem.y))
+        x, w, dy = (rounded(rng.standard_normal(s), dtype) for s in (x_shape, weights_shape, self.problem.y))
         bias = rng.standard_normal(outputs).astype(np.float32)
-        self.x, self.weights, self.dy = (self.place(bits(a, storage)) for a in (x, w, dy))
+        self.x, self.weights, self.dy = (self.place(bits(a, dtype)) for a in (x, w, dy))
         self.bias = self.place(bias)
         self.spread_bias = bias.reshape(-1, *(1 for _ in geometry.kernel)).astype(float)
         self.y, self.dx, self.dweights = reference.convolution(x, w, dy, geometry)
@@ -129,7 +129,7 @@ class Arrays:
 
     def output(self, shape: tuple[int, ...], dtype: str | None = None) -> Any:
         """An array of nothing but NaN."""
-        array = self.backend.zeros(shape, dtype or self.problem.dtype)
+        array = self.backend.zeros(shape, dtype or self.problem.array_dtype)
         spoil(array)
         return array
 
@@ -139,16 +139,16 @@ class Arrays:
         assert off <= tolerance * np.abs(expected).max(), f"{what}: off by {off}"
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_candidate(make: Callable[..., Any], case: str, storage: str) -> None:
-    from caffepy.backend.cuda.convolution.plan import APART, CudaConvolution
+def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> None:
+    from caffepy.backend.cuda.convolution.plan import UNFUSED, CudaConvolution
     from caffepy.backend.cuda.convolution.problem import Direction, Task
     from caffepy.backend.cuda.convolution.registry import sources
 
     backend = make(autotune=False)
     with backend.activate():
-        arrays = Arrays(backend, case, storage)
+        arrays = Arrays(backend, case, dtype)
         forward = Task(arrays.problem, Direction.FORWARD)
         tasks = [forward, replace(forward, bias=True, relu=True)]
         tasks += [Task(arrays.problem, direction) for direction in (Direction.DATA, Direction.WEIGHTS)]
@@ -162,7 +162,7 @@ def test_every_candidate(make: Callable[..., Any], case: str, storage: str) -> N
                     if candidate.prepare():
                         tried += 1
                         check_candidate(arrays, task, candidate)
-                        if not task.sums or candidate.name == APART:
+                        if not task.sums or candidate.name == UNFUSED:
                             check_same_bits(task, candidate)
             assert tried, task
 
@@ -189,7 +189,7 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
     from caffepy.backend.cuda.convolution.plan import Operands
     from caffepy.backend.cuda.convolution.problem import Direction
 
-    tolerance, what = TOLERANCE[arrays.problem.storage], f"{candidate.name} for {task.direction}"
+    tolerance, what = TOLERANCE[arrays.problem.dtype], f"{candidate.name} for {task.direction}"
     if task.direction is Direction.FORWARD:
         out = arrays.output(arrays.problem.y)
         sums = arrays.output((2, arrays.problem.weights[0]), "float32") if task.sums else None
@@ -214,14 +214,14 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
 
 
 @pytest.mark.parametrize("autotune", [False, True])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "two groups", "LeNet"])
-def test_what_is_chosen(make: Callable[..., Any], case: str, storage: str, autotune: bool) -> None:
+def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotune: bool) -> None:
     backend = make(autotune=autotune, deterministic=False)
     with backend.activate():
-        arrays = Arrays(backend, case, storage)
-        problem, tolerance = arrays.problem, TOLERANCE[storage]
-        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, storage)
+        arrays = Arrays(backend, case, dtype)
+        problem, tolerance = arrays.problem, TOLERANCE[dtype]
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, dtype)
         y, dx = arrays.output(problem.y), arrays.output(problem.x)
         for bias, relu in ((None, False), (arrays.bias, False), (arrays.bias, True), (None, True)):
             plan.forward(arrays.x, arrays.weights, bias, y, relu=relu)
@@ -242,7 +242,7 @@ def test_what_is_chosen(make: Callable[..., Any], case: str, storage: str, autot
 def test_arrays_of_another_storage_are_converted(make: Callable[..., Any]) -> None:
     backend = make()
     with backend.activate():
-        arrays, singles = (Arrays(backend, "odd numbers", storage) for storage in ("float16", "float32"))
+        arrays, singles = (Arrays(backend, "odd numbers", dtype) for dtype in ("float16", "float32"))
         problem = arrays.problem
         plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, "float16")
         y = singles.output(problem.y)
@@ -363,33 +363,33 @@ def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
     assert chosen is not None and chosen.name == "nearly"
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize(
     "sizes", [(64, 500, 800), (64, 10, 500), (7, 33, 40), (1, 1, 64), (70, 300, 100), (512, 640, 96)]
 )
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
 def test_products(
-    make: Callable[..., Any], storage: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+    make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
 ) -> None:
     import cupy
 
     rows, columns, depth = sizes
     rng = np.random.default_rng(2)
-    a, b = (rounded(rng.standard_normal(shape), storage) for shape in ((rows, depth), (depth, columns)))
+    a, b = (rounded(rng.standard_normal(shape), dtype) for shape in ((rows, depth), (depth, columns)))
     expected = a.astype(float) @ b.astype(float)
     backend = make()
     with backend.activate():
         on_a, on_b = (
-            cupy.asarray(np.ascontiguousarray(bits(host.T if turned else host, storage)))
+            cupy.asarray(np.ascontiguousarray(bits(host.T if turned else host, dtype)))
             for host, turned in zip((a, b), transposed, strict=True)
         )
-        kinds = {"float32", "uint16" if storage == "bfloat16" else storage}
+        kinds = {"float32", "uint16" if dtype == "bfloat16" else dtype}
         for kind in sorted(kinds):
             out = backend.zeros((rows, columns), kind)
             backend.gemm(on_a, on_b, out, *transposed)
             backend.gemm(on_a, on_b, out, *transposed, accumulate=True)
             off = np.abs(numbers(out.get()) - 2 * expected).max() / np.abs(2 * expected).max()
-            assert off <= (1e-3 if kind == "float32" else TOLERANCE[storage])
+            assert off <= (1e-3 if kind == "float32" else TOLERANCE[dtype])
 
 
 def test_factors_of_two_storages_are_a_mistake(make: Callable[..., Any]) -> None:

@@ -40,7 +40,7 @@ def test_the_cpu_agrees(backend: Backend) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_stopwatch_measures_what_stamps_measure(backend: Backend, captured: bool) -> None:
-    x, y, watch = backend.zeros((2**26,)), backend.zeros((2**26,)), backend.stopwatch(2)
+    x, y, watch = backend.zeros((2**26,)), backend.zeros((2**26,)), backend.device_timer(2)
 
     def work() -> None:
         watch.start(0)
@@ -53,10 +53,10 @@ def test_a_stopwatch_measures_what_stamps_measure(backend: Backend, captured: bo
     work()
     run = backend.capture(work).launch if captured else work
     watch.reset()
-    begin = backend.stamp()
+    begin = backend.record_timed_event()
     for _ in range(50):
         run()
-    whole = backend.stamp().seconds_since(begin)
+    whole = backend.record_timed_event().seconds_since(begin)
     both, second = watch.totals()
     assert 0.5 * whole < both <= whole
     assert 0.3 * both < second < 0.7 * both

@@ -14,7 +14,7 @@ from training import solver_param, weights_of
 from caffepy.backend import Backend, create_backend
 from caffepy.net.fusion.fused import MeasuredConvolution
 from caffepy.solvers import Solver, create_solver
-from caffepy.solvers.engine import Engine
+from caffepy.solvers.execution_options import ExecutionOptions
 
 SOLVER = 'lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 weight_decay: 0.001 random_seed: 3 '
 DATA = """layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
@@ -98,19 +98,19 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "i2" bottom: "label" top: "
 NETS = {"convolutions": CONVOLUTIONS, "residual": RESIDUAL, "unusual": UNUSUAL}
 SHAPES = [(8, 3, 20, 20), (5, 1, 13, 11), (1, 7, 12, 12), (6, 33, 9, 15)]
 KINDS = ("FLOAT", "FLOAT16", "BFLOAT16")
-EAGER = Engine(eager=True, fuse=False, share=False)
+EAGER = ExecutionOptions(eager=True, fuse=False, share=False)
 
 
 @contextmanager
 def solver_of(
-    backend: Backend, net: str, shape: tuple[int, ...], engine: Engine | None = None, kind: str = "FLOAT",
+    backend: Backend, net: str, shape: tuple[int, ...], engine: ExecutionOptions | None = None, kind: str = "FLOAT",
     text: str = "", extra: str = "", base_lr: float = 0.05,
 ) -> Iterator[Solver]:  # fmt: skip
     """A solver of one of the nets over made-up images that stay the same."""
     types = f"default_forward_type: {kind} default_backward_type: {kind} {extra}\n"
     param = solver_param(f"base_lr: {base_lr} {SOLVER}{text}", types + DATA % (*shape, shape[0]) + NETS.get(net, net))
     with backend.activate():
-        solver = create_solver(param, backend, engine=engine or Engine())
+        solver = create_solver(param, backend, engine=engine or ExecutionOptions())
         try:
             solver.net.forward()
             generator = np.random.default_rng(5)
@@ -152,7 +152,7 @@ def check_close(first: Any, second: Any, tolerance: float) -> None:
 def test_a_captured_run_gives_the_bits_of_an_eager_one(backend: Backend, net: str, kind: str) -> None:
     results = []
     for eager in (True, False):
-        with solver_of(backend, net, SHAPES[0], Engine(eager=eager), kind, "clip_gradients: 1") as solver:
+        with solver_of(backend, net, SHAPES[0], ExecutionOptions(eager=eager), kind, "clip_gradients: 1") as solver:
             results.append(train(solver))
             assert solver.replay.captured != eager
     check_same_bits(*results)
@@ -163,7 +163,7 @@ def test_a_captured_run_gives_the_bits_of_an_eager_one(backend: Backend, net: st
 def test_shared_memory_gives_the_same_bits(backend: Backend, net: str, kind: str) -> None:
     results = []
     for share in (True, False):
-        with solver_of(backend, net, SHAPES[0], Engine(share=share), kind) as solver:
+        with solver_of(backend, net, SHAPES[0], ExecutionOptions(share=share), kind) as solver:
             results.append(train(solver))
     check_same_bits(*results)
 
@@ -212,16 +212,16 @@ def test_fused_layers_train_as_single_ones_and_as_on_the_cpu(
 @pytest.mark.parametrize("net", NETS)
 def test_half_precision_follows_single(backend: Backend, net: str, shape: tuple[int, ...], kind: str) -> None:
     results = []
-    for storage in (kind, "FLOAT"):  # at a rate at which roundings do not grow within ten iterations
-        with solver_of(backend, net, shape, kind=storage, base_lr=0.002) as solver:
-            assert (solver.net.blobs["loss"].storage, len(solver.net.parameters.copies)) == ("float32", storage == kind)
+    for dtype in (kind, "FLOAT"):  # at a rate at which roundings do not grow within ten iterations
+        with solver_of(backend, net, shape, kind=dtype, base_lr=0.002) as solver:
+            assert (solver.net.blobs["loss"].dtype, len(solver.net.parameters.copies)) == ("float32", dtype == kind)
             results.append(train(solver))
     tolerance = 1e-2 if kind == "FLOAT16" else 6e-2
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=0, atol=tolerance * max(results[1][0]))
 
 
-@pytest.mark.parametrize("engine", [Engine(), Engine(eager=True)])
-def test_two_passes_an_iteration(backend: Backend, engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [ExecutionOptions(), ExecutionOptions(eager=True)])
+def test_two_passes_an_iteration(backend: Backend, engine: ExecutionOptions) -> None:
     net = NETS["convolutions"].replace('layer { name: "drop"', 'layer { exclude { phase: TRAIN } name: "drop"')
     with solver_of(backend, net, SHAPES[0], engine, text="iter_size: 2") as solver:
         twice = train(solver, 6)
@@ -237,7 +237,7 @@ def test_what_cannot_be_captured_runs_in_between(backend: Backend, caplog: pytes
     for eager in (False, True):
         param = solver_param(f"base_lr: 0.05 {SOLVER}", data + NETS["convolutions"])
         with backend.activate(), caplog.at_level("DEBUG", "caffepy"):
-            solver = create_solver(param, backend, engine=Engine(eager=eager))
+            solver = create_solver(param, backend, engine=ExecutionOptions(eager=eager))
             results.append(train(solver))
             solver.close()
     assert any("data runs outside of the captured graphs" in record.getMessage() for record in caplog.records)

@@ -1,4 +1,4 @@
-"""Random nets on a GPU: fused, captured and with shared memory they give what layer by layer gives, in each storage."""
+"""Random nets on a GPU: fused, captured and with shared memory they give what layer by layer gives, in each dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALLOWED = {"FLOAT": TOLERANCE, "FLOAT16": 0.03, "BFLOAT16": 0.2}
 SMALLEST = {"FLOAT": 0.01, "FLOAT16": 0.1, "BFLOAT16": 0.1}
 """Part of the net's largest gradient by which each is measured at least: below it half precision leaves roundings."""
 WORSE = 4
-"""So many times the distance of plain layers in the same storage is allowed as well."""
+"""So many times the distance of plain layers in the same dtype is allowed as well."""
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, aligned_size
-from caffepy.backend.types import storage_dtype
+from caffepy.backend.types import element_dtype
 from caffepy.blob import Blob
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.layers.core.base import LayerContext, layer_class
@@ -19,13 +19,13 @@ from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 STORAGES = ["float32", "float16", "bfloat16"]
 
 
-def rounded(values, storage):
-    """float32 numbers after they were kept in a storage, as `to_host` gives them."""
-    if storage == "bfloat16":
+def rounded(values, dtype):
+    """float32 numbers after they were kept in a dtype, as `to_host` gives them."""
+    if dtype == "bfloat16":
         bits = values.view(np.uint32).astype(np.uint64)
         upper = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
         return (upper << np.uint64(16)).astype(np.uint32).view(np.float32)
-    return values.astype(storage)
+    return values.astype(dtype)
 
 
 def random_slot(slot, whole, mirror, seed=0):
@@ -63,10 +63,10 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("whole_mean", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_images_are_the_cpus(backend, shape, whole_mean, storage):
+def test_images_are_the_cpus(backend, shape, whole_mean, dtype):
     import cupy
 
     cpu = create_backend(threads=1)
@@ -84,30 +84,30 @@ def test_images_are_the_cpus(backend, shape, whole_mean, storage):
     device_mean = backend.zeros(mean.shape)
     backend.from_host(mean, device_mean)
     for counter in ((6, 0), cupy.array([6, 0], cupy.uint64)):
-        images, found = backend.zeros(shape, storage), backend.zeros((slot.count,))
+        images, found = backend.zeros(shape, dtype), backend.zeros((slot.count,))
         backend.take_images(ring, counter, slot, device_mean, 0.1, images, found)
-        np.testing.assert_array_equal(backend.to_host(images), rounded(expected, storage))
+        np.testing.assert_array_equal(backend.to_host(images), rounded(expected, dtype))
         np.testing.assert_array_equal(backend.to_host(found), labels)
     size = int(np.prod(shape))
-    shifted = backend.view(backend.zeros((size + 1,), storage)[1:], shape)
+    shifted = backend.view(backend.zeros((size + 1,), dtype)[1:], shape)
     backend.take_images(ring, (6, 0), slot, device_mean, 0.1, shifted, None)
-    np.testing.assert_array_equal(backend.to_host(shifted), rounded(expected, storage))
+    np.testing.assert_array_equal(backend.to_host(shifted), rounded(expected, dtype))
     settle(backend, ring)
     ring.close()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (3, 5), (2, 3, 4, 5), (1, 2, 3, 4, 5), (33, 3, 9, 9)])
-def test_values_are_rounded_once(backend, shape, storage):
+def test_values_are_rounded_once(backend, shape, dtype):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 100
     in_memory = np.ascontiguousarray(values.transpose(0, 2, 3, 1) if len(shape) == 4 else values).reshape(-1)
     ring = backend.input_ring(256 + aligned_size(4 * values.size), 1, 4)
     source = pinned(backend, in_memory.view(np.uint8))
     ring.put(3, 1, [(256, source)], lambda: None)
-    out = backend.zeros(shape, storage)
+    out = backend.zeros(shape, dtype)
     backend.take_values(ring, (3, 0), 256, out)
-    assert out.dtype == storage_dtype(storage)
-    np.testing.assert_array_equal(backend.to_host(out), rounded(values, storage))
+    assert out.dtype == element_dtype(dtype)
+    np.testing.assert_array_equal(backend.to_host(out), rounded(values, dtype))
     settle(backend, ring)
     ring.close()
 
@@ -194,12 +194,12 @@ def folder(tmp_path_factory):
     return path
 
 
-def make(backend, source, storage="float32", **context):
+def make(backend, source, dtype="float32", **context):
     text = f"name: 'd' type: 'Data' data_param {{ source: '{source}' backend: LMDB batch_size: 8 shuffle: true }}"
     transform = "transform_param { crop_size: 17 mirror: true mean_value: 104 mean_value: 117 mean_value: 123 }"
     param = text_format.Parse(f"{text} {transform} top: 'data' top: 'label'", LayerParameter())
     layer = layer_class("Data")(param, LayerContext(backend, TRAIN, seed=3, **context))
-    blobs = [Blob(backend, name="data", storage=storage), Blob(backend, name="label")]
+    blobs = [Blob(backend, name="data", dtype=dtype), Blob(backend, name="label")]
     layer.setup([], blobs)
     return layer, blobs
 
@@ -216,13 +216,13 @@ def run(layer, blobs, passes):
     return found
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("source", ["bytes", "floats", "mixed"])
-def test_layers_give_what_they_give_on_the_cpu(backend, folder, source, storage):
+def test_layers_give_what_they_give_on_the_cpu(backend, folder, source, dtype):
     expected = run(*make(create_backend(threads=1), folder / source), 90)
-    found = run(*make(backend, folder / source, storage), 90)
+    found = run(*make(backend, folder / source, dtype), 90)
     for (images, labels), (cpu_images, cpu_labels) in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(images, rounded(cpu_images, storage))
+        np.testing.assert_array_equal(images, rounded(cpu_images, dtype))
         np.testing.assert_array_equal(labels, cpu_labels)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from caffepy.backend import Backend
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.config.load import read_net
 from caffepy.errors import OutOfMemoryError
 from caffepy.layers.core.base import LayerContext
@@ -18,7 +18,7 @@ from caffepy.net import Net
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
-from caffepy.solvers.engine import Engine
+from caffepy.solvers.execution_options import ExecutionOptions
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -53,12 +53,12 @@ def solver_of(net: caffe_pb2.NetParameter, backend: Backend, share: bool) -> Any
         snapshot_after_train=False,
         type="SGD",
     )
-    return create_solver(param, backend, engine=Engine(share=share))
+    return create_solver(param, backend, engine=ExecutionOptions(share=share))
 
 
 def test_a_dry_backend_asks_for_what_a_gpu_does(backend: Backend):
-    for dry in (DryBackend(), DryBackend(backend)):
-        for trait in ("asynchronous", "storages", "mask_dtype", "keeps_lrn_scale"):
+    for dry in (MetaBackend(), MetaBackend(backend)):
+        for trait in ("asynchronous", "dtypes", "mask_dtype", "keeps_lrn_scale"):
             assert getattr(dry, trait) == getattr(backend, trait)
         assert dry.workspace(10**7) == backend.workspace(10**7)
 

@@ -1,4 +1,4 @@
-"""NaN passes on through everything on the GPU that takes a maximum, in every storage and every convolution."""
+"""NaN passes on through everything on the GPU that takes a maximum, in every dtype and every convolution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import nan_checks as checks
 import numpy as np
 import pytest
-from storage_checks import storages
+from dtype_checks import dtypes
 
 from caffepy.backend import Backend, Geometry
 from caffepy.config.text import parse_text
@@ -26,19 +26,19 @@ WINDOWS = {
 }
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("shape", checks.SHAPES)
-def test_formulas(backend: Backend, shape: tuple[int, ...], storage: str) -> None:
-    checks.check_formulas(backend, shape, storage)
+def test_formulas(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+    checks.check_formulas(backend, shape, dtype)
     if len(shape) > 1:
-        checks.check_channel_formulas(backend, shape, storage)
+        checks.check_channel_formulas(backend, shape, dtype)
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("mask", ["int32", "uint8"])
 @pytest.mark.parametrize("case", checks.POOLINGS)
-def test_pooling(backend: Backend, case: Any, mask: str, storage: str) -> None:
-    checks.check_pooling(backend, *case, storage, mask)
+def test_pooling(backend: Backend, case: Any, mask: str, dtype: str) -> None:
+    checks.check_pooling(backend, *case, dtype, mask)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 5), 1), ((2, 4, 3, 3), 1), ((64, 1000), 1), ((4, 9000), 1)])
@@ -50,23 +50,23 @@ def test_statistics(backend: Backend) -> None:
     checks.check_statistics_of_sums(backend, 33)
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("shape", [(3, 8, 4, 4), (2, 33, 3, 3), (64, 5)])
-def test_normalised(backend: Backend, shape: tuple[int, ...], residual: bool, mask: bool, storage: str) -> None:
-    checks.check_normalised(backend, shape, storage, residual, mask)
+def test_normalised(backend: Backend, shape: tuple[int, ...], residual: bool, mask: bool, dtype: str) -> None:
+    checks.check_normalised(backend, shape, dtype, residual, mask)
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("case", list(WINDOWS))
-def test_the_chosen_convolution(backend: Backend, case: str, storage: str) -> None:
-    checks.check_convolution(backend, *WINDOWS[case], storage)
+def test_the_chosen_convolution(backend: Backend, case: str, dtype: str) -> None:
+    checks.check_convolution(backend, *WINDOWS[case], dtype)
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("case", list(WINDOWS))
-def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, storage: str) -> None:
+def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dtype: str) -> None:
     """cuDNN's fused ReLU too: the frontend asks it to pass NaN on (CUDNN_PROPAGATE_NAN)."""
     from caffepy.backend.cuda.convolution.plan import CudaConvolution, Operands
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
@@ -74,11 +74,11 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, sto
 
     x_shape, outputs, geometry = WINDOWS[case]
     weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
-    problem = Problem(x_shape, weights_shape, geometry, storage)
+    problem = Problem(x_shape, weights_shape, geometry, dtype)
     host = checks.normal(1, x_shape)
     host[(0,) * len(x_shape)] = np.nan
-    x = checks.place(backend, host, storage)
-    weights = checks.place(backend, np.abs(checks.normal(2, weights_shape)) + 0.1, storage)
+    x = checks.place(backend, host, dtype)
+    weights = checks.place(backend, np.abs(checks.normal(2, weights_shape)) + 0.1, dtype)
     bias = checks.place(backend, checks.normal(3, (outputs,)))
     tried = 0
     for with_bias in (False, True):
@@ -88,7 +88,7 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, sto
                 if not candidate.prepare():
                     continue
                 tried += 1
-                y = checks.dirty(backend, problem.y, storage)
+                y = checks.dirty(backend, problem.y, dtype)
                 candidate.run(Operands(x, weights, y, bias if with_bias else None))
                 found = backend.to_host(y)
                 reached = found[(0, slice(0, outputs // geometry.group), *(0,) * len(geometry.kernel))]

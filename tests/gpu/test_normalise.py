@@ -1,4 +1,4 @@
-"""Batch normalisation, ReLU's gradient and sums of arrays on the GPU, in each storage, against float64 NumPy."""
+"""Batch normalisation, ReLU's gradient and sums of arrays on the GPU, in each dtype, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from backend_checks import close, dirty, normal, place
 from normalise_checks import SHAPES
 
 from caffepy.backend import Backend
-from caffepy.backend.types import STORAGE
+from caffepy.backend.types import DTYPES
 
 LARGE = [(8, 64, 56, 56), (7, 48, 61, 59), (3, 2048, 14, 14), (300, 1000), (2, 1, 512, 513), (16, 5, 7000)]
 """More than one block adds up each channel."""
 
-in_each_storage = pytest.mark.parametrize("storage", STORAGE)
+in_each_storage = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @in_each_storage
 @pytest.mark.parametrize("shape", SHAPES + LARGE)
-def test_measure(backend: Backend, shape: tuple[int, ...], storage: str) -> None:
-    checks.check_measure(backend, shape, storage)
+def test_measure(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+    checks.check_measure(backend, shape, dtype)
 
 
 @pytest.mark.parametrize("offset", [1e3, -1e4])
@@ -57,9 +57,9 @@ def test_load(backend: Backend, channels: int, count: float) -> None:
 
 @in_each_storage
 @pytest.mark.parametrize("shape", SHAPES + LARGE)
-def test_forward(backend: Backend, shape: tuple[int, ...], storage: str) -> None:
-    checks.check_forward(backend, shape, storage, False, False, False)
-    checks.check_forward(backend, shape, storage, True, True, True)
+def test_forward(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+    checks.check_forward(backend, shape, dtype, False, False, False)
+    checks.check_forward(backend, shape, dtype, True, True, True)
 
 
 @in_each_storage
@@ -69,17 +69,17 @@ def test_forward(backend: Backend, shape: tuple[int, ...], storage: str) -> None
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(3, 8, 4, 4), (2, 33, 3, 3), (64, 5), (3, 6, 5)])
 def test_forward_combinations(
-    backend: Backend, shape: tuple[int, ...], residual: bool, relu: bool, mask: bool, in_place: bool, storage: str
+    backend: Backend, shape: tuple[int, ...], residual: bool, relu: bool, mask: bool, in_place: bool, dtype: str
 ) -> None:
-    checks.check_forward(backend, shape, storage, residual, relu, mask, in_place)
+    checks.check_forward(backend, shape, dtype, residual, relu, mask, in_place)
 
 
 @in_each_storage
 @pytest.mark.parametrize("shape", SHAPES + LARGE)
-def test_backward(backend: Backend, shape: tuple[int, ...], storage: str) -> None:
-    checks.check_backward(backend, shape, storage)
-    checks.check_backward(backend, shape, storage, relu=True)
-    checks.check_backward(backend, shape, storage, 2, relu=True, mask=True, total="first")
+def test_backward(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+    checks.check_backward(backend, shape, dtype)
+    checks.check_backward(backend, shape, dtype, relu=True)
+    checks.check_backward(backend, shape, dtype, 2, relu=True, mask=True, total="first")
 
 
 @in_each_storage
@@ -91,17 +91,17 @@ def test_backward(backend: Backend, shape: tuple[int, ...], storage: str) -> Non
 )  # fmt: skip
 @pytest.mark.parametrize("shape", [(4, 7, 5, 5), (4, 16, 9, 9)])
 def test_backward_combinations(
-    backend: Backend, shape: tuple[int, ...], sources: int, total: str, relu: bool, mask: bool, storage: str
+    backend: Backend, shape: tuple[int, ...], sources: int, total: str, relu: bool, mask: bool, dtype: str
 ) -> None:
-    checks.check_backward(backend, shape, storage, sources, relu, mask, total)
+    checks.check_backward(backend, shape, dtype, sources, relu, mask, total)
 
 
 @in_each_storage
 @pytest.mark.parametrize("shape", SHAPES + LARGE)
-def test_relu_backward(backend: Backend, shape: tuple[int, ...], storage: str) -> None:
-    checks.check_relu_backward(backend, shape, storage, bias=True)
-    checks.check_relu_backward(backend, shape, storage, bias=True, in_place=True)
-    checks.check_relu_backward(backend, shape, storage, bias=False)
+def test_relu_backward(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+    checks.check_relu_backward(backend, shape, dtype, bias=True)
+    checks.check_relu_backward(backend, shape, dtype, bias=True, in_place=True)
+    checks.check_relu_backward(backend, shape, dtype, bias=False)
 
 
 @in_each_storage
@@ -109,9 +109,9 @@ def test_relu_backward(backend: Backend, shape: tuple[int, ...], storage: str) -
     ("sources", "at"), [(2, None), (2, 0), (3, 2), (5, None), (8, 3), (9, None), (17, None), (9, 8)]
 )
 @pytest.mark.parametrize("shape", [(3, 5, 4, 4), (4, 64, 28, 28), (7,), (3, 3, 3)])
-def test_total(backend: Backend, shape: tuple[int, ...], sources: int, at: int | None, storage: str) -> None:
-    if storage == "float32" or sources <= 8:
-        checks.check_total(backend, shape, storage, sources, at)
+def test_total(backend: Backend, shape: tuple[int, ...], sources: int, at: int | None, dtype: str) -> None:
+    if dtype == "float32" or sources <= 8:
+        checks.check_total(backend, shape, dtype, sources, at)
 
 
 @pytest.mark.parametrize(("one", "other"), [("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
@@ -124,19 +124,19 @@ def test_storages_may_differ(backend: Backend, shape: tuple[int, ...], one: str,
 
 
 @in_each_storage
-def test_forward_and_backward_agree_on_where_the_relu_was_on(backend: Backend, storage: str) -> None:
+def test_forward_and_backward_agree_on_where_the_relu_was_on(backend: Backend, dtype: str) -> None:
     """Numbers around 0 as well: the recomputed ReLU is the mask's."""
     shape = (4, 64, 28, 28)
     s = checks.statistics(backend, shape[1])
     for name, value in (("mean", 0.0), ("bias", 0.0)):
         backend.fill(getattr(s.device, name), value)
-    x, _ = checks.placed(backend, normal(1, shape) * 1e-3, storage)
-    y, mask = dirty(backend, shape, storage), dirty(backend, (checks.mask_bytes(x.size),), "uint8")
+    x, _ = checks.placed(backend, normal(1, shape) * 1e-3, dtype)
+    y, mask = dirty(backend, shape, dtype), dirty(backend, (checks.mask_bytes(x.size),), "uint8")
     backend.batch_norm_forward(x, s.device, y, relu=True, mask=mask)
-    ones = dirty(backend, shape, storage)
+    ones = dirty(backend, shape, dtype)
     results = []
     for bits in (mask, None):
-        total = dirty(backend, shape, storage)
+        total = dirty(backend, shape, dtype)
         sums = dirty(backend, (shape[1],)), dirty(backend, (shape[1],))
         backend.batch_norm_backward_sums(x, [ones], s.device, *sums, True, bits, total)
         results.append([backend.to_host(a) for a in (total, *sums)])
@@ -153,7 +153,7 @@ def test_arrays_without_elements(backend: Backend, shape: tuple[int, ...]) -> No
     backend.batch_norm_backward_sums(x, [x], s.device, *sums[:2], True)
     backend.batch_norm_backward_data(x, x, s.device, *sums[:2], x, True)
     backend.relu_backward(x, x, x, sums[2], False)
-    backend.total([x, x], x)
+    backend.add_n([x, x], x)
     for zero in (s.device.mean, *sums):
         assert not backend.to_host(zero).any()
 
@@ -173,12 +173,12 @@ def test_slices_of_flat_buffers_at_any_offset(backend: Backend) -> None:
 
 
 @in_each_storage
-def test_a_captured_graph_gives_the_same_bits_each_time(backend: Any, storage: str) -> None:
+def test_a_captured_graph_gives_the_same_bits_each_time(backend: Any, dtype: str) -> None:
     shape = (8, 64, 56, 56)
-    x, _ = checks.placed(backend, normal(1, shape), storage)
-    dy, _ = checks.placed(backend, normal(2, shape), storage)
+    x, _ = checks.placed(backend, normal(1, shape), dtype)
+    dy, _ = checks.placed(backend, normal(2, shape), dtype)
     s = checks.statistics(backend, 64)
-    y, dx, dbias = dirty(backend, shape, storage), dirty(backend, shape, storage), dirty(backend, (64,))
+    y, dx, dbias = dirty(backend, shape, dtype), dirty(backend, shape, dtype), dirty(backend, (64,))
     sums = dirty(backend, (64,)), dirty(backend, (64,))
 
     def work() -> None:

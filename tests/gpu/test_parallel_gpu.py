@@ -111,7 +111,7 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
 
         def work() -> None:
             backend.fill(array, 1 / 3)
-            exchanges = [communicator.begin_average(array[start : start + 500], nullcontext()) for start in (0, 500)]
+            exchanges = [communicator.all_reduce_async(array[start : start + 500], nullcontext()) for start in (0, 500)]
             for exchange in exchanges:
                 exchange.finish()
             backend.add(array, array)

@@ -3,7 +3,7 @@
     python tests/support/fake_cuda.py OUT.json
 
 `Recorder` keeps the text of every kernel that is asked for and the sizes of the arguments it is launched with. The
-program runs all that the backend can do and the project's nets, in every storage, and writes down what was recorded;
+program runs all that the backend can do and the project's nets, in every dtype, and writes down what was recorded;
 `kernel_compiler.py` compiles it. It is a process of its own, since it puts itself where CuPy would be imported from.
 """
 
@@ -242,21 +242,21 @@ layer { name: "accuracy" type: "Accuracy" bottom: "j" bottom: "label" top: "accu
 
 
 def run_formulas(backend: Any) -> None:
-    """Every formula over arrays of each storage, as numbers and as sums, its scalars on the host and on the device."""
+    """Every formula over arrays of each dtype, as numbers and as sums, its scalars on the host and on the device."""
     for formula in all_expressions():
-        for storage in STORAGES.values():
+        for dtype in STORAGES.values():
             for shape in SHAPES:
-                run_formula(backend, formula, shape, storage)
+                run_formula(backend, formula, shape, dtype)
 
 
-def run_formula(backend: Any, formula: Any, shape: tuple[int, ...], storage: str) -> None:
+def run_formula(backend: Any, formula: Any, shape: tuple[int, ...], dtype: str) -> None:
     """One formula over arrays of one shape, where Channel arguments follow the second axis."""
     from caffepy.backend.elementwise import Kind
 
     for scalar in (1.0, backend.zeros(())) if Kind.SCALAR in formula.kinds and shape == SHAPES[0] else (1.0,):
         given = {Kind.CHANNEL: backend.zeros((shape[1],)), Kind.SCALAR: scalar}
-        inputs = [given[kind] if kind in given else backend.zeros(shape, storage) for kind in formula.kinds]
-        results = [backend.zeros(shape, storage) for _ in range(formula.output_count)]
+        inputs = [given[kind] if kind in given else backend.zeros(shape, dtype) for kind in formula.kinds]
+        results = [backend.zeros(shape, dtype) for _ in range(formula.output_count)]
         backend.apply(formula, inputs, results)
         if Kind.EACH in formula.kinds:
             for kept in ((shape[1],), ()):
@@ -264,7 +264,7 @@ def run_formula(backend: Any, formula: Any, shape: tuple[int, ...], storage: str
 
 
 def run_nets(backend: Any) -> None:
-    """The golden nets, one for each layer, forward and backward in each storage."""
+    """The golden nets, one for each layer, forward and backward in each dtype."""
     from google.protobuf import text_format
 
     from caffepy.layers import LayerContext
@@ -283,25 +283,25 @@ def run_nets(backend: Any) -> None:
 
 
 def run_training(backend: Any) -> None:
-    """Two iterations of a net of which much is fused, in each storage."""
+    """Two iterations of a net of which much is fused, in each dtype."""
     from training import solver_param
 
     from caffepy.solvers import create_solver
-    from caffepy.solvers.engine import Engine
+    from caffepy.solvers.execution_options import ExecutionOptions
 
     text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1'
     for kind in STORAGES:
         types = f"default_forward_type: {kind} default_backward_type: {kind}\n"
-        solver = create_solver(solver_param(text, types + NET), backend, engine=Engine(eager=True))
+        solver = create_solver(solver_param(text, types + NET), backend, engine=ExecutionOptions(eager=True))
         solver.step(2)
         solver.close()
 
 
-def run_windows(backend: Any, storage: str) -> None:
+def run_windows(backend: Any, dtype: str) -> None:
     """Pooling by windows of several sizes, and LRN, with wide loads and without."""
     from caffepy.backend import Geometry
 
-    def zeros(shape: tuple[int, ...], dtype: str = storage) -> Any:
+    def zeros(shape: tuple[int, ...], dtype: str = dtype) -> Any:
         return backend.zeros(shape, dtype)
 
     for channels, (kernel, stride) in itertools.product((16, 5), ((3, 2), (2, 2), (5, 1), (3, 1))):
@@ -331,13 +331,13 @@ def run_classes(backend: Any) -> None:
         backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1)
 
 
-def run_normalisation(backend: Any, storage: str) -> None:
+def run_normalisation(backend: Any, dtype: str) -> None:
     """Batch normalisation with everything that may be part of its launches, ReLU's gradient and sums of arrays."""
     from caffepy.backend.types import Normalisation, mask_bytes
 
     for shape in ((4, 32, 8, 8), (4, 5, 7, 7), (16, 24)):
         n = Normalisation(*(backend.zeros((shape[1],)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
-        x, sums = backend.zeros(shape, storage), [backend.zeros((shape[1],)) for _ in range(2)]
+        x, sums = backend.zeros(shape, dtype), [backend.zeros((shape[1],)) for _ in range(2)]
         mask = backend.zeros((mask_bytes(x.size),), "uint8")
         backend.batch_norm_measure(x, n)
         backend.batch_norm_measure_sums(backend.zeros((2, shape[1])), x.size // shape[1], n)
@@ -346,7 +346,7 @@ def run_normalisation(backend: Any, storage: str) -> None:
             if relu or bits is None:
                 backend.batch_norm_forward(x, n, x, residual, relu, bits)
         for sources, relu, bits in itertools.product((1, 2, 3, 4, 5), (False, True), (None, mask)):
-            dys = [backend.zeros(shape, storage) for _ in range(sources)]
+            dys = [backend.zeros(shape, dtype) for _ in range(sources)]
             if relu or bits is None:
                 backend.batch_norm_backward_sums(x, dys, n, *sums, relu, bits, x if sources > 1 else None)
         for relu in (False, True):
@@ -354,11 +354,11 @@ def run_normalisation(backend: Any, storage: str) -> None:
         for bias in (None, sums[0]):
             backend.relu_backward(x, x, x, bias, False)
         for count in (2, 3, 5, 11):
-            backend.total([backend.zeros(shape, storage) for _ in range(count)], x)
+            backend.add_n([backend.zeros(shape, dtype) for _ in range(count)], x)
 
 
 def run_copies(backend: Any) -> None:
-    """Copies and sums from each storage to each, in one order and from one order to the other; random numbers."""
+    """Copies and sums from each dtype to each, in one order and from one order to the other; random numbers."""
     from caffepy.backend import RandomStream
 
     for source, target in itertools.product(STORAGES.values(), repeat=2):
@@ -382,14 +382,14 @@ def run_input(backend: Any) -> None:
     """Images and other values that become blobs, and clocks."""
     from caffepy.backend.input_ring import ImageSlot
 
-    for storage, channels in itertools.product(STORAGES.values(), (1, 3, 5)):
+    for dtype, channels in itertools.product(STORAGES.values(), (1, 3, 5)):
         slot = ImageSlot(8, channels, 96, 96)
         ring = backend.input_ring(slot.size, 1, 2)
-        images, labels = backend.zeros(slot.shape, storage), backend.zeros((8,))
+        images, labels = backend.zeros(slot.shape, dtype), backend.zeros((8,))
         for mean in ((channels, 1, 1), (channels, 100, 100)):
             backend.take_images(ring, (0, 0), slot, backend.zeros(mean), 1.0, images, labels)
         backend.take_values(ring, (0, 0), 0, images)
-    backend.stopwatch(3)
+    backend.device_timer(3)
 
 
 def main() -> int:
@@ -401,9 +401,9 @@ def main() -> int:
         with fake_backend(math_mode) as backend:
             run_nets(backend)
             run_training(backend)
-    for storage in STORAGES.values():
-        run_windows(backend, storage)
-        run_normalisation(backend, storage)
+    for dtype in STORAGES.values():
+        run_windows(backend, dtype)
+        run_normalisation(backend, dtype)
     run_classes(backend)
     run_copies(backend)
     run_input(backend)

@@ -45,11 +45,11 @@ def with_nan(host: Any, seed: int = 9, share: float = 0.2) -> Any:
     return host
 
 
-def check_formulas(backend: Backend, shape: tuple[int, ...], storage: str = "float32") -> None:
+def check_formulas(backend: Backend, shape: tuple[int, ...], dtype: str = "float32") -> None:
     """min and max, whichever of the two is NaN, in place and not."""
     hosts = [with_nan(np.round(4 * normal(s, shape)) / 4, s) for s in (1, 2)]
-    x, y = (place(backend, host, storage) for host in hosts)
-    outs = [dirty(backend, shape, storage) for _ in range(4)]
+    x, y = (place(backend, host, dtype) for host in hosts)
+    outs = [dirty(backend, shape, dtype) for _ in range(4)]
     backend.apply(extremes, (x, y), outs)
     a, b = hosts
     for out, wanted in zip(
@@ -60,12 +60,12 @@ def check_formulas(backend: Backend, shape: tuple[int, ...], storage: str = "flo
     np.testing.assert_array_equal(backend.to_host(x), np.maximum(a, b))
 
 
-def check_channel_formulas(backend: Backend, shape: tuple[int, ...], storage: str = "float32") -> None:
+def check_channel_formulas(backend: Backend, shape: tuple[int, ...], dtype: str = "float32") -> None:
     """The same with one value for each channel, and the epilogue of a fused InnerProduct and ReLU."""
     x_host, c_host = with_nan(np.round(4 * normal(1, shape)) / 4), with_nan(np.round(4 * normal(2, shape[1:2])) / 4)
     spread = c_host.reshape((1, -1) + (1,) * (len(shape) - 2))
-    x, c = place(backend, x_host, storage), place(backend, c_host)
-    larger, smaller = dirty(backend, shape, storage), dirty(backend, shape, storage)
+    x, c = place(backend, x_host, dtype), place(backend, c_host)
+    larger, smaller = dirty(backend, shape, dtype), dirty(backend, shape, dtype)
     backend.apply(extremes_with_channel, (x, c), (larger, smaller), 1)
     np.testing.assert_array_equal(backend.to_host(larger), np.maximum(x_host, spread))
     np.testing.assert_array_equal(backend.to_host(smaller), np.minimum(x_host, spread))
@@ -76,18 +76,18 @@ def check_channel_formulas(backend: Backend, shape: tuple[int, ...], storage: st
 
 def check_pooling(
     backend: Backend, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry,
-    storage: str = "float32", mask_dtype: str = "int32",
+    dtype: str = "float32", mask_dtype: str = "int32",
 ) -> None:  # fmt: skip
     """The first NaN of a window wins, and takes the gradient."""
     host = np.array(np.round(4 * normal(1, x_shape)) / 4, np.float32)
     host[np.random.default_rng(4).random(x_shape) < 0.05] = np.nan
     y_shape = (*x_shape[:2], *y_size)
     expected, places = oracle.pool_max(host, y_shape, geometry)
-    y, mask = dirty(backend, y_shape, storage), dirty(backend, y_shape, mask_dtype)
-    backend.pool_max_forward(place(backend, host, storage), y, mask, geometry)
+    y, mask = dirty(backend, y_shape, dtype), dirty(backend, y_shape, mask_dtype)
+    backend.pool_max_forward(place(backend, host, dtype), y, mask, geometry)
     np.testing.assert_array_equal(backend.to_host(y), expected.astype(np.float32))
-    dy, dx = np.round(normal(2, y_shape)), dirty(backend, x_shape, storage)
-    backend.pool_max_backward(place(backend, dy, storage), mask, dx, geometry)
+    dy, dx = np.round(normal(2, y_shape)), dirty(backend, x_shape, dtype)
+    backend.pool_max_backward(place(backend, dy, dtype), mask, dx, geometry)
     np.testing.assert_array_equal(backend.to_host(dx), oracle.pool_max_gradient(dy, places, x_shape))
 
 
@@ -115,35 +115,35 @@ def check_statistics_of_sums(backend: Backend, channels: int) -> None:
     assert np.isnan(inverse[0]) and np.isfinite(inverse[1:]).all()
 
 
-def check_normalised(backend: Backend, shape: tuple[int, ...], storage: str, residual: bool, mask: bool) -> None:
+def check_normalised(backend: Backend, shape: tuple[int, ...], dtype: str, residual: bool, mask: bool) -> None:
     """Normalisation with ReLU."""
     state = normalise_checks.statistics(backend, shape[1])
     x = normal(1, shape)
     x.reshape(-1)[::7] = np.nan
-    extra = place(backend, normal(2, shape), storage) if residual else None
+    extra = place(backend, normal(2, shape), dtype) if residual else None
     bits = backend.zeros((mask_bytes(x.size),), "uint8") if mask else None
-    y = dirty(backend, shape, storage)
-    backend.batch_norm_forward(place(backend, x, storage), state.device, y, extra, True, bits)
+    y = dirty(backend, shape, dtype)
+    backend.batch_norm_forward(place(backend, x, dtype), state.device, y, extra, True, bits)
     found = backend.to_host(y)
     assert np.array_equal(np.isnan(found), np.isnan(x))
     assert (found[~np.isnan(x)] >= 0).all()
 
 
 def check_convolution(
-    backend: Backend, x_shape: tuple[int, ...], outputs: int, geometry: Geometry, storage: str
+    backend: Backend, x_shape: tuple[int, ...], outputs: int, geometry: Geometry, dtype: str
 ) -> None:
     """A convolution with ReLU, as it is chosen: NaN in one image is in every output that it reaches."""
     x = normal(1, x_shape)
     x[(0,) * len(x_shape)] = np.nan
     weights = np.abs(normal(2, (outputs, x_shape[1] // geometry.group, *geometry.kernel))) + np.float32(0.1)
-    plan = backend.plan_convolution(x_shape, weights.shape, geometry, storage)
+    plan = backend.plan_convolution(x_shape, weights.shape, geometry, dtype)
     y_shape = (x_shape[0], outputs, *(
         checks.spatial_output(*w)
         for w in zip(x_shape[2:], geometry.kernel, geometry.stride, geometry.pad, geometry.dilation, strict=True)
     ))  # fmt: skip
-    on_x, on_weights = place(backend, x, storage), place(backend, weights, storage)
+    on_x, on_weights = place(backend, x, dtype), place(backend, weights, dtype)
     for bias in (None, place(backend, normal(3, (outputs,)))):
-        y = dirty(backend, y_shape, storage)
+        y = dirty(backend, y_shape, dtype)
         plan.forward(on_x, on_weights, bias, y, relu=True)
         found = backend.to_host(y)
         reached = found[(0, slice(0, outputs // geometry.group), *(0,) * len(geometry.kernel))]

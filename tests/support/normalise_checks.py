@@ -1,4 +1,4 @@
-"""Checks of batch normalisation, ReLU's gradient and sums of arrays: any backend and storage, against float64 NumPy."""
+"""Checks of batch normalisation, ReLU's gradient and sums of arrays: any backend and dtype, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def over(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank))
 
 
-def placed(backend: Backend, host: Any, storage: str) -> tuple[Any, Any]:
-    """The numbers on the backend, and as float64 what is left of them in that storage."""
-    array = place(backend, host, storage)
+def placed(backend: Backend, host: Any, dtype: str) -> tuple[Any, Any]:
+    """The numbers on the backend, and as float64 what is left of them in that dtype."""
+    array = place(backend, host, dtype)
     return array, backend.to_host(array).astype(np.float64)
 
 
@@ -86,12 +86,12 @@ def statistics(backend: Backend, channels: int, count: float = 3.0) -> Statistic
 # -- statistics -------------------------------------------------------------------------------------------
 
 
-def check_measure(backend: Backend, shape: tuple[int, ...], storage: str, offset: float = 0.0) -> None:
+def check_measure(backend: Backend, shape: tuple[int, ...], dtype: str, offset: float = 0.0) -> None:
     """Mean, deviation and running sums; the same input gives the same bits."""
     channels, rank = shape[1], len(shape)
     deviation = 0.5 + np.abs(normal(3, (channels,)))
     host = normal(1, shape) * spread(deviation, rank) + spread(normal(2, (channels,)), rank) + offset
-    x, kept = placed(backend, host.astype(np.float32), storage)
+    x, kept = placed(backend, host.astype(np.float32), dtype)
     bits = []
     for _ in range(2):
         s = statistics(backend, channels)
@@ -138,46 +138,46 @@ def check_load(backend: Backend, channels: int, count: float) -> None:
 
 
 def check_forward(
-    backend: Backend, shape: tuple[int, ...], storage: str, residual: bool, relu: bool, mask: bool,
+    backend: Backend, shape: tuple[int, ...], dtype: str, residual: bool, relu: bool, mask: bool,
     in_place: bool = False, to: str = "",
 ) -> None:  # fmt: skip
     """y and the mask."""
     s = statistics(backend, shape[1])
-    x, host = placed(backend, normal(1, shape), storage)
-    other, other_host = placed(backend, normal(2, shape), storage)
-    y = x if in_place else dirty(backend, shape, to or storage)
+    x, host = placed(backend, normal(1, shape), dtype)
+    other, other_host = placed(backend, normal(2, shape), dtype)
+    y = x if in_place else dirty(backend, shape, to or dtype)
     bits = dirty(backend, (mask_bytes(x.size),), "uint8") if mask else None
     backend.batch_norm_forward(x, s.device, y, other if residual else None, relu, bits)
     expected = s.before_relu(host) + (other_host if residual else 0.0)
     if mask:
         sure = np.abs(expected) > DOUBTFUL
         assert np.array_equal(unpack(backend.to_host(bits), shape)[sure], (expected > 0)[sure])
-    close(backend.to_host(y), np.maximum(expected, 0) if relu else expected, ROUNDING[to or storage])
+    close(backend.to_host(y), np.maximum(expected, 0) if relu else expected, ROUNDING[to or dtype])
 
 
 def check_backward(
-    backend: Backend, shape: tuple[int, ...], storage: str, sources: int = 1, relu: bool = False, mask: bool = False,
+    backend: Backend, shape: tuple[int, ...], dtype: str, sources: int = 1, relu: bool = False, mask: bool = False,
     total: str = "", gradients: str = "",
 ) -> None:  # fmt: skip
     """Both passes; `total` is where g goes: nowhere, to an array of its "own" or to the "first" or "last" dy."""
     s = statistics(backend, shape[1])
-    x, host = placed(backend, normal(1, shape), storage)
+    x, host = placed(backend, normal(1, shape), dtype)
     before = s.before_relu(host)
     on = normal(5, shape) > 0 if mask else before > 0
     doubtful = np.abs(before) < DOUBTFUL
     pairs = [
-        placed(backend, np.where(doubtful, 0, normal(10 + k, shape)), gradients or storage) for k in range(sources)
+        placed(backend, np.where(doubtful, 0, normal(10 + k, shape)), gradients or dtype) for k in range(sources)
     ]
     dys = [array for array, _ in pairs]
     g = sum(values for _, values in pairs) * (on if relu else 1.0)
-    where = {"": None, "own": dirty(backend, shape, gradients or storage), "first": dys[0], "last": dys[-1]}[total]
+    where = {"": None, "own": dirty(backend, shape, gradients or dtype), "first": dys[0], "last": dys[-1]}[total]
     sums = dirty(backend, (shape[1],)), dirty(backend, (shape[1],))
     bits = place(backend, pack(on), "uint8") if mask else None
     backend.batch_norm_backward_sums(x, dys, s.device, *sums, relu, bits, where)
     normal_x = (host - spread(s.host["mean"], host.ndim)) * spread(s.host["inverse"], host.ndim)
     elements, scale = host.size // shape[1], np.abs(g).sum(axis=over(g.ndim)).max(initial=1)
-    # More than four are added up in two launches, and the first one's sum is rounded to the gradients' storage.
-    rounding = ROUNDING[gradients or storage] * (3 if sources > 4 else 1)
+    # More than four are added up in two launches, and the first one's sum is rounded to the gradients' dtype.
+    rounding = ROUNDING[gradients or dtype] * (3 if sources > 4 else 1)
     limit = (1e-5 if sources <= 4 else max(1e-5, rounding)) * scale
     np.testing.assert_allclose(backend.to_host(sums[0]), (g * normal_x).sum(axis=over(g.ndim)), rtol=1e-5, atol=limit)
     np.testing.assert_allclose(backend.to_host(sums[1]), g.sum(axis=over(g.ndim)), rtol=1e-5, atol=limit)
@@ -187,29 +187,29 @@ def check_backward(
     again = relu and where is None and not mask
     dy = dys[0] if where is None else where
     g = g if again or where is not None or not relu else pairs[0][1]
-    dx = dirty(backend, shape, gradients or storage)
+    dx = dirty(backend, shape, gradients or dtype)
     backend.batch_norm_backward_data(x, dy, s.device, *sums, dx, relu=again)
     sum_dy_x, sum_dy = (spread(backend.to_host(a), host.ndim) for a in sums)
     factor = spread(s.host["scale"], host.ndim) * spread(s.host["inverse"], host.ndim)
     expected = factor * (g - (sum_dy + normal_x * sum_dy_x) / elements)
-    close(backend.to_host(dx), expected, ROUNDING[gradients or storage])
+    close(backend.to_host(dx), expected, ROUNDING[gradients or dtype])
     backend.batch_norm_backward_data(x, dy, s.device, *sums, dy, relu=again)
-    close(backend.to_host(dy), expected, ROUNDING[gradients or storage])
+    close(backend.to_host(dy), expected, ROUNDING[gradients or dtype])
 
 
 # -- activation and sums ----------------------------------------------------------------------------------
 
 
 def check_relu_backward(
-    backend: Backend, shape: tuple[int, ...], storage: str, bias: bool, in_place: bool = False, gradients: str = ""
+    backend: Backend, shape: tuple[int, ...], dtype: str, bias: bool, in_place: bool = False, gradients: str = ""
 ) -> None:
     """dx, and the bias's gradient overwritten and added to."""
-    y, host = placed(backend, np.maximum(normal(1, shape), 0), storage)
-    dy, dy_host = placed(backend, normal(2, shape), gradients or storage)
+    y, host = placed(backend, np.maximum(normal(1, shape), 0), dtype)
+    dy, dy_host = placed(backend, normal(2, shape), gradients or dtype)
     expected = np.where(host > 0, dy_host, 0)
     start = normal(3, (shape[1],)) if bias else None
     for accumulate in (False, True) if bias else (False,):
-        dx = dirty(backend, shape, gradients or storage)
+        dx = dirty(backend, shape, gradients or dtype)
         if in_place:
             backend.copy(dy, dx)
         dbias = place(backend, start) if bias else None
@@ -222,10 +222,10 @@ def check_relu_backward(
 
 
 def check_total(
-    backend: Backend, shape: tuple[int, ...], storage: str, sources: int, at: int | None = None, to: str = ""
+    backend: Backend, shape: tuple[int, ...], dtype: str, sources: int, at: int | None = None, to: str = ""
 ) -> None:
     """A sum of several arrays, to an array of its own or to one of them."""
-    pairs = [placed(backend, normal(k, shape), storage) for k in range(sources)]
-    destination = dirty(backend, shape, to or storage) if at is None else pairs[at][0]
-    backend.total([array for array, _ in pairs], destination)
-    close(backend.to_host(destination), sum(values for _, values in pairs), ROUNDING[to or storage])
+    pairs = [placed(backend, normal(k, shape), dtype) for k in range(sources)]
+    destination = dirty(backend, shape, to or dtype) if at is None else pairs[at][0]
+    backend.add_n([array for array, _ in pairs], destination)
+    close(backend.to_host(destination), sum(values for _, values in pairs), ROUNDING[to or dtype])

@@ -176,7 +176,7 @@ class Event:
         self.stream = (stream or current_stream()).ptr
 
 
-class Pinned(bytearray):
+class ConstantTable(bytearray):
     """Host memory that the device writes to."""
 
     @property
@@ -230,7 +230,7 @@ def install(gpus: int) -> None:
     runtime.getDeviceCount = lambda: gpus
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
     cuda.get_current_stream, cuda.Stream = current_stream, Stream
-    cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = Pinned, copy_to_pinned, 2
+    cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = ConstantTable, copy_to_pinned, 2
     cupy.arange = lambda count, dtype: np.arange(count, dtype=dtype).view(Array)
     cupy.multiply, cupy.copyto, cupy.ElementwiseKernel = np.multiply, np.copyto, elementwise
     cupy.cuda, cupy.float32, cupy.ndarray = cuda, np.float32, Array

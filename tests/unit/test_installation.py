@@ -36,7 +36,7 @@ def clone(tmp_path: Path) -> Path:
     for name in ("Makefile", "setup.cfg", "setup.py", "pyproject.toml", "proto"):
         source = REPOSITORY / name
         shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy(source, tmp_path / name)
-    for name in ("__init__.py", "backend/cuda/kernels/total.cu", "net/net.py"):
+    for name in ("__init__.py", "backend/cuda/kernels/add_n.cu", "net/net.py"):
         (tmp_path / "caffepy" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "caffepy" / name).touch()
     set_age([*tmp_path.rglob("*"), tmp_path / ".venv" / "bin" / "pip"], 10)
@@ -80,7 +80,7 @@ def test_a_missing_lmdb_is_made(clone: Path, missing: str):
 
 
 @pytest.mark.parametrize(
-    "changed", ["setup.cfg", "proto/caffe.proto", "caffepy/net/net.py", "caffepy/backend/cuda/kernels/total.cu"]
+    "changed", ["setup.cfg", "proto/caffe.proto", "caffepy/net/net.py", "caffepy/backend/cuda/kernels/add_n.cu"]
 )
 def test_what_git_pull_changed_is_installed_and_the_digits_stay(clone: Path, changed: str):
     done(clone, demo=5, digits=4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training import build_solver
 
-from caffepy.backend.device_scalars import HostStopwatch
+from caffepy.backend.device_scalars import HostTimer
 from caffepy.errors import RunError
 from caffepy.trace import NO_TRACE, Trace, write_trace
 
@@ -93,21 +93,21 @@ def test_a_device_that_works_behind_the_host_has_rows_of_its_own() -> None:
 
 def test_captured_work_has_the_times_of_each_replay() -> None:
     now = [0.0]
-    stopwatch = HostStopwatch(9, lambda: now[0])
+    device_timer = HostTimer(9, lambda: now[0])
 
     def work() -> None:
         with trace.span("forward", "conv1"):
             now[0] += 1
-        assert trace.stamp is not None
-        first = trace.stamp()
+        assert trace.record_timed_event is not None
+        first = trace.record_timed_event()
         now[0] += 0.5
-        trace.add_device("bucket 1", "4 MiB", first, trace.stamp())
+        trace.add_device("bucket 1", "4 MiB", first, trace.record_timed_event())
         with trace.span("waits", "a barrier"):
             trace.add("bucket 2", "host", 0.0, 1.0)
 
     trace = Trace(range(4, 6))
     trace.begin(3)
-    with trace.recording(stopwatch, 9):
+    with trace.recording(device_timer, 9):
         work()
     assert not trace.active and trace.spans() == []
     for iteration in range(4, 6):
@@ -116,7 +116,7 @@ def test_captured_work_has_the_times_of_each_replay() -> None:
         # What a device does in a replay: it takes the times again, and runs none of the host's code.
         for place, passed in enumerate((0, 1, 0, 0.5)):
             now[0] += passed
-            stopwatch.start(place)
+            device_timer.start(place)
         trace.replayed()
     found = trace.spans()
     assert [(span.row, span.name, span.iteration) for span in found] == [
@@ -130,9 +130,9 @@ def test_captured_work_has_the_times_of_each_replay() -> None:
 def test_more_spans_than_places_are_a_mistake() -> None:
     trace = Trace()
     wanted = pytest.raises(AssertionError, match="more spans than were reckoned with")
-    with wanted, trace.recording(HostStopwatch(3), 3), trace.span("forward"):
-        assert trace.stamp is not None
-        trace.stamp()
+    with wanted, trace.recording(HostTimer(3), 3), trace.span("forward"):
+        assert trace.record_timed_event is not None
+        trace.record_timed_event()
 
 
 def test_the_file_is_what_viewers_read(tmp_path: Path) -> None:

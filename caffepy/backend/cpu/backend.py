@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.composite import Composed
+from caffepy.backend.composite import Composite
 from caffepy.backend.cpu import lrn as cpu_lrn
 from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
@@ -22,9 +22,9 @@ from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.runtime import Floats, Int, Ints, cpu_count, kernel
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
-from caffepy.backend.device_scalars import HostFetch, Synchronous
+from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
-from caffepy.backend.handles import Convolution, Fetch
+from caffepy.backend.handles import AsyncCopy, Convolution
 from caffepy.backend.types import Array, Counter, Geometry, RandomStream
 from caffepy.errors import DeviceError, OutOfMemoryError
 
@@ -48,7 +48,7 @@ def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, c
         counts[item] = count
 
 
-class CpuBackend(CpuInput, Synchronous, Composed):
+class CpuBackend(CpuInput, Synchronous, Composite):
     """One solver thread's share of the machine's cores.
 
     Args:
@@ -80,8 +80,8 @@ class CpuBackend(CpuInput, Synchronous, Composed):
         """Give back the workspace; the threads are the process's."""
         self._workspace.clear()
 
-    def fetch(self, array: Array) -> Fetch:
-        return HostFetch(array)
+    def copy_to_host_async(self, array: Array) -> AsyncCopy:
+        return HostAsyncCopy(array)
 
     def device_description(self) -> str:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -245,9 +245,9 @@ class CpuBackend(CpuInput, Synchronous, Composed):
     # -- windows ------------------------------------------------------------------------------------
 
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
-        assert storage == "float32", f"the CPU computes in float32, not {storage}"
+        assert dtype == "float32", f"the CPU computes in float32, not {dtype}"
         if len(x_shape) == 4:
             return TileConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
         return GeneralConvolution(x_shape, weights_shape, geometry)

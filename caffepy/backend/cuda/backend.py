@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from caffepy.backend.composite import Composed
+from caffepy.backend.composite import Composite
 from caffepy.backend.cuda import copy as cuda_copy
 from caffepy.backend.cuda import memory as cuda_memory
 from caffepy.backend.cuda import pooling as cuda_windows
@@ -33,14 +33,14 @@ from caffepy.backend.cuda.device import (
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
 from caffepy.backend.cuda.gemm.cublas import Blas
-from caffepy.backend.cuda.graph import CudaFetch, CudaGraph, CudaMailbox, CudaMark, CudaStamp
+from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
-from caffepy.backend.cuda.timer import CudaStopwatch
+from caffepy.backend.cuda.timer import CudaTimer
 from caffepy.backend.elementwise import Expression
-from caffepy.backend.handles import Convolution, Fetch, Graph, Mailbox, Mark, Stamp, Stopwatch
+from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.types import (
+    DTYPES,
     MATH_MODES,
-    STORAGE,
     Array,
     Counter,
     Geometry,
@@ -54,7 +54,7 @@ __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "d
 
 
 
-class CudaBackend(CudaInput, Composed):
+class CudaBackend(CudaInput, Composite):
     """One GPU for one solver thread.
 
     Args:
@@ -70,7 +70,7 @@ class CudaBackend(CudaInput, Composed):
 
     asynchronous = True
     captures = True
-    storages = STORAGE
+    dtypes = DTYPES
     mask_dtype = "uint8"
     keeps_lrn_scale = False
 
@@ -133,20 +133,20 @@ class CudaBackend(CudaInput, Composed):
         self.stream.synchronize()
         cupy.get_default_memory_pool().free_all_blocks()
 
-    def mailbox(self, values: int, counters: int) -> Mailbox:
-        return CudaMailbox(self.stream, values, counters)
+    def device_scalars(self, values: int, counters: int) -> DeviceScalars:
+        return CudaScalars(self.stream, values, counters)
 
-    def mark(self) -> Mark:
-        return CudaMark(self.stream)
+    def record_event(self) -> Event:
+        return CudaEvent(self.stream)
 
-    def stamp(self) -> Stamp:
-        return CudaStamp(cupy.cuda.get_current_stream())
+    def record_timed_event(self) -> TimedEvent:
+        return CudaTimedEvent(cupy.cuda.get_current_stream())
 
-    def stopwatch(self, places: int) -> Stopwatch:
-        return CudaStopwatch(places, self.stream)
+    def device_timer(self, places: int) -> DeviceTimer:
+        return CudaTimer(places, self.stream)
 
-    def fetch(self, array: Array) -> Fetch:
-        return CudaFetch(self.stream, array)
+    def copy_to_host_async(self, array: Array) -> AsyncCopy:
+        return CudaAsyncCopy(self.stream, array)
 
     def device_description(self) -> str:
         properties = device_properties(self.device)
@@ -230,9 +230,9 @@ class CudaBackend(CudaInput, Composed):
     # -- windows ------------------------------------------------------------------------------------
 
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
-        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, storage)
+        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, dtype)
         if problem not in self._convolutions:
             self._convolutions[problem] = CudaConvolution(problem, self._resources)
         return self._convolutions[problem]
@@ -293,8 +293,8 @@ class CudaBackend(CudaInput, Composed):
     def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
         self._normaliser.relu_backward(y, dy, dx, dbias, accumulate)
 
-    def total(self, sources: Sequence[Array], destination: Array) -> None:
-        self._normaliser.total(sources, destination)
+    def add_n(self, sources: Sequence[Array], destination: Array) -> None:
+        self._normaliser.add_n(sources, destination)
 
     def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
         cuda_random.dropout(source, destination, ratio, stream, counter)

@@ -1,7 +1,7 @@
 """Batch normalisation, the gradient of ReLU and sums of arrays: chooses kernels for the arrays and launches them.
 
 Owns how an array of channels is dealt out to blocks and threads; kernels/columns.cu describes the scheme. Each
-primitive is one launch, sums included, and reads and writes every array once. Kernels are compiled for the storage of
+primitive is one launch, sums included, and reads and writes every array once. Kernels are compiled for the dtype of
 their arrays.
 """
 
@@ -85,7 +85,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel with its grid (blocks of columns, blocks of rows) and block, for arrays of one layout and storage."""
+    """A kernel with its grid (blocks of columns, blocks of rows) and block, for arrays of one layout and dtype."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -130,22 +130,22 @@ def _width(columns: int, arrays: Sequence[Array], per_channel: Sequence[Array], 
 def make_plan(
     file: str, layout: Layout, tuning: Tuning, types: dict[str, Array], entry: str = "", **settings: Any
 ) -> Plan:
-    """The kernel of kernels/<file>.cu for this layout, the storage of arrays and further constants of the kernel."""
-    storage = tuple((letter, array.dtype.char) for letter, array in types.items())
-    key = (layout, tuning, storage, tuple(settings.items()), cupy.cuda.runtime.getDevice())
+    """The kernel of kernels/<file>.cu for this layout, the dtype of arrays and further constants of the kernel."""
+    dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
+    key = (layout, tuning, dtype, tuple(settings.items()), cupy.cuda.runtime.getDevice())
     return _plan(file, entry or file, *key)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    file: str, entry: str, layout: Layout, tuning: Tuning, storage: tuple[tuple[str, str], ...],
+    file: str, entry: str, layout: Layout, tuning: Tuning, dtype: tuple[tuple[str, str], ...],
     settings: tuple[tuple[str, Any], ...], device: int,
 ) -> Plan:  # fmt: skip
     constants = {
         "V": layout.width, "ROWS": tuning.rows, "THREADS": tuning.threads, "GROUPS": SUM_GROUPS,
         "INNER": layout.inner > 1, "SUMS": tuning.sums, **dict(settings),
     }  # fmt: skip
-    lines = [f"using {letter} = {C_TYPES[char]};\n" for letter, char in storage]
+    lines = [f"using {letter} = {C_TYPES[char]};\n" for letter, char in dtype]
     lines += [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     files = ["columns", "column_sums", *NEEDS.get(file, ()), file]
     text = "".join([kernel_text("common"), *lines, *map(kernel_text, files)])
@@ -226,7 +226,7 @@ class Normaliser:
         """See `Backend.batch_norm_backward_sums`."""
         dys = self._at_most_four(dys, total)
         arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
-        assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one storage"
+        assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
         assert total is not None or len(dys) == 1, "several gradients need a place for their sum"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
         few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
@@ -248,7 +248,7 @@ class Normaliser:
         here = total.data.ptr
         # What lies in the total already must be in it afterwards.
         first, *others = sorted(dys, key=lambda a: a.data.ptr != here)
-        self.total([first, *others[MOST_GRADIENTS - 1 :]], total)
+        self.add_n([first, *others[MOST_GRADIENTS - 1 :]], total)
         return [total, *others[: MOST_GRADIENTS - 1]]
 
     def backward_data(
@@ -272,14 +272,14 @@ class Normaliser:
             plan = make_plan("relu_gradient", layout, RELU_AND_BIAS, types, BIASED=True)
             plan.launch(y, dy, dx, dbias, accumulate, *plan.between_blocks(self._scratch))
 
-    def total(self, sources: Sequence[Array], destination: Array) -> None:
-        """See `Backend.total`."""
+    def add_n(self, sources: Sequence[Array], destination: Array) -> None:
+        """See `Backend.add_n`."""
         here = destination.data.ptr
         left = sorted(map(raw, sources), key=lambda a: a.data.ptr != here)
-        assert len({a.dtype for a in left}) == 1, "sources are of one storage"
+        assert len({a.dtype for a in left}) == 1, "sources are of one dtype"
         while len(left) > 1:
             now, left = left[:MOST_SOURCES], [destination, *left[MOST_SOURCES:]]
             tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
             layout = flat_layout((*now, raw(destination)), tuning.width)
-            plan = make_plan("total", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
+            plan = make_plan("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
             plan.launch(*now, *[now[0]] * (MOST_SOURCES - len(now)), destination)

@@ -1,4 +1,4 @@
-"""Copies and sums between arrays of any storage and any strides: launches kernels/copy.cu.
+"""Copies and sums between arrays of any dtype and any strides: launches kernels/copy.cu.
 
 Owns the choice among a plain copy of memory, packs of neighbouring elements (casts, Concat, Slice) and tiles that turn
 rows into columns (from channels last to C order and back), and the way from the host to the device.
@@ -73,7 +73,7 @@ def add(source: Array, destination: Array) -> None:
 
 
 def upload(host: Any, destination: Array, scratch: Scratch) -> None:
-    """Copy a NumPy array to the device and there into the destination's memory order and storage."""
+    """Copy a NumPy array to the device and there into the destination's memory order and dtype."""
     kind = np.dtype(np.float32) if destination.dtype.char in STORED else destination.dtype
     host = np.asarray(host, dtype=kind)
     assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)

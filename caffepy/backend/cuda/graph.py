@@ -60,8 +60,8 @@ def _end_quietly(stream: Any) -> None:
         return
 
 
-class CudaMailbox:
-    """A `Mailbox` whose numbers are read from device memory when the work runs.
+class CudaScalars:
+    """A `DeviceScalars` whose numbers are read from device memory when the work runs.
 
     Args:
         stream: the backend's.
@@ -92,11 +92,11 @@ class CudaMailbox:
         if counters:
             host[4 * self._floats :].view(np.uint64)[:] = np.array(counters, np.uint64).reshape(-1)
         self._device.data.copy_from_host_async(host.ctypes.data, host.nbytes, self._stream)
-        self._sent.append(CudaMark(self._stream).event)
+        self._sent.append(CudaEvent(self._stream).event)
         self._turn = (self._turn + 1) % IN_FLIGHT
 
 
-class CudaMark:
+class CudaEvent:
     """A place on a stream."""
 
     def __init__(self, stream: Any) -> None:
@@ -108,20 +108,20 @@ class CudaMark:
         self.event.synchronize()
 
 
-class CudaStamp:
+class CudaTimedEvent:
     """A place on a stream whose time is taken."""
 
     def __init__(self, stream: Any) -> None:
         self.event = cupy.cuda.Event()
         self.event.record(stream)
 
-    def seconds_since(self, earlier: CudaStamp) -> float:
+    def seconds_since(self, earlier: CudaTimedEvent) -> float:
         """Seconds of the device's clock between the two; waits for this one."""
         self.event.synchronize()
         return float(cupy.cuda.get_elapsed_time(earlier.event, self.event)) * 1e-3
 
 
-class CudaFetch:
+class CudaAsyncCopy:
     """A small array on its way to the host.
 
     Args:
@@ -133,7 +133,7 @@ class CudaFetch:
         self._memory = cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1))
         self._host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
         array.data.copy_to_host_async(self._host.ctypes.data, array.nbytes, stream)
-        self._mark = CudaMark(stream)
+        self._mark = CudaEvent(stream)
 
     def get(self) -> Array:
         """The array; waits for its arrival."""

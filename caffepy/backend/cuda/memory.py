@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.device import cupy, device_memory
-from caffepy.backend.types import Array, aligned_bytes, storage_dtype
+from caffepy.backend.types import Array, aligned_bytes, element_dtype
 
 TICKETS = 1024
 """By how many the tickets of `Scratch` grow."""
@@ -27,7 +27,7 @@ def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
     Raises:
         DeviceError: out of memory.
     """
-    size, kind = math.prod(shape), np.dtype(storage_dtype(dtype))
+    size, kind = math.prod(shape), np.dtype(element_dtype(dtype))
     with device_memory(f"an array of shape {shape} ({size * kind.itemsize} bytes)"):
         return view(cupy.empty(size, kind), shape)
 

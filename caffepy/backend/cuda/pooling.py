@@ -1,6 +1,6 @@
 """Pooling and local response normalisation: launches kernels/pooling.cu and kernels/lrn.cu.
 
-Owns what is compiled into them: storage, the channels of a thread, and the geometry of windows, so that small windows
+Owns what is compiled into them: dtype, the channels of a thread, and the geometry of windows, so that small windows
 are written out and the places that share them need no search.
 """
 
@@ -64,7 +64,7 @@ def _width(channels: int, arrays: tuple[Array, ...]) -> int:
 
 def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mask: Array | None, g: Geometry) -> None:
     every = arrays if mask is None else (*arrays, mask)
-    assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the storage"
+    assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the dtype"
     kind = "" if mask is None else c_type(mask)
     case = Pooling(
         name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, _width(image.shape[1], every),
@@ -145,7 +145,7 @@ def average_backward(dy: Array, dx: Array, geometry: Geometry) -> None:
 
 def _normalise(name: str, arrays: tuple[Array, ...], size: int, alpha: float, beta: float, k: float) -> None:
     channels, large = arrays[0].shape[1], size > LARGE_SIZE
-    assert len({a.dtype for a in arrays}) == 1, "LRN keeps the storage"
+    assert len({a.dtype for a in arrays}) == 1, "LRN keeps the dtype"
     width = 1 if large else _width(channels, arrays)
     count = arrays[0].size // width
     if count == 0:

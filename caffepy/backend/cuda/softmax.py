@@ -1,4 +1,4 @@
-"""Softmax, its loss and label ranks: launches kernels/classes.cu.
+"""Softmax, its loss and label ranks: launches kernels/softmax.cu.
 
 Owns the map from a class axis to (outer, classes, inner) in memory. Where the places of the other axes do not lie in
 their logical order, a C-ordered copy is worked on instead.
@@ -73,7 +73,7 @@ def _defines(items: int) -> str:
 
 
 def _kernel(name: str, items: int) -> Any:
-    return library_kernel("classes", name, _defines(items), ("reduce",))
+    return library_kernel("softmax", name, _defines(items), ("reduce",))
 
 
 def _classes(shape: tuple[int, ...], axis: int) -> Classes | None:

@@ -10,8 +10,8 @@ from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
 from caffepy.backend.cuda.device import cupy
 
 
-class CudaStopwatch:
-    """A `Stopwatch` on one GPU's clock; its calls go on the current stream.
+class CudaTimer:
+    """A `DeviceTimer` on one GPU's clock; its calls go on the current stream.
 
     Args:
         places: how many times are taken.
@@ -29,12 +29,12 @@ class CudaStopwatch:
 
     def start(self, place: int) -> None:
         """From here on time passes for a place."""
-        launch_blocks(library_kernel("stopwatch", "start"), (1,), (1,), (self._times, np.int32(place)))
+        launch_blocks(library_kernel("timer", "start"), (1,), (1,), (self._times, np.int32(place)))
 
     def stop(self, place: int) -> None:
         """Up to here it has passed."""
         arguments = (self._times, np.int32(place), np.int32(self._places))
-        launch_blocks(library_kernel("stopwatch", "stop"), (1,), (1,), arguments)
+        launch_blocks(library_kernel("timer", "stop"), (1,), (1,), arguments)
 
     def reset(self) -> None:
         """Begin with totals of 0."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.types import storage_dtype
+from caffepy.backend.types import element_dtype
 
 SETUP = -1
 """The step before a net's first one."""
@@ -23,12 +23,12 @@ class Memory:
 
     Args:
         shape: what was asked for.
-        storage: of its elements, as `Backend.zeros` was told.
+        dtype: of its elements, as `Backend.zeros` was told.
         made: the step in which it was made.
     """
 
     shape: tuple[int, ...]
-    storage: str
+    dtype: str
     made: int
     first: int | None = None
     """The first step that uses it."""
@@ -43,7 +43,7 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * np.dtype(storage_dtype(self.storage)).itemsize
+        return math.prod(self.shape) * np.dtype(element_dtype(self.dtype)).itemsize
 
     @property
     def whole(self) -> Box:
@@ -79,7 +79,7 @@ def _count(box: Box) -> int:
     return math.prod(end - begin for begin, end in box)
 
 
-class DryArray:
+class MetaArray:
     """A shape over an allocation, with what layers ask of an array.
 
     Args:
@@ -96,7 +96,7 @@ class DryArray:
     @property
     def dtype(self) -> np.dtype[Any]:
         """As NumPy's."""
-        return np.dtype(storage_dtype(self.memory.storage))
+        return np.dtype(element_dtype(self.memory.dtype))
 
     @property
     def ndim(self) -> int:
@@ -118,25 +118,25 @@ class DryArray:
         """As NumPy's."""
         return self.size * self.itemsize
 
-    def reshape(self, *shape: Any) -> DryArray:
+    def reshape(self, *shape: Any) -> MetaArray:
         """As NumPy's; always a view."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
         if -1 in sizes:
             sizes[sizes.index(-1)] = self.size // max(-math.prod(sizes), 1)
         assert math.prod(sizes) == self.size, (self.shape, shape)
-        return DryArray(self.memory, tuple(sizes), self.part)
+        return MetaArray(self.memory, tuple(sizes), self.part)
 
-    def transpose(self, *axes: int) -> DryArray:
+    def transpose(self, *axes: int) -> MetaArray:
         """As NumPy's."""
         order = axes or tuple(reversed(range(self.ndim)))
-        return DryArray(self.memory, tuple(self.shape[axis] for axis in order), self.part)
+        return MetaArray(self.memory, tuple(self.shape[axis] for axis in order), self.part)
 
     @property
-    def T(self) -> DryArray:
+    def T(self) -> MetaArray:
         """As NumPy's."""
         return self.transpose()
 
-    def __getitem__(self, key: Any) -> DryArray:
+    def __getitem__(self, key: Any) -> MetaArray:
         shape, box = [], []
         keys = key if isinstance(key, tuple) else (key,)
         keys += (slice(None),) * (self.ndim - len(keys))
@@ -148,5 +148,5 @@ class DryArray:
             else:
                 box.append((one % size, one % size + 1))
         if self.part == self.memory.whole and self.shape == self.memory.shape:
-            return DryArray(self.memory, tuple(shape), tuple(box))
-        return DryArray(self.memory, tuple(shape), self.part if math.prod(shape) == self.size else None)
+            return MetaArray(self.memory, tuple(shape), tuple(box))
+        return MetaArray(self.memory, tuple(shape), self.part if math.prod(shape) == self.size else None)

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.device_scalars import Synchronous
-from caffepy.backend.handles import Convolution, Fetch
+from caffepy.backend.handles import AsyncCopy, Convolution
 from caffepy.backend.interface import Backend
-from caffepy.backend.meta.array import SETUP, DryArray, Memory
-from caffepy.backend.types import Array, Geometry, gpu_workspace, spatial_output, storage_dtype
+from caffepy.backend.meta.array import SETUP, Memory, MetaArray
+from caffepy.backend.types import Array, Geometry, element_dtype, gpu_workspace, spatial_output
 
 
-def _arrays(values: Iterable[Any]) -> Iterator[DryArray]:
+def _arrays(values: Iterable[Any]) -> Iterator[MetaArray]:
     """The arrays among arguments, which may be numbers, None or sequences of arrays."""
     for value in values:
-        if isinstance(value, DryArray):
+        if isinstance(value, MetaArray):
             yield value
         elif isinstance(value, Sequence) and not isinstance(value, str):
             yield from _arrays(value)
@@ -42,7 +42,7 @@ def _primitive(name: str, reads: Sequence[str] = (), writes: Sequence[str] = (),
     """
     signature = inspect.signature(getattr(Backend, name))
 
-    def note(self: DryBackend, *positional: Any, **named: Any) -> None:
+    def note(self: MetaBackend, *positional: Any, **named: Any) -> None:
         given = signature.bind(self, *positional, **named).arguments
 
         def values(names: Sequence[str]) -> Iterator[Any]:
@@ -64,7 +64,7 @@ _NORMAL = (*_STATISTICS, "n.scale", "n.bias")
 _RUNNING = ("n.sum_mean", "n.sum_variance", "n.count")
 
 
-class DryBackend(Synchronous, Backend):
+class MetaBackend(Synchronous, Backend):
     """Like a GPU, but for computing.
 
     Args:
@@ -76,7 +76,7 @@ class DryBackend(Synchronous, Backend):
 
     def __init__(self, like: Backend | None = None) -> None:
         self.name = like.name if like else "cuda"
-        self.storages = like.storages if like else ("float32", "float16", "bfloat16")
+        self.dtypes = like.dtypes if like else ("float32", "float16", "bfloat16")
         self.mask_dtype = like.mask_dtype if like else "uint8"
         self.keeps_lrn_scale = like.keeps_lrn_scale if like else False
         self._like = like
@@ -102,7 +102,7 @@ class DryBackend(Synchronous, Backend):
     def close(self) -> None:
         """Nothing to give back."""
 
-    def fetch(self, array: Array) -> Fetch:
+    def copy_to_host_async(self, array: Array) -> AsyncCopy:
         raise AssertionError("a dry run computes nothing that could be fetched")
 
     def device_description(self) -> str:
@@ -113,7 +113,7 @@ class DryBackend(Synchronous, Backend):
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         memory = Memory(tuple(shape), dtype, self.step)
         self.memories.add(memory)
-        return DryArray(memory, memory.shape, memory.whole)
+        return MetaArray(memory, memory.shape, memory.whole)
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
         return flat.reshape(shape)
@@ -125,7 +125,7 @@ class DryBackend(Synchronous, Backend):
         shape = tuple(shape)
         if array.shape == shape or all(len(s) != 4 or s[1] == 1 or s[2] * s[3] == 1 for s in (array.shape, shape)):
             return array.reshape(shape)
-        result = self.zeros(shape, array.memory.storage)
+        result = self.zeros(shape, array.memory.dtype)
         self.note([array], [result])
         return result
 
@@ -145,13 +145,13 @@ class DryBackend(Synchronous, Backend):
     gemm = _primitive("gemm", ["a", "b"], sums=["out"])
 
     def plan_convolution(
-        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, storage: str = "float32"
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         g = geometry
         windows = zip(x_shape[2:], g.kernel, g.stride, g.pad, g.dilation, strict=True)
         y_shape = (x_shape[0], weights_shape[0], *(spatial_output(*window) for window in windows))
-        item = np.dtype(storage_dtype(storage)).itemsize
-        return DryConvolution(self, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
+        item = np.dtype(element_dtype(dtype)).itemsize
+        return MetaConvolution(self, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
 
     def workspace(self, own: int) -> int:
         return self._like.workspace(own) if self._like else gpu_workspace(own)
@@ -176,7 +176,7 @@ class DryBackend(Synchronous, Backend):
     )
     relu_backward = _primitive("relu_backward", ["y", "dy"], ["dx"], sums=["dbias"])
     dropout = _primitive("dropout", ["source"], ["destination"])
-    total = _primitive("total", ["sources"], ["destination"])
+    add_n = _primitive("add_n", ["sources"], ["destination"])
 
     softmax_forward = _primitive("softmax_forward", ["x"], ["y"])
     softmax_backward = _primitive("softmax_backward", ["y", "dy"], ["dx"])
@@ -192,7 +192,7 @@ class DryBackend(Synchronous, Backend):
         return True
 
 
-class DryConvolution:
+class MetaConvolution:
     """A `Convolution` that notes what it would read and write.
 
     Args:
@@ -202,7 +202,7 @@ class DryConvolution:
 
     gives_sums = True
 
-    def __init__(self, backend: DryBackend, own: int) -> None:
+    def __init__(self, backend: MetaBackend, own: int) -> None:
         self._backend = backend
         self._own = own
 

@@ -37,7 +37,7 @@ class ActivationLayer(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(bottom[0].shape)
         keep = bottom[0] is top[0] and self.reads_bottom()
-        self._kept = self.temporary("kept", bottom[0].shape, self.storage) if keep else None
+        self._kept = self.temporary("kept", bottom[0].shape, self.dtype) if keep else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._kept is not None:

@@ -90,13 +90,13 @@ class EltwiseLayer(Layer):
     def _keep_first(self, bottom: Blobs) -> None:
         """Copy the first bottom where the top overwrites it, for gradients that need it."""
         if self._in_place:
-            self.backend.copy(bottom[0].data, self.temporary("first", bottom[0].shape, self.storage).array)
+            self.backend.copy(bottom[0].data, self.temporary("first", bottom[0].shape, self.dtype).array)
 
     def _kept(self, bottom: Blobs) -> list[Array]:
         """The bottoms' data as they were before `forward`."""
         xs = [blob.data for blob in bottom]
         if self._in_place:
-            xs[0] = self.temporary("first", bottom[0].shape, self.storage).array
+            xs[0] = self.temporary("first", bottom[0].shape, self.dtype).array
         return xs
 
     def _sum(self, xs: list[Array], y: Array) -> None:

@@ -50,9 +50,9 @@ class InnerProductLayer(Layer):
             return
         self._bottom_shape = shape
         rows = math.prod(shape[:axis])
-        self._x = Reordered(self.backend, shape, (rows, self._inputs), self.storage)
-        self._dx = Reordered(self.backend, shape, (rows, self._inputs), self.storage)
-        self._y = Reordered(self.backend, top[0].shape, (rows, param.num_output), self.storage)
+        self._x = Reordered(self.backend, shape, (rows, self._inputs), self.dtype)
+        self._dx = Reordered(self.backend, shape, (rows, self._inputs), self.dtype)
+        self._y = Reordered(self.backend, top[0].shape, (rows, param.num_output), self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.compute(bottom[0], top[0], total_with_channel)

@@ -33,8 +33,8 @@ class ReshapingLayer(Layer):
         top[0].reshape(shapes[1])
         if shapes != self._shapes:
             self._shapes = shapes
-            self._down = Reordered(self.backend, *shapes, self.storage)
-            self._up = Reordered(self.backend, *shapes[::-1], self.storage)
+            self._down = Reordered(self.backend, *shapes, self.dtype)
+            self._up = Reordered(self.backend, *shapes[::-1], self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._down.is_view and not self.tops_overwritten:

@@ -39,7 +39,7 @@ class SplitLayer(Layer):
         if len(top) == 1:
             self.backend.copy(top[0].diff, dx)
             return
-        self.backend.total([blob.diff for blob in top], dx)
+        self.backend.add_n([blob.diff for blob in top], dx)
 
 
 @register_layer("Silence")

@@ -154,10 +154,10 @@ class Layer:
         """Whether a later layer works in place on a top, whose data backward cannot find then; set by the net."""
         self.temporaries: dict[str, Temporary] = {}
         """What `temporary` made, by name."""
-        self.storage = "float32"
+        self.dtype = "float32"
         """What the layer's blobs are kept in, set by the net."""
         self.label_tops: frozenset[int] = frozenset()
-        """Tops that some layer reads as labels, set by the net before `storage`."""
+        """Tops that some layer reads as labels, set by the net before `dtype`."""
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
         self.kept_loss: Array | None = None
@@ -165,10 +165,10 @@ class Layer:
         self.reader_propagates = False
         """Whether a later layer gives the first top a gradient, set by the net where that top has a loss weight."""
 
-    def top_storage(self, index: int) -> str:
+    def top_dtype(self, index: int) -> str:
         """What a top is kept in."""
         exact = not self.half or (self.exact_tops is not None and index >= self.exact_tops) or index in self.label_tops
-        return "float32" if exact else self.storage
+        return "float32" if exact else self.dtype
 
     # -- to be written by layer types ----------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Layer:
     def close(self) -> None:
         """End what the layer started (prefetch threads, files). Callable twice."""
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         """Why the layer cannot be part of a captured graph; empty if it can."""
         return ""
 
@@ -285,11 +285,11 @@ class Layer:
         """To be called at the end of `forward` by layers whose backward pass reads the first top's data."""
         if not self.tops_overwritten:
             return
-        self.backend.copy(top[0].data, self.temporary("top", top[0].shape, self.storage).array)
+        self.backend.copy(top[0].data, self.temporary("top", top[0].shape, self.dtype).array)
 
     def saved_top(self, top: Blobs) -> Array:
         """The first top's data as `forward` left them."""
-        return self.temporary("top", top[0].shape, self.storage).array if self.tops_overwritten else top[0].data
+        return self.temporary("top", top[0].shape, self.dtype).array if self.tops_overwritten else top[0].data
 
     def first_sample(self) -> int:
         """Global number of the first sample in this pass, for random numbers that belong to samples."""
@@ -302,8 +302,8 @@ class Layer:
         return (self.context.passes.number, self.first_sample()) if on_device is None else on_device
 
     def weights(self, index: int = 0) -> Array:
-        """A parameter's values in the storage of the layer's blobs."""
-        return self.blobs[index].stored_in(self.storage)
+        """A parameter's values in the dtype of the layer's blobs."""
+        return self.blobs[index].values_as(self.dtype)
 
     def error(self, message: str) -> ConfigError:
         """A ConfigError that names the layer."""

@@ -24,14 +24,14 @@ class Reordered:
         backend: where the arrays live.
         shape: what arrays given to `pull`, `target` and `push` have.
         other: what they are seen as, of the same count.
-        storage: what their elements are kept in.
+        dtype: what their elements are kept in.
     """
 
     def __init__(
-        self, backend: Backend, shape: tuple[int, ...], other: tuple[int, ...], storage: str = "float32"
+        self, backend: Backend, shape: tuple[int, ...], other: tuple[int, ...], dtype: str = "float32"
     ) -> None:
         self._backend = backend
-        self._storage = storage
+        self._dtype = dtype
         self._other = other
         self.is_view = shape == other or (memory_is_logical(shape) and memory_is_logical(other))
 
@@ -65,11 +65,11 @@ class Reordered:
 
     @cached_property
     def _buffer(self) -> Array:
-        return self._backend.zeros(self._other, self._storage)
+        return self._backend.zeros(self._other, self._dtype)
 
     @cached_property
     def _row(self) -> Array:
-        return self._backend.zeros((math.prod(self._other),), self._storage)
+        return self._backend.zeros((math.prod(self._other),), self._dtype)
 
 
 class Extended:
@@ -79,14 +79,14 @@ class Extended:
         backend: where the arrays live.
         shape: what arrays given to `pull`, `target` and `push` have.
         larger: what they are seen as, no shorter along any axis.
-        storage: what their elements are kept in.
+        dtype: what their elements are kept in.
     """
 
     def __init__(
-        self, backend: Backend, shape: tuple[int, ...], larger: tuple[int, ...], storage: str = "float32"
+        self, backend: Backend, shape: tuple[int, ...], larger: tuple[int, ...], dtype: str = "float32"
     ) -> None:
         self._backend = backend
-        self._storage = storage
+        self._dtype = dtype
         self._shape, self._larger = shape, larger
         self._is_same = shape == larger
 
@@ -115,4 +115,4 @@ class Extended:
 
     @cached_property
     def _buffer(self) -> Array:
-        return self._backend.zeros(self._larger, self._storage)
+        return self._backend.zeros(self._larger, self._dtype)

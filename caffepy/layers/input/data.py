@@ -119,7 +119,7 @@ class DummyDataLayer(Layer):
             else:
                 self.backend.from_host(self._random(i, filler, blob.shape), blob.data)
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         drawn = any(filler.type != "constant" for filler in self._fillers)
         return "it fills its tops with random numbers on the host in every pass" if drawn else ""
 

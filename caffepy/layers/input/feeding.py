@@ -52,7 +52,7 @@ def expected_bytes(shapes: Sequence[tuple[int, ...]], as_bytes: bool, passes_ahe
     return sum(aligned_size(4 * math.prod(shape)) for shape in shapes) * blocks_for(passes_ahead, 1)
 
 
-class Form(ABC):
+class HostToDeviceTransfer(ABC):
     """A way from batches to tops.
 
     Args:
@@ -73,7 +73,7 @@ class Form(ABC):
         """Make the tops of the pass that `counter` names."""
 
 
-class ByteForm(Form):
+class ByteTransfer(HostToDeviceTransfer):
     """Images that come as bytes and are transformed on the device.
 
     Args:
@@ -103,7 +103,7 @@ class ByteForm(Form):
         self._backend.take_images(self.ring, counter, images.slot, self._mean, images.scale, tops[0].data, labels)
 
 
-class FloatForm(Form):
+class FloatTransfer(HostToDeviceTransfer):
     """Batches that come as floats, in the tops' own order in memory; one after the other in a slot.
 
     Args:

@@ -14,7 +14,13 @@ from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import Blobs, Layer
-from caffepy.layers.input.feeding import ByteForm, FloatForm, Form, expected_bytes, passes_together
+from caffepy.layers.input.feeding import (
+    ByteTransfer,
+    FloatTransfer,
+    HostToDeviceTransfer,
+    expected_bytes,
+    passes_together,
+)
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
@@ -100,11 +106,11 @@ class PrefetchingLayer(Layer):
         self._closed = False
         self._tops = list(top)
         self._batch: Batch | None = None
-        self._form: Form | None = None
+        self._form: HostToDeviceTransfer | None = None
         self._images: ByteImages | None = None
-        self._taken: Form | None = None
+        self._taken: HostToDeviceTransfer | None = None
         """The form that the last `forward` took."""
-        self._fed: dict[int, Form] = {}
+        self._fed: dict[int, HostToDeviceTransfer] = {}
         """How the passes that were fed, and not consumed yet, came."""
         self._restarted = False
         self._waited = 0.0
@@ -218,20 +224,20 @@ class PrefetchingLayer(Layer):
         self._form = form
         return batch
 
-    def _form_of(self, batch: Batch) -> Form:
+    def _form_of(self, batch: Batch) -> HostToDeviceTransfer:
         """The form that takes a batch: the present one if it fits."""
         form, ahead = self._form, self.context.iter_size
         if self._restarted and form is not None:
             form.ring.restart()
         self._restarted = False
         if batch.slot is not None:
-            if not isinstance(form, ByteForm):
+            if not isinstance(form, ByteTransfer):
                 assert self._images is not None
-                form = ByteForm(self.backend, self._images, len(self._tops), ahead)
+                form = ByteTransfer(self.backend, self._images, len(self._tops), ahead)
             return form
         shapes = [array.shape for array in batch.arrays]
-        if not isinstance(form, FloatForm) or form.shapes != shapes:
-            form = FloatForm(self.backend, shapes, ahead, form.ring if isinstance(form, FloatForm) else None)
+        if not isinstance(form, FloatTransfer) or form.shapes != shapes:
+            form = FloatTransfer(self.backend, shapes, ahead, form.ring if isinstance(form, FloatTransfer) else None)
         return form
 
     def _wait_for_room(self, ring: InputRing) -> None:
@@ -315,6 +321,6 @@ class PrefetchingLayer(Layer):
             source.close()
 
 
-def _reshape(tops: Blobs, form: Form) -> None:
+def _reshape(tops: Blobs, form: HostToDeviceTransfer) -> None:
     for blob, shape in zip(tops, form.shapes, strict=True):
         blob.reshape(shape)

@@ -93,7 +93,7 @@ class LossLayer(Layer):
     def meets_devices(self) -> bool:
         return self._divisor is None and self.context.total_over_devices is not None
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         if not self.meets_devices() or self.context.average_captured:
             return ""
         return "it counts labels over all devices through the host"

@@ -81,7 +81,7 @@ class BatchNormLayer(Layer):
         """Whether the layer has NVIDIA Caffe's own scale and bias."""
         return self._scale_bias
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         if not self.meets_devices() or self.context.average_captured:
             return ""
         return "it averages statistics over all devices through the host"
@@ -137,7 +137,7 @@ class BatchNormLayer(Layer):
         if len(shape) < 2 or shape[1] != self._channels:
             raise self.shape_error(f"the statistics need {self._channels} channels", bottom[0], self.blobs[0])
         top[0].reshape(shape)
-        self._kept = self.temporary("kept", shape, self.storage) if bottom[0] is top[0] else None
+        self._kept = self.temporary("kept", shape, self.dtype) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, n = bottom[0].data, self.normalisation()

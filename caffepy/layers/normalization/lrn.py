@@ -78,8 +78,8 @@ class LRNLayer(Layer):
             settings = (param.local_size, param.alpha, param.beta, param.k)
             self.backend.lrn_across_backward(x, y, scale, dy, dx, *settings)
             return
-        # Pooling keeps the storage, and these products may be too small for half precision.
-        part = dx if bottom[0].storage == "float32" else self.temporary("part", x.shape).array
+        # Pooling keeps the dtype, and these products may be too small for half precision.
+        part = dx if bottom[0].dtype == "float32" else self.temporary("part", x.shape).array
         self.backend.apply(average_gradient, (x, dy, scale, param.alpha, param.beta), (part,))
         squares = self.temporary("squares", x.shape).array
         self.backend.pool_average_backward(part, squares, self._geometry)

@@ -143,7 +143,7 @@ class ScaleLayer(BroadcastLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.place_operand(self.operand(bottom), bottom, self.param.scale_param.axis)
         top[0].reshape(bottom[0].shape)
-        self._kept = self.temporary("kept", bottom[0].shape, self.storage) if bottom[0] is top[0] else None
+        self._kept = self.temporary("kept", bottom[0].shape, self.dtype) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, scale = bottom[0].data, top[0].data, self.operand(bottom).data

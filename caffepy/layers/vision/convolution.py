@@ -25,13 +25,13 @@ class Operand:
         shape: the blob's.
         planned: (N, C, spatial...) of the same count.
         larger: the same with the zeros.
-        storage: what their elements are kept in.
+        dtype: what their elements are kept in.
     """
 
-    def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, storage: str) -> None:
+    def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
         self._is_same = shape == larger
-        self._reordered = Reordered(backend, shape, planned, storage)
-        self._extended = Extended(backend, planned, larger, storage)
+        self._reordered = Reordered(backend, shape, planned, dtype)
+        self._extended = Extended(backend, planned, larger, dtype)
 
     def pull(self, array: Array) -> Array:
         """What an array holds; where it is a copy, the next pull overwrites it."""
@@ -100,8 +100,8 @@ class BaseConvolutionLayer(Layer):
         x, y = self._planned(bottom), self._planned(top)
         larger = (*x[:2], *map(self._needed_size, x[2:], range(len(x))))
         self._plan = self._make_plan(larger, y)
-        self._x, self._dx = (Operand(self.backend, bottom, x, larger, self.storage) for _ in range(2))
-        self._y = Operand(self.backend, top, y, y, self.storage)
+        self._x, self._dx = (Operand(self.backend, bottom, x, larger, self.dtype) for _ in range(2))
+        self._y = Operand(self.backend, top, y, y, self.dtype)
 
     def _planned(self, shape: Shape) -> Shape:
         """(N, C, spatial...) as plans take it: all batch axes as one, an image of one pixel without spatial axes."""
@@ -235,7 +235,7 @@ class ConvolutionLayer(BaseConvolutionLayer):
         return size + max(0, -self._span(size, axis)) if self._geometry.kernel else size
 
     def _make_plan(self, bottom: Shape, top: Shape) -> Convolution:
-        return self.backend.plan_convolution(bottom, self._filter_shape, self._planned_geometry, self.storage)
+        return self.backend.plan_convolution(bottom, self._filter_shape, self._planned_geometry, self.dtype)
 
     @property
     def plan(self) -> Convolution:
@@ -290,7 +290,7 @@ class DeconvolutionLayer(BaseConvolutionLayer):
         return g.stride[axis] * (size - 1) + g.dilation[axis] * (g.kernel[axis] - 1) + 1 - 2 * g.pad[axis]
 
     def _make_plan(self, bottom: Shape, top: Shape) -> Convolution:
-        return self.backend.plan_convolution(top, self._filter_shape, self._planned_geometry, self.storage)
+        return self.backend.plan_convolution(top, self._filter_shape, self._planned_geometry, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for x, y in zip(bottom, top, strict=True):

@@ -201,7 +201,7 @@ class Fusion:
             return None
         if not self._nodes[index].propagate_down[0] and any(self._nodes[i].need_backward for i in users):
             return None  # they find in the blob's diff what a later layer left there
-        hidden = Blob(blob.backend, blob.shape, f"{blob.name} before {self._nodes[index].layer.name}", blob.storage)
+        hidden = Blob(blob.backend, blob.shape, f"{blob.name} before {self._nodes[index].layer.name}", blob.dtype)
         lists = [self._nodes[index].bottoms]
         for i in users:
             lists += [self._nodes[i].bottoms, self._nodes[i].tops]

@@ -38,13 +38,13 @@ class FusedLayer(Layer):
         )
         super().__init__(param, members[0].context)
         self.members = list(members)
-        self.storage = members[0].storage
+        self.dtype = members[0].dtype
         self.loss_weights = list(members[-1].loss_weights)
         self.blobs = [blob for member in members for blob in member.blobs]
         self.propagate_to_params = [wanted for member in members for wanted in member.propagate_to_params]
 
-    def not_captured(self) -> str:
-        return next((reason for member in self.members if (reason := member.not_captured())), "")
+    def capture_blocker(self) -> str:
+        return next((reason for member in self.members if (reason := member.capture_blocker())), "")
 
     def meets_devices(self) -> bool:
         return any(member.meets_devices() for member in self.members)

@@ -1,6 +1,6 @@
 """A net that is built and run without a device, to see when each of its arrays is needed.
 
-Owns the rules for which arrays may share memory. The layers' own code runs on `DryBackend`: there is no second
+Owns the rules for which arrays may share memory. The layers' own code runs on `MetaBackend`: there is no second
 description of what a layer reads, writes or allocates.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from caffepy.backend.meta.array import SETUP, DryArray, Memory
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.array import SETUP, Memory, MetaArray
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Layer, LayerContext, PassCounter
 from caffepy.layers.core.buffer import Temporary
@@ -23,7 +23,7 @@ from caffepy.proto import caffe_pb2
 INPUTS, BLOBS, BUFFERS = "inputs", "blobs", "layers' buffers"
 PARAMETERS, GRADIENTS, COPIES = "parameters", "gradients", "half copies"
 KINDS = (PARAMETERS, GRADIENTS, COPIES, INPUTS, BLOBS, BUFFERS)
-"""What memory is for, as `Shadow.lasting` tells it apart."""
+"""What memory is for, as `LivenessAnalysis.lasting` tells it apart."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Place:
     index: int
     is_blob: bool
 
-    def find(self, net: Net, shape: tuple[int, ...], storage: str) -> Blob | Temporary:
+    def find(self, net: Net, shape: tuple[int, ...], dtype: str) -> Blob | Temporary:
         """What holds the array in a net; a layer's temporary need not be there before the first pass."""
         node = net.schedule[self.node]
         if self.is_blob:
             return node.tops[self.index]
-        return _owners(node.layer)[self.index].temporary(self.part, shape, storage)
+        return _owners(node.layer)[self.index].temporary(self.part, shape, dtype)
 
-    def bind(self, net: Net, array: Any, storage: str) -> None:
+    def bind(self, net: Net, array: Any, dtype: str) -> None:
         """Give the net this array to keep there."""
-        holder = self.find(net, tuple(array.shape), storage)
+        holder = self.find(net, tuple(array.shape), dtype)
         if isinstance(holder, Blob):
-            assert holder.storage == storage, f"{holder} is kept in {holder.storage}, the plan is for {storage}"
+            assert holder.dtype == dtype, f"{holder} is kept in {holder.dtype}, the plan is for {dtype}"
             holder.bind(**{self.part: array})
         else:
             holder.bind(array)
@@ -64,8 +64,8 @@ class Place:
         return f"{node.tops[self.index].name} {self.part}" if self.is_blob else f"({self.part})"
 
 
-class Shadow:
-    """A net on a `DryBackend`, after one iteration.
+class LivenessAnalysis:
+    """A net on a `MetaBackend`, after one iteration.
 
     Args:
         param: the net as read.
@@ -83,7 +83,7 @@ class Shadow:
         fuse: bool,
         backward: bool,
     ) -> None:
-        self.backend = DryBackend(context.backend)
+        self.backend = MetaBackend(context.backend)
         surroundings = replace(
             context, backend=self.backend, passes=PassCounter(), first_sample=None, describe_sample=None
         )
@@ -155,7 +155,7 @@ class Shadow:
                 found.setdefault(memory, place)
         return {place: memory for memory, place in found.items()}
 
-    def _arrays(self) -> Iterator[tuple[Place, DryArray]]:
+    def _arrays(self) -> Iterator[tuple[Place, MetaArray]]:
         """Blobs' and temporaries' arrays; of several blobs over one memory the one that allocated it comes first.
 
         Layers hand values down to their tops and gradients up to their bottoms.

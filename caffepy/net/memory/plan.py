@@ -18,7 +18,7 @@ from caffepy.errors import OutOfMemoryError
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net.memory.arena import Lifetime, assign_offsets, live_bytes, widest_gaps
-from caffepy.net.memory.liveness import BLOBS, BUFFERS, COPIES, GRADIENTS, INPUTS, PARAMETERS, Place, Shadow
+from caffepy.net.memory.liveness import BLOBS, BUFFERS, COPIES, GRADIENTS, INPUTS, PARAMETERS, LivenessAnalysis, Place
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -34,7 +34,7 @@ class Slot:
         title: what tables call it.
         layer: the layer's name.
         shape: its dimensions.
-        storage: what its elements are kept in.
+        dtype: what its elements are kept in.
         life: its bytes, and the steps that need it.
         offset: where it begins in the arena.
     """
@@ -43,7 +43,7 @@ class Slot:
     title: str
     layer: str
     shape: tuple[int, ...]
-    storage: str
+    dtype: str
     life: Lifetime
     offset: int
 
@@ -117,12 +117,12 @@ class MemoryPlan:
         """
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
-            slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.storage), slot.storage)
+            slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
         rooms = [arena[begin:end] for begin, end in self.gaps]
         for node, room in zip(net.schedule, rooms, strict=False):
-            node.forward_room = room
+            node.forward_workspace = room
         for node, room in zip(reversed(net.schedule), rooms[len(net.schedule) :], strict=False):
-            node.backward_room = room
+            node.backward_workspace = room
 
     def new_arena(self, backend: Backend) -> Array:
         """Memory for `bind`.
@@ -149,13 +149,13 @@ def plan_memory(
 
     Args:
         param: the net as read.
-        context: its surroundings; the plan is for a backend like `context.backend`, which can be a `DryBackend`.
+        context: its surroundings; the plan is for a backend like `context.backend`, which can be a `MetaBackend`.
         state: as `Net` takes it.
         fuse: as `Net` takes it.
         backward: whether there are backward passes; by default in the TRAIN phase.
     """
     training = context.phase == caffe_pb2.TRAIN
-    shadow = Shadow(param, context, state, fuse, training if backward is None else backward)
+    shadow = LivenessAnalysis(param, context, state, fuse, training if backward is None else backward)
     found = list(shadow.shareable().items())
     lives = []
     for _, memory in found:
@@ -166,7 +166,7 @@ def plan_memory(
     schedule = shadow.net.schedule
     slots = [
         Slot(
-            place, place.title(shadow.net), schedule[place.node].layer.name, memory.shape, memory.storage, life, offset
+            place, place.title(shadow.net), schedule[place.node].layer.name, memory.shape, memory.dtype, life, offset
         )
         for (place, memory), life, offset in zip(found, lives, offsets, strict=True)
     ]

@@ -77,10 +77,10 @@ class OverlappingCommunicator(Communicator, Protocol):
         """Whether averages that are begun travel in two bytes a number; `all_reduce` never does that."""
 
     @property
-    def favours_overlap(self) -> bool:
+    def overlaps_compute(self) -> bool:
         """Whether to begin early is worth while: what was begun goes on by itself, or at least nobody waits for it."""
 
-    def begin_average(self, array: Array, timed: AbstractContextManager[None]) -> Exchange:
+    def all_reduce_async(self, array: Array, timed: AbstractContextManager[None]) -> Exchange:
         """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.
 
         `timed` is entered where the exchange begins and left where it has ended, each time with the stream current on

@@ -47,9 +47,9 @@ class HierarchicalCommunicator:
         self.size = ranks.size * local.size
         self._halves = host_compressor(compress, self.size)
         self.compresses = self._halves is not None
-        self.favours_overlap = apart
+        self.overlaps_compute = apart
 
-    def new_gradients(self, count: int) -> Any | None:
+    def allocate_gradients(self, count: int) -> Any | None:
         """Memory for gradients whose averages are made fastest; called by all threads of all ranks, before those.
 
         Args:
@@ -61,7 +61,7 @@ class HierarchicalCommunicator:
         memory = self._shared.allocate(count) if self._shared is not None and self._leads else None
         placed = self._local.sum([float(memory is not None)])[0] > 0
         # The threads of a process meet at every part: only where there is one nobody waits for anybody.
-        self.favours_overlap = self._apart or (placed and self._local.size == 1)
+        self.overlaps_compute = self._apart or (placed and self._local.size == 1)
         return memory
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
@@ -82,8 +82,8 @@ class HierarchicalCommunicator:
             return None
         return self._shared.begin(array, 1 / self.size if average else 1.0)
 
-    def begin_average(self, array: Any, timed: AbstractContextManager[None]) -> HierarchicalExchange:
-        """`OverlappingCommunicator.begin_average`: what goes on while the threads compute is the ranks' part."""
+    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> HierarchicalExchange:
+        """`OverlappingCommunicator.all_reduce_async`: what goes on while the threads compute is the ranks' part."""
         exchange = HierarchicalExchange(self._local, array, self.size, self._halves, timed)
         self._local.reduce(array)
         if self._leads:

@@ -46,7 +46,7 @@ def load_mpi() -> Any:
     return MPI
 
 
-class CallService:
+class MainThreadDispatcher:
     """Lets solver threads call MPI, themselves or, where MPI forbids that, through the main thread.
 
     Args:
@@ -109,7 +109,7 @@ class MpiWorld(World):
     def __init__(self, launcher: Launcher) -> None:
         super().__init__()
         self._mpi = load_mpi()
-        self._calls = CallService(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
+        self._calls = MainThreadDispatcher(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
         self._control = self._mpi.COMM_WORLD.Dup()
         self.rank = int(self._control.rank)
         self.size = int(self._control.size)
@@ -196,7 +196,7 @@ class MpiCommunicator(MpiOperations):
         calls: carries the calls to a thread that may make them.
     """
 
-    def __init__(self, mpi: Any, comm: Any, calls: CallService) -> None:
+    def __init__(self, mpi: Any, comm: Any, calls: MainThreadDispatcher) -> None:
         super().__init__(mpi, comm, calls)
         self.rank = int(comm.rank)
         self.size = int(comm.size)

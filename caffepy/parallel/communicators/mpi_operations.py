@@ -21,7 +21,7 @@ _PAUSES = (0.00005, 0.002)
 
 
 class Calls(Protocol):
-    """Carries calls to a thread that may call MPI; `mpi.CallService`."""
+    """Carries calls to a thread that may call MPI; `mpi.MainThreadDispatcher`."""
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of `function`.

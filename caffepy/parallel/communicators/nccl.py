@@ -87,7 +87,7 @@ class NcclCommunicator:
 
     memory = "gpu"
     captures = True
-    favours_overlap = True
+    overlaps_compute = True
 
     def __init__(
         self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: str = "none"
@@ -111,8 +111,8 @@ class NcclCommunicator:
             operation = nccl_operator(Operator.AVG if average else Operator.SUM)
             self._comm.allReduce(pointer, pointer, array.size, nccl_type(array), operation, stream)
 
-    def begin_average(self, array: Array, timed: AbstractContextManager[None]) -> SideWork:
-        """`OverlappingCommunicator.begin_average`: on the stream beside the current one, after what is on that now."""
+    def all_reduce_async(self, array: Array, timed: AbstractContextManager[None]) -> SideWork:
+        """All-reduce on the side stream, after what is on the current one now."""
         with self._translated("NCCL's all-reduce"):
             return self._begin_average(array, timed)
 

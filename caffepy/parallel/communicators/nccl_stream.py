@@ -87,7 +87,7 @@ class SideWork:
         stream.wait_event(self._events[0])
 
     def end(self, stream: Any) -> None:
-        """Mark where on `stream` the work ends."""
+        """Event where on `stream` the work ends."""
         self._events[1].record(stream)
 
     def progress(self) -> None:

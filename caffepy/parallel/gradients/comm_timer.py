@@ -15,7 +15,7 @@ from caffepy.backend import Backend
 _COMMUNICATION, _EXPOSED = 0, 1
 
 
-class CommunicationClock:
+class CommTimer:
     """Adds up what one device's exchanges took, on the device's own clock, captured or not.
 
     Args:
@@ -23,7 +23,7 @@ class CommunicationClock:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._stopwatch = backend.stopwatch(2)
+        self._stopwatch = backend.device_timer(2)
         self._under_way = 0
 
     @contextmanager

@@ -16,14 +16,14 @@ from caffepy.net import Net
 from caffepy.net.wiring import Node
 from caffepy.parallel.communicators.communicator import Communicator, Exchange, OverlappingCommunicator
 from caffepy.parallel.gradients.buckets import Bucket, cut_buckets
-from caffepy.parallel.gradients.comm_timer import CommunicationClock
+from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.trace import NoTrace
 
 _WHOLE = "the gradients' all-reduce"
 """What messages and the trace call it."""
 
 
-class GradientExchange:
+class Reducer:
     """The exchange of one device's gradients.
 
     Args:
@@ -43,7 +43,7 @@ class GradientExchange:
         communicator: Communicator,
         buckets: int,
         may_begin: Callable[[], bool],
-        clock: CommunicationClock,
+        clock: CommTimer,
         waiting: Callable[[str], AbstractContextManager[None]],
         trace: NoTrace,
     ) -> None:
@@ -56,7 +56,7 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._going_on: deque[Exchange] = deque()
         self._begun = 0
-        if hasattr(communicator, "begin_average") and (buckets != 1 or getattr(communicator, "compresses", False)):
+        if hasattr(communicator, "all_reduce_async") and (buckets != 1 or getattr(communicator, "compresses", False)):
             self._buckets = cut_buckets(net, buckets)
         if self.overlaps:
             self._places = {id(node): index for index, node in enumerate(net.schedule)}
@@ -113,7 +113,7 @@ class GradientExchange:
         timed = self._timed(f"bucket {self._begun}", f"{part.nbytes / 2**20:.3g} MiB")
         # The threads of a process meet here, before any of them comes to `finish`.
         with self._waiting(f"the beginning of {self._name(self._begun)}"):
-            exchange = cast(OverlappingCommunicator, self._communicator).begin_average(part, timed)
+            exchange = cast(OverlappingCommunicator, self._communicator).all_reduce_async(part, timed)
         self._going_on.append(exchange)
 
     def _name(self, number: int) -> str:
@@ -122,7 +122,7 @@ class GradientExchange:
     @contextmanager
     def _timed(self, row: str, size: str) -> Iterator[None]:
         """Time a bucket's exchange, on a device with a clock of its own where its current stream comes to it."""
-        stamp = self._trace.stamp
+        stamp = self._trace.record_timed_event
         first = None if stamp is None else stamp()
         since = time.perf_counter()
         with self._clock.exchanging():

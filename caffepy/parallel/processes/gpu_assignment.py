@@ -20,14 +20,14 @@ def share_gpus(world: World, seen: Sequence[tuple[int, str]]) -> list[int]:
 
     Raises:
         ConfigError: there are fewer GPUs than ranks, or the ranks see different ones that overlap; on the root, see
-            `World.agree`.
+            `World.raise_on_all`.
     """
     everybody = world.all_gather([identity for _, identity in seen])
     kernels = [kernel_of(machine) for machine in world.machines]
     neighbours = [rank for rank in range(world.size) if kernels[rank] == kernels[world.rank]]
     views = [everybody[rank] for rank in neighbours]
     own = neighbours.index(world.rank)
-    part = world.call_on_all(lambda: own_part(views, own, [world.name(rank) for rank in neighbours]))
+    part = world.run_on_all(lambda: own_part(views, own, [world.name(rank) for rank in neighbours]))
     numbers = {identity: number for number, identity in seen}
     devices = [numbers[identity] for identity in part]
     _log(world, devices, len(seen))
@@ -73,7 +73,7 @@ def refuse_shared(world: World, own: Sequence[str]) -> None:
         own: the identities of this rank's GPUs.
 
     Raises:
-        ConfigError: with both ranks; on the root, see `World.agree`.
+        ConfigError: with both ranks; on the root, see `World.raise_on_all`.
     """
     owners: dict[tuple[str, str], int] = {}
     for rank, (machine, gpus) in enumerate(zip(world.machines, world.all_gather(list(own)), strict=True)):
@@ -84,7 +84,7 @@ def refuse_shared(world: World, own: Sequence[str]) -> None:
                     f"{world.name(owner)} and {world.name(rank)} both train on the GPU at {gpu}: "
                     f"give each rank GPUs of its own with --gpu"
                 )
-                world.agree(error)
+                world.raise_on_all(error)
 
 
 def _log(world: World, devices: list[int], seen: int) -> None:

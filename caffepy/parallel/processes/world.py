@@ -123,7 +123,7 @@ class World:
         """A new connection among all ranks, one device a rank; None where there is one rank."""
         return None
 
-    def agree(self, error: Exception | None) -> None:
+    def raise_on_all(self, error: Exception | None) -> None:
         """End all ranks in the same way if any of them met an error; called by all with what they met.
 
         The root raises the error, for its caller to print; where not all ranks met the same, the message says which
@@ -148,15 +148,15 @@ class World:
         kind = UserError if status == UserError.exit_status else RunError
         raise kind(f"{self.name(culprits[0])}: {text}") from error
 
-    def call_on_all(self, action: Callable[[], T]) -> T:
-        """The result of `action`, which every rank calls, or the error that `agree` makes of it."""
+    def run_on_all(self, action: Callable[[], T]) -> T:
+        """The result of `action`, which every rank calls, or the error that `raise_on_all` makes of it."""
         result: list[T] = []
         try:
             result.append(action())
             error = None
         except Exception as failure:
             error = failure
-        self.agree(error)
+        self.raise_on_all(error)
         return result[0]
 
     def end(self, status: int) -> NoReturn:

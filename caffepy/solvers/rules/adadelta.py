@@ -34,5 +34,5 @@ class AdaDeltaSolver(Solver):
     histories = 2
     rule = adadelta_update
 
-    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+    def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         return rate, momentum, self.param.delta

@@ -31,5 +31,5 @@ class AdaGradSolver(Solver):
 
     rule = adagrad_update
 
-    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+    def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         return rate, self.param.delta

@@ -31,5 +31,5 @@ class RMSPropSolver(Solver):
 
     rule = rmsprop_update
 
-    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+    def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         return rate, self.param.rms_decay, self.param.delta

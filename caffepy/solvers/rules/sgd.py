@@ -29,5 +29,5 @@ class SGDSolver(Solver):
 
     rule = sgd_update
 
-    def rule_numbers(self, rate: float, momentum: float) -> tuple[float, ...]:
+    def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         return rate, momentum

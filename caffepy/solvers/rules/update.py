@@ -104,7 +104,7 @@ class Update:
         self._backend.fill(self._good, good_steps if self._adaptive else 0)
 
     def run(self, scale: Array | float, l2: Array | float, l1: Array | float, numbers: Sequence[Array | float]) -> None:
-        """Change the parameters, their copies in other storages and the history, by the gradients in `diff`."""
+        """Change the parameters, their copies in other dtypes and the history, by the gradients in `diff`."""
         parameters = self._net.parameters
         if not parameters.learned:
             return

@@ -9,17 +9,17 @@ from normalise_checks import SHAPES
 from caffepy.backend.cpu.backend import CpuBackend
 
 BACKEND = CpuBackend(2)
-STORAGE = "float32"
+DTYPES = "float32"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_measure(shape: tuple[int, ...]) -> None:
-    checks.check_measure(BACKEND, shape, STORAGE)
+    checks.check_measure(BACKEND, shape, DTYPES)
 
 
 @pytest.mark.parametrize("offset", [1e3, -1e4])
 def test_measure_where_the_mean_is_large(offset: float) -> None:
-    checks.check_measure(BACKEND, (16, 12, 9, 9), STORAGE, offset)
+    checks.check_measure(BACKEND, (16, 12, 9, 9), DTYPES, offset)
 
 
 @pytest.mark.parametrize(("channels", "elements"), [(1, 1), (7, 20), (64, 3000)])
@@ -38,12 +38,12 @@ def test_load(count: float) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(3, 8, 4, 4), (2, 33, 3, 3), (64, 5), (3, 6, 5)])
 def test_forward(shape: tuple[int, ...], residual: bool, relu: bool, mask: bool, in_place: bool) -> None:
-    checks.check_forward(BACKEND, shape, STORAGE, residual, relu, mask, in_place)
+    checks.check_forward(BACKEND, shape, DTYPES, residual, relu, mask, in_place)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backward(shape: tuple[int, ...]) -> None:
-    checks.check_backward(BACKEND, shape, STORAGE)
+    checks.check_backward(BACKEND, shape, DTYPES)
 
 
 @pytest.mark.parametrize(("relu", "mask"), [(False, False), (True, False), (True, True)])
@@ -53,16 +53,16 @@ def test_backward(shape: tuple[int, ...]) -> None:
      (6, "last"), (9, "own")],
 )  # fmt: skip
 def test_backward_of_fused_layers(sources: int, total: str, relu: bool, mask: bool) -> None:
-    checks.check_backward(BACKEND, (4, 7, 5, 5), STORAGE, sources, relu, mask, total)
+    checks.check_backward(BACKEND, (4, 7, 5, 5), DTYPES, sources, relu, mask, total)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_relu_backward(shape: tuple[int, ...], bias: bool, in_place: bool) -> None:
-    checks.check_relu_backward(BACKEND, shape, STORAGE, bias, in_place)
+    checks.check_relu_backward(BACKEND, shape, DTYPES, bias, in_place)
 
 
 @pytest.mark.parametrize(("sources", "at"), [(2, None), (2, 0), (3, None), (3, 2), (8, None)])
 def test_total(sources: int, at: int | None) -> None:
-    checks.check_total(BACKEND, (3, 5, 4, 4), STORAGE, sources, at)
+    checks.check_total(BACKEND, (3, 5, 4, 4), DTYPES, sources, at)

@@ -47,7 +47,7 @@ def number(table: list[str], name: str) -> float:
 def test_the_layers(capsys: pytest.CaptureFixture[str]):
     table = lines(capsys, "--model=net.prototxt", "-shape", "3,12,12")
     assert table == [
-        "layer type bottoms -> tops shape parameters storage",
+        "layer type bottoms -> tops shape parameters dtype",
         "data Data -> data label 8x3x12x12, 8 float32",
         "conv Convolution data -> conv 8x6x10x10 168 float32",
         "relu ReLU conv -> conv 8x6x10x10 float32",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from caffepy.net.capture import Program, Step
+from caffepy.net.capture import GraphSegments, Segment
 
 
 class Recorder:
@@ -32,17 +32,17 @@ class Recorder:
 
         return Graph()
 
-    def step(self, name: str, reason: str = "") -> Step:
+    def step(self, name: str, reason: str = "") -> Segment:
         def run() -> None:
             (self.done if self.capturing is None else self.capturing).append(name)
 
-        return Step(name, run, reason)
+        return Segment(name, run, reason)
 
 
 def test_steps_run_in_order_and_graphs_leave_out_what_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     steps = [recorder.step("a"), recorder.step("b"), recorder.step("c", "it asks the user"), recorder.step("d")]
-    program = Program(recorder, steps)  # type: ignore[arg-type]
+    program = GraphSegments(recorder, steps)  # type: ignore[arg-type]
     program.run()
     assert recorder.done == ["a", "b", "c", "d"]
     assert not program.captured
@@ -60,7 +60,7 @@ def test_steps_run_in_order_and_graphs_leave_out_what_cannot_be_captured(caplog:
 
 def test_a_dropped_program_runs_step_by_step() -> None:
     recorder = Recorder()
-    program = Program(recorder, [recorder.step("a")])  # type: ignore[arg-type]
+    program = GraphSegments(recorder, [recorder.step("a")])  # type: ignore[arg-type]
     program.capture()
     program.drop()
     program.run()

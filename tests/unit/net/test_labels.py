@@ -7,7 +7,7 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.wiring import Node
@@ -51,17 +51,17 @@ READERS = {
 
 
 def dry_net(text: str, fuse: bool = False) -> Net:
-    """A net on a device that has every storage, without memory."""
+    """A net on a device that has every dtype, without memory."""
     param = text_format.Parse(text, caffe_pb2.NetParameter())
-    return Net(param, LayerContext(DryBackend(), phase=caffe_pb2.TRAIN), fuse=fuse)
+    return Net(param, LayerContext(MetaBackend(), phase=caffe_pb2.TRAIN), fuse=fuse)
 
 
-def storages(net: Net) -> dict[str, str]:
-    return {blob.name: blob.storage for node in net.nodes for blob in node.tops}
+def dtypes(net: Net) -> dict[str, str]:
+    return {blob.name: blob.dtype for node in net.nodes for blob in node.tops}
 
 
 def label_path(net: Net) -> list[str]:
-    """The storages of what the labels come through, from the loss upwards."""
+    """The dtypes of what the labels come through, from the loss upwards."""
     producers: dict[int, list[Node]] = {}
     for node in net.nodes:
         for top in node.tops:
@@ -70,7 +70,7 @@ def label_path(net: Net) -> list[str]:
     blobs, found = [reader.bottoms[1]], []
     while blobs:
         blob = blobs.pop()
-        found.append(blob.storage)
+        found.append(blob.dtype)
         if earlier := producers.get(id(blob)):
             blobs += earlier.pop().bottoms
     return found
@@ -93,7 +93,7 @@ def test_labels_are_float32_all_the_way(source: str, steps: list[str], reader: s
         text += "kernel_size: 1 } }"
     net = dry_net(HALF + text + SCORES + READERS[reader] % name)
     assert set(label_path(net)) == {"float32"}
-    found = storages(net)
+    found = dtypes(net)
     assert (found["image"], found["conv"]) == ("float16", "float16")
     assert not image_too or found["also"] == "float16"
     assert found["loss"] == "float32"
@@ -109,7 +109,7 @@ def test_what_is_cut_from_images_may_be_labels() -> None:
           convolution_param { num_output: 4 kernel_size: 3 pad: 1 } }"""
         + READERS["SoftmaxWithLoss"] % "l"
     )
-    found = storages(net)
+    found = dtypes(net)
     assert set(label_path(net)) == {"float32"}
     assert (found["image_as_float16"], found["conv"]) == ("float16", "float16")
 
@@ -124,14 +124,14 @@ def test_labels_that_half_layers_compute_are_cast() -> None:
         layer { name: "relu" type: "ReLU" bottom: "t" top: "t" }
         layer { name: "loss" type: "SigmoidCrossEntropyLoss" bottom: "conv" bottom: "t" top: "loss" }"""
     )
-    found = storages(net)
+    found = dtypes(net)
     assert (found["image"], found["t"], found["t_as_float32"]) == ("float16", "float16", "float32")
     assert label_path(net)[0] == "float32"
 
 
 def test_without_readers_of_labels_nothing_changes() -> None:
     net = dry_net(HALF + SOURCES[0] + SCORES + 'layer { name: "s" type: "Silence" bottom: "l" }')
-    assert storages(net)["l"] == "float16"
+    assert dtypes(net)["l"] == "float16"
 
 
 @pytest.mark.parametrize("fuse", [False, True])

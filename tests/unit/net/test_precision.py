@@ -1,4 +1,4 @@
-"""Which storage each blob gets, and the Cast layers between layers that differ."""
+"""Which dtype each blob gets, and the Cast layers between layers that differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.errors import ConfigError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
@@ -27,38 +27,38 @@ HALF = "default_forward_type: FLOAT16 default_backward_type: FLOAT16 "
 
 
 def dry_net(text: str, fuse: bool = False) -> Net:
-    """A net on a device that has every storage, without memory."""
+    """A net on a device that has every dtype, without memory."""
     param = text_format.Parse(text, caffe_pb2.NetParameter())
-    return Net(param, LayerContext(DryBackend(), phase=caffe_pb2.TRAIN), fuse=fuse)
+    return Net(param, LayerContext(MetaBackend(), phase=caffe_pb2.TRAIN), fuse=fuse)
 
 
-def storages(net: Net) -> dict[str, str]:
-    return {blob.name: blob.storage for node in net.nodes for blob in node.tops}
+def dtypes(net: Net) -> dict[str, str]:
+    return {blob.name: blob.dtype for node in net.nodes for blob in node.tops}
 
 
 def test_float_nets_have_no_casts() -> None:
     net = dry_net(NET)
-    assert set(storages(net).values()) == {"float32"}
+    assert set(dtypes(net).values()) == {"float32"}
     assert "Cast" not in [layer.type for layer in net.layers]
 
 
-@pytest.mark.parametrize(("kind", "storage"), [("FLOAT16", "float16"), ("BFLOAT16", "bfloat16")])
-def test_half_nets_keep_labels_and_losses_exact(kind: str, storage: str) -> None:
-    found = storages(dry_net(HALF.replace("FLOAT16", kind) + NET))
-    assert {found[name] for name in ("data", "c", "ip", "ip_ip_0_split_0")} == {storage}
+@pytest.mark.parametrize(("kind", "dtype"), [("FLOAT16", "float16"), ("BFLOAT16", "bfloat16")])
+def test_half_nets_keep_labels_and_losses_exact(kind: str, dtype: str) -> None:
+    found = dtypes(dry_net(HALF.replace("FLOAT16", kind) + NET))
+    assert {found[name] for name in ("data", "c", "ip", "ip_ip_0_split_0")} == {dtype}
     assert {found[name] for name in ("label", "loss", "accuracy", "ip_ip_0_split_0_as_float32")} == {"float32"}
 
 
 def test_one_layer_may_differ() -> None:
     net = dry_net(HALF + NET.replace('name: "ip"', 'name: "ip" forward_type: FLOAT backward_type: FLOAT'))
-    found = storages(net)
+    found = dtypes(net)
     assert (found["c"], found["c_as_float32"], found["ip"]) == ("float16", "float32", "float32")
     assert [layer.name for layer in net.layers if layer.type == "Cast"] == ["c_as_float32"]
 
 
 def test_layers_in_place_and_splits_follow_their_bottom() -> None:
     net = dry_net(HALF + NET.replace('name: "r"', 'name: "r" forward_type: FLOAT backward_type: FLOAT'))
-    assert storages(net)["c"] == "float16"
+    assert dtypes(net)["c"] == "float16"
     assert "Cast" not in [layer.type for layer in net.layers[:4]]
 
 
@@ -74,7 +74,7 @@ def test_casts_are_not_saved() -> None:
 def test_the_cpu_keeps_float32_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "caffepy"):
         net = build_net(HALF + NET)
-    assert set(storages(net).values()) == {"float32"}
+    assert set(dtypes(net).values()) == {"float32"}
     told = [r.getMessage() for r in caplog.records if "keeps all blobs in float32" in r.getMessage()]
     assert told == ["cpu keeps all blobs in float32, although the net asks for float16"]
 
@@ -82,7 +82,7 @@ def test_the_cpu_keeps_float32_and_says_so(caplog: pytest.LogCaptureFixture) -> 
 def test_types_that_differ_between_the_passes_are_float(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "caffepy"):
         net = dry_net("default_forward_type: FLOAT16 " + NET)
-    assert set(storages(net).values()) == {"float32"}
+    assert set(dtypes(net).values()) == {"float32"}
     assert any("forward_type and backward_type differ" in record.getMessage() for record in caplog.records)
 
 

@@ -31,7 +31,7 @@ from caffepy.parallel.agreement import (
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import World
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.engine import Engine
+from caffepy.solvers.execution_options import ExecutionOptions
 
 SOLVER = 'base_lr: 0.01 lr_policy: "multistep" stepvalue: 5 stepvalue: 9 gamma: 0.1 max_iter: 3 net: "a/net.prototxt" '
 NET = """
@@ -142,9 +142,9 @@ def test_every_field_that_looks_like_a_path_is_known_as_one() -> None:
         ({"check_replicas": 5}, "--check-replicas", ("0", "5")),
         ({"trace": Path("x")}, "--trace", ("not given", "given")),
         ({"trace_iterations": range(2, 4)}, "--trace-iterations", ("not given", "2:4")),
-        ({"engine": Engine(eager=True)}, "--eager", ("off", "on")),
-        ({"engine": Engine(fuse=False)}, "fusing of layers (--no-fuse)", ("on", "off")),
-        ({"engine": Engine(deterministic=False)}, "--deterministic", ("on", "off")),
+        ({"engine": ExecutionOptions(eager=True)}, "--eager", ("off", "on")),
+        ({"engine": ExecutionOptions(fuse=False)}, "fusing of layers (--no-fuse)", ("on", "off")),
+        ({"engine": ExecutionOptions(deterministic=False)}, "--deterministic", ("on", "off")),
     ],
 )
 def test_options_that_matter_are_compared(change: dict[str, Any], field: str, values: tuple[str, str]) -> None:

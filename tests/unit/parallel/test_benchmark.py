@@ -16,12 +16,12 @@ from caffepy.cli import bench as command
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, PeerError, RunError
 from caffepy.parallel import benchmark as bench
-from caffepy.parallel.benchmark import AllReduceBench, BenchOptions, Timing
+from caffepy.parallel.benchmark import AllReduceBenchmark, BenchmarkOptions, Timing
 from caffepy.parallel.communicators.local import LocalCommunicator
 from caffepy.parallel.processes.world import World
 from caffepy.plan.calibrate import read_measurements
 
-SMALL = BenchOptions(None, 2, "local", (64, 4096), iterations=3, timeout=20.0)
+SMALL = BenchmarkOptions(None, 2, "local", (64, 4096), iterations=3, timeout=20.0)
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
@@ -52,15 +52,15 @@ def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], ranks: int, message: str) -> None:
     values: dict[str, Any] = {"devices": None, "solvers": 2, "communicator": "local", "sizes": (64,), **changes}
     with pytest.raises(ConfigError, match=message):
-        BenchOptions(**values).check(ranks)
+        BenchmarkOptions(**values).check(ranks)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_are_measured(dtype: str, threads: int) -> None:
     timings: list[Timing] = []
-    options = BenchOptions(None, threads, "local", (4, 1000, 4096), iterations=3, dtype=dtype, timeout=20.0)
-    AllReduceBench(World(), options, timings.append).run()
+    options = BenchmarkOptions(None, threads, "local", (4, 1000, 4096), iterations=3, dtype=dtype, timeout=20.0)
+    AllReduceBenchmark(World(), options, timings.append).run()
     width = np.dtype(dtype).itemsize
     assert [timing.count for timing in timings] == [max(1, 4 // width), 1000 // width, 4096 // width]
     assert all(timing.seconds > 0 and timing.wrong == 0 and timing.devices == threads for timing in timings)
@@ -102,7 +102,7 @@ def test_a_device_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bench, "LocalCommunicator", Failing)
     begin = time.monotonic()
     with pytest.raises(RunError, match="the cable was cut"):
-        AllReduceBench(World(), SMALL, lambda timing: None).run()
+        AllReduceBenchmark(World(), SMALL, lambda timing: None).run()
     assert time.monotonic() - begin < 10.0
 
 
@@ -110,9 +110,9 @@ def test_a_device_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench, "LocalCommunicator", Failing)
     monkeypatch.setattr(Failing, "seconds", 15.0)
     begin = time.monotonic()
-    options = BenchOptions(None, 2, "local", (64, 4096), iterations=3, timeout=1.0)
+    options = BenchmarkOptions(None, 2, "local", (64, 4096), iterations=3, timeout=1.0)
     with pytest.raises(PeerError, match="no all-reduce has ended for 1 s: another device is stuck or gone"):
-        AllReduceBench(World(), options, lambda timing: None).run()
+        AllReduceBenchmark(World(), options, lambda timing: None).run()
     assert time.monotonic() - begin < 10.0
 
 

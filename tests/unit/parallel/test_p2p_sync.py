@@ -22,13 +22,13 @@ from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.gradients.reducer import GradientExchange
+from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.solvers import Action
-from caffepy.solvers.engine import Engine
-from caffepy.solvers.replay import IN_FLIGHT
+from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.solvers.graph_runner import IN_FLIGHT
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '
 
@@ -46,14 +46,14 @@ class Ended:
 class Streams(LocalCommunicator):
     """Plays NCCL: what it is asked for may be captured."""
 
-    captures = favours_overlap = True
+    captures = overlaps_compute = True
     compresses = False
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         super().__init__(group, rank)
         self.log: list[str] = []
 
-    def begin_average(self, array: Any, timed: AbstractContextManager[None]) -> Ended:
+    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> Ended:
         self.log.append("begin")
         with timed:
             self.all_reduce(array)
@@ -91,19 +91,19 @@ def train(
     text: str = NET,
     devices: int = 2,
     requests: tuple[Callable[[P2PSync], Action], ...] = (),
-    engine: Engine | None = None,
+    engine: ExecutionOptions | None = None,
 ) -> list[P2PSync]:
     """The devices' threads after training; their solvers are closed, their weights were kept as `sync.weights`."""
-    finish = GradientExchange.finish
+    finish = Reducer.finish
 
-    def noted(exchange: GradientExchange) -> None:
+    def noted(exchange: Reducer) -> None:
         getattr(exchange._communicator, "log", []).append("finish")
         finish(exchange)
 
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Counting())
-    monkeypatch.setattr(GradientExchange, "finish", noted)
+    monkeypatch.setattr(Reducer, "finish", noted)
     param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
-    options = TrainOptions(param, timeout=30, sync_bn=sync_bn, engine=engine or Engine())
+    options = TrainOptions(param, timeout=30, sync_bn=sync_bn, engine=engine or ExecutionOptions())
     group = LocalGroup(devices, 30)
     syncs: list[P2PSync] = []
     backends: dict[int, Any] = {}
@@ -144,7 +144,7 @@ def test_the_backend_is_made_as_the_options_say(monkeypatch: pytest.MonkeyPatch)
         raise DeviceError("there is no such device", "use another")
 
     monkeypatch.setattr(p2p_sync, "create_backend", refuse)
-    engine = Engine(autotune=False, deterministic=False)
+    engine = ExecutionOptions(autotune=False, deterministic=False)
     options = TrainOptions(solver_param(SOLVER, NET), timeout=30, math="tf32", engine=engine)
     place = Place(0, None, "CPU 0", 3, Shard(0, 1, 1))
     group = LocalGroup(1, 30)
@@ -209,7 +209,7 @@ def test_a_layer_that_is_not_captured_leaves_the_backward_pass_whole(monkeypatch
 
 
 def test_nothing_is_begun_in_a_backward_pass_of_several_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InnerProductLayer, "not_captured", lambda layer: "it plays a layer on the host")
+    monkeypatch.setattr(InnerProductLayer, "capture_blocker", lambda layer: "it plays a layer on the host")
     syncs = train(monkeypatch, Streams, net="reduce_buckets: 2 ")
     assert log(syncs[0]) == ["finish"] * 12
 
@@ -302,7 +302,7 @@ def test_all_devices_leave_their_graphs_where_one_devices_image_has_another_size
     net = image_net(tmp_path, sizes, 2)
     replayed, eager = (
         train(monkeypatch, kind, text=net, iterations=len(sizes) // 2, engine=engine)
-        for engine in (Engine(), Engine(eager=True))
+        for engine in (ExecutionOptions(), ExecutionOptions(eager=True))
     )
     assert launches(replayed[0]) == launches(replayed[1]) > 0
     for one, other in zip(replayed, eager, strict=True):

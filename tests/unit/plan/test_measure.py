@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.backend import create_backend
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.errors import ConfigError, DataError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
@@ -114,7 +114,7 @@ def gradients(text: str, *, bias: bool = False, fuse: bool = False) -> tuple[Gra
         layer.inner_product_param.bias_term = bias
         layer.param.add(name=share, lr_mult=float(rate))
         net.layer.add(name=f"{name}/relu", type="ReLU", bottom=[name], top=[name])
-    return gradients_of(Net(net, LayerContext(DryBackend()), fuse=fuse))
+    return gradients_of(Net(net, LayerContext(MetaBackend()), fuse=fuse))
 
 
 def test_gradients_come_in_the_order_of_the_backward_pass():

@@ -234,7 +234,7 @@ class TwoDevices:
         flags = solver.net.parameters.flags
         flags[:2] = (flags[:2] + self.flags) / 2
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         return "a test's"
 
     def settle(self, wait: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, pack_weights
-from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -117,12 +117,12 @@ class Padding:
         )  # fmt: skip
 
 
-def extended(table: Any) -> Pinned:
+def extended(table: Any) -> ConstantTable:
     """A table as int64 with the last entry repeated as often as a tile may read beyond."""
     flat = np.asarray(table, np.int64).reshape(-1)
     if not flat.size:
-        return Pinned(np.zeros(SPARE, np.int64))
-    return Pinned(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
+        return ConstantTable(np.zeros(SPARE, np.int64))
+    return ConstantTable(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
 
 
 @dataclass(frozen=True)

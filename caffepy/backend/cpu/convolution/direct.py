@@ -16,7 +16,7 @@ import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Padding, Taps
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
-from caffepy.backend.cpu.jit.runtime import Pinned
+from caffepy.backend.cpu.jit.runtime import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry, spatial_output
@@ -55,7 +55,7 @@ class TileConvolution:
             self.height, self.width, self.channels, geometry.pad[0], geometry.pad[1],
             self.height + 2 * geometry.pad[0], self.width + 2 * geometry.pad[1],
         )  # fmt: skip
-        self.zeros = Pinned(np.zeros(max(self.outputs, self.channels), np.float32))
+        self.zeros = ConstantTable(np.zeros(max(self.outputs, self.channels), np.float32))
         self.taps = self._make_taps()
         self._forward: Correlation | None = None
         self._backward: list[Correlation] | None = None

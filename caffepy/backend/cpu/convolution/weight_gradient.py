@@ -9,7 +9,7 @@ import numpy as np
 from caffepy.backend.cpu.convolution.correlation import SPARE, extended
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels
-from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CACHED = 96 * 1024
 """Elements of x and dy that the gradient of the weights works on at a time."""
-_ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
+_ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
 
 
 @kernel

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS
-from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 COST = {1: 4.5, 2: 6.0, 3: 6.0}
@@ -42,7 +42,7 @@ class Panels:
             column += vectors * WIDTH
             start += vectors * WIDTH * depth
         self.entries = np.array(entries, np.int64).reshape(-1, 4)
-        self.table = Pinned(self.entries)
+        self.table = ConstantTable(self.entries)
         self.count = len(entries)
         self.size = start
         self.depth = depth

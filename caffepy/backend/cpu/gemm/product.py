@@ -13,7 +13,7 @@ import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import COST, Panels, pack_weights
-from caffepy.backend.cpu.jit.runtime import Floats, Int, Pinned, Words, kernel
+from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -27,8 +27,8 @@ BLOCK = 240
 """Columns, about, that are packed at a time from a large factor."""
 WHOLE = 6 * WIDTH
 """Columns that panels of two and of three vectors both fill."""
-_ZEROS = Pinned(np.zeros(4 * WIDTH, np.float32))
-_NO_OFFSET = Pinned(np.zeros(1, np.int64))
+_ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
+_NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
 
 @kernel
@@ -129,9 +129,9 @@ def transpose(
 
 
 @lru_cache(maxsize=1024)
-def _offsets(count: int, step: int) -> Pinned:
+def _offsets(count: int, step: int) -> ConstantTable:
     """Offsets of rows `step` elements apart; a tile reads beyond the last, which is repeated."""
-    return Pinned(np.minimum(np.arange(count + 8), count - 1) * step)
+    return ConstantTable(np.minimum(np.arange(count + 8), count - 1) * step)
 
 
 @lru_cache(maxsize=1024)

@@ -222,12 +222,12 @@ address_of: Callable[[Any], int] = _choose_address()
 """The address of an array's first element."""
 
 
-class Pinned(int):
+class ConstantTable(int):
     """The address of a constant table, which it keeps alive; cheaper to hand to a kernel than the array."""
 
     array: Any
 
-    def __new__(cls, array: Any) -> Pinned:
+    def __new__(cls, array: Any) -> ConstantTable:
         """Pin a C-contiguous array that nobody else changes."""
         assert array.flags.c_contiguous
         pinned = super().__new__(cls, address_of(array))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOPELESS = 1.6
+PRUNE_RATIO = 1.6
 """A candidate whose first timed run takes so many times the best one's time is not run again."""
 
 PATIENCE = 1.0
@@ -87,7 +87,7 @@ class Tuner:
         p, g = task.problem, task.problem.geometry
         shapes = f"x {p.x} w {p.weights} stride {g.stride} pad {g.pad} dilation {g.dilation} group {g.group}"
         flags = "".join(f" {name}" for name in ("bias", "relu", "sums") if getattr(task, name))
-        arithmetic = f"{p.storage}{' tf32' if resources.tf32 else ''}"
+        arithmetic = f"{p.dtype}{' tf32' if resources.tf32 else ''}"
         return f"{self._device}; {arithmetic} {task.direction.value}{flags}; {shapes}"
 
 
@@ -131,7 +131,7 @@ class Trial:
     Args:
         operands: the arrays that all are run on.
         others: makes arrays on which results can be compared, where those of the first do not tell anything: a net's
-            first images may be zeros, its first gradients too large for their storage.
+            first images may be zeros, its first gradients too large for their dtype.
     """
 
     def __init__(self, operands: Operands, others: Callable[[], Operands]) -> None:
@@ -213,7 +213,7 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | N
         if monotonic() - begin > PATIENCE and best < PATIENCE * 1e6:
             return None
         time = elapsed(lambda: candidate.run(operands), 1)
-        if time > max(HOPELESS * best, best + 10):
+        if time > max(PRUNE_RATIO * best, best + 10):
             return None
         time = elapsed(lambda: candidate.run(operands), max(2, min(10, int(300 / time))))
         logger.debug("%s takes %.1f us", candidate.name, time)
@@ -253,10 +253,10 @@ def operands_for(task: Task, given: Operands | None) -> Operands:
     weights = task.direction is Direction.WEIGHTS
     if given is not None:
         return replace(given, out=allocate(shapes[2]), accumulate=False) if weights else given
-    first, second = (noise(shape, problem.dtype) for shape in shapes[:2])
+    first, second = (noise(shape, problem.array_dtype) for shape in shapes[:2])
     outputs = problem.weights[0]
     return Operands(
-        first, second, allocate(shapes[2], "float32" if weights else problem.dtype),
+        first, second, allocate(shapes[2], "float32" if weights else problem.array_dtype),
         noise((outputs,), "float32") if task.bias else None,
         allocate((2, outputs)) if task.sums else None,
     )  # fmt: skip

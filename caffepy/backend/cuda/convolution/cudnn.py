@@ -52,7 +52,7 @@ class CudnnPlan:
     def run(self, operands: Operands) -> None:
         """Execute the plan; weight gradients that cuDNN does not write as they are wanted go through scratch memory."""
         task, scratch = self._graph.task, self._graph.resources.scratch
-        dtype = task.problem.dtype
+        dtype = task.problem.array_dtype
         if task.direction is not Direction.WEIGHTS or (operands.out.dtype == dtype and not operands.accumulate):
             self._execute(operands, operands.out)
             return
@@ -67,7 +67,7 @@ class CudnnPlan:
         if operands.bias is not None and graph.task.bias:
             bias = operands.bias
             if graph.rounded_bias:
-                rounded = graph.resources.scratch.get("rounded bias", bias.size, graph.task.problem.dtype)
+                rounded = graph.resources.scratch.get("rounded bias", bias.size, graph.task.problem.array_dtype)
                 apply(identity, (bias,), (rounded,), axis=0)
                 bias = rounded
             pointers[BIAS] = bias.data.ptr
@@ -84,7 +84,7 @@ class CudnnPlan:
         """Bytes from one group's part of a tensor to the next one's."""
         task, groups = self._graph.task, self._graph.groups
         problem = task.problem
-        item = cupy.dtype(problem.dtype).itemsize
+        item = cupy.dtype(problem.array_dtype).itemsize
         x, y = problem.x[1] // groups, problem.weights[0] // groups
         weights = math.prod(problem.weights) // groups
         by_direction = {Direction.FORWARD: (x, weights, y), Direction.DATA: (y, weights, x)}
@@ -99,7 +99,7 @@ def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY
     if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
         return
     last = len(problem.x) == 4
-    if task.bias and problem.storage != "float32" and kind is Plans.READY:
+    if task.bias and problem.dtype != "float32" and kind is Plans.READY:
         yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{kind.value} rounded bias ")
     yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ")
 
@@ -107,11 +107,11 @@ def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY
 def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
     """Plans that compute one group, run for each: faster than cuDNN's engines for a few large groups."""
     problem = task.problem
-    item = 4 if problem.storage == "float32" else 2
+    item = 4 if problem.dtype == "float32" else 2
     groups = problem.geometry.group
     sizes = (problem.x[1] // groups, problem.weights[0] // groups)
     if len(problem.x) == 4 and 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes):
-        rounded = task.bias and problem.storage != "float32"
+        rounded = task.bias and problem.dtype != "float32"
         graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounded)
         yield from _plans(graph, Plans.READY, "split cuDNN ")
 
@@ -152,10 +152,10 @@ class CopiedCudnn:
         first = channels_first(operands.first, scratch, "first NCHW copy")
         second = channels_first(operands.second, scratch, "second NCHW copy")
         shape = task.problem.arrays(task.direction)[2]
-        result = scratch.get("NCHW result", math.prod(shape), task.problem.dtype).reshape(shape)
+        result = scratch.get("NCHW result", math.prod(shape), task.problem.array_dtype).reshape(shape)
         self._plan.run(Operands(first, second, result))
         if task.direction is Direction.WEIGHTS:
-            in_order = view(scratch.get("weight gradient", math.prod(shape), task.problem.dtype), shape)
+            in_order = view(scratch.get("weight gradient", math.prod(shape), task.problem.array_dtype), shape)
             cupy.copyto(in_order, result)
             write_result(in_order, operands)
         else:

@@ -76,7 +76,7 @@ class CudnnGraph:
         resources: cuDNN and what products may round.
         channels_last: how the arrays lie.
         split: compute one group, its channels among those of the whole arrays.
-        rounded_bias: take the bias in the problem's storage, which more engines can do.
+        rounded_bias: take the bias in the problem's dtype, which more engines can do.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CudnnGraph:
         self._channels_last = channels_last
         cudnn = resources.cudnn
         types = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
-        self._type = getattr(cudnn.data_type, types[task.problem.storage])
+        self._type = getattr(cudnn.data_type, types[task.problem.dtype])
         self.graph: Any = None
 
     def build(self, kind: Plans) -> bool:
@@ -117,13 +117,13 @@ class CudnnGraph:
     def _bar(self, graph: Any) -> None:
         cudnn, task = self.resources.cudnn, self.task
         notes: tuple[str, ...]
-        if task.problem.storage != "float32":
+        if task.problem.dtype != "float32":
             notes = _INEXACT_FOR_HALF
         else:
             notes = _INEXACT_FOR_TF32 if self.resources.tf32 else _INEXACT
             graph.deselect_engines([] if self.resources.tf32 else _UNDECLARED.get(task.direction, []))
         graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in (*notes, "NONDETERMINISTIC")])
-        item = 4 if task.problem.storage == "float32" else 2
+        item = 4 if task.problem.dtype == "float32" else 2
         own = sum(math.prod(shape) for shape in task.problem.arrays(task.direction)) * item
         graph.deselect_workspace_greater_than(convolution_workspace(own))
 

@@ -1,6 +1,6 @@
 """Candidates of cuDNN over folded arrays.
 
-Owns the copies between an array and its folded form (kernels/folding.cu) and when they are made.
+Owns the copies between an array and its folded form (kernels/space_to_depth.cu) and when they are made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def fold(folding: Folding, array: Array, scratch: Scratch, purpose: str) -> Arra
     pack = 16 // out.itemsize
     while (folding.folded[1] // folding.width) % pack:
         pack //= 2
-    kernel = library_kernel("folding", "fold", _defines(folding, array, out, pack))
+    kernel = library_kernel("space_to_depth", "fold", _defines(folding, array, out, pack))
     count = out.size // pack
     launch(kernel, count, (raw(array), out, folding.plain[0], count))
     return out
@@ -34,7 +34,7 @@ def fold(folding: Folding, array: Array, scratch: Scratch, purpose: str) -> Arra
 def unfold(folding: Folding, folded: Array, plain: Array, accumulate: bool) -> None:
     """plain (+)= what was folded."""
     assert folding.width == 1, "places put together cannot be told apart again"
-    kernel = library_kernel("folding", "unfold", _defines(folding, folded, plain, 1))
+    kernel = library_kernel("space_to_depth", "unfold", _defines(folding, folded, plain, 1))
     launch(kernel, plain.size, (folded, raw(plain), accumulate, plain.size))
 
 
@@ -72,7 +72,7 @@ class FoldedPlan:
         scratch = self._resources.scratch
         a = fold(first, operands.first, scratch, "folded first")
         b = fold(second, operands.second, scratch, "folded second")
-        dtype = self._task.problem.dtype
+        dtype = self._task.problem.array_dtype
         if out.plain == out.folded and operands.out.dtype == dtype and not operands.accumulate:
             self._inner.run(Operands(a, b, operands.out, operands.bias, operands.sums))
             return

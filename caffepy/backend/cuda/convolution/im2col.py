@@ -1,4 +1,4 @@
-"""Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, any storage.
+"""Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, any dtype.
 
 Owns the way that takes everything. In memory it is channels last, where the windows of many images times the weights
 are one matrix product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
@@ -79,7 +79,7 @@ class Im2colConvolution:
         """The windows of some images, a row each; the images themselves where a window is one place."""
         if self._pointwise:
             return _columns_of(x, group, self._channels)
-        columns = self._scratch_windows(x.shape[0], self._problem.dtype)
+        columns = self._scratch_windows(x.shape[0], self._problem.array_dtype)
         self._kernel("im2col", x, columns, group, columns.size)
         return columns
 
@@ -121,7 +121,7 @@ def _defines(problem: Problem) -> str:
         "SIZE": problem.x[2:], "OUT": problem.y[2:], "KERNEL": g.kernel, "STRIDE": g.stride, "PAD": g.pad,
         "DILATION": g.dilation,
     }  # fmt: skip
-    element = C_TYPES[cupy.dtype(problem.dtype).char]
+    element = C_TYPES[cupy.dtype(problem.array_dtype).char]
     lines = [f"#define Element {element}", f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
     lines.append(f"#define GROUP_CHANNELS {problem.x[1] // g.group}")
     for name, numbers in values.items():

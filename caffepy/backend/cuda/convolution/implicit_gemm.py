@@ -35,7 +35,7 @@ def suits_small_kernels(task: Task, resources: Resources) -> bool:
     problem, g = task.problem, task.problem.geometry
     if len(problem.x) != 4 or g.group != 1 or task.sums or problem.multiplications > MOST_MULTIPLICATIONS:
         return False
-    if problem.storage == "float32" and not resources.tf32:
+    if problem.dtype == "float32" and not resources.tf32:
         return False
     if max(problem.x[1], problem.weights[0]) > MOST_CHANNELS or math.prod(g.kernel) == 1:
         return False
@@ -75,7 +75,7 @@ class SmallConvolution:
             return False
         name = "weights" if layout.weights else "gather"
         kind = {} if layout.weights else {"GATHER": 1}
-        element = C_TYPES[cupy.dtype(self._task.problem.dtype).char]
+        element = C_TYPES[cupy.dtype(self._task.problem.array_dtype).char]
         text = defines(Element=element, **kind, **layout.constants())
         self._kernel = library_kernel("small_convolution", name, text)
         self._kernel.max_dynamic_shared_size_bytes = 4 * layout.words
@@ -100,7 +100,7 @@ class SmallConvolution:
         sums = out if direct else self._resources.scratch.get("parts of a weight gradient", parts * size)
         self._launch(raw(operands.first), raw(operands.second), sums, self._layout.shape.images, self._layout.pieces)
         if not direct:
-            kernel = library_kernel("parts", "sum_parts")
+            kernel = library_kernel("split_k", "sum_parts")
             launch_blocks(kernel, (-(-size // 32),), (32, 8), (sums, out, size, parts, operands.accumulate))
 
     def _launch(self, *arguments: Any) -> None:

@@ -24,13 +24,13 @@ from caffepy.errors import RunError
 if TYPE_CHECKING:
     from caffepy.backend.cuda.convolution.autotune import Tuner
 
-APART = "apart"
+UNFUSED = "apart"
 """Name of the candidate that does what follows a forward pass in a pass of its own."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of one call: in the problem's storage, dense and aligned, but for the float32 ones.
+    """The arrays of one call: in the problem's dtype, dense and aligned, but for the float32 ones.
 
     Args:
         first: x, or dy for a gradient to data.
@@ -145,11 +145,11 @@ class CudaConvolution:
     @cached_property
     def gives_sums(self) -> bool:
         """Whether sums from the convolution itself are allowed and cost less than reading y once more for them."""
-        exact = self.problem.storage == "float32" and not self._resources.tf32
+        exact = self.problem.dtype == "float32" and not self._resources.tf32
         if self._resources.deterministic or exact or len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
             return False
         chosen = self.candidate(Task(self.problem, Direction.FORWARD, sums=True), None)
-        return chosen is not None and chosen.name != APART
+        return chosen is not None and chosen.name != UNFUSED
 
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
@@ -170,13 +170,13 @@ class CudaConvolution:
         self._convolve(task, Operands(x, dy, dweights, accumulate=accumulate))
 
     def _convolve(self, task: Task, given: Operands) -> None:
-        """Bring the arrays into the problem's storage, run, and bring the result into its own."""
+        """Bring the arrays into the problem's dtype, run, and bring the result into its own."""
         shapes = self.problem.arrays(task.direction)
         arrays = (given.first, given.second, given.out)
         assert all(tuple(a.shape) == s for a, s in zip(arrays, shapes, strict=True)), (task.direction, self.problem)
         if not given.out.size or not given.first.size:
             return
-        dtype = self.problem.dtype
+        dtype = self.problem.array_dtype
         operands = replace(
             given,
             first=self._given(given.first, shapes[0], "converted input", dtype),
@@ -205,7 +205,7 @@ def fits(array: Array, dtype: str) -> bool:
 
 
 def write_result(result: Array, operands: Operands) -> None:
-    """out (+)= a result of its shape in any storage."""
+    """out (+)= a result of its shape in any dtype."""
     target, source = flat(operands.out), flat(result)
     if operands.accumulate:
         apply(add_to, (target, source), (target,), axis=0)

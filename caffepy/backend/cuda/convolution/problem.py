@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from caffepy.backend.types import Geometry, spatial_output, storage_dtype
+from caffepy.backend.types import Geometry, element_dtype, spatial_output
 
 
 class Direction(Enum):
@@ -26,13 +26,13 @@ class Problem:
         x: (N, C, spatial...).
         weights: (num_output, C / group, kernel...).
         geometry: how the window moves.
-        storage: what x, y and the weights are kept in.
+        dtype: what x, y and the weights are kept in.
     """
 
     x: tuple[int, ...]
     weights: tuple[int, ...]
     geometry: Geometry
-    storage: str = "float32"
+    dtype: str = "float32"
 
     @cached_property
     def y(self) -> tuple[int, ...]:
@@ -42,9 +42,9 @@ class Problem:
         return (self.x[0], self.weights[0], *(spatial_output(*window) for window in windows))
 
     @property
-    def dtype(self) -> str:
-        """dtype of the arrays in that storage."""
-        return storage_dtype(self.storage)
+    def array_dtype(self) -> str:
+        """dtype of the device's arrays: bfloat16 numbers lie in uint16."""
+        return element_dtype(self.dtype)
 
     @property
     def multiplications(self) -> int:

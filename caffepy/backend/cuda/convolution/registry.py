@@ -14,7 +14,7 @@ from caffepy.backend.cuda.convolution.cudnn_graph import Plans
 from caffepy.backend.cuda.convolution.folded import folded_sources
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm import small_candidates, suits_small_kernels
-from caffepy.backend.cuda.convolution.plan import APART, Candidate, CudaConvolution, Operands, Resources, Source
+from caffepy.backend.cuda.convolution.plan import UNFUSED, Candidate, CudaConvolution, Operands, Resources, Source
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.elementwise.reduce import reduce
@@ -44,7 +44,7 @@ def moments(y: Each) -> tuple[Each, Each]:
     return y, y * y
 
 
-class Apart:
+class UnfusedEpilogue:
     """The convolution, and then one pass over y for bias and ReLU, or for sums.
 
     Args:
@@ -53,7 +53,7 @@ class Apart:
         resources: scratch memory.
     """
 
-    name = APART
+    name = UNFUSED
 
     def __init__(self, task: Task, convolution: CudaConvolution, resources: Resources) -> None:
         self._task = task
@@ -87,7 +87,7 @@ def sources(task: Task, convolution: CudaConvolution, resources: Resources) -> l
         found.append(Source("small", lambda: small_candidates(task, resources), checked=True))
     found += folded_sources(task, resources)
     if task != task.plain:
-        return [*found, Source(APART, lambda: [Apart(task, convolution, resources)])]
+        return [*found, Source(UNFUSED, lambda: [UnfusedEpilogue(task, convolution, resources)])]
     found.append(_cudnn(task, resources, Plans.FALLBACK))
     copied = Source("copied", lambda: _copied(task, resources), last_resort=True)
     preferred = _prefers_products(task, resources)
@@ -113,7 +113,7 @@ def _prefers_products(task: Task, resources: Resources) -> bool:
     windows.
     """
     problem = task.problem
-    if resources.tf32 or problem.storage != "float32":
+    if resources.tf32 or problem.dtype != "float32":
         return False
     if len(problem.x) != 4 or problem.geometry.group > MOST_GROUPS:
         return False

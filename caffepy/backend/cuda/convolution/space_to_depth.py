@@ -67,7 +67,7 @@ def foldings(problem: Problem, direction: Direction) -> Iterator[tuple[str, Fold
     """Names and problems: widened or folded if channels are few, padded if there are odd numbers of them."""
     if len(problem.x) != 4 or problem.geometry.group != 1:
         return
-    item = 4 if problem.storage == "float32" else 2
+    item = 4 if problem.dtype == "float32" else 2
     unit = 16 // item
     channels, outputs = problem.x[1], _up(problem.weights[0], unit)
     step = problem.geometry.stride[0]
@@ -101,7 +101,7 @@ def pad(problem: Problem, channels: int, outputs: int) -> FoldedProblem:
     """The problem with this many channels and outputs."""
     x, w, y = problem.x, problem.weights, problem.y
     x_padded, w_padded = (x[0], channels, *x[2:]), (outputs, channels, *w[2:])
-    inner = Problem(x_padded, w_padded, problem.geometry, problem.storage)
+    inner = Problem(x_padded, w_padded, problem.geometry, problem.dtype)
     return FoldedProblem(inner, Folding(x, x_padded), Folding(w, w_padded), Folding(y, (y[0], outputs, *y[2:])))
 
 
@@ -112,7 +112,7 @@ def fold(problem: Problem, channels: int, outputs: int) -> FoldedProblem:
     kernel = tuple(-(-k // step) for k in g.kernel)
     size = tuple(out + k - 1 for out, k in zip(y[2:], kernel, strict=True))
     x_folded, w_folded = (x[0], channels, *size), (outputs, channels, *kernel)
-    inner = Problem(x_folded, w_folded, Geometry(kernel, (1, 1), (0, 0), (1, 1)), problem.storage)
+    inner = Problem(x_folded, w_folded, Geometry(kernel, (1, 1), (0, 0), (1, 1)), problem.dtype)
     return FoldedProblem(
         inner,
         Folding(x, x_folded, step, (g.pad[0], g.pad[1])),
@@ -128,5 +128,5 @@ def widen(folded: FoldedProblem) -> FoldedProblem:
     kernel_h, kernel_w = problem.geometry.kernel
     x = (n, kernel_w * channels, height, width - kernel_w + 1)
     weights = (problem.weights[0], kernel_w * channels, kernel_h, 1)
-    inner = Problem(x, weights, Geometry((kernel_h, 1), (1, 1), (0, 0), (1, 1)), problem.storage)
+    inner = Problem(x, weights, Geometry((kernel_h, 1), (1, 1), (0, 0), (1, 1)), problem.dtype)
     return FoldedProblem(inner, replace(folded.x, folded=x, width=kernel_w), folded.weights, folded.y)

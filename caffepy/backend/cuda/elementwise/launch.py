@@ -1,9 +1,9 @@
-"""Formulas over arrays of any storage: chooses the kernel for the arrays' geometry and launches it.
+"""Formulas over arrays of any dtype: chooses the kernel for the arrays' geometry and launches it.
 
 Owns how many neighbours a thread takes at once and how Channel arguments are found: by nothing but the thread's
 number where a block's size is a multiple of their period, else by a division and a remainder; where they follow no
 period at all they are spread out over the whole shape first. The choice is remembered for each combination of formula,
-shapes, storages and alignment, so that a call costs little more than its launch.
+shapes, dtypes and alignment, so that a call costs little more than its launch.
 """
 
 from __future__ import annotations

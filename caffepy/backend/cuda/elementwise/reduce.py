@@ -1,4 +1,4 @@
-"""Sums of formulas over arrays of any storage: chooses the kernel for the arrays' geometry and launches it.
+"""Sums of formulas over arrays of any dtype: chooses the kernel for the arrays' geometry and launches it.
 
 Owns which of three kinds a sum is: of columns (channels last, or the rows of a matrix), of segments (everything, or
 axes that follow on each other) or general (rearranged into segments first), and into how many parts it is split.

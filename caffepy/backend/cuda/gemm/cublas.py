@@ -83,7 +83,7 @@ class Blas:
             self._handle = ctypes.c_void_p()
 
     def gemm(self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool) -> None:
-        """out (+)= op(a) @ op(b), see `Backend.gemm`: a and b of one storage, out of that or float32."""
+        """out (+)= op(a) @ op(b), see `Backend.gemm`: a and b of one dtype, out of that or float32."""
         assert a.dtype == b.dtype, f"gemm: factors of {a.dtype} and {b.dtype}"
         assert out.dtype in (a.dtype, "float32"), f"gemm: factors of {a.dtype}, result of {out.dtype}"
         if out.size == 0:
@@ -99,7 +99,7 @@ class Blas:
     ) -> None:
         """The same, by cuBLAS whatever the size."""
         depth = a.shape[0] if transpose_a else a.shape[1]
-        row_major, leading = _storage(out)
+        row_major, leading = _dtype(out)
         rows, columns = out.shape
         if row_major:  # cuBLAS counts in columns: it computes the transposed product
             a, b, transpose_a, transpose_b = b, a, not transpose_b, not transpose_a
@@ -127,7 +127,7 @@ Operand = tuple[int, int, int, str]
 """cuBLAS's operation on a matrix, its address, leading dimension and dtype."""
 
 
-def _storage(matrix: Array) -> tuple[bool, int]:
+def _dtype(matrix: Array) -> tuple[bool, int]:
     """Whether a matrix is stored row after row, and the distance of its rows (or columns) in elements."""
     rows, columns = matrix.shape
     item = matrix.itemsize
@@ -138,6 +138,6 @@ def _storage(matrix: Array) -> tuple[bool, int]:
 
 
 def _operand(matrix: Array, transpose: bool) -> Operand:
-    row_major, leading = _storage(matrix)
+    row_major, leading = _dtype(matrix)
     operation = TRANSPOSE if row_major != transpose else NO_TRANSPOSE
     return operation, matrix.data.ptr, leading, matrix.dtype.name

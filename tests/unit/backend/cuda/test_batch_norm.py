@@ -44,9 +44,9 @@ class FakePlan:
         return None, None
 
     def launch(self, *arguments: Any) -> None:
-        pointers = {"total": 8, "normalise_sums": 4}[self.file]
+        pointers = {"add_n": 8, "normalise_sums": 4}[self.file]
         assert self.sources <= pointers, f"{self.file} takes {pointers} sources, is launched with {self.sources}"
-        if self.file == "total":
+        if self.file == "add_n":
             sources, destination = arguments[: self.sources], arguments[8]
             assert len(arguments) == 9
         else:
@@ -89,7 +89,7 @@ def test_any_number_of_gradients_are_added_up(module: ModuleType, sources: int, 
 
 def test_up_to_four_gradients_take_one_launch(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     normaliser = module.Normaliser(MagicMock())
-    monkeypatch.setattr(normaliser, "total", MagicMock(side_effect=AssertionError("a launch more")))
+    monkeypatch.setattr(normaliser, "add_n", MagicMock(side_effect=AssertionError("a launch more")))
     arrays = [placed(np.zeros((2, 4, 5, 3))) for _ in range(6)]
     per_channel = [np.zeros(3, np.float32).view(Placed) for _ in range(9)]
     n = Normalisation(*per_channel[:7], epsilon=1e-5, fraction=0.9)

@@ -16,7 +16,7 @@ from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.layers.input.feeding import ByteForm, FloatForm, blocks_for, passes_together
+from caffepy.layers.input.feeding import ByteTransfer, FloatTransfer, blocks_for, passes_together
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
 
 SHAPES = [(1, 6, 8), (2, 5, 5), (3, 6, 8), (7, 4, 9)]
@@ -102,7 +102,7 @@ def test_bytes_and_floats_give_the_same_bits(folder, shape, crop, mirror, scale,
     elif mean:
         text += " ".join(f"mean_value: {10.3 * n}" for n in range(1, 2 if mean == "one" else shape[0] + 1))
     results = []
-    for kind, form in (("bytes", ByteForm), ("floats", FloatForm)):
+    for kind, form in (("bytes", ByteTransfer), ("floats", FloatTransfer)):
         layer, blobs = make(folder / f"{kind}{shape[0]}", batch, text, phase, tops, seed=seed, test_iter=3)
         results.append(run(layer, blobs, 5))
         assert isinstance(layer._form, form)

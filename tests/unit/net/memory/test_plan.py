@@ -17,7 +17,7 @@ from training import CPU
 from caffepy.backend import Backend
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.meta.backend import DryBackend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.backend.types import ALIGNMENT, aligned_bytes
 from caffepy.config.load import read_net
 from caffepy.config.text import parse_text
@@ -318,9 +318,9 @@ def test_kinds_of_memory():
 
 def test_a_gpus_half_precision_halves_the_blobs():
     param = model("resnet18/train_val.prototxt", (3, 64, 64), 4)
-    whole = plan_memory(param, context(DryBackend()), fuse=True)
+    whole = plan_memory(param, context(MetaBackend()), fuse=True)
     param.default_forward_type = param.default_backward_type = caffe_pb2.FLOAT16
-    half = plan_memory(param, context(DryBackend()), fuse=True)
+    half = plan_memory(param, context(MetaBackend()), fuse=True)
     assert half.arena == pytest.approx(whole.arena / 2, rel=0.1)
     assert half.lasting["half copies"] == half.lasting[PARAMETERS] / 2
     assert whole.lasting["half copies"] == 0
@@ -333,7 +333,7 @@ def test_data_are_not_opened_where_their_shape_is_known():
     known = replace(context(), sample_shapes={"mnist": [(1, 28, 28), ()]})
     plan = plan_memory(param, known)
     assert "data data" in {slot.title for slot in plan.slots}  # a layer that reads ahead writes it in every pass
-    shadow = Net(param, replace(known, backend=DryBackend()))
+    shadow = Net(param, replace(known, backend=MetaBackend()))
     assert sample_shapes(shadow) == {"mnist": [(1, 28, 28), ()]}
     assert known.first_sample is None
     slot = ImageSlot(64, 1, 28, 28)
@@ -344,8 +344,8 @@ def test_data_are_not_opened_where_their_shape_is_known():
 
 
 def test_a_workspace_that_fits_between_the_blobs_costs_nothing():
-    plan = plan_memory(model("resnet18/train_val.prototxt", (3, 224, 224), 32), context(DryBackend()), fuse=True)
-    fixed = DryBackend().workspace(0)
+    plan = plan_memory(model("resnet18/train_val.prototxt", (3, 224, 224), 32), context(MetaBackend()), fuse=True)
+    fixed = MetaBackend().workspace(0)
     largest = plan.workspace(share=False)
     assert max(plan.workspaces.values()) == largest >= plan.workspace() >= plan.least_workspace == fixed
     first = plan.steps.index("forward of layer 'conv1' (Convolution)")  # large, and there is nothing else yet
@@ -357,7 +357,7 @@ def test_a_workspace_that_fits_between_the_blobs_costs_nothing():
 
 
 def test_the_description():
-    plan = plan_memory(model("lenet/train_test.prototxt", (1, 28, 28), 64), context(DryBackend()))
+    plan = plan_memory(model("lenet/train_test.prototxt", (1, 28, 28), 64), context(MetaBackend()))
     line = describe(plan, 1, "GPU 0")
     blobs = f"blobs {plan.arena / 2**20:.1f} MiB (shared; {plan.alone / 2**20:.1f} MiB without sharing)"
     assert line.startswith(f"Memory: {plan.total(1) / 2**20:.1f} MiB on GPU 0: {blobs}, ")

@@ -140,12 +140,12 @@ def test_ranks_send_compressed_numbers_and_threads_do_not(kind: str, rounded: fl
     array = np.full(100, 1 / 3, np.float32)
     local = LocalCommunicator(LocalGroup(1), 0)
     whole = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0))
-    whole.begin_average(array, nullcontext()).finish()
+    whole.all_reduce_async(array, nullcontext()).finish()
     np.testing.assert_array_equal(array, np.float32(1 / 3))
     assert not whole.compresses
     compressed = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0), kind)
     assert compressed.compresses
-    compressed.begin_average(array, nullcontext()).finish()
+    compressed.all_reduce_async(array, nullcontext()).finish()
     np.testing.assert_array_equal(array, np.float32(rounded))
 
 
@@ -157,7 +157,7 @@ def test_two_ranks_average_compressed_numbers(kind: str) -> None:
     def work(rank: int) -> None:
         ranks = LocalCommunicator(group, rank)
         communicator = HierarchicalCommunicator(LocalCommunicator(LocalGroup(1), 0), ranks, kind)
-        communicator.begin_average(arrays[rank], nullcontext()).finish()
+        communicator.all_reduce_async(arrays[rank], nullcontext()).finish()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -29,7 +29,7 @@ def work(rank):
     for _ in range(2):
         exchanges = []
         for number, array in enumerate(arrays, 1):
-            exchanges.append(nccl.begin_average(array, nullcontext()))
+            exchanges.append(nccl.all_reduce_async(array, nullcontext()))
             assert nccl.reached == number
         for exchange in exchanges:
             exchange.progress()
@@ -72,7 +72,7 @@ def work(rank):
             stamps.append((simulated_nccl.current_stream().ptr, len(simulated_nccl.log())))
             if len(stamps) == 1:
                 yield
-    nccl.begin_average(simulated_nccl.array(np.zeros(3, np.float32)), timed()).finish()
+    nccl.all_reduce_async(simulated_nccl.array(np.zeros(3, np.float32)), timed()).finish()
     return stamps
 print(run_threads(2, work))
 """

@@ -122,16 +122,17 @@ def test_ranks_times_threads_average_in_shared_memory(threads: int) -> None:
         communicator = HierarchicalCommunicator(
             LocalCommunicator(locals_[rank], thread), LocalCommunicator(ranks, rank), apart=False, shared=shared
         )
-        memory = communicator.new_gradients(count)
+        memory = communicator.allocate_gradients(count)
         assert (memory is None) == (thread > 0)
         array = np.zeros(count, np.float32) if memory is None else memory
-        found = [communicator.favours_overlap]
+        found = [communicator.overlaps_compute]
         for average in (False, True):
             array[...] = numbers(number, count, 0)
             communicator.all_reduce(array, average)
             found.append(array.copy())
         array[...] = numbers(number, count, 0)
-        exchanges = [communicator.begin_average(array[half], nullcontext()) for half in (slice(300), slice(300, count))]
+        halves = (slice(300), slice(300, count))
+        exchanges = [communicator.all_reduce_async(array[half], nullcontext()) for half in halves]
         for exchange in exchanges:
             exchange.progress()
         for exchange in exchanges:

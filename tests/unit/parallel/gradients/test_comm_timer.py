@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.device_scalars import HostStopwatch
-from caffepy.parallel.gradients.comm_timer import CommunicationClock
+from caffepy.backend.device_scalars import HostTimer
+from caffepy.parallel.gradients.comm_timer import CommTimer
 
 
 class Device:
@@ -13,16 +13,16 @@ class Device:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def stopwatch(self, places: int) -> HostStopwatch:
-        return HostStopwatch(places, lambda: self.now)
+    def device_timer(self, places: int) -> HostTimer:
+        return HostTimer(places, lambda: self.now)
 
 
-def make() -> tuple[CommunicationClock, Device]:
+def make() -> tuple[CommTimer, Device]:
     device = Device()
-    return CommunicationClock(device), device  # type: ignore[arg-type]
+    return CommTimer(device), device  # type: ignore[arg-type]
 
 
-def exchange(clock: CommunicationClock, device: Device, seconds: float) -> None:
+def exchange(clock: CommTimer, device: Device, seconds: float) -> None:
     with clock.exposed(), clock.exchanging():
         device.now += seconds
 
@@ -91,7 +91,7 @@ def test_what_came_before_a_reset_does_not_count() -> None:
 
 def test_the_clock_of_a_cpu_goes_forward() -> None:
     backend = CpuBackend(1)
-    clock = CommunicationClock(backend)
+    clock = CommTimer(backend)
     with clock.exchanging(), clock.exposed():
         backend.zeros((1000,))
     communication, exposed = clock.totals()

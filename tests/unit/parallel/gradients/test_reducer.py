@@ -10,8 +10,8 @@ from training import build_net
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.net import Net
-from caffepy.parallel.gradients.comm_timer import CommunicationClock
-from caffepy.parallel.gradients.reducer import GradientExchange
+from caffepy.parallel.gradients.comm_timer import CommTimer
+from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.trace import NO_TRACE
 
 NET = """
@@ -33,7 +33,7 @@ class Recorder:
         self.log: list[str] = []
         self.reached = 0
 
-    def begin_average(self, array: Any, timed: AbstractContextManager[None]) -> Recorder:
+    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> Recorder:
         with timed:
             self.log.append(f"begin {array.size}")
         return self
@@ -48,14 +48,14 @@ class Recorder:
         self.log.append("finish")
 
 
-def make(buckets: int, completes: bool = True) -> tuple[Net, GradientExchange, Recorder]:
+def make(buckets: int, completes: bool = True) -> tuple[Net, Reducer, Recorder]:
     net, recorder = build_net(NET), Recorder()
-    exchange = GradientExchange(
+    exchange = Reducer(
         net,
         recorder,  # type: ignore[arg-type]
         buckets,
         lambda: completes,
-        CommunicationClock(CpuBackend(1)),
+        CommTimer(CpuBackend(1)),
         lambda what: nullcontext(recorder.log.append(f"wait for {what}")),
         NO_TRACE,
     )

@@ -10,7 +10,7 @@ import pytest
 from process_groups import run_threads
 
 from caffepy.errors import ConfigError, PeerError, RunError, UserError
-from caffepy.parallel.communicators.mpi import CallService, MpiWorld, check_launcher
+from caffepy.parallel.communicators.mpi import MainThreadDispatcher, MpiWorld, check_launcher
 from caffepy.parallel.control import connect
 from caffepy.parallel.processes.world import (
     Launcher,
@@ -106,18 +106,18 @@ def test_sruns_wrong_way_is_named(options: str, way: str) -> None:
 def test_an_error_of_all_ranks_is_raised_by_the_root_as_it_is() -> None:
     error = ConfigError("no such file")
     with pytest.raises(ConfigError) as raised:
-        FakeWorld(0, [None, ("no such file", 2)]).agree(error)
+        FakeWorld(0, [None, ("no such file", 2)]).raise_on_all(error)
     assert raised.value is error
     with pytest.raises(SystemExit) as leaving:
-        FakeWorld(1, [("no such file", 2), None]).agree(error)
+        FakeWorld(1, [("no such file", 2), None]).raise_on_all(error)
     assert leaving.value.code == 2
 
 
 def test_an_error_of_one_rank_names_it() -> None:
     with pytest.raises(UserError, match="^rank 1 on host1: disk is gone$"):
-        FakeWorld(0, [None, ("disk is gone", 2)]).agree(None)
+        FakeWorld(0, [None, ("disk is gone", 2)]).raise_on_all(None)
     with pytest.raises(RunError, match="^rank 0 on host0: ValueError: odd$"):
-        FakeWorld(0, [None, None]).agree(ValueError("odd"))
+        FakeWorld(0, [None, None]).raise_on_all(ValueError("odd"))
 
 
 ONE, SECOND = World(), FakeWorld(1, [None, None])
@@ -296,14 +296,14 @@ def test_the_control_channel_takes_the_loopback_within_one_machine_only(
 
 
 def test_no_error_is_agreed_on_silently() -> None:
-    FakeWorld(0, [None, None]).agree(None)
-    assert World().call_on_all(lambda: 5) == 5
+    FakeWorld(0, [None, None]).raise_on_all(None)
+    assert World().run_on_all(lambda: 5) == 5
 
 
 def test_calls_of_threads_run_on_the_main_thread_where_mpi_wants_it() -> None:
     import threading
 
-    service = CallService(direct=False)
+    service = MainThreadDispatcher(direct=False)
     ran_on: list[int] = []
     thread = threading.Thread(target=lambda: service.call(lambda: ran_on.append(threading.get_ident())), daemon=True)
     thread.start()

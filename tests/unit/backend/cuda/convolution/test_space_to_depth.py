@@ -24,7 +24,7 @@ CASES = {
 
 
 def folded(folding: Folding, plain: Any) -> Any:
-    """What kernels/folding.cu's `fold` computes."""
+    """What kernels/space_to_depth.cu's `fold` computes."""
     n, channels, height, width = folding.folded
     own = channels // folding.width
     result = np.zeros(folding.folded)
@@ -40,7 +40,7 @@ def folded(folding: Folding, plain: Any) -> Any:
 
 
 def unfolded(folding: Folding, result: Any) -> Any:
-    """What kernels/folding.cu's `unfold` computes."""
+    """What kernels/space_to_depth.cu's `unfold` computes."""
     plain = np.zeros(folding.plain)
     for (_, c, y, x), _ in np.ndenumerate(np.ones((1, *folding.plain[1:]))):
         i, a = divmod(y + folding.shift[0], folding.step)
@@ -57,18 +57,18 @@ def reread(array: Any, shape: tuple[int, ...]) -> Any:
     return array.transpose(0, 2, 3, 1).reshape(n, h, w, c).transpose(0, 3, 1, 2)
 
 
-def every_folding(storage: str, case: str, direction: Direction) -> list[tuple[Problem, FoldedProblem]]:
+def every_folding(dtype: str, case: str, direction: Direction) -> list[tuple[Problem, FoldedProblem]]:
     x, outputs, geometry = CASES[case]
-    problem = Problem(x, (outputs, x[1], *geometry.kernel), geometry, storage)
+    problem = Problem(x, (outputs, x[1], *geometry.kernel), geometry, dtype)
     return [(problem, other) for _, other in foldings(problem, direction)]
 
 
-@pytest.mark.parametrize("storage", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_the_same(storage: str, case: str) -> None:
+def test_results_are_the_same(dtype: str, case: str) -> None:
     rng = np.random.default_rng(1)
     for direction in Direction:
-        every = every_folding(storage, case, direction)
+        every = every_folding(dtype, case, direction)
         assert every, "these problems have few channels or odd numbers of them"
         for plain, other in every:
             x, w, dy = (rng.standard_normal(shape) for shape in (plain.x, plain.weights, plain.y))
@@ -100,9 +100,9 @@ def test_the_reference_is_right(case: str) -> None:
 
 
 def test_channels_are_multiples_of_what_one_load_takes() -> None:
-    for storage, unit in (("float32", 4), ("bfloat16", 8)):
+    for dtype, unit in (("float32", 4), ("bfloat16", 8)):
         for case in CASES:
-            for _, other in every_folding(storage, case, Direction.WEIGHTS):
+            for _, other in every_folding(dtype, case, Direction.WEIGHTS):
                 assert other.problem.weights[0] % unit == 0
                 assert other.problem.x[1] % 4 == 0
 

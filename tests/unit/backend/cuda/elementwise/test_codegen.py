@@ -19,7 +19,7 @@ def awkward(double: Each, int_: Each, class_: Channel, i: Scalar) -> tuple[Each,
 
 
 def variant(width: int = 1, access: Access = Access(), scalars: tuple[str, ...] = ()) -> Variant:  # noqa: B008
-    """Four kinds of storage at once."""
+    """Four kinds of dtype at once."""
     return Variant(
         ("float", "float16"), ("bfloat16", "float"), width, 2, device_scalars=frozenset(scalars), channels=(access,)
     )

@@ -9,8 +9,8 @@ import backend_oracle as oracle
 import numpy as np
 import pytest
 from backend_checks import normal
+from dtype_checks import agrees, dtypes, rounded, some, stored
 from hypothesis import given
-from storage_checks import agrees, rounded, some, storages, stored
 
 from caffepy.backend import Backend, Geometry
 
@@ -35,13 +35,13 @@ def numbers_in_windows(places: Any, width: int, g: Geometry) -> Any:
     return (places // width - rows) * g.kernel[1] + places % width - columns
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("mask", ["int32", "uint8"])
 @poolings
 def test_pool_max(
-    backend: Backend, storage: str, mask: str, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry
+    backend: Backend, dtype: str, mask: str, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry
 ) -> None:
-    check_pool_max(backend, storage, mask, x_shape, y_size, geometry, ties=True)
+    check_pool_max(backend, dtype, mask, x_shape, y_size, geometry, ties=True)
 
 
 @some
@@ -51,50 +51,50 @@ def test_pool_max_of_any_geometry(backend: Backend, case: Any) -> None:
 
 
 def check_pool_max(
-    backend: Backend, storage: str, mask_dtype: str, x_shape: tuple[int, ...], y_size: tuple[int, int],
+    backend: Backend, dtype: str, mask_dtype: str, x_shape: tuple[int, ...], y_size: tuple[int, int],
     geometry: Geometry, ties: bool,
 ) -> None:  # fmt: skip
     y_shape = (*x_shape[:2], *y_size)
-    host = np.round(normal(1, x_shape)) if ties else rounded(normal(1, x_shape), storage)
+    host = np.round(normal(1, x_shape)) if ties else rounded(normal(1, x_shape), dtype)
     if mask_dtype == "uint8" and np.prod(geometry.kernel) > 255:
         return
     expected, places = oracle.pool_max(host, y_shape, geometry)
-    y, mask = checks.dirty(backend, y_shape, storage), checks.dirty(backend, y_shape, mask_dtype)
-    backend.pool_max_forward(checks.place(backend, host, storage), y, mask, geometry)
+    y, mask = checks.dirty(backend, y_shape, dtype), checks.dirty(backend, y_shape, mask_dtype)
+    backend.pool_max_forward(checks.place(backend, host, dtype), y, mask, geometry)
     assert np.array_equal(backend.to_host(y), expected)
     numbers = places if mask_dtype == "int32" else numbers_in_windows(places, x_shape[3], geometry)
     assert np.array_equal(backend.to_host(mask), numbers)
-    dy, dy_host = stored(backend, 2, y_shape, storage)
-    dx = checks.dirty(backend, x_shape, storage)
+    dy, dy_host = stored(backend, 2, y_shape, dtype)
+    dx = checks.dirty(backend, x_shape, dtype)
     backend.pool_max_backward(dy, mask, dx, geometry)
-    agrees(backend, dx, oracle.pool_max_gradient(dy_host, places, x_shape), storage)
+    agrees(backend, dx, oracle.pool_max_gradient(dy_host, places, x_shape), dtype)
 
 
-@storages
+@dtypes
 @poolings
 def test_pool_average(
-    backend: Backend, storage: str, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry
+    backend: Backend, dtype: str, x_shape: tuple[int, ...], y_size: tuple[int, int], geometry: Geometry
 ) -> None:
     y_shape = (*x_shape[:2], *y_size)
-    x, x_host = stored(backend, 1, x_shape, storage)
-    dy, dy_host = stored(backend, 2, y_shape, storage)
-    y, dx = checks.dirty(backend, y_shape, storage), checks.dirty(backend, x_shape, storage)
+    x, x_host = stored(backend, 1, x_shape, dtype)
+    dy, dy_host = stored(backend, 2, y_shape, dtype)
+    y, dx = checks.dirty(backend, y_shape, dtype), checks.dirty(backend, x_shape, dtype)
     backend.pool_average_forward(x, y, geometry)
-    agrees(backend, y, oracle.pool_average(x_host.astype(float), y_shape, geometry), storage)
+    agrees(backend, y, oracle.pool_average(x_host.astype(float), y_shape, geometry), dtype)
     backend.pool_average_backward(dy, dx, geometry)
-    agrees(backend, dx, oracle.pool_average_gradient(dy_host.astype(float), x_shape, geometry), storage)
+    agrees(backend, dx, oracle.pool_average_gradient(dy_host.astype(float), x_shape, geometry), dtype)
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("channels", [1, 3, 7, 12, 33, 96])
 @pytest.mark.parametrize(("size", "beta"), [(5, 0.75), (3, 0.5), (1, 1.0), (9, 0.6), (35, 0.75), (201, 0.9)])
-def test_lrn(backend: Backend, storage: str, channels: int, size: int, beta: float) -> None:
+def test_lrn(backend: Backend, dtype: str, channels: int, size: int, beta: float) -> None:
     shape = (2, channels, 3, 5)
-    x, x_host = stored(backend, 1, shape, storage)
-    dy, dy_host = stored(backend, 2, shape, storage)
-    y, dx = checks.dirty(backend, shape, storage), checks.dirty(backend, shape, storage)
+    x, x_host = stored(backend, 1, shape, dtype)
+    dy, dy_host = stored(backend, 2, shape, dtype)
+    y, dx = checks.dirty(backend, shape, dtype), checks.dirty(backend, shape, dtype)
     backend.lrn_across_forward(x, y, None, size, 1.3, beta, 1.5)
-    agrees(backend, y, oracle.lrn(x_host.astype(float), size, 1.3, beta, 1.5)[0], storage)
+    agrees(backend, y, oracle.lrn(x_host.astype(float), size, 1.3, beta, 1.5)[0], dtype)
     backend.lrn_across_backward(x, None, None, dy, dx, size, 1.3, beta, 1.5)
     expected = oracle.lrn_gradient(x_host.astype(float), dy_host.astype(float), size, 1.3, beta, 1.5)
-    agrees(backend, dx, expected, storage)
+    agrees(backend, dx, expected, dtype)

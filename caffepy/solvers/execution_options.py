@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExecutionOptions:
     """Switches of what makes training fast on a GPU; results are the same to rounding with each.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import backend_checks as checks
 import backend_oracle as oracle
 import numpy as np
-from storage_checks import stored
+from dtype_checks import stored
 
 from caffepy.backend import Backend, Geometry, RandomStream
 

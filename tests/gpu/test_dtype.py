@@ -9,41 +9,41 @@ import backend_oracle as oracle
 import numpy as np
 import pytest
 from backend_checks import SIZES, normal
+from dtype_checks import SHAPES, dtypes, rounded, some, stored
 from hypothesis import given
 from hypothesis import strategies as st
-from storage_checks import SHAPES, rounded, some, storages, stored
 
 from caffepy.backend import Backend, RandomStream
-from caffepy.backend.types import STORAGE
+from caffepy.backend.types import DTYPES
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("shape", SHAPES)
-def test_numbers_are_rounded_to_the_nearest(backend: Backend, storage: str, shape: tuple[int, ...]) -> None:
-    array, expected = stored(backend, 1, shape, storage)
-    assert array.dtype == {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[storage]
+def test_numbers_are_rounded_to_the_nearest(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    array, expected = stored(backend, 1, shape, dtype)
+    assert array.dtype == {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype]
     back = backend.to_host(array)
     assert back.dtype == np.float32 and back.flags.c_contiguous
     assert np.array_equal(back, expected)
     assert np.array_equal(backend.to_host(backend.view(backend.flat(array), shape)), expected)
     backend.fill(array, -2.7)
-    assert np.array_equal(backend.to_host(array), rounded(np.full(shape, -2.7, np.float32), storage))
+    assert np.array_equal(backend.to_host(array), rounded(np.full(shape, -2.7, np.float32), dtype))
     backend.fill(array, 0)
     assert not backend.to_host(array).any()
 
 
-@pytest.mark.parametrize("storage", ["float16", "bfloat16"])
-@pytest.mark.parametrize("target", STORAGE)
-def test_awkward_numbers(backend: Backend, storage: str, target: str) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("target", DTYPES)
+def test_awkward_numbers(backend: Backend, dtype: str, target: str) -> None:
     """Ties, overflow, numbers below the normal range, infinities and NaN."""
     host = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65519, 65520, 1e-7, 6e-8, 3.4e38, -0.0, 0,
                      np.inf, -np.inf, np.nan, -1e-40, 77], np.float32)  # fmt: skip
-    array, result = checks.place(backend, host, storage), checks.dirty(backend, host.shape, target)
+    array, result = checks.place(backend, host, dtype), checks.dirty(backend, host.shape, target)
     backend.copy(array, result)
-    np.testing.assert_array_equal(backend.to_host(result), rounded(rounded(host, storage), target))
+    np.testing.assert_array_equal(backend.to_host(result), rounded(rounded(host, dtype), target))
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(STORAGE, STORAGE)))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(DTYPES, DTYPES)))
 @pytest.mark.parametrize("shape", [(5, 16, 7, 8), (3, 7, 5, 2), (2, 40, 6, 50), (4, 4000)])
 def test_copy_and_add_between_storages(backend: Backend, old: str, new: str, shape: tuple[int, ...]) -> None:
     source, values = stored(backend, 1, shape, old)
@@ -77,64 +77,64 @@ def test_slices(
     assert np.array_equal(backend.to_host(part), rounded(everything[index], old))
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize(
     "shape", [(4, 50, 4, 4), (2, 256, 6, 6), (3, 3, 20, 30), (1, 40, 1, 33), (2, 17, 33, 5), (2, 4, 3, 2)]
 )
-def test_channels_last_to_c_order_and_back(backend: Backend, storage: str, shape: tuple[int, ...]) -> None:
-    array, values = stored(backend, 5, shape, storage)
-    row = checks.dirty(backend, (values.size,), storage)
+def test_channels_last_to_c_order_and_back(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    array, values = stored(backend, 5, shape, dtype)
+    row = checks.dirty(backend, (values.size,), dtype)
     backend.copy(array, row.reshape(shape))
     assert np.array_equal(backend.to_host(row), values.reshape(-1))
-    again = checks.dirty(backend, shape, storage)
+    again = checks.dirty(backend, shape, dtype)
     backend.copy(row.reshape(shape), again)
     assert np.array_equal(backend.to_host(again), values)
     backend.add(row.reshape(shape), again)
-    assert np.array_equal(backend.to_host(again), rounded(values + values, storage))
+    assert np.array_equal(backend.to_host(again), rounded(values + values, dtype))
 
 
-@storages
-def test_arrays_with_more_axes_than_a_kernel_walks_along(backend: Backend, storage: str) -> None:
-    array, values = stored(backend, 6, (3, 4, 5, 6, 7), storage)
-    part = checks.dirty(backend, (2, 3, 2, 3, 3), storage)
+@dtypes
+def test_arrays_with_more_axes_than_a_kernel_walks_along(backend: Backend, dtype: str) -> None:
+    array, values = stored(backend, 6, (3, 4, 5, 6, 7), dtype)
+    part = checks.dirty(backend, (2, 3, 2, 3, 3), dtype)
     index = (slice(0, 3, 2), slice(1, 4), slice(0, 5, 3), slice(0, 6, 2), slice(1, 7, 2))
     backend.copy(array[index], part)
     assert np.array_equal(backend.to_host(part), values[index])
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8"])
-@storages
-def test_whole_numbers_become_any_storage(backend: Backend, storage: str, dtype: str) -> None:
+@pytest.mark.parametrize("integer", ["int32", "uint8"])
+@dtypes
+def test_whole_numbers_become_any_storage(backend: Backend, dtype: str, integer: str) -> None:
     host = np.arange(2 * 24 * 3 * 5).reshape(2, 24, 3, 5) % 200
-    target = checks.dirty(backend, host.shape, storage)
-    backend.copy(checks.place(backend, host, dtype), target)
+    target = checks.dirty(backend, host.shape, dtype)
+    backend.copy(checks.place(backend, host, integer), target)
     assert np.array_equal(backend.to_host(target), host)
-    assert backend.to_host(checks.place(backend, host, dtype)).dtype == dtype
+    assert backend.to_host(checks.place(backend, host, integer)).integer == integer
 
 
-@storages
+@dtypes
 @pytest.mark.parametrize("shape", [(1,), (4001,), (3, 7, 5, 2), (200, 1000)])
-def test_all_finite(backend: Backend, storage: str, shape: tuple[int, ...]) -> None:
+def test_all_finite(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
     host = normal(1, shape)
-    assert backend.all_finite(checks.place(backend, host, storage))
+    assert backend.all_finite(checks.place(backend, host, dtype))
     for value, index in itertools.product((np.nan, np.inf, -np.inf), (0, host.size // 2, host.size - 1)):
         spoiled = host.copy()
         spoiled.reshape(-1)[index] = value
-        assert not backend.all_finite(checks.place(backend, spoiled, storage))
+        assert not backend.all_finite(checks.place(backend, spoiled, dtype))
 
 
-@storages
+@dtypes
 @some
 @given(shape=st.lists(SIZES, min_size=1, max_size=4), first_sample=st.sampled_from([0, 3, 2**32 - 1]))
-def test_dropout(backend: Backend, storage: str, shape: list[int], first_sample: int) -> None:
+def test_dropout(backend: Backend, dtype: str, shape: list[int], first_sample: int) -> None:
     """The elements whose documented random number is at least the ratio are kept, wherever the counter lies."""
-    x, values = stored(backend, 1, tuple(shape), storage)
+    x, values = stored(backend, 1, tuple(shape), dtype)
     stream = RandomStream(2**40 + 5, 0xDEADBEEF)
     chances = oracle.random_uniform(tuple(shape), 2**40 + 5, 0xDEADBEEF, 7, first_sample)
-    expected = rounded(np.where(chances >= 0.4, values * np.float32(1 / 0.6), 0).astype(np.float32), storage)
+    expected = rounded(np.where(chances >= 0.4, values * np.float32(1 / 0.6), 0).astype(np.float32), dtype)
     on_device = checks.place(backend, np.array([7, first_sample], np.uint64), "uint64")
     for counter in ((7, first_sample), on_device):
-        out = checks.dirty(backend, tuple(shape), storage)
+        out = checks.dirty(backend, tuple(shape), dtype)
         backend.dropout(x, out, 0.4, stream, counter)
         assert np.array_equal(backend.to_host(out), expected)
     uniform = checks.dirty(backend, tuple(shape))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import backend_checks as checks
 import numpy as np
 import pytest
+from dtype_checks import agrees, rounded, some, stored
 from hypothesis import given
-from storage_checks import agrees, rounded, some, stored
 
 from caffepy.backend import Backend, Channel, Each, Scalar, expression
 

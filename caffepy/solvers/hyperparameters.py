@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from caffepy.solvers.base import Solver
 
 STOP, SNAPSHOT, SCALE, L2, L1, RULE = range(6)
-"""Places of the mailbox's numbers: the two requests, factors of gradient and regularisation, then the rule's own."""
+"""Indices of the device scalars: the two requests, factors of gradient and regularisation, then the rule's own."""
 
 
-class Numbers:
+class Hyperparameters:
     """What an iteration's work is told: requests, the update's factors, where each pass's random numbers begin.
 
     Args:
@@ -26,8 +26,8 @@ class Numbers:
         self.rate = 0.0
         """The learning rate of the iteration for which `send` was called last."""
         self._solver = solver
-        count = RULE + len(solver.rule_numbers(0.0, 0.5))
-        self._mailbox = solver.backend.mailbox(count, solver.param.iter_size)
+        count = RULE + len(solver.hyperparameters(0.0, 0.5))
+        self._mailbox = solver.backend.device_scalars(count, solver.param.iter_size)
 
     def send(self) -> None:
         """Put the numbers of the solver's present iteration where the device finds them."""
@@ -39,7 +39,7 @@ class Numbers:
         scales = [1 / param.iter_size, decay if l2 else 0.0, 0.0 if l2 else decay]
         context = solver.net.context
         counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in solver.passes()]
-        values = [*solver.requests.flags(), *scales, *solver.rule_numbers(self.rate, momentum)]
+        values = [*solver.requests.flags(), *scales, *solver.hyperparameters(self.rate, momentum)]
         self._mailbox.send(values, counters)
 
     def _next_rate(self) -> float:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from caffepy.backend.handles import Mark
+from caffepy.backend.handles import Event
 from caffepy.errors import RunError
-from caffepy.net.capture import Program, Step
+from caffepy.net.capture import GraphSegments, Segment
 
 if TYPE_CHECKING:
     from caffepy.solvers.base import Solver
@@ -18,7 +18,7 @@ IN_FLIGHT = 3
 """Iterations that a device may be behind the host: enough to keep it busy, too few to run far ahead of a peer."""
 
 
-class Replay:
+class CudaGraphRunner:
     """A solver's iterations, captured once and replayed from then on; the host goes on while the device computes.
 
     Args:
@@ -28,10 +28,10 @@ class Replay:
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
         self._wanted = solver.backend.captures and not solver.engine.eager and not solver.param.debug_info
-        self._program = Program(solver.backend, [])
-        self._traced: Program | None = None
+        self._program = GraphSegments(solver.backend, [])
+        self._traced: GraphSegments | None = None
         self._losses_of_passes = solver.backend.zeros(())
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[Event] = deque()
         self.behind = IN_FLIGHT - 1 if self._wanted else 0
         """How many iterations later than it was asked for something is known to all devices; alike on all of them."""
         self._agreed = range(0)
@@ -68,13 +68,13 @@ class Replay:
         """
         return self._solver.callback.least(float(done), "the capture of all devices' graphs") > 0
 
-    def _captured(self, tracing: AbstractContextManager[None]) -> Program:
+    def _captured(self, tracing: AbstractContextManager[None]) -> GraphSegments:
         """Graphs of an iteration, captured within a `with` block that says what becomes of its spans.
 
         Raises:
             RunError: something cannot be captured.
         """
-        program, passes = Program(self._solver.backend, self._steps()), self._solver.net.context.passes
+        program, passes = GraphSegments(self._solver.backend, self._steps()), self._solver.net.context.passes
         number = passes.number
         try:
             with tracing:
@@ -86,31 +86,31 @@ class Replay:
             passes.number = number
         return program
 
-    def _traced_program(self) -> Program:
+    def _traced_program(self) -> GraphSegments:
         """Graphs of an iteration in which the device takes the time of every layer and bucket."""
         if self._traced is None:
             solver, net = self._solver, self._solver.net
             self._wait()
             places = 2 * (2 * len(net.schedule) * solver.param.iter_size + len(net.parameters.parameters) + 4)
-            self._traced = self._captured(solver.trace.recording(solver.backend.stopwatch(places), places))
+            self._traced = self._captured(solver.trace.recording(solver.backend.device_timer(places), places))
             self._all_captured(True)  # a device that could not has raised
         return self._traced
 
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[Segment]:
         """All that an iteration asks of the device, in order: the very calls that run eagerly."""
         solver, net, eager = self._solver, self._solver.net, self._solver.eager
         steps = []
         for index in range(solver.param.iter_size):
-            steps.append(Step("the start of a pass", partial(eager.begin_pass, index)))
+            steps.append(Segment("the start of a pass", partial(eager.begin_pass, index)))
             for node in net.schedule:
-                steps.append(Step(node.layer.name, partial(net.forward_node, node), node.layer.not_captured()))
+                steps.append(Segment(node.layer.name, partial(net.forward_node, node), node.layer.capture_blocker()))
             if solver.param.iter_size > 1:
-                steps.append(Step("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
+                steps.append(Segment("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
             for node in reversed(net.schedule):
-                reason = node.layer.not_captured() if node.need_backward else ""
-                steps.append(Step(node.layer.name, partial(net.backward_node, node), reason))
-        steps.append(Step("the exchange of gradients", eager.exchange_gradients, solver.callback.not_captured()))
-        steps.append(Step("the update", eager.update))
+                reason = node.layer.capture_blocker() if node.need_backward else ""
+                steps.append(Segment(node.layer.name, partial(net.backward_node, node), reason))
+        steps.append(Segment("the exchange of gradients", eager.exchange_gradients, solver.callback.capture_blocker()))
+        steps.append(Segment("the update", eager.update))
         return steps
 
     def run(self) -> bool:
@@ -173,8 +173,8 @@ class Replay:
         """Let the device be at most a few iterations behind, and note where it will say what was asked for."""
         solver = self._solver
         if solver.callback.world_size > 1:
-            solver.requests.expect(solver.backend.fetch(solver.net.parameters.flags[:2]).get)
-        self._marks.append(solver.backend.mark())
+            solver.requests.expect(solver.backend.copy_to_host_async(solver.net.parameters.flags[:2]).get)
+        self._marks.append(solver.backend.record_event())
         if len(self._marks) >= IN_FLIGHT:
             solver.callback.settle(self._marks.popleft().wait)
 

@@ -16,8 +16,8 @@ from training import solver_param, weights_of
 from caffepy.errors import NonFiniteError, RunError
 from caffepy.solvers import Action, Solver, create_solver
 from caffepy.solvers.base import CHECK_INTERVAL
-from caffepy.solvers.engine import Engine
-from caffepy.solvers.replay import IN_FLIGHT
+from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.solvers.graph_runner import IN_FLIGHT
 from caffepy.trace import Trace
 
 SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '
@@ -27,7 +27,7 @@ SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 ran
 def replaying(text: str = SOLVER, net: str = NET, eager: bool = False, **keywords: Any) -> Iterator[Solver]:
     backend = Replaying()
     with backend.activate():
-        solver = create_solver(solver_param(text, net), backend, engine=Engine(eager=eager), **keywords)
+        solver = create_solver(solver_param(text, net), backend, engine=ExecutionOptions(eager=eager), **keywords)
         try:
             yield solver
         finally:
@@ -186,7 +186,7 @@ class TwoDevices:
         flags[1] = (flags[1] + (solver.iteration == self.snapshot_at)) / 2
         self.iteration = solver.iteration + 1
 
-    def not_captured(self) -> str:
+    def capture_blocker(self) -> str:
         return "it meets the other device"
 
     def settle(self, wait: Callable[[], None]) -> None:

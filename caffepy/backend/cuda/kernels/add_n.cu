@@ -1,9 +1,9 @@
 // destination = the sum of SOURCES arrays of one shape. The arrays are seen as rows of V columns.
 //
-// Standing before, beside what columns.cu needs: D (storage of the sources), Y (of the result), SOURCES (2 to 8).
+// Standing before, beside what columns.cu needs: D (type of the sources), Y (of the result), SOURCES (2 to 8).
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    total(const D *source0, const D *source1, const D *source2, const D *source3, const D *source4,
+    add_n(const D *source0, const D *source1, const D *source2, const D *source3, const D *source4,
           const D *source5, const D *source6, const D *source7, Y *destination, unsigned int rows,
           unsigned int columns, unsigned int inner) {
     const D *const sources[8] = {source0, source1, source2, source3, source4, source5, source6, source7};
