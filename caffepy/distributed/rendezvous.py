@@ -27,6 +27,8 @@ from caffepy.parallel.store.wire import decode_list
 
 logger = logging.getLogger(__name__)
 
+_NEWS_SECONDS = 0.2
+"""How long a rank that could not join waits for news of another one's failure."""
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What ``env://`` reads: rank 0's address and port, this process's number and the number of processes."""
 SECRET = "CAFFEPY_JOB_SECRET"
@@ -205,14 +207,24 @@ def _meet(call: Call, rank: int, connect: Callable[[Member], ControlChannel]) ->
             raise PeerError(f"has waited {call.timeout:g} s for {_ranks(missing)} to join")
         members = decode_list(Member, found)
     except BaseException as error:
+        reason = str(error) if channel is None else _reason(channel, error)
         if channel is not None:
             if isinstance(error, CaffepyError):
                 channel.fail(str(error))  # to close without a word would look like a crash
             channel.close()
         if isinstance(error, (UserError, PeerError)):
-            raise type(error)(f"{own.name(rank)}: init_process_group at {call.method}: {error}") from error
+            raise type(error)(f"{own.name(rank)}: init_process_group at {call.method}: {reason}") from error
         raise
     return Membership(rank, members, channel)
+
+
+def _reason(channel: ControlChannel, error: BaseException) -> str:
+    """Why joining failed: news of a failure say more than the connection that broke because of it."""
+    if isinstance(error, PeerError):
+        with suppress(PeerError):
+            failure = channel.watch([], _NEWS_SECONDS)
+            return str(error) if failure is None else failure.message
+    return str(error)
 
 
 def _alone() -> Membership:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from process_groups import free_port, raise_first, run_threads
 
+from caffepy.distributed import rendezvous
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.rendezvous import join
 from caffepy.errors import PeerError, UserError
@@ -193,3 +194,21 @@ def test_neighbours_are_counted_by_machine() -> None:
     assert [membership.local_rank for membership in found] == [0, 0, 1, 0]
     assert [membership.local_size for membership in found] == [2, 1, 2, 1]
     assert found[0].name(2) == "rank 2 on a (process 12)"
+
+
+class Broken(RankStore):
+    """A channel whose data connection was cut while its rank joined."""
+
+    def take(self, key: str, seconds: float, owner: int | None = None) -> bytes | None:
+        raise PeerError("rank 0 ended unexpectedly: Connection reset by peer")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_joins_hears_of_the_failure_that_cut_its_connection(monkeypatch: Any, told: bool) -> None:
+    memory = MemoryStore(3)
+    if told:
+        memory.fail("rank 1 on a: ValueError: injected")
+    monkeypatch.setattr(rendezvous, "ControlClient", lambda *_: Broken(memory, 2))
+    expected = "rank 1 on a: ValueError: injected" if told else "rank 0 ended unexpectedly: Connection reset by peer"
+    with pytest.raises(PeerError, match=rf"rank 2 on .*: init_process_group at tcp://127.0.0.1:5: {expected}$"):
+        join("tcp://127.0.0.1:5", 2, 3, 1.0, NOTHING)
