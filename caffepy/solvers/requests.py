@@ -29,8 +29,8 @@ class Requests:
     def __init__(self, ask: Callable[[], Action] | None, alone: bool = True) -> None:
         self._ask = ask
         self._wanted: set[Action] = set()
-        self._untold: set[Action] = self._wanted if alone else set()
-        """What was asked for here and the other devices have not been told."""
+        self._unsent: set[Action] = self._wanted if alone else set()
+        """What was asked for here and the other devices do not know."""
         self._answers: deque[Callable[[], np.ndarray]] = deque()
 
     def __contains__(self, action: Action) -> bool:
@@ -45,15 +45,15 @@ class Requests:
             action = self._ask() if self._ask is not None else Action.NONE
             if action is Action.NONE:
                 return
-            self._untold.add(action)
+            self._unsent.add(action)
 
     def flags(self) -> list[float]:
         """1 for each of `FLAGS` that the other devices have to be told, else 0."""
-        return [float(action in self._untold) for action in FLAGS]
+        return [float(action in self._unsent) for action in FLAGS]
 
-    def told(self) -> None:
+    def mark_sent(self) -> None:
         """The flags are on their way to all devices, this one included."""
-        self._untold.clear()
+        self._unsent.clear()
 
     def expect(self, answer: Callable[[], np.ndarray]) -> None:
         """Note where an iteration's answer will be; called once for each iteration.
@@ -63,7 +63,7 @@ class Requests:
         """
         self._answers.append(answer)
 
-    def hear(self, behind: int = 0) -> None:
+    def receive(self, behind: int = 0) -> None:
         """Want what any of the devices wanted in all iterations but the last `behind`.
 
         Called by all devices at the same point with the same number.

@@ -48,6 +48,8 @@ def test_nobody_traces_by_default() -> None:
     NO_TRACE.begin(3)
     with NO_TRACE.span("forward"), NO_TRACE.paused():
         NO_TRACE.add("bucket 0", "all-reduce", 0.0, 1.0)
+    NO_TRACE.watch_device(FakeStamp, lambda: None)
+    assert NO_TRACE.events(0, "GPU 0") == []
     assert not NO_TRACE.active
 
 

@@ -66,14 +66,14 @@ def test_every_device_acts_on_the_same_requests_in_the_same_iteration_and_none_i
         average = np.mean([device.requests.flags() for device in devices], axis=0)
         for device in devices:
             if count > 1:
-                device.requests.told()
+                device.requests.mark_sent()
                 device.requests.expect(ready(average))
-            device.requests.hear(behind)
+            device.requests.receive(behind)
             if settles:  # a test, or a snapshot that is due
-                device.requests.hear()
+                device.requests.receive()
             device.act(iteration)
     for device in devices:
-        device.requests.hear()
+        device.requests.receive()
         device.act(len(signals))
     assert all(device.acted == devices[0].acted for device in devices)
     for when, action in asked:
@@ -97,6 +97,6 @@ def test_what_was_heard_before_a_test_is_not_told_again() -> None:
     """A snapshot that all devices know of, because they settled for a test, is acted on once."""
     requests = Requests(None, alone=False)
     requests.expect(ready(np.array([0.0, 0.5])))
-    requests.hear()
+    requests.receive()
     assert Action.SNAPSHOT in requests
     assert requests.flags() == [0.0, 0.0]
