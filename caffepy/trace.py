@@ -2,8 +2,8 @@
 
 A `Trace` belongs to one device and holds what it did in a window of iterations: spans of time in rows. Nets, solvers
 and whoever connects devices put their spans into it; whoever made it asks for its `events` once training is over. Where
-nobody traces, the same calls reach `NO_TRACE`, which does nothing. Work that is captured tells its spans once, while it
-is captured; the device takes their times in each replay.
+nobody traces, the same calls reach `NO_TRACE`, which does nothing. Captured work reports its spans once, while it is
+captured; the device takes their times in each replay.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class _Recording:
     def __init__(self, device_timer: DeviceTimer, timestamps: int) -> None:
         self._timer = device_timer
         self._timestamps = timestamps
-        self._taken = 0
+        self._used = 0
         self._host: float | None = None
         self._spans: list[tuple[str, str, int, int]] = []
 
     def take_timestamp(self) -> int:
         """Take the time here, in every replay; gives the timestamp's index."""
-        index = self._taken
-        assert index < self._timestamps - 1, "the work has more spans than were reckoned with"
-        self._taken += 1
+        index = self._used
+        assert index < self._timestamps - 1, "the work has more spans than its timer has timestamps for"
+        self._used += 1
         self._timer.start(index)
         return index
 
@@ -280,13 +280,13 @@ class Trace:
 
         Call it when the device is idle.
         """
-        found = list(self._spans)
+        spans = list(self._spans)
         if self._origin is not None:
             begin, origin = self._origin
             for row, name, iteration, first, last in self._device_spans:
                 start = begin + first.seconds_since(origin)
-                found.append(Span(f"device: {row}", name, iteration, start, start + last.seconds_since(first)))
-        return found
+                spans.append(Span(f"device: {row}", name, iteration, start, start + last.seconds_since(first)))
+        return spans
 
     def events(self, process: int, name: str) -> list[dict[str, Any]]:
         spans = self.spans()

@@ -59,13 +59,13 @@ class Solver(ABC):
         backend: the device, active in the calling thread.
         shard: its rank among all that train together.
         resolve: finds the files that the solver names.
-        callback: those that train together; None: nobody else.
-        request: asked once an iteration what somebody outside wants.
+        callback: the other devices; None: there are none.
+        request: asked in every iteration for a stop or a snapshot, as signals want them.
         keep_going: log a loss that is not finite instead of stopping.
         engine: how iterations are run.
         trace: takes the times of what this device does.
-        guard: leave out updates whose gradients are not finite also where the net itself does not need it.
-        max_skipped: updates left out in a row after which training ends.
+        guard: skip updates whose gradients are not finite also where the net itself does not need it.
+        max_skipped: updates skipped in a row after which training ends.
         timeout: longest wait for data, in seconds.
 
     Raises:
@@ -109,7 +109,7 @@ class Solver(ABC):
         refuse_unsupported(self.param)
         if self.param.random_seed < 0:
             self.param.random_seed = secrets.randbits(31)
-        # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
+        # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
@@ -198,7 +198,7 @@ class Solver(ABC):
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:
-        """Bring the parameters' copies in other dtypes up to date after somebody else than an update changed them."""
+        """Bring the parameters' copies in other dtypes up to date after something else than an update changed them."""
         self.net.parameters.refresh(self.net.parameters.copies)
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -319,18 +319,18 @@ class Solver(ABC):
     def _keeping_statistics(self) -> Iterator[None]:
         """Let a forward pass of the train net, which is no part of training, leave the running statistics alone."""
         arrays = self.net.statistics()
-        kept = [self.backend.zeros(tuple(array.shape)) for array in arrays]
-        for array, before in zip(arrays, kept, strict=True):
+        saved = [self.backend.zeros(tuple(array.shape)) for array in arrays]
+        for array, before in zip(arrays, saved, strict=True):
             self.backend.copy(array, before)
         yield
-        for array, before in zip(arrays, kept, strict=True):
+        for array, before in zip(arrays, saved, strict=True):
             self.backend.copy(before, array)
 
     # -- what an iteration is made of ----------------------------------------------------------------
 
     @abstractmethod
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
-        """The rule's own numbers in this iteration, in the order of its last arguments."""
+        """The values of the rule's last arguments in this iteration."""
 
     # -- tests ---------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class Solver(ABC):
         self.graph_runner.drain()
         with self._not_training(), self.state.trace.span("snapshot"):
             if self.graph_runner.captured and self.iteration > 0:
-                self._loss_check.read()  # nobody may have looked at it for some iterations
+                self._loss_check.read()  # it may not have been read for some iterations
             self._average_statistics()
             self.callback.on_snapshot()
             path = write_snapshot(self.state)
@@ -386,7 +386,7 @@ class Solver(ABC):
             return path
 
     def restore(self, path: Path) -> None:
-        """Go on from a snapshot of caffepy's or of either Caffe's.
+        """Resume from a snapshot of caffepy's or of either Caffe's.
 
         Raises:
             SnapshotError: it cannot be read, or is of another solver or net.
@@ -397,7 +397,7 @@ class Solver(ABC):
         self._snapshot_at = self.iteration
 
     def adopt(self, state: SolverState) -> None:
-        """Go on from what another device's solver has `restored`; its weights and history come in `on_start`."""
+        """Resume from what another device's solver has `restored`; its weights and history come in `on_start`."""
         adopt_state(self.state, state)
         self._snapshot_at = self.iteration
 

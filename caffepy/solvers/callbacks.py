@@ -12,7 +12,7 @@ from caffepy.backend.types import Array
 
 
 class Action(Enum):
-    """What somebody outside (a signal) wants of the solver."""
+    """What a signal asks of the solver."""
 
     NONE = 0
     STOP = 1

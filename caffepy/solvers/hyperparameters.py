@@ -13,7 +13,7 @@ STOP, SNAPSHOT, SCALE, L2, L1, RULE = range(6)
 
 
 class Hyperparameters:
-    """What an iteration's work is told: requests, the update's factors, where each pass's random numbers begin.
+    """The device scalars of an iteration: requests, the update's factors, where each pass's random numbers begin.
 
     Args:
         state: of training.

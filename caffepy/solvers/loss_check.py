@@ -36,7 +36,7 @@ class LossCheck:
         return loss
 
     def check(self, loss: float) -> None:
-        """Stop at a loss that is not finite, or warn where training shall go on.
+        """Stop at a loss that is not finite, or warn under `keep_going`.
 
         Raises:
             NonFiniteError: it is not; the message says where that began.
@@ -57,7 +57,7 @@ class LossCheck:
         log.warning("%s", message)
 
     def check_skipped(self) -> None:
-        """Stop where too many updates in a row were left out; the device must have nothing left to do.
+        """Stop where too many updates in a row were skipped; the device must have nothing left to do.
 
         Raises:
             NonFiniteError: naming the layer whose gradient overflowed.

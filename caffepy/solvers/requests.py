@@ -1,7 +1,7 @@
 """What is asked of a solver while it trains: by somebody outside, and by the devices that train with it.
 
 Owns when a request is acted on: all devices act on the same requests in the same iteration. Each tells the others with
-its gradients, and hears with the averages what any of them wants; a device whose iterations are replayed knows that
+its gradients, and learns from the averages what any of them wants; a device whose iterations are replayed knows that
 only some iterations later, so that all wait as long, those that know it at once included.
 """
 
@@ -23,7 +23,7 @@ class Requests:
 
     Args:
         ask: what somebody outside wants, one request at a time; None: nobody asks.
-        alone: no other device has to be told, so that what is asked for here is acted on at once.
+        alone: there are no other devices, so that what is asked for here is acted on at once.
     """
 
     def __init__(self, ask: Callable[[], Action] | None, alone: bool = True) -> None:
@@ -48,7 +48,7 @@ class Requests:
             self._unsent.add(action)
 
     def flags(self) -> list[float]:
-        """1 for each of `FLAGS` that the other devices have to be told, else 0."""
+        """1 for each of `FLAGS` that still has to be sent to the other devices, else 0."""
         return [float(action in self._unsent) for action in FLAGS]
 
     def mark_sent(self) -> None:

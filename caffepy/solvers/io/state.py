@@ -162,7 +162,7 @@ def _restore_random(state: TrainState, saved: SolverState) -> None:
 
 
 def _restore_positions(state: TrainState, saved: SolverState) -> None:
-    """Let each data layer go on where it was, or at its first record where the snapshot does not say."""
+    """Seek in each data layer: to its saved position, or to the first record where the snapshot has none."""
     positions = {(p.test_net, p.layer): p.position for p in saved.data_position}
     for index, layer, _ in _data_layers(state):
         layer.seek(positions.get((index, layer.name), 0))

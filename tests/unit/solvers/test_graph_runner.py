@@ -128,8 +128,8 @@ def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.Log
         solver.backend.capture = refuse  # type: ignore[method-assign]
         solver.step(4)
         assert solver.iteration == 4
-    told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
-    assert told == ["Iterations are not captured into graphs: a layer waits for the device"]
+    lines = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
+    assert lines == ["Iterations are not captured into graphs: a layer waits for the device"]
 
 
 class Capturing(Replaying):
@@ -244,8 +244,8 @@ def test_nobody_replays_where_one_device_cannot_capture(caplog: pytest.LogCaptur
     with replaying(callback=callback) as solver, caplog.at_level(logging.INFO):
         solver.step(4)
         assert launches(solver) == 0
-    told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
-    assert told == ["Iterations are not captured into graphs: another device cannot capture them"]
+    lines = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
+    assert lines == ["Iterations are not captured into graphs: another device cannot capture them"]
 
 
 def test_requests_of_several_iterations_in_flight_are_all_acted_on(tmp_path: Path) -> None:
