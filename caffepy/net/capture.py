@@ -1,4 +1,4 @@
-"""Work that is done again and again, as graphs: captures what can be captured and runs the rest in between.
+"""Repeated work as graphs: captures what can be captured and runs the rest in between.
 
 The segments are the very calls that run eagerly; there is no second implementation of anything.
 """
@@ -74,7 +74,7 @@ class GraphSegments:
             call()
 
     def drop(self) -> None:
-        """Give the graphs back; communicators whose calls they hold can be destroyed only afterwards."""
+        """Free the graphs; communicators whose calls they hold can be destroyed only afterwards."""
         self._calls.clear()
         self._graphs.clear()
 

@@ -1,8 +1,8 @@
-"""The training loop (Caffe's `solver.cpp`): iterations, tests, snapshots and what is asked for, in one visible place.
+"""The training loop (Caffe's `solver.cpp`): iterations, tests, snapshots and requests, in one visible place.
 
 What an iteration does is in `eager.py`, how it is captured and replayed in `graph_runner.py`. An update rule is a
-subclass with a formula, `rule`, and its hyperparameters. Others that train together with this device are known as a
-`SolverCallback` only.
+subclass with a formula, `rule`, and its hyperparameters. The devices that train together with this one are behind a
+`SolverCallback`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Solver(ABC):
 
     @property
     def update(self) -> Update:
-        """What changes the parameters."""
+        """The update of the parameters."""
         return self.state.update
 
     @property
@@ -229,7 +229,7 @@ class Solver(ABC):
         self.log("Optimization Done.")
 
     def step(self, iterations: int) -> None:
-        """Make so many iterations, with the tests and snapshots that fall due."""
+        """Make `iterations` more, with the tests and snapshots that fall due; fewer where a stop is requested."""
         self.callback.on_start()
         self._averaged_at = self.iteration
         self._refresh_copies()
@@ -282,7 +282,7 @@ class Solver(ABC):
         return interval > 0 and self.iteration % interval == 0
 
     def _needs_loss(self) -> bool:
-        """Whether the loss is read though it is not shown: always where that does not cost a wait."""
+        """Whether the loss is read though it is not shown: always where reading it does not wait for the device."""
         return not self.backend.asynchronous or self.param.average_loss > 1 or self._due(CHECK_INTERVAL)
 
     def _act_on_requests(self) -> None:
@@ -305,9 +305,9 @@ class Solver(ABC):
             self.test_all()
 
     def _average_statistics(self) -> None:
-        """Let all devices have the same running statistics, so that what is tested and saved is one model.
+        """Average the running statistics over all devices, so that what is tested and saved is one model.
 
-        Once an iteration: to average what is alike already could round it, and a resumed run has the averaged ones.
+        At most once an iteration: averaging equal numbers could round them, and a resumed run starts from them.
         """
         if self.callback.world_size == 1 or self._averaged_at == self.iteration:
             return
@@ -317,7 +317,7 @@ class Solver(ABC):
 
     @contextmanager
     def _keeping_statistics(self) -> Iterator[None]:
-        """Let a forward pass of the train net, which is no part of training, leave the running statistics alone."""
+        """Restore the running statistics after a forward pass of the train net that is no part of training."""
         arrays = self.net.statistics()
         saved = [self.backend.zeros(tuple(array.shape)) for array in arrays]
         for array, before in zip(arrays, saved, strict=True):
@@ -337,7 +337,7 @@ class Solver(ABC):
     def test_all(self) -> list[dict[str, np.ndarray]]:
         """Score every test net; for each its outputs' means over test_iter batches.
 
-        A stop that is asked for meanwhile ends the tests where this device trains alone.
+        A stop that is requested meanwhile ends the tests where this device trains alone.
         """
         self.graph_runner.drain()
         with self._not_training(), self.state.trace.span("test"):
@@ -402,7 +402,7 @@ class Solver(ABC):
         self._snapshot_at = self.iteration
 
     def close(self) -> None:
-        """Give graphs back and end what the nets' layers started. Callable twice."""
+        """Free graphs and close the nets. Callable twice."""
         self.graph_runner.drop()
         for net in (self.net, *self.test_nets):
             net.close()

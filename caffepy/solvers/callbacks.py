@@ -1,4 +1,4 @@
-"""What a solver asks of those that train together with it, and the answer of one that trains alone."""
+"""What a solver asks of the devices that train together with it, and the callback of one that trains alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SolverCallback(Protocol):
         """Called after each iteration, which the device may still be computing; it is counted in `Solver.iteration`."""
 
     def on_snapshot(self) -> None:
-        """Called before a snapshot is written, when the device has done all that it was asked for."""
+        """Called before a snapshot is written, when the device is idle."""
 
     def on_gradients_ready(self) -> None:
         """Make `parameters.diff`, flags included, the average over all devices; on a GPU, put that on the stream."""
@@ -46,7 +46,7 @@ class SolverCallback(Protocol):
         """Why `on_gradients_ready` cannot be captured into a graph; None if it can."""
 
     def wait_for_device(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, which lasts until the device has done work that the other devices may have a part in."""
+        """Call `wait`, which returns when the device has finished work that may include an all-reduce."""
 
     def average_over_devices(self, arrays: Sequence[Array]) -> None:
         """Make each array of the device the mean of all devices', with the same bits on each."""

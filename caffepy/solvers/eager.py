@@ -10,7 +10,7 @@ from caffepy.solvers.train_state import TrainState
 
 
 class EagerIteration:
-    """Iterations each call of which is made when it is due."""
+    """Runs iterations without graphs."""
 
     def __init__(self, state: TrainState, steps: IterationSteps, display: Display, loss_check: LossCheck) -> None:
         self._state = state
@@ -23,7 +23,7 @@ class EagerIteration:
 
         Args:
             display: show loss, outputs and update.
-            read_loss: enter the loss among those that are shown, and look whether it is finite.
+            read_loss: add the loss to those that are shown, and check that it is finite.
 
         Raises:
             NonFiniteError: it is not.
@@ -53,14 +53,16 @@ class EagerIteration:
             net.check()
 
     def _wait_for_peers(self) -> None:
-        """Wait until all devices have computed: a pass may compile, tune and allocate, which can wait for whatever the
-        process has put on any of its devices, an exchange included that this device has not joined.
+        """Wait until all devices have made their passes.
+
+        A pass may compile, tune and allocate, which can wait for all work of the process on any of its devices, an
+        all-reduce included that this device has not joined.
         """
         if self._state.callback.world_size > 1 and self._state.backend.asynchronous:
             self._state.callback.barrier()
 
     def _finish_exchange(self) -> None:
-        """Wait for the averages, and note what any of the devices asked for."""
+        """Wait for the averages, and hand the averaged requests to `Requests`."""
         state = self._state
         if state.callback.world_size > 1:
             state.callback.wait_for_device(state.backend.synchronize)

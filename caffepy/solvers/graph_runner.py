@@ -1,4 +1,4 @@
-"""Iterations as graphs: what is captured, how far the device may be behind the host, and what comes back."""
+"""Iterations as CUDA graphs: what is captured, and how far the device may be behind the host."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class CudaGraphRunner:
         self._losses_of_passes = state.backend.zeros(())
         self._events: deque[Event] = deque()
         self.behind = IN_FLIGHT - 1 if self._wanted else 0
-        """How many iterations later than it was asked for something is known to all devices; alike on all of them."""
+        """Iterations after which all devices know a request; the same number on all of them."""
         self._known_passes = range(0)
-        """The passes for which no device's data change their form."""
+        """The passes in which no device's data change their shape or dtype."""
 
     @property
     def captured(self) -> bool:
@@ -44,7 +44,7 @@ class CudaGraphRunner:
         return self._segments.captured
 
     def capture(self) -> None:
-        """Make graphs of an iteration that has just run eagerly, if the device can."""
+        """Make graphs of an iteration that has just run eagerly, where all devices can."""
         state = self._state
         if not self._wanted:
             return
@@ -63,14 +63,14 @@ class CudaGraphRunner:
     def _all_captured(self, done: bool) -> bool:
         """Wait until all devices have captured; whether all could. Nothing is launched before that.
 
-        To make a graph takes memory of the device, which can wait for whatever its process has put on any device, a
-        launched exchange with this device included. And NCCL wants an exchange to be captured by all devices or by
-        none, and the graphs that were captured together to be launched together.
+        Making a graph allocates device memory, which can wait for all work of the process on any device, a launched
+        all-reduce with this device included. And NCCL requires that all devices or none capture an all-reduce, and that
+        graphs which were captured together are launched together.
         """
         return self._state.callback.min_over_devices(float(done), "the capture of all devices' graphs") > 0
 
     def _captured(self, tracing: AbstractContextManager[None]) -> GraphSegments:
-        """Graphs of an iteration, captured within a `with` block that says what becomes of its spans.
+        """Graphs of an iteration, captured within `tracing`.
 
         Raises:
             RunError: something cannot be captured.
@@ -98,7 +98,7 @@ class CudaGraphRunner:
         return self._traced
 
     def _all_segments(self) -> list[Segment]:
-        """All that an iteration asks of the device, in order: the very calls that run eagerly."""
+        """All calls of an iteration that put work on the device, in order; the same that run eagerly."""
         state, net, steps = self._state, self._state.net, self._steps
         segments = []
         for index in range(state.param.iter_size):
@@ -119,8 +119,8 @@ class CudaGraphRunner:
         """Put an iteration on the device as graphs.
 
         Returns:
-            Whether it was; False where the data of any device have another shape. Then no device has graphs any more,
-            or anything left to do, so that all run the iteration eagerly and capture anew.
+            Whether it was; False where the data of any device have another shape. Then all devices are idle and have
+            dropped their graphs: run the iteration eagerly and capture again.
         """
         net, passes, trace = self._state.net, self._state.passes(), self._state.trace
         segments = self._traced_segments() if trace.active else self._segments
@@ -142,9 +142,10 @@ class CudaGraphRunner:
         return True
 
     def _data_changed(self, passes: range) -> bool:
-        """Whether the data of these passes, which were fed, have another form on any of the devices.
+        """Whether the data of these passes, which were fed, have another shape or dtype on any of the devices.
 
-        Devices ask each other only where none knows its data: a batch of bytes is of one form in all its passes.
+        The devices exchange that only for passes whose data are not known yet: a block of images has one shape and
+        dtype in all its passes.
         """
         net, callback = self._state.net, self._state.callback
         changed = net.changed_shapes()
@@ -172,7 +173,7 @@ class CudaGraphRunner:
         return float(state.backend.to_host(self._losses_of_passes)) / state.param.iter_size
 
     def _keep_pace(self) -> None:
-        """Let the device be at most a few iterations behind, and note where it will say what was asked for."""
+        """Copy the averaged requests to the host; wait until the device is less than `IN_FLIGHT` iterations behind."""
         state = self._state
         if state.callback.world_size > 1:
             state.requests.expect(state.backend.copy_to_host_async(state.net.parameters.flags[:2]).get)
@@ -181,7 +182,7 @@ class CudaGraphRunner:
             state.callback.wait_for_device(self._events.popleft().wait)
 
     def drain(self) -> None:
-        """Wait until the device has done all that it was asked for, and learn which requests came back with it.
+        """Wait until the device is idle, and take over the requests of all its iterations.
 
         Called by all devices at the same point, or some would act on requests before the others.
         """
@@ -194,7 +195,7 @@ class CudaGraphRunner:
             self._events.clear()
 
     def drop(self) -> None:
-        """Give the graphs back; communicators whose calls they hold can be destroyed only afterwards."""
+        """Free the graphs; communicators whose calls they hold can be destroyed only afterwards."""
         for segments in (self._segments, self._traced):
             if segments is not None:
                 segments.drop()

@@ -1,4 +1,4 @@
-"""The numbers that are different in each iteration, where the work on the device finds them, captured or not."""
+"""The numbers that differ from iteration to iteration, as device scalars, so that captured work reads them too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from caffepy.solvers.rules import policies
 from caffepy.solvers.train_state import TrainState
 
 STOP, SNAPSHOT, SCALE, L2, L1, RULE = range(6)
-"""Indices of the device scalars: the two requests, factors of gradient and regularisation, then the rule's own."""
+"""Indices of the device scalars: the two requests, factors of gradient and regularisation, then the rule's values."""
 
 
 class Hyperparameters:
@@ -17,7 +17,7 @@ class Hyperparameters:
 
     Args:
         state: of training.
-        rule_values: the update rule's own numbers, by learning rate and momentum; as many in every iteration.
+        rule_values: the update rule's hyperparameters, by learning rate and momentum; as many in every iteration.
     """
 
     def __init__(self, state: TrainState, rule_values: Callable[[float, float], tuple[float, ...]]) -> None:
@@ -29,7 +29,7 @@ class Hyperparameters:
         self._scalars = state.backend.device_scalars(count, state.param.iter_size)
 
     def send(self) -> None:
-        """Put the numbers of the present iteration where the device finds them."""
+        """Copy the numbers of the present iteration to the device."""
         state, param = self._state, self._state.param
         self.rate = self._next_rate()
         momentum = policies.momentum(param, state.iteration, self.rate)
@@ -59,6 +59,6 @@ class Hyperparameters:
         return self._scalars.counters[index]
 
     def factors(self) -> tuple[Array | float, Array | float, Array | float, Sequence[Array | float]]:
-        """What `Update.run` takes: the gradients' scale, L2 and L1 decay, and the rule's own numbers."""
+        """What `Update.run` takes: the gradients' scale, L2 and L1 decay, and the rule's hyperparameters."""
         values = self._scalars.values
         return values[SCALE], values[L2], values[L1], values[RULE:]

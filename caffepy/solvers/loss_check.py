@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 
 class LossCheck:
-    """Looks at losses and at skipped updates.
+    """Checks losses and skipped updates.
 
     Args:
         state: of training.
-        graph_runner: may have put the iteration on the device whose loss is looked at.
+        graph_runner: may have put the iteration on the device whose loss is checked.
         keep_going: warn of a loss that is not finite instead of stopping.
         shares_memory: whether blobs that are never needed at the same time share memory.
     """
@@ -30,7 +30,7 @@ class LossCheck:
         self._shares_memory = shares_memory
 
     def read(self) -> float:
-        """The loss of the train net's last forward pass, looked at as by `check`; waits for the device."""
+        """The loss of the train net's last forward pass, checked by `check`; waits for the device."""
         loss = self._state.net.loss()
         self.check(loss)
         return loss

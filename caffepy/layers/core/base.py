@@ -211,7 +211,7 @@ class Layer:
         return None
 
     def seek(self, position: int) -> None:
-        """Go on at a `position` that a snapshot has; for layers that have one."""
+        """Let the next pass begin at a `position` that a snapshot holds; for layers whose `position` is not None."""
         raise NotImplementedError
 
     def meets_devices(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a solver says while it trains, in the words of Caffe's `solver.cpp`."""
+"""The log lines of training, in the words of Caffe's `solver.cpp`."""
 
 from __future__ import annotations
 
