@@ -126,7 +126,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
         pool = cupy.get_default_memory_pool()
         used, held = pool.used_bytes() / GIB, pool.total_bytes() / GIB
         loss = solver.net.loss()
-        captured = solver.replay.captured
+        captured = solver.graph_runner.captured
         solver.close()
     return {"ms": milliseconds, "gib": used, "held": held, "ready": ready, "loss": loss, "captured": captured}
 

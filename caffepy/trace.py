@@ -2,8 +2,8 @@
 
 A `Trace` belongs to one device and holds what it did in a window of iterations: spans of time in rows. Nets, solvers
 and whoever connects devices put their spans into it; whoever made it asks for its `events` once training is over. Where
-nobody traces, the same calls reach `NO_TRACE`, which does nothing. Work that is captured tells its spans once, while it
-is captured; the device takes their times in each replay.
+nobody traces, the same calls reach `NO_TRACE`, which does nothing. Captured work reports its spans once, while it is
+captured; the device takes their times in each replay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from caffepy.files import atomic_write
 
@@ -63,91 +63,141 @@ class _Recording:
     """Spans of work that is captured.
 
     Args:
-        device_timer: each place of it takes the time of one end of a span; the last place compares it with the host's.
-        places: how many there are.
+        device_timer: takes the time of each end of a span; its last timestamp compares it with the host's clock.
+        timestamps: how many it can take.
     """
 
-    def __init__(self, device_timer: DeviceTimer, places: int) -> None:
-        self._stopwatch = device_timer
-        self._places = places
-        self._taken = 0
+    def __init__(self, device_timer: DeviceTimer, timestamps: int) -> None:
+        self._timer = device_timer
+        self._timestamps = timestamps
+        self._used = 0
         self._host: float | None = None
         self._spans: list[tuple[str, str, int, int]] = []
 
-    def place(self) -> int:
-        """Take the time here, in every replay."""
-        place = self._taken
-        assert place < self._places - 1, "the work has more spans than were reckoned with"
-        self._taken += 1
-        self._stopwatch.start(place)
-        return place
+    def take_timestamp(self) -> int:
+        """Take the time here, in every replay; gives the timestamp's index."""
+        index = self._used
+        assert index < self._timestamps - 1, "the work has more spans than its timer has timestamps for"
+        self._used += 1
+        self._timer.start(index)
+        return index
 
     def add(self, row: str, name: str, first: int, last: int) -> None:
-        """What lies between two places is a span."""
+        """What lies between two timestamps is a span."""
         self._spans.append((row, name, first, last))
 
     @contextmanager
     def span(self, row: str, name: str) -> Iterator[None]:
         """A `with` block is a span."""
-        first = self.place()
+        first = self.take_timestamp()
         yield
-        self.add(row, name, first, self.place())
+        self.add(row, name, first, self.take_timestamp())
 
     def spans(self, iteration: int) -> Iterator[Span]:
         """The spans of the replay that was asked for last; waits for the device."""
         if self._host is None:
-            self._stopwatch.start(self._places - 1)
-            own = self._stopwatch.times()[-1]
+            self._timer.start(self._timestamps - 1)
+            own = self._timer.times()[-1]
             self._host = time.perf_counter() - own
-        times = [self._host + seconds for seconds in self._stopwatch.times()]
+        times = [self._host + seconds for seconds in self._timer.times()]
         for row, name, first, last in self._spans:
             yield Span(f"device: {row}", name, iteration, times[first], times[last])
 
 
-class NoTrace:
-    """The trace of whoever is not traced."""
+class Tracer(Protocol):
+    """What nets, solvers and whoever connects devices put their spans into."""
 
-    active = False
-    """Whether spans are taken at present."""
-    record_timed_event: Callable[[], Any] | None = None
-    """Takes the time at a place of the device's current stream, for `add_device`; None where nobody wants it."""
+    @property
+    def active(self) -> bool:
+        """Whether spans are taken at present."""
+
+    @property
+    def record_timed_event(self) -> Callable[[], Any] | None:
+        """Records a timed event on the device's current stream, for `add_device`; None where nobody wants it."""
+
+    def watch_device(self, record_timed_event: Callable[[], TimedEvent], synchronize: Callable[[], None]) -> None:
+        """Take the device's own times too.
+
+        Called once, before training, where the device works behind the host.
+
+        Args:
+            record_timed_event: `Backend.record_timed_event`.
+            synchronize: `Backend.synchronize`.
+        """
 
     def begin(self, iteration: int) -> None:
         """An iteration begins; the first one after the window ends the tracing."""
 
     def span(self, row: str, name: str = "") -> AbstractContextManager[None]:
         """Take the time of a `with` block, on the host and on a device that works behind it; by any thread."""
-        return _NOTHING
 
     def add(self, row: str, name: str, start: float, end: float) -> None:
         """A span whose times (`time.perf_counter`) were taken elsewhere; by any thread."""
 
     def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
-        """A span between two places in the device's work, which `record_timed_event` gave."""
+        """A span between two timed events of the device, which `record_timed_event` gave."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Take no spans within a `with` block: work that is captured is not done."""
-        return _NOTHING
 
-    def recording(self, device_timer: DeviceTimer, places: int) -> AbstractContextManager[None]:
+    def recording(self, device_timer: DeviceTimer, timestamps: int) -> AbstractContextManager[None]:
         """Within a `with` block work is captured; the device takes the times of its spans whenever it is replayed."""
-        return _NOTHING
 
     def replayed(self) -> None:
         """What was captured while `recording` has been replayed once more; waits for the device."""
+
+    def events(self, process: int, name: str) -> list[dict[str, Any]]:
+        """Trace events: one for each span, and the names of the device and its rows.
+
+        Call it when the device is idle.
+
+        Args:
+            process: the device's number among all devices; the viewers call it a process.
+            name: what the viewers call the device.
+        """
+
+
+class NoTrace:
+    """Takes no times."""
+
+    active = False
+    record_timed_event: Callable[[], Any] | None = None
+
+    def watch_device(self, record_timed_event: Callable[[], TimedEvent], synchronize: Callable[[], None]) -> None: ...
+
+    def begin(self, iteration: int) -> None: ...
+
+    def span(self, row: str, name: str = "") -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def add(self, row: str, name: str, start: float, end: float) -> None: ...
+
+    def add_device(self, row: str, name: str, first: Any, last: Any) -> None: ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def recording(self, device_timer: DeviceTimer, timestamps: int) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def replayed(self) -> None: ...
+
+    def events(self, process: int, name: str) -> list[dict[str, Any]]:
+        return []
 
 
 NO_TRACE = NoTrace()
 
 
-class Trace(NoTrace):
-    """What one device did.
+class Trace:
+    """What one device did, see `Tracer`.
 
     Args:
         window: iterations to trace; None: a few after the first ones.
     """
 
     def __init__(self, window: range | None = None) -> None:
+        self.active = False
         self._window = window
         self._iteration = 0
         self._spans: list[Span] = []
@@ -159,14 +209,6 @@ class Trace(NoTrace):
         self._epoch = time.time() - time.perf_counter()
 
     def watch_device(self, record_timed_event: Callable[[], TimedEvent], synchronize: Callable[[], None]) -> None:
-        """Take the device's own times too.
-
-        Called once, before training, where the device works behind the host.
-
-        Args:
-            record_timed_event: `Backend.record_timed_event`.
-            synchronize: `Backend.synchronize`.
-        """
         self._record_timed_event = record_timed_event
         synchronize()
         self._origin = (time.perf_counter(), record_timed_event())
@@ -199,10 +241,12 @@ class Trace(NoTrace):
             self._spans.append(Span(row, name, self._iteration, start, end))
 
     @property
-    def record_timed_event(self) -> Callable[[], Any] | None:  # type: ignore[override]
+    def record_timed_event(self) -> Callable[[], Any] | None:
         if not self.active:
             return None
-        return self._recording.place if self._capturing and self._recording is not None else self._record_timed_event
+        if self._capturing and self._recording is not None:
+            return self._recording.take_timestamp
+        return self._record_timed_event
 
     def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
         if self._capturing and self._recording is not None:
@@ -219,8 +263,8 @@ class Trace(NoTrace):
             self.active = active
 
     @contextmanager
-    def recording(self, device_timer: DeviceTimer, places: int) -> Iterator[None]:
-        self._recording = _Recording(device_timer, places)
+    def recording(self, device_timer: DeviceTimer, timestamps: int) -> Iterator[None]:
+        self._recording = _Recording(device_timer, timestamps)
         active, self.active, self._capturing = self.active, True, True
         try:
             yield
@@ -236,21 +280,15 @@ class Trace(NoTrace):
 
         Call it when the device is idle.
         """
-        found = list(self._spans)
+        spans = list(self._spans)
         if self._origin is not None:
             begin, origin = self._origin
             for row, name, iteration, first, last in self._device_spans:
                 start = begin + first.seconds_since(origin)
-                found.append(Span(f"device: {row}", name, iteration, start, start + last.seconds_since(first)))
-        return found
+                spans.append(Span(f"device: {row}", name, iteration, start, start + last.seconds_since(first)))
+        return spans
 
     def events(self, process: int, name: str) -> list[dict[str, Any]]:
-        """Trace events: one for each span, and the names of the device and its rows.
-
-        Args:
-            process: the device's number among all devices; the viewers call it a process.
-            name: what the viewers call the device.
-        """
         spans = self.spans()
         rows = _in_order({span.row for span in spans})
         named = [_naming("process_name", process, 0, name), _sorting("process_sort_index", process, 0, process)]
@@ -304,12 +342,12 @@ def unpack_events(packed: bytes) -> list[list[dict[str, Any]]]:
 def _in_order(rows: set[str]) -> list[str]:
     """Stages as they follow each other, then what else there is, then the device's rows likewise."""
 
-    def place(row: str) -> tuple[bool, int, int, str]:
+    def sort_key(row: str) -> tuple[bool, int, int, str]:
         stage = row.removeprefix("device: ")
         # Shorter names first: bucket 9 comes before bucket 10.
         return row.startswith("device: "), ROWS.index(stage) if stage in ROWS else len(ROWS), len(row), row
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=sort_key)
 
 
 def _naming(kind: str, process: int, row: int, name: str) -> dict[str, Any]:

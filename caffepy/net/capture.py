@@ -1,7 +1,6 @@
-"""Work that is done again and again, as graphs: captures what can be captured and runs the rest in between.
+"""Repeated work as graphs: captures what can be captured and runs the rest in between.
 
-Owns the cutting of a list of steps into graphs. The steps are the very calls that run eagerly; there is no second
-implementation of anything.
+The segments are the very calls that run eagerly; there is no second implementation of anything.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ class Segment:
     Args:
         name: what messages call it.
         run: does it, on the backend's stream.
-        reason: why it cannot be captured; empty if it can.
+        blocker: why it cannot be captured; None if it can.
     """
 
     name: str
     run: Callable[[], None]
-    reason: str = ""
+    blocker: str | None = None
 
 
 class GraphSegments:
-    """Steps that are run in order, as often as wanted.
+    """Segments that are run in order, as often as wanted.
 
     Args:
         backend: whose stream they are put on.
-        steps: the work.
+        segments: the work.
     """
 
-    def __init__(self, backend: Backend, steps: Sequence[Segment]) -> None:
+    def __init__(self, backend: Backend, segments: Sequence[Segment]) -> None:
         self._backend = backend
-        self._steps = list(steps)
-        self._pieces: list[Callable[[], None]] = []
+        self._segments = list(segments)
+        self._calls: list[Callable[[], None]] = []
         self._graphs: list[Graph] = []
 
     @property
@@ -52,34 +51,34 @@ class GraphSegments:
         return bool(self._graphs)
 
     def capture(self) -> None:
-        """Make graphs of the steps; nothing is computed yet. The steps must have run eagerly once before."""
+        """Make graphs of the segments; nothing is computed yet. The segments must have run eagerly once before."""
         self.drop()
-        for captured, group in groupby(self._steps, key=lambda step: not step.reason):
-            steps = list(group)
+        for captured, segments in groupby(self._segments, key=lambda segment: segment.blocker is None):
+            group = list(segments)
             if captured:
-                graph = self._backend.capture(lambda steps=steps: _run(steps))  # type: ignore[misc]
+                graph = self._backend.capture(lambda group=group: _run(group))  # type: ignore[misc]
                 self._graphs.append(graph)
-                self._pieces.append(graph.launch)
+                self._calls.append(graph.launch)
             else:
-                for step in steps:
-                    log.debug("%s runs outside of the captured graphs: %s", step.name, step.reason)
-                self._pieces += [step.run for step in steps]
-        log.debug("%d steps were captured in %d graphs", len(self._steps), len(self._graphs))
+                for segment in group:
+                    log.debug("%s runs outside of the captured graphs: %s", segment.name, segment.blocker)
+                self._calls += [segment.run for segment in group]
+        log.debug("%d segments were captured in %d graphs", len(self._segments), len(self._graphs))
 
     def run(self) -> None:
         """Do the work once."""
         if not self.captured:
-            _run(self._steps)
+            _run(self._segments)
             return
-        for piece in self._pieces:
-            piece()
+        for call in self._calls:
+            call()
 
     def drop(self) -> None:
-        """Give the graphs back; communicators whose calls they hold can be destroyed only afterwards."""
-        self._pieces.clear()
+        """Free the graphs; communicators whose calls they hold can be destroyed only afterwards."""
+        self._calls.clear()
         self._graphs.clear()
 
 
-def _run(steps: Sequence[Segment]) -> None:
-    for step in steps:
-        step.run()
+def _run(segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        segment.run()

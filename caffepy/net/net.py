@@ -36,7 +36,7 @@ from caffepy.net.wiring import (
     prune_backward,
 )
 from caffepy.proto import caffe_pb2
-from caffepy.trace import NO_TRACE
+from caffepy.trace import NO_TRACE, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Net:
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
         """Called with a node of the schedule when the gradients of the parameters that it owns are final."""
-        self.trace = NO_TRACE
+        self.trace: Tracer = NO_TRACE
         """Takes the times of the layers."""
         self.keeps_copies = True
         """Whether `forward` brings the half-precision copies of the parameters up to date; a solver does it itself."""

@@ -30,7 +30,7 @@ from caffepy.report import Performance
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action
-from caffepy.trace import NO_TRACE, NoTrace, Trace
+from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class P2PSync:
         self.heartbeat = Heartbeat(place.label, self._iteration, begun=False)
         self.solver: Solver | None = None
         self.error: BaseException | None = None
-        self.trace: NoTrace = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
+        self.trace: Tracer = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
         self.communication: CommTimer | None = None
@@ -153,32 +153,35 @@ class P2PSync:
 
     # -- for the solver: SolverCallback -------------------------------------------------------------
 
-    def on_start(self, solver: Solver) -> None:
+    def on_start(self) -> None:
         if self.world_size == 1:
             return
+        assert self.solver is not None
         with self._waiting("the root's weights"):
-            for array in (solver.net.parameters.data, *solver.history):
+            for array in (self.solver.net.parameters.data, *self.solver.history):
                 self._connected.broadcast(array, root=0)
             self._settle()
 
-    def on_iteration(self, solver: Solver) -> None:
+    def on_iteration(self) -> None:
+        assert self.solver is not None
         interval = self._options.check_replicas
-        if interval and solver.iteration % interval == 0:
-            solver.replay.settle()
-            self.on_snapshot(solver)
+        if interval and self.solver.iteration % interval == 0:
+            self.solver.graph_runner.drain()
+            self.on_snapshot()
 
-    def on_snapshot(self, solver: Solver) -> None:
+    def on_snapshot(self) -> None:
         """Compare the parameters, so that a snapshot is that of all devices."""
-        if self.world_size == 1 or self._compared == solver.iteration:
+        assert self.solver is not None
+        if self.world_size == 1 or self._compared == self.solver.iteration:
             return
-        check_replicas(solver.net, self.place.shard.rank, self._names, self._sum_hashes)
-        self._compared = solver.iteration
+        check_replicas(self.solver.net, self.place.shard.rank, self._names, self._sum_hashes)
+        self._compared = self.solver.iteration
 
     def _sum_hashes(self, values: Any) -> Any:
         with self._waiting("the comparison of the parameters"):
             return self._connected.sum(values)
 
-    def on_gradients_ready(self, solver: Solver) -> None:
+    def on_gradients_ready(self) -> None:
         if self.world_size == 1:
             return
         assert self.communication is not None
@@ -187,9 +190,9 @@ class P2PSync:
             _ = self._connected  # refuses once training was stopped
             self._exchange.finish()
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         if self.world_size == 1 or self._captures:
-            return ""
+            return None
         return "the devices exchange gradients through the host"
 
     @property
@@ -197,7 +200,7 @@ class P2PSync:
         """Whether what the devices exchange may be captured into a graph."""
         return getattr(self._communicator, "captures", False)
 
-    def settle(self, wait: Callable[[], None]) -> None:
+    def wait_for_device(self, wait: Callable[[], None]) -> None:
         if self.world_size == 1:
             wait()
             return
@@ -219,7 +222,7 @@ class P2PSync:
         with self._waiting("the sum of scores"):
             return self._connected.sum(np.asarray(values, np.float64))
 
-    def least(self, number: float, what: str) -> float:
+    def min_over_devices(self, number: float, what: str) -> float:
         if self.world_size == 1:
             return number
         numbers = np.zeros(self.world_size)
@@ -337,8 +340,7 @@ class P2PSync:
         """Look at the device's clock, which is gone with the backend."""
         if self.world_size > 1 and self.communication is not None:
             solver.performance.communication, solver.performance.exposed = self.communication.totals()
-        if isinstance(self.trace, Trace):
-            self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
+        self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
 
     def _place_gradients(self, solver: Solver) -> None:
         """Where the communicator has them best, if it cares."""
@@ -403,7 +405,7 @@ class P2PSync:
         self.solver = solver
         self.communication = CommTimer(backend)
         solver.clock.on_start = self.communication.reset
-        if isinstance(self.trace, Trace) and backend.asynchronous:
+        if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:
             self._read_start(solver)

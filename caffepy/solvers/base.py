@@ -1,14 +1,13 @@
-"""The training loop (Caffe's `solver.cpp`): iterations, tests, snapshots and what is asked for, in one visible place.
+"""The training loop (Caffe's `solver.cpp`): iterations, tests, snapshots and requests, in one visible place.
 
-What an iteration does is in `eager.py`, how it is captured and replayed in `replay.py`. An update rule is a subclass
-with a formula, `rule`, and its numbers. Others that train together with this device are known as a `SolverCallback`
-only.
+What an iteration does is in `eager.py`, how it is captured and replayed in `graph_runner.py`. An update rule is a
+subclass with a formula, `rule`, and its hyperparameters. The devices that train together with this one are behind a
+`SolverCallback`.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -37,13 +36,14 @@ from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.io.testing import run_test
-from caffepy.solvers.loss import LossWindow, check_finite, check_skipped, finite_loss
+from caffepy.solvers.iteration import IterationSteps
+from caffepy.solvers.loss import LossWindow
+from caffepy.solvers.loss_check import LossCheck
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.update import MAX_SKIPPED, Update
-from caffepy.trace import NO_TRACE, NoTrace
-
-log = logging.getLogger(__name__)
+from caffepy.solvers.train_state import RootLog, TrainState
+from caffepy.trace import NO_TRACE, Tracer
 
 SOLVERS: Registry[type[Solver]] = Registry("solver type")
 
@@ -57,15 +57,15 @@ class Solver(ABC):
     Args:
         param: the solver's prototxt, upgraded. A negative random_seed makes this solver draw one.
         backend: the device, active in the calling thread.
-        shard: its place among all that train together.
+        shard: its rank among all that train together.
         resolve: finds the files that the solver names.
-        callback: those that train together; None: nobody else.
-        request: asked once an iteration what somebody outside wants.
+        callback: the other devices; None: there are none.
+        request: asked in every iteration for a stop or a snapshot, as signals want them.
         keep_going: log a loss that is not finite instead of stopping.
         engine: how iterations are run.
         trace: takes the times of what this device does.
-        guard: leave out updates whose gradients are not finite also where the net itself does not need it.
-        max_skipped: updates left out in a row after which training ends.
+        guard: skip updates whose gradients are not finite also where the net itself does not need it.
+        max_skipped: updates skipped in a row after which training ends.
         timeout: longest wait for data, in seconds.
 
     Raises:
@@ -88,7 +88,7 @@ class Solver(ABC):
         request: Callable[[], Action] | None = None,
         keep_going: bool = False,
         engine: ExecutionOptions | None = None,
-        trace: NoTrace = NO_TRACE,
+        trace: Tracer = NO_TRACE,
         guard: bool = False,
         max_skipped: int = MAX_SKIPPED,
         timeout: float = 600.0,
@@ -98,39 +98,33 @@ class Solver(ABC):
         self.shard = shard or Shard()
         self.resolve = resolve or PathResolver(None)
         self.callback: SolverCallback = callback or SingleDevice()
-        self.keep_going = keep_going
-        self.engine = engine or ExecutionOptions()
-        self.trace = trace
-        refuse_unsupported(self.param)
-        if self.param.random_seed < 0:
-            self.param.random_seed = secrets.randbits(31)
-        self.iteration = 0
-        self.current_step = 0
-        self.stopped_early = False
-        self.losses = LossWindow(self.param.average_loss)
+        self.log = RootLog(self.callback.is_root)
         self.requests = Requests(request, alone=self.callback.world_size == 1)
+        self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
         self._snapshot_at = -1
         self._averaged_at = 0
-        self._guard, self._max_skipped = guard, max_skipped
-        # Where nobody looks at blobs between the layers, these may be fused and blobs share memory.
+        options = engine or ExecutionOptions()
+        refuse_unsupported(self.param)
+        if self.param.random_seed < 0:
+            self.param.random_seed = secrets.randbits(31)
+        # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         hidden = self.backend.captures and not self.param.debug_info
-        fuse, share = (wanted and hidden for wanted in (self.engine.fuse, self.engine.share))
+        fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         with naming_largest_batch(self._factory, self.histories):
-            self._build_nets()
-        self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
-        self.clock = Clock(self.performance, backend)
-        self.display = Display(self)
+            self._build_nets(trace)
+            self.state = self._new_state(trace, guard, max_skipped)
+            self._build_parts(options.eager, keep_going)
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
-            snapshot.check_prefix(snapshot_paths(self)[0])
+            snapshot.check_prefix(snapshot_paths(self.state)[0])
 
-    def _build_nets(self) -> None:
+    def _build_nets(self, trace: Tracer) -> None:
         factory = self._factory
         self.net = factory.train_net()
-        self.net.trace = self.trace
+        self.net.trace = trace
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
@@ -141,12 +135,56 @@ class Solver(ABC):
         for net in (self.net, *self.test_nets):
             net.prepare()
             net.keeps_copies = False
+
+    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int) -> TrainState:
         half = "float16" in self.net.parameters.copies
-        clip, guard = self.param.clip_gradients, half or self._guard
-        self.updating = Update(self.net, self.rule, self.history, clip, guard, self._max_skipped)
-        self.numbers = Hyperparameters(self)
-        self.eager = EagerIteration(self)
-        self.replay = CudaGraphRunner(self)
+        clip = self.param.clip_gradients
+        return TrainState(
+            param=self.param,
+            backend=self.backend,
+            shard=self.shard,
+            resolve=self.resolve,
+            callback=self.callback,
+            trace=trace,
+            log=self.log,
+            requests=self.requests,
+            losses=LossWindow(self.param.average_loss),
+            net=self.net,
+            test_nets=self.test_nets,
+            history=self.history,
+            update=Update(self.net, self.rule, self.history, clip, half or guard, max_skipped),
+        )
+
+    def _build_parts(self, eager: bool, keep_going: bool) -> None:
+        state = self.state
+        self._hyperparameters = Hyperparameters(state, self.hyperparameters)
+        steps = IterationSteps(state, self._hyperparameters)
+        self.graph_runner = CudaGraphRunner(state, steps, eager)
+        self._loss_check = LossCheck(state, self.graph_runner, keep_going, self._factory.share)
+        self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
+        self.clock = Clock(self.performance, self.backend)
+        self._display = Display(state, self.clock, self._hyperparameters)
+        self._eager = EagerIteration(state, steps, self._display, self._loss_check)
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations were made, those before a snapshot that was restored included."""
+        return self.state.iteration
+
+    @property
+    def losses(self) -> LossWindow:
+        """This device's losses of the last `average_loss` iterations whose loss was read."""
+        return self.state.losses
+
+    @property
+    def update(self) -> Update:
+        """The update of the parameters."""
+        return self.state.update
+
+    @property
+    def last_pass(self) -> bool:
+        """Whether the present pass is the iteration's last, whose backward pass completes the gradients."""
+        return self.state.last_pass
 
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones.
@@ -160,12 +198,8 @@ class Solver(ABC):
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:
-        """Bring the parameters' copies in other dtypes up to date after somebody else than an update changed them."""
+        """Bring the parameters' copies in other dtypes up to date after something else than an update changed them."""
         self.net.parameters.refresh(self.net.parameters.copies)
-
-    def log(self, message: str, *arguments: object) -> None:
-        """Log a line if this device is the root, else at debug level."""
-        log.log(logging.INFO if self.callback.is_root else logging.DEBUG, message, *arguments, stacklevel=2)
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -185,7 +219,7 @@ class Solver(ABC):
             self.restore(resume_from)
         self.stopped_early = False
         self.step(max(self.param.max_iter - self.iteration, 0))
-        self.display.show_skipped()
+        self._display.show_skipped()
         if self.param.snapshot_after_train and self._snapshot_at != self.iteration:
             self.snapshot()
         if self.stopped_early:
@@ -195,8 +229,8 @@ class Solver(ABC):
         self.log("Optimization Done.")
 
     def step(self, iterations: int) -> None:
-        """Make so many iterations, with the tests and snapshots that fall due."""
-        self.callback.on_start(self)
+        """Make `iterations` more, with the tests and snapshots that fall due; fewer where a stop is requested."""
+        self.callback.on_start()
         self._averaged_at = self.iteration
         self._refresh_copies()
         end = self.iteration + iterations
@@ -208,7 +242,7 @@ class Solver(ABC):
                 with naming_largest_batch(self._factory, self.histories):
                     self._iterate()
             self._act_on_requests()
-        self.replay.settle()
+        self.graph_runner.drain()
         if self.requests:
             self._act_on_requests()
         self.clock.pause()
@@ -216,39 +250,39 @@ class Solver(ABC):
     def _iterate(self) -> None:
         display = self._due(self.param.display)
         self.net.debug_info = display and self.param.debug_info
-        self.trace.begin(self.iteration)
+        self.state.trace.begin(self.iteration)
         self.requests.poll()
-        self.numbers.send()
+        self._hyperparameters.send()
         if self.callback.world_size > 1:
-            self.requests.told()
+            self.requests.mark_sent()
         read_loss = display or self._needs_loss()
-        if self.replay.captured and self.replay.run():
+        if self.graph_runner.captured and self.graph_runner.run():
             if read_loss:
-                self._look_at_loss(display)
+                self._read_replayed_loss(display)
         else:
-            self.eager.run(display, read_loss)
-            self.replay.capture()
+            self._eager.run(display, read_loss)
+            self.graph_runner.capture()
         if read_loss:
-            check_skipped(self)
-        self.requests.hear(self.replay.behind)
-        self.iteration += 1
+            self._loss_check.check_skipped()
+        self.requests.receive(self.graph_runner.behind)
+        self.state.iteration += 1
         self.clock.tick()
-        self.callback.on_iteration(self)
+        self.callback.on_iteration()
 
-    def _look_at_loss(self, display: bool) -> None:
-        loss = self.replay.loss()
-        check_finite(self, loss)
+    def _read_replayed_loss(self, display: bool) -> None:
+        loss = self.graph_runner.loss()
+        self._loss_check.check(loss)
         self.net.check()
         self.losses.add(loss)
         if display:
-            self.display.show_iteration()
-            self.display.show_update()
+            self._display.show_iteration()
+            self._display.show_update()
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
 
     def _needs_loss(self) -> bool:
-        """Whether the loss is read though it is not shown: always where that does not cost a wait."""
+        """Whether the loss is read though it is not shown: always where reading it does not wait for the device."""
         return not self.backend.asynchronous or self.param.average_loss > 1 or self._due(CHECK_INTERVAL)
 
     def _act_on_requests(self) -> None:
@@ -264,16 +298,16 @@ class Solver(ABC):
         if self._due(self.param.display):
             with self._keeping_statistics():
                 self.net.forward()
-            self.losses.add(finite_loss(self))
+            self.losses.add(self._loss_check.read())
             self.net.check()
-            self.display.show_loss()
+            self._display.show_loss()
         if self._due(self.param.test_interval):
             self.test_all()
 
     def _average_statistics(self) -> None:
-        """Let all devices have the same running statistics, so that what is tested and saved is one model.
+        """Average the running statistics over all devices, so that what is tested and saved is one model.
 
-        Once an iteration: to average what is alike already could round it, and a resumed run has the averaged ones.
+        At most once an iteration: averaging equal numbers could round them, and a resumed run starts from them.
         """
         if self.callback.world_size == 1 or self._averaged_at == self.iteration:
             return
@@ -283,56 +317,41 @@ class Solver(ABC):
 
     @contextmanager
     def _keeping_statistics(self) -> Iterator[None]:
-        """Let a forward pass of the train net, which is no part of training, leave the running statistics alone."""
+        """Restore the running statistics after a forward pass of the train net that is no part of training."""
         arrays = self.net.statistics()
-        kept = [self.backend.zeros(tuple(array.shape)) for array in arrays]
-        for array, before in zip(arrays, kept, strict=True):
+        saved = [self.backend.zeros(tuple(array.shape)) for array in arrays]
+        for array, before in zip(arrays, saved, strict=True):
             self.backend.copy(array, before)
         yield
-        for array, before in zip(arrays, kept, strict=True):
+        for array, before in zip(arrays, saved, strict=True):
             self.backend.copy(before, array)
 
     # -- what an iteration is made of ----------------------------------------------------------------
 
     @abstractmethod
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
-        """The rule's own numbers in this iteration, in the order of its last arguments."""
-
-    def passes(self) -> range:
-        """The numbers of the present iteration's forward passes."""
-        number = self.net.context.passes.number
-        return range(number, number + self.param.iter_size)
-
-    @property
-    def last_pass(self) -> bool:
-        """Whether the present pass is the iteration's last, whose backward pass completes the gradients."""
-        return self.eager.last_pass
-
-    @property
-    def keeps_blobs(self) -> bool:
-        """Whether blobs between the layers hold what they held when the loss was computed."""
-        return not (self.replay.captured or self._factory.share)
+        """The values of the rule's last arguments in this iteration."""
 
     # -- tests ---------------------------------------------------------------------------------------
 
     def test_all(self) -> list[dict[str, np.ndarray]]:
         """Score every test net; for each its outputs' means over test_iter batches.
 
-        A stop that is asked for meanwhile ends the tests where this device trains alone.
+        A stop that is requested meanwhile ends the tests where this device trains alone.
         """
-        self.replay.settle()
-        with self._not_training(), self.trace.span("test"):
+        self.graph_runner.drain()
+        with self._not_training(), self.state.trace.span("test"):
             self._average_statistics()
             scores = []
             for index in range(len(self.test_nets)):
-                score = run_test(self, index)
+                score = run_test(self.state, index, self._interrupted)
                 if score is None:
                     self.log("Test interrupted.")
                     break
                 scores.append(score)
             return scores
 
-    def interrupted(self) -> bool:
+    def _interrupted(self) -> bool:
         """Whether a test should end at once; devices that train together finish it."""
         if self.callback.world_size > 1:
             return False
@@ -355,35 +374,35 @@ class Solver(ABC):
         Raises:
             RunError: it could not be written; the older snapshots are as they were.
         """
-        self.replay.settle()
-        with self._not_training(), self.trace.span("snapshot"):
-            if self.replay.captured and self.iteration > 0:
-                finite_loss(self)  # nobody may have looked at it for some iterations
+        self.graph_runner.drain()
+        with self._not_training(), self.state.trace.span("snapshot"):
+            if self.graph_runner.captured and self.iteration > 0:
+                self._loss_check.read()  # it may not have been read for some iterations
             self._average_statistics()
-            self.callback.on_snapshot(self)
-            path = write_snapshot(self)
+            self.callback.on_snapshot()
+            path = write_snapshot(self.state)
             self._snapshot_at = self.iteration
             self.callback.barrier()
             return path
 
     def restore(self, path: Path) -> None:
-        """Go on from a snapshot of caffepy's or of either Caffe's.
+        """Resume from a snapshot of caffepy's or of either Caffe's.
 
         Raises:
             SnapshotError: it cannot be read, or is of another solver or net.
         """
         self.log("Restoring previous solver status from %s", path)
-        self.restored = restore_state(self, Path(path))
+        self.restored = restore_state(self.state, Path(path))
         self._refresh_copies()
         self._snapshot_at = self.iteration
 
     def adopt(self, state: SolverState) -> None:
-        """Go on from what another device's solver has `restored`; its weights and history come in `on_start`."""
-        adopt_state(self, state)
+        """Resume from what another device's solver has `restored`; its weights and history come in `on_start`."""
+        adopt_state(self.state, state)
         self._snapshot_at = self.iteration
 
     def close(self) -> None:
-        """Give graphs back and end what the nets' layers started. Callable twice."""
-        self.replay.drop()
+        """Free graphs and close the nets. Callable twice."""
+        self.graph_runner.drop()
         for net in (self.net, *self.test_nets):
             net.close()

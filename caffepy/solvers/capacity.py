@@ -35,7 +35,7 @@ def naming_largest_batch(factory: NetFactory, histories: int) -> Iterator[None]:
 
 
 def _advice(factory: NetFactory, histories: int, available: int | None) -> str:
-    """What to do, empty where nothing better can be said."""
+    """What to do; empty where nothing better than the error itself can be said."""
     if available is None:
         return ""
     try:
@@ -44,10 +44,12 @@ def _advice(factory: NetFactory, histories: int, available: int | None) -> str:
         if not written:
             return ""
         context = replace(context, sample_shapes=read_sample_shapes(param, context, state))
-        found = largest_batch(param, context, state, factory.fuse, factory.share, histories, available, written)
+        batch_size = largest_batch(param, context, state, factory.fuse, factory.share, histories, available, written)
     except CaffepyError as error:  # the failure itself matters more
         log.debug("the largest batch that fits cannot be told: %s", error)
         return ""
-    if not found:
+    if not batch_size:
         return "not even batch_size 1 fits; use another GPU, or FLOAT16 (default_forward_type, default_backward_type)"
-    return f"the largest batch_size that fits is {found} instead of {written}; iter_size makes up for smaller batches"
+    return (
+        f"the largest batch_size that fits is {batch_size} instead of {written}; iter_size makes up for smaller batches"
+    )

@@ -50,7 +50,7 @@ class Clock:
             self._started = None
 
     def resume(self) -> None:
-        """Go on, if the first iterations are over."""
+        """Count seconds again, once the first iterations are over."""
         self._active = True
         if self._seen >= WARM_UP and self._started is None:
             self._backend.synchronize()

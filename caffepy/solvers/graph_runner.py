@@ -1,18 +1,16 @@
-"""Iterations as graphs: what is captured, how far the device may be behind the host, and what comes back."""
+"""Iterations as CUDA graphs: what is captured, and how far the device may be behind the host."""
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from caffepy.backend.handles import Event
 from caffepy.errors import RunError
 from caffepy.net.capture import GraphSegments, Segment
-
-if TYPE_CHECKING:
-    from caffepy.solvers.base import Solver
+from caffepy.solvers.iteration import IterationSteps
+from caffepy.solvers.train_state import TrainState
 
 IN_FLIGHT = 3
 """Iterations that a device may be behind the host: enough to keep it busy, too few to run far ahead of a peer."""
@@ -22,178 +20,183 @@ class CudaGraphRunner:
     """A solver's iterations, captured once and replayed from then on; the host goes on while the device computes.
 
     Args:
-        solver: whose iterations; its net is built.
+        state: of training.
+        steps: what an iteration does besides its passes.
+        eager: never capture.
     """
 
-    def __init__(self, solver: Solver) -> None:
-        self._solver = solver
-        self._wanted = solver.backend.captures and not solver.engine.eager and not solver.param.debug_info
-        self._program = GraphSegments(solver.backend, [])
+    def __init__(self, state: TrainState, steps: IterationSteps, eager: bool) -> None:
+        self._state = state
+        self._steps = steps
+        self._wanted = state.backend.captures and not eager and not state.param.debug_info
+        self._segments = GraphSegments(state.backend, [])
         self._traced: GraphSegments | None = None
-        self._losses_of_passes = solver.backend.zeros(())
-        self._marks: deque[Event] = deque()
+        self._losses_of_passes = state.backend.zeros(())
+        self._events: deque[Event] = deque()
         self.behind = IN_FLIGHT - 1 if self._wanted else 0
-        """How many iterations later than it was asked for something is known to all devices; alike on all of them."""
-        self._agreed = range(0)
-        """The passes for which no device's data change their form."""
+        """Iterations after which all devices know a request; the same number on all of them."""
+        self._known_passes = range(0)
+        """The passes in which no device's data change their shape or dtype."""
 
     @property
     def captured(self) -> bool:
         """Whether there are graphs of an iteration."""
-        return self._program.captured
+        return self._segments.captured
 
     def capture(self) -> None:
-        """Make graphs of an iteration that has just run eagerly, if the device can."""
-        solver = self._solver
+        """Make graphs of an iteration that has just run eagerly, where all devices can."""
+        state = self._state
         if not self._wanted:
             return
-        solver.backend.trim()  # what tuning and compiling the first iteration took
-        problem = ""
+        state.backend.trim()  # what tuning and compiling the first iteration took
+        problem: str | None = None
         try:
-            self._program = self._captured(solver.trace.paused())
+            self._segments = self._captured(state.trace.paused())
         except RunError as error:
             problem = str(error)
-        if self._all_captured(not problem):
+        if self._all_captured(problem is None):
             return
         self._wanted = False
         self.drop()
-        solver.log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
+        state.log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
 
     def _all_captured(self, done: bool) -> bool:
         """Wait until all devices have captured; whether all could. Nothing is launched before that.
 
-        To make a graph takes memory of the device, which can wait for whatever its process has put on any device, a
-        launched exchange with this device included. And NCCL wants an exchange to be captured by all devices or by
-        none, and the graphs that were captured together to be launched together.
+        Making a graph allocates device memory, which can wait for all work of the process on any device, a launched
+        all-reduce with this device included. And NCCL requires that all devices or none capture an all-reduce, and that
+        graphs which were captured together are launched together.
         """
-        return self._solver.callback.least(float(done), "the capture of all devices' graphs") > 0
+        return self._state.callback.min_over_devices(float(done), "the capture of all devices' graphs") > 0
 
     def _captured(self, tracing: AbstractContextManager[None]) -> GraphSegments:
-        """Graphs of an iteration, captured within a `with` block that says what becomes of its spans.
+        """Graphs of an iteration, captured within `tracing`.
 
         Raises:
             RunError: something cannot be captured.
         """
-        program, passes = GraphSegments(self._solver.backend, self._steps()), self._solver.net.context.passes
+        segments, passes = GraphSegments(self._state.backend, self._all_segments()), self._state.net.context.passes
         number = passes.number
         try:
             with tracing:
-                program.capture()
+                segments.capture()
         except BaseException:
-            program.drop()
+            segments.drop()
             raise
         finally:
             passes.number = number
-        return program
+        return segments
 
-    def _traced_program(self) -> GraphSegments:
+    def _traced_segments(self) -> GraphSegments:
         """Graphs of an iteration in which the device takes the time of every layer and bucket."""
         if self._traced is None:
-            solver, net = self._solver, self._solver.net
-            self._wait()
-            places = 2 * (2 * len(net.schedule) * solver.param.iter_size + len(net.parameters.parameters) + 4)
-            self._traced = self._captured(solver.trace.recording(solver.backend.device_timer(places), places))
+            state, net = self._state, self._state.net
+            self._wait_for_last()
+            timestamps = 2 * (2 * len(net.schedule) * state.param.iter_size + len(net.parameters.parameters) + 4)
+            self._traced = self._captured(state.trace.recording(state.backend.device_timer(timestamps), timestamps))
             self._all_captured(True)  # a device that could not has raised
         return self._traced
 
-    def _steps(self) -> list[Segment]:
-        """All that an iteration asks of the device, in order: the very calls that run eagerly."""
-        solver, net, eager = self._solver, self._solver.net, self._solver.eager
-        steps = []
-        for index in range(solver.param.iter_size):
-            steps.append(Segment("the start of a pass", partial(eager.begin_pass, index)))
+    def _all_segments(self) -> list[Segment]:
+        """All calls of an iteration that put work on the device, in order; the same that run eagerly."""
+        state, net, steps = self._state, self._state.net, self._steps
+        segments = []
+        for index in range(state.param.iter_size):
+            segments.append(Segment("the start of a pass", partial(steps.begin_pass, index)))
             for node in net.schedule:
-                steps.append(Segment(node.layer.name, partial(net.forward_node, node), node.layer.capture_blocker()))
-            if solver.param.iter_size > 1:
-                steps.append(Segment("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
+                segments.append(Segment(node.layer.name, partial(net.forward_node, node), node.layer.capture_blocker()))
+            if state.param.iter_size > 1:
+                segments.append(Segment("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
             for node in reversed(net.schedule):
-                reason = node.layer.capture_blocker() if node.need_backward else ""
-                steps.append(Segment(node.layer.name, partial(net.backward_node, node), reason))
-        steps.append(Segment("the exchange of gradients", eager.exchange_gradients, solver.callback.capture_blocker()))
-        steps.append(Segment("the update", eager.update))
-        return steps
+                blocker = node.layer.capture_blocker() if node.need_backward else None
+                segments.append(Segment(node.layer.name, partial(net.backward_node, node), blocker))
+        blocker = state.callback.capture_blocker()
+        segments.append(Segment("the exchange of gradients", steps.exchange_gradients, blocker))
+        segments.append(Segment("the update", steps.update))
+        return segments
 
     def run(self) -> bool:
         """Put an iteration on the device as graphs.
 
         Returns:
-            Whether it was; False where the data of any device have another shape. Then no device has graphs any more,
-            or anything left to do, so that all run the iteration eagerly and capture anew.
+            Whether it was; False where the data of any device have another shape. Then all devices are idle and have
+            dropped their graphs: run the iteration eagerly and capture again.
         """
-        net, passes, trace = self._solver.net, self._solver.passes(), self._solver.trace
-        program = self._traced_program() if trace.active else self._program
+        net, passes, trace = self._state.net, self._state.passes(), self._state.trace
+        segments = self._traced_segments() if trace.active else self._segments
         for number in passes:
             net.feed(number)
         if self._data_changed(passes):
-            self._wait()
+            self._wait_for_last()
             self.drop()
             return False
         with trace.span("iteration"):
-            program.run()
+            segments.run()
         for number in passes:
             net.consumed(number)
         net.context.passes.number = passes.stop
         self._keep_pace()
         if trace.active:
-            self._solver.callback.settle(self._marks[-1].wait)
+            self._state.callback.wait_for_device(self._events[-1].wait)
             trace.replayed()
         return True
 
     def _data_changed(self, passes: range) -> bool:
-        """Whether the data of these passes, which were fed, have another form on any of the devices.
+        """Whether the data of these passes, which were fed, have another shape or dtype on any of the devices.
 
-        Devices ask each other only where none knows its data: a batch of bytes is of one form in all its passes.
+        The devices exchange that only for passes whose data are not known yet: a block of images has one shape and
+        dtype in all its passes.
         """
-        net, callback = self._solver.net, self._solver.callback
+        net, callback = self._state.net, self._state.callback
         changed = net.changed_shapes()
         if callback.world_size == 1:
             return changed
-        if passes.start == self._agreed.start and passes.stop <= self._agreed.stop:
+        if passes.start == self._known_passes.start and passes.stop <= self._known_passes.stop:
             if changed:
                 raise RunError(
                     f"the data of pass {passes.start} have another shape than their layer announced; do not reshape a "
                     "net's inputs while several devices train"
                 )
-            self._agreed = self._agreed[len(passes) :]
+            self._known_passes = self._known_passes[len(passes) :]
             return False
         known = -1 if changed else net.known_until(passes.stop)
-        until = callback.least(known, "the form of all devices' data")
-        self._agreed = range(passes.stop, max(int(until), passes.stop))
+        until = callback.min_over_devices(known, "the form of all devices' data")
+        self._known_passes = range(passes.stop, max(int(until), passes.stop))
         return until < 0
 
     def loss(self) -> float:
         """The loss of the iteration that was put on the device last; waits for it."""
-        solver = self._solver
-        solver.callback.settle(self._marks[-1].wait)
-        if solver.param.iter_size == 1:
-            return solver.net.loss()
-        return float(solver.backend.to_host(self._losses_of_passes)) / solver.param.iter_size
+        state = self._state
+        state.callback.wait_for_device(self._events[-1].wait)
+        if state.param.iter_size == 1:
+            return state.net.loss()
+        return float(state.backend.to_host(self._losses_of_passes)) / state.param.iter_size
 
     def _keep_pace(self) -> None:
-        """Let the device be at most a few iterations behind, and note where it will say what was asked for."""
-        solver = self._solver
-        if solver.callback.world_size > 1:
-            solver.requests.expect(solver.backend.copy_to_host_async(solver.net.parameters.flags[:2]).get)
-        self._marks.append(solver.backend.record_event())
-        if len(self._marks) >= IN_FLIGHT:
-            solver.callback.settle(self._marks.popleft().wait)
+        """Copy the averaged requests to the host; wait until the device is less than `IN_FLIGHT` iterations behind."""
+        state = self._state
+        if state.callback.world_size > 1:
+            state.requests.expect(state.backend.copy_to_host_async(state.net.parameters.flags[:2]).get)
+        self._events.append(state.backend.record_event())
+        if len(self._events) >= IN_FLIGHT:
+            state.callback.wait_for_device(self._events.popleft().wait)
 
-    def settle(self) -> None:
-        """Wait until the device has done all that it was asked for, and hear what was asked for in it.
+    def drain(self) -> None:
+        """Wait until the device is idle, and take over the requests of all its iterations.
 
         Called by all devices at the same point, or some would act on requests before the others.
         """
-        self._wait()
-        self._solver.requests.hear()
+        self._wait_for_last()
+        self._state.requests.receive()
 
-    def _wait(self) -> None:
-        if self._marks:
-            self._solver.callback.settle(self._marks[-1].wait)
-            self._marks.clear()
+    def _wait_for_last(self) -> None:
+        if self._events:
+            self._state.callback.wait_for_device(self._events[-1].wait)
+            self._events.clear()
 
     def drop(self) -> None:
-        """Give the graphs back; communicators whose calls they hold can be destroyed only afterwards."""
-        for program in (self._program, self._traced):
-            if program is not None:
-                program.drop()
+        """Free the graphs; communicators whose calls they hold can be destroyed only afterwards."""
+        for segments in (self._segments, self._traced):
+            if segments is not None:
+                segments.drop()
         self._traced = None

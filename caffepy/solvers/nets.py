@@ -45,7 +45,7 @@ class NetFactory:
     Args:
         param: the solver.
         backend: the device.
-        shard: its place among all devices.
+        shard: its rank among all devices.
         resolve: finds the files that the solver names.
         fuse: compute groups of layers as one.
         share: whether `share_memory` will be called.
@@ -161,8 +161,8 @@ class NetFactory:
         own = [self._source("test_net_param", p) for p in param.test_net_param]
         own += [self._source("test_net", p) for p in param.test_net]
         generic = self._sources(("net_param", "net"))
-        left = len(param.test_iter) - len(own)
-        if left < 0 or (left > 0 and not generic):
+        missing = len(param.test_iter) - len(own)
+        if missing < 0 or (missing > 0 and not generic):
             raise ConfigError(
                 f"solver: {len(param.test_iter)} test_iter are given for {len(own)} test nets; give one for each"
             )
@@ -171,7 +171,7 @@ class NetFactory:
                 f"solver: {len(param.test_state)} test_state are given for {len(param.test_iter)} test nets; "
                 "give none, or one for each"
             )
-        return own + generic * left
+        return own + generic * missing
 
     def _context(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int) -> LayerContext:
         return LayerContext(

@@ -1,8 +1,8 @@
-"""What is asked of a solver while it trains: by somebody outside, and by the devices that train with it.
+"""Stops and snapshots that are requested while a solver trains, by signals of any device's process.
 
-Owns when a request is acted on: all devices act on the same requests in the same iteration. Each tells the others with
-its gradients, and hears with the averages what any of them wants; a device whose iterations are replayed knows that
-only some iterations later, so that all wait as long, those that know it at once included.
+All devices act on the same requests in the same iteration. Each sends its own as flags beside its gradients, and the
+averaged flags say what any device requested. A device that replays graphs reads them only some iterations later, so all
+devices wait that long, those that run eagerly included.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 from caffepy.solvers.callbacks import Action
 
 FLAGS = (Action.STOP, Action.SNAPSHOT)
-"""The requests that devices tell each other, in the order of their flags."""
+"""The requests that devices exchange, in the order of their flags."""
 
 
 class Requests:
     """The requests that were not acted on yet; `in` and `bool` ask for those that all devices know.
 
     Args:
-        ask: what somebody outside wants, one request at a time; None: nobody asks.
-        alone: no other device has to be told, so that what is asked for here is acted on at once.
+        ask: gives this process's requests, one a call; None: there are none.
+        alone: there are no other devices, so that requests are acted on at once.
     """
 
     def __init__(self, ask: Callable[[], Action] | None, alone: bool = True) -> None:
         self._ask = ask
         self._wanted: set[Action] = set()
-        self._untold: set[Action] = self._wanted if alone else set()
-        """What was asked for here and the other devices have not been told."""
+        self._unsent: set[Action] = self._wanted if alone else set()
+        """Requests of this device that were not sent to the others."""
         self._answers: deque[Callable[[], np.ndarray]] = deque()
 
     def __contains__(self, action: Action) -> bool:
@@ -40,31 +40,31 @@ class Requests:
         return bool(self._wanted)
 
     def poll(self) -> None:
-        """Take what was asked for outside; twice, because a snapshot and a stop may both be waiting."""
+        """Take this process's requests: up to two, because a snapshot and a stop may both be waiting."""
         for _ in range(2):
             action = self._ask() if self._ask is not None else Action.NONE
             if action is Action.NONE:
                 return
-            self._untold.add(action)
+            self._unsent.add(action)
 
     def flags(self) -> list[float]:
-        """1 for each of `FLAGS` that the other devices have to be told, else 0."""
-        return [float(action in self._untold) for action in FLAGS]
+        """1 for each of `FLAGS` that still has to be sent to the other devices, else 0."""
+        return [float(action in self._unsent) for action in FLAGS]
 
-    def told(self) -> None:
-        """The flags are on their way to all devices, this one included."""
-        self._untold.clear()
+    def mark_sent(self) -> None:
+        """Note that `flags` was read for an iteration: they come back to this device too, with the averages."""
+        self._unsent.clear()
 
     def expect(self, answer: Callable[[], np.ndarray]) -> None:
-        """Note where an iteration's answer will be; called once for each iteration.
+        """Note where an iteration's averaged flags will be; called once for each iteration.
 
         Args:
             answer: gives flags as `flags` does, averaged over all devices; more may follow. It waits for the device.
         """
         self._answers.append(answer)
 
-    def hear(self, behind: int = 0) -> None:
-        """Want what any of the devices wanted in all iterations but the last `behind`.
+    def receive(self, behind: int = 0) -> None:
+        """Take over what any device requested in all iterations but the last `behind`.
 
         Called by all devices at the same point with the same number.
         """
@@ -73,5 +73,5 @@ class Requests:
             self._wanted |= {action for action, asked in zip(FLAGS, flags[: len(FLAGS)], strict=True) if asked > 0}
 
     def clear(self) -> None:
-        """What all devices know was acted on."""
+        """Forget the requests that all devices know: they were acted on."""
         self._wanted.clear()

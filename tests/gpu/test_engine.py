@@ -154,7 +154,7 @@ def test_a_captured_run_gives_the_bits_of_an_eager_one(backend: Backend, net: st
     for eager in (True, False):
         with solver_of(backend, net, SHAPES[0], ExecutionOptions(eager=eager), kind, "clip_gradients: 1") as solver:
             results.append(train(solver))
-            assert solver.replay.captured != eager
+            assert solver.graph_runner.captured != eager
     check_same_bits(*results)
 
 
@@ -251,11 +251,11 @@ def test_an_overflow_skips_the_step_and_training_recovers(backend: Backend) -> N
         solver.step(1)
         after = weights_of(solver.net)
         assert all(np.array_equal(before[name], after[name]) for name in before)
-        assert float(backend.to_host(solver.updating.loss_scale)) == 2097152
+        assert float(backend.to_host(solver.update.loss_scale)) == 2097152
         losses, weights = train(solver, 40)
         assert losses[-1] < 0.5 * losses[0]
         assert all(np.isfinite(values).all() for values in weights.values())
-        assert float(backend.to_host(solver.updating.loss_scale)) < 2097152
+        assert float(backend.to_host(solver.update.loss_scale)) < 2097152
 
 
 def test_a_fixed_loss_scale_is_taken_out_again(backend: Backend) -> None:
@@ -273,7 +273,7 @@ def test_solver_threads_capture_at_the_same_time(backend: Backend) -> None:
         own = create_backend(0)
         with solver_of(own, "residual", SHAPES[0]) as solver:
             results[number] = train(solver, 20)
-            results[number, "captured"] = solver.replay.captured
+            results[number, "captured"] = solver.graph_runner.captured
         own.close()
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]

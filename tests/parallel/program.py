@@ -45,7 +45,7 @@ def say_fault() -> None:
 class FaultLayer(Layer):
     """Hands its blob on, in place."""
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         return "it fails on the host"
 
     def setup(self, bottom: list[Blob], top: list[Blob]) -> None:

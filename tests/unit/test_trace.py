@@ -26,13 +26,13 @@ base_lr: 0.1 lr_policy: "fixed" max_iter: 8 snapshot_after_train: false test_ite
 """
 
 
-class FakeStamp:
-    """A place in the work of a device whose clock runs at half the host's pace."""
+class FakeTimedEvent:
+    """An event of a device whose clock runs at half the host's pace."""
 
     def __init__(self) -> None:
         self.time = time.perf_counter() / 2
 
-    def seconds_since(self, earlier: FakeStamp) -> float:
+    def seconds_since(self, earlier: FakeTimedEvent) -> float:
         return self.time - earlier.time
 
 
@@ -48,6 +48,8 @@ def test_nobody_traces_by_default() -> None:
     NO_TRACE.begin(3)
     with NO_TRACE.span("forward"), NO_TRACE.paused():
         NO_TRACE.add("bucket 0", "all-reduce", 0.0, 1.0)
+    NO_TRACE.watch_device(FakeTimedEvent, lambda: None)
+    assert NO_TRACE.events(0, "GPU 0") == []
     assert not NO_TRACE.active
 
 
@@ -81,7 +83,7 @@ def test_the_default_window_follows_the_first_iterations_of_this_run() -> None:
 
 def test_a_device_that_works_behind_the_host_has_rows_of_its_own() -> None:
     trace = Trace(range(1))
-    trace.watch_device(FakeStamp, lambda: None)
+    trace.watch_device(FakeTimedEvent, lambda: None)
     trace.begin(0)
     with trace.span("forward", "conv1"):
         time.sleep(0.01)
@@ -114,9 +116,9 @@ def test_captured_work_has_the_times_of_each_replay() -> None:
         trace.begin(iteration)
         now[0] += 10
         # What a device does in a replay: it takes the times again, and runs none of the host's code.
-        for place, passed in enumerate((0, 1, 0, 0.5)):
+        for index, passed in enumerate((0, 1, 0, 0.5)):
             now[0] += passed
-            device_timer.start(place)
+            device_timer.start(index)
         trace.replayed()
     found = trace.spans()
     assert [(span.row, span.name, span.iteration) for span in found] == [
@@ -127,9 +129,9 @@ def test_captured_work_has_the_times_of_each_replay() -> None:
     assert found[2].start - found[0].start == pytest.approx(11.5)
 
 
-def test_more_spans_than_places_are_a_mistake() -> None:
+def test_more_spans_than_timestamps_are_a_mistake() -> None:
     trace = Trace()
-    wanted = pytest.raises(AssertionError, match="more spans than were reckoned with")
+    wanted = pytest.raises(AssertionError, match="more spans than its timer has timestamps for")
     with wanted, trace.recording(HostTimer(3), 3), trace.span("forward"):
         assert trace.record_timed_event is not None
         trace.record_timed_event()

@@ -29,6 +29,7 @@ register_layer = LAYERS.register
 
 Blobs: TypeAlias = "list[Blob]"
 
+
 @cache
 def _import_families() -> None:
     """Import all layer types, which register themselves: every module of the folders beside this one."""
@@ -201,9 +202,17 @@ class Layer:
     def close(self) -> None:
         """End what the layer started (prefetch threads, files). Callable twice."""
 
-    def capture_blocker(self) -> str:
-        """Why the layer cannot be part of a captured graph; empty if it can."""
-        return ""
+    def capture_blocker(self) -> str | None:
+        """Why the layer cannot be part of a captured graph; None if it can."""
+        return None
+
+    def position(self) -> int | None:
+        """Where in its records the layer is, for snapshots; None for layers that read no records."""
+        return None
+
+    def seek(self, position: int) -> None:
+        """Let the next pass begin at a `position` that a snapshot holds; for layers whose `position` is not None."""
+        raise NotImplementedError
 
     def meets_devices(self) -> bool:
         """Whether a pass exchanges something with the other devices, so that all have to make it."""

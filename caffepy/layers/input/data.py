@@ -119,9 +119,9 @@ class DummyDataLayer(Layer):
             else:
                 self.backend.from_host(self._random(i, filler, blob.shape), blob.data)
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         drawn = any(filler.type != "constant" for filler in self._fillers)
-        return "it fills its tops with random numbers on the host in every pass" if drawn else ""
+        return "it fills its tops with random numbers on the host in every pass" if drawn else None
 
     def _random(self, index: int, filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> NDArray[np.float32]:
         from caffepy.fillers import fill

@@ -93,9 +93,9 @@ class LossLayer(Layer):
     def meets_devices(self) -> bool:
         return self._divisor is None and self.context.total_over_devices is not None
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         if not self.meets_devices() or self.context.average_captured:
-            return ""
+            return None
         return "it counts labels over all devices through the host"
 
     @property

@@ -81,9 +81,9 @@ class BatchNormLayer(Layer):
         """Whether the layer has NVIDIA Caffe's own scale and bias."""
         return self._scale_bias
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         if not self.meets_devices() or self.context.average_captured:
-            return ""
+            return None
         return "it averages statistics over all devices through the host"
 
     def meets_devices(self) -> bool:

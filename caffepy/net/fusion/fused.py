@@ -43,8 +43,8 @@ class FusedLayer(Layer):
         self.blobs = [blob for member in members for blob in member.blobs]
         self.propagate_to_params = [wanted for member in members for wanted in member.propagate_to_params]
 
-    def capture_blocker(self) -> str:
-        return next((reason for member in self.members if (reason := member.capture_blocker())), "")
+    def capture_blocker(self) -> str | None:
+        return next((blocker for member in self.members if (blocker := member.capture_blocker())), None)
 
     def meets_devices(self) -> bool:
         return any(member.meets_devices() for member in self.members)

@@ -17,7 +17,7 @@ from caffepy.net.wiring import Node
 from caffepy.parallel.communicators.communicator import Communicator, Exchange, OverlappingCommunicator
 from caffepy.parallel.gradients.buckets import Bucket, cut_buckets
 from caffepy.parallel.gradients.comm_timer import CommTimer
-from caffepy.trace import NoTrace
+from caffepy.trace import Tracer
 
 _WHOLE = "the gradients' all-reduce"
 """What messages and the trace call it."""
@@ -45,7 +45,7 @@ class Reducer:
         may_begin: Callable[[], bool],
         clock: CommTimer,
         waiting: Callable[[str], AbstractContextManager[None]],
-        trace: NoTrace,
+        trace: Tracer,
     ) -> None:
         self._net = net
         self._communicator = communicator

@@ -1,84 +1,88 @@
-"""What a solver says while it trains, in the words of Caffe's `solver.cpp`."""
+"""The log lines of training, in the words of Caffe's `solver.cpp`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from caffepy.net import Net
-    from caffepy.solvers.base import Solver
+from caffepy.net import Net
+from caffepy.solvers.clock import Clock
+from caffepy.solvers.hyperparameters import Hyperparameters
+from caffepy.solvers.train_state import TrainState
 
 
 class Display:
     """Shows loss and outputs, averaged over all devices, and the update; every device must call the same methods.
 
     Args:
-        solver: whose.
+        state: of training.
+        clock: gives the seconds between two displays.
+        hyperparameters: gives the learning rate.
     """
 
-    def __init__(self, solver: Solver) -> None:
-        self._solver = solver
+    def __init__(self, state: TrainState, clock: Clock, hyperparameters: Hyperparameters) -> None:
+        self._state = state
+        self._clock = clock
+        self._hyperparameters = hyperparameters
 
     def show_iteration(self) -> None:
         """``Iteration 100 (54 iter/s, 1.85s/100 iters), loss = 0.21`` and a line for each output."""
-        solver = self._solver
-        blobs = [blob.host_data().astype(np.float64).ravel() for blob in solver.net.outputs.values()]
-        values = solver.callback.sum_over_devices(np.concatenate([[solver.losses.mean()], *blobs]))
-        values = values / solver.callback.world_size
-        rate, seconds = solver.clock.lap(solver.iteration)
-        solver.log(
+        state = self._state
+        blobs = [blob.host_data().astype(np.float64).ravel() for blob in state.net.outputs.values()]
+        values = state.callback.sum_over_devices(np.concatenate([[state.losses.mean()], *blobs]))
+        values = values / state.callback.world_size
+        rate, seconds = self._clock.lap(state.iteration)
+        state.log(
             "Iteration %d (%.6g iter/s, %.6gs/%d iters), loss = %.6g",
-            solver.iteration, rate, seconds, solver.param.display, values[0],
+            state.iteration, rate, seconds, state.param.display, values[0],
         )  # fmt: skip
-        for line in output_lines(solver.net, values[1:]):
-            solver.log("    Train net output #%s", line)
+        for line in output_lines(state.net, values[1:]):
+            state.log("    Train net output #%s", line)
 
     def show_loss(self) -> None:
         """``Iteration 1000, loss = 0.21``."""
-        solver = self._solver
-        values = solver.callback.sum_over_devices(np.array([solver.losses.mean()]))
-        solver.log("Iteration %d, loss = %.6g", solver.iteration, values[0] / solver.callback.world_size)
+        state = self._state
+        values = state.callback.sum_over_devices(np.array([state.losses.mean()]))
+        state.log("Iteration %d, loss = %.6g", state.iteration, values[0] / state.callback.world_size)
 
     def show_update(self, due: bool = True) -> None:
         """``Iteration 100, lr = 0.01``, the loss scale and skipped updates where the display is `due`.
 
         What clipping did is always shown.
         """
-        solver = self._solver
+        state = self._state
         if due:
-            solver.log("Iteration %d, lr = %.6g", solver.iteration, solver.numbers.rate)
-        norm = solver.updating.clipped()
+            state.log("Iteration %d, lr = %.6g", state.iteration, self._hyperparameters.rate)
+        norm = state.update.clipped()
         if norm is not None:
-            limit = solver.param.clip_gradients
-            solver.log(
+            limit = state.param.clip_gradients
+            state.log(
                 "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
                 norm, limit, limit / norm,
             )  # fmt: skip
-        if due and solver.updating.adaptive:
-            scale = solver.backend.to_host(solver.updating.loss_scale)
-            solver.log("Iteration %d, loss scale = %g", solver.iteration, scale)
+        if due and state.update.adaptive:
+            scale = state.backend.to_host(state.update.loss_scale)
+            state.log("Iteration %d, loss scale = %g", state.iteration, scale)
         if due:
             self.show_skipped()
 
     def show_skipped(self) -> None:
         """``Iteration 100, 2 updates skipped since the last display, ...``, if there were any."""
-        count = self._solver.updating.newly_skipped()
+        count = self._state.update.newly_skipped()
         if count:
-            self._solver.log(
+            self._state.log(
                 "Iteration %d, %d update%s skipped since the last display, because gradients were not finite",
-                self._solver.iteration, count, "s" * (count > 1),
+                self._state.iteration, count, "s" * (count > 1),
             )  # fmt: skip
 
 
 def output_lines(net: Net, values: np.ndarray) -> Iterator[str]:
     """``0: loss = 0.21 (* 1 = 0.21 loss)`` for each element of the outputs, given as one flat array."""
-    place = 0
+    index = 0
     for name, blob in net.outputs.items():
         weight = net.loss_weight(blob)
-        for value in values[place : place + blob.count]:
+        for value in values[index : index + blob.count]:
             share = f" (* {weight:.6g} = {weight * value:.6g} loss)" if weight else ""
-            yield f"{place}: {name} = {value:.6g}{share}"
-            place += 1
+            yield f"{index}: {name} = {value:.6g}{share}"
+            index += 1

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
+from caffepy.layers.core.base import Layer
 from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.snapshot import binary as snapshot
-
-if TYPE_CHECKING:
-    from caffepy.solvers.base import Solver
+from caffepy.solvers.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -24,57 +22,57 @@ TRAIN_NET = -1
 """What `DataPosition.test_net` says of the train net."""
 
 
-def snapshot_paths(solver: Solver) -> tuple[Path, Path]:
+def snapshot_paths(state: TrainState) -> tuple[Path, Path]:
     """The files of a snapshot of this iteration: .caffemodel and .solverstate, or their HDF5 forms."""
-    hdf5 = solver.param.snapshot_format == SolverParameter.HDF5
-    weights, state = snapshot.snapshot_names(solver.param.snapshot_prefix, solver.iteration, hdf5)
-    return solver.resolve.output(weights), solver.resolve.output(state)
+    hdf5 = state.param.snapshot_format == SolverParameter.HDF5
+    weights, solver_state = snapshot.snapshot_names(state.param.snapshot_prefix, state.iteration, hdf5)
+    return state.resolve.output(weights), state.resolve.output(solver_state)
 
 
-def write_snapshot(solver: Solver) -> Path:
+def write_snapshot(state: TrainState) -> Path:
     """Write weights and state if this device is the root; every device must call it. Returns the .solverstate's path.
 
     Raises:
         RunError: it could not be written; the older snapshots are as they were.
     """
-    state = _save_state(solver)
-    weights, path = snapshot_paths(solver)
-    state.learned_net = str(weights)
-    if solver.callback.is_root:
+    saved = _save_state(state)
+    weights, path = snapshot_paths(state)
+    saved.learned_net = str(weights)
+    if state.callback.is_root:
         kind = "HDF5" if path.suffix == ".h5" else "binary proto"
-        solver.log("Snapshotting to %s file %s", kind, weights)
-        snapshot.write_weights(weights, solver.net, solver.param.snapshot_diff)
-        solver.log("Snapshotting solver state to %s file %s", kind, path)
-        snapshot.write_state(path, state, _history_arrays(solver))
+        state.log("Snapshotting to %s file %s", kind, weights)
+        snapshot.write_weights(weights, state.net, state.param.snapshot_diff)
+        state.log("Snapshotting solver state to %s file %s", kind, path)
+        snapshot.write_state(path, saved, _history_arrays(state))
     return path
 
 
-def _save_state(solver: Solver) -> SolverState:
+def _save_state(state: TrainState) -> SolverState:
     """Everything but weights, their path and history."""
-    state = SolverState(iter=solver.iteration, current_step=solver.current_step)
-    state.seed = solver.param.random_seed
-    state.pass_number = solver.net.context.passes.number
-    state.solver_type = solver.param.type
-    state.global_batch = _global_batch(solver)
-    state.loss_window.extend(solver.losses.averaged(solver.callback))
-    state.test_pass_number.extend(net.context.passes.number for net in solver.test_nets)
-    if solver.updating.adaptive:
-        state.loss_scale = float(solver.backend.to_host(solver.updating.loss_scale))
-        state.good_steps = solver.updating.good_steps
-    for index, layer in _data_layers(solver):
-        state.data_position.add(layer=layer.name, position=layer.position(), test_net=index)
-    return state
+    saved = SolverState(iter=state.iteration, current_step=state.current_step)
+    saved.seed = state.param.random_seed
+    saved.pass_number = state.net.context.passes.number
+    saved.solver_type = state.param.type
+    saved.global_batch = _global_batch(state)
+    saved.loss_window.extend(state.losses.averaged(state.callback))
+    saved.test_pass_number.extend(net.context.passes.number for net in state.test_nets)
+    if state.update.adaptive:
+        saved.loss_scale = float(state.backend.to_host(state.update.loss_scale))
+        saved.good_steps = state.update.good_steps
+    for index, layer, position in _data_layers(state):
+        saved.data_position.add(layer=layer.name, position=position, test_net=index)
+    return saved
 
 
-def _history_arrays(solver: Solver) -> Iterator[np.ndarray]:
+def _history_arrays(state: TrainState) -> Iterator[np.ndarray]:
     """The history in Caffe's order, each part in its parameter's logical shape."""
-    parameters = solver.net.parameters
-    for flat in solver.history:
+    parameters = state.net.parameters
+    for flat in state.history:
         for parameter in parameters.parameters:
-            yield solver.backend.to_host(parameters.view(flat, parameter))
+            yield state.backend.to_host(parameters.view(flat, parameter))
 
 
-def restore_state(solver: Solver, path: Path) -> SolverState:
+def restore_state(state: TrainState, path: Path) -> SolverState:
     """Load weights, history and position from a .solverstate and the .caffemodel that it names.
 
     Returns the state without its history, for `adopt_state` of the devices that train with this one.
@@ -82,48 +80,48 @@ def restore_state(solver: Solver, path: Path) -> SolverState:
     Raises:
         SnapshotError: a file cannot be read, or is of another solver or net.
     """
-    state = snapshot.read_state(path)
-    _check_rule(solver, state, path)
-    _check_history(solver, state, path)
-    if state.HasField("learned_net"):
-        _restore_weights(solver, snapshot.find_learned_net(state, path))
-    _restore_history(solver, state, path)
-    state.ClearField("history")
-    adopt_state(solver, state)
-    return state
+    saved = snapshot.read_state(path)
+    _check_rule(state, saved, path)
+    _check_history(state, saved, path)
+    if saved.HasField("learned_net"):
+        _restore_weights(state, snapshot.find_learned_net(saved, path))
+    _restore_history(state, saved, path)
+    saved.ClearField("history")
+    adopt_state(state, saved)
+    return saved
 
 
-def adopt_state(solver: Solver, state: SolverState) -> None:
+def adopt_state(state: TrainState, saved: SolverState) -> None:
     """Take over everything but weights and history, which the devices get from the root when training starts."""
-    solver.updating.restore_loss_scale(state.loss_scale, state.good_steps)
-    solver.iteration = state.iter
-    solver.current_step = state.current_step
-    solver.losses.restore(list(state.loss_window))
-    _restore_random(solver, state)
-    _restore_positions(solver, state)
+    state.update.restore_loss_scale(saved.loss_scale, saved.good_steps)
+    state.iteration = saved.iter
+    state.current_step = saved.current_step
+    state.losses.restore(list(saved.loss_window))
+    _restore_random(state, saved)
+    _restore_positions(state, saved)
 
 
-def _global_batch(solver: Solver) -> int:
-    return solver.net.batch_size() * solver.shard.world_size
+def _global_batch(state: TrainState) -> int:
+    return state.net.batch_size() * state.shard.world_size
 
 
-def _check_rule(solver: Solver, state: SolverState, path: Path) -> None:
-    if state.HasField("solver_type") and state.solver_type != solver.param.type:
+def _check_rule(state: TrainState, saved: SolverState, path: Path) -> None:
+    if saved.HasField("solver_type") and saved.solver_type != state.param.type:
         raise SnapshotError(
-            f"{path}: is the state of a solver of type {state.solver_type}, this one is {solver.param.type}; "
-            f'set type: "{state.solver_type}", or start from its weights with --weights'
+            f"{path}: is the state of a solver of type {saved.solver_type}, this one is {state.param.type}; "
+            f'set type: "{saved.solver_type}", or start from its weights with --weights'
         )
 
 
-def _check_history(solver: Solver, state: SolverState, path: Path) -> None:
-    parameters = solver.net.parameters.parameters
-    expected = solver.histories * len(parameters)
-    if len(state.history) != expected:
+def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
+    parameters = state.net.parameters.parameters
+    expected = len(state.history) * len(parameters)
+    if len(saved.history) != expected:
         raise SnapshotError(
-            f"{path}: holds {len(state.history)} history blobs, a {solver.param.type} solver of this net has "
+            f"{path}: holds {len(saved.history)} history blobs, a {state.param.type} solver of this net has "
             f"{expected}; it is of another solver type or net"
         )
-    for i, blob in enumerate(state.history):
+    for i, blob in enumerate(saved.history):
         parameter = parameters[i % len(parameters)]
         if not same_shape(blob, parameter.blob.shape):
             raise SnapshotError(
@@ -133,51 +131,51 @@ def _check_history(solver: Solver, state: SolverState, path: Path) -> None:
             )
 
 
-def _restore_weights(solver: Solver, path: Path) -> None:
-    copied = solver.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
-    for parameter in solver.net.parameters.parameters:
+def _restore_weights(state: TrainState, path: Path) -> None:
+    copied = state.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+    for parameter in state.net.parameters.parameters:
         if parameter.layer not in copied:
             raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")
 
 
-def _restore_history(solver: Solver, state: SolverState, path: Path) -> None:
-    parameters = solver.net.parameters
+def _restore_history(state: TrainState, saved: SolverState, path: Path) -> None:
+    parameters = state.net.parameters
     count = len(parameters.parameters)
-    for i, blob in enumerate(state.history):
+    for i, blob in enumerate(saved.history):
         parameter = parameters.parameters[i % count]
         values = from_blob_proto(blob, f"{path}: history blob {i}").reshape(parameter.blob.shape)
-        solver.backend.from_host(values, parameters.view(solver.history[i // count], parameter))
+        state.backend.from_host(values, parameters.view(state.history[i // count], parameter))
 
 
-def _restore_random(solver: Solver, state: SolverState) -> None:
+def _restore_random(state: TrainState, saved: SolverState) -> None:
     """Set seed and pass numbers; a snapshot of Caffe's has none, the passes then follow from the iteration."""
-    if state.HasField("seed"):
-        if state.seed != solver.param.random_seed:
-            log.info("random numbers go on from the snapshot's seed %d", state.seed)
-        solver.param.random_seed = state.seed
-    for net in (solver.net, *solver.test_nets):
-        net.context.seed = solver.param.random_seed
-    has_passes = state.HasField("pass_number")
-    solver.net.context.passes.number = state.pass_number if has_passes else state.iter * solver.param.iter_size
-    for net, number in zip(solver.test_nets, state.test_pass_number, strict=False):
+    if saved.HasField("seed"):
+        if saved.seed != state.param.random_seed:
+            log.info("random numbers go on from the snapshot's seed %d", saved.seed)
+        state.param.random_seed = saved.seed
+    for net in (state.net, *state.test_nets):
+        net.context.seed = state.param.random_seed
+    has_passes = saved.HasField("pass_number")
+    state.net.context.passes.number = saved.pass_number if has_passes else saved.iter * state.param.iter_size
+    for net, number in zip(state.test_nets, saved.test_pass_number, strict=False):
         net.context.passes.number = number
 
 
-def _restore_positions(solver: Solver, state: SolverState) -> None:
-    """Let each data layer go on where it was, or at its first record where the snapshot does not say."""
-    positions = {(p.test_net, p.layer): p.position for p in state.data_position}
-    for index, layer in _data_layers(solver):
+def _restore_positions(state: TrainState, saved: SolverState) -> None:
+    """Seek in each data layer: to its saved position, or to the first record where the snapshot has none."""
+    positions = {(p.test_net, p.layer): p.position for p in saved.data_position}
+    for index, layer, _ in _data_layers(state):
         layer.seek(positions.get((index, layer.name), 0))
-    if state.HasField("global_batch") and state.global_batch != _global_batch(solver):
+    if saved.HasField("global_batch") and saved.global_batch != _global_batch(state):
         log.warning(
             "the snapshot was made with %d samples an iteration and pass, now there are %d",
-            state.global_batch, _global_batch(solver),
+            saved.global_batch, _global_batch(state),
         )  # fmt: skip
 
 
-def _data_layers(solver: Solver) -> Iterator[tuple[int, Any]]:
-    """Layers that have a position in their data: (test net's index or -1, layer)."""
-    for index, net in enumerate((solver.net, *solver.test_nets), TRAIN_NET):
+def _data_layers(state: TrainState) -> Iterator[tuple[int, Layer, int]]:
+    """Layers that have a position in their data: (test net's index or -1, layer, its position)."""
+    for index, net in enumerate((state.net, *state.test_nets), TRAIN_NET):
         for layer in net.layers:
-            if hasattr(layer, "position") and hasattr(layer, "seek"):
-                yield index, layer
+            if (position := layer.position()) is not None:
+                yield index, layer, position

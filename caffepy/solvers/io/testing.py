@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from caffepy.data.schedule import TestSchedule
+from caffepy.net import Net
 from caffepy.solvers.io.display import output_lines
-
-if TYPE_CHECKING:
-    from caffepy.net import Net
-    from caffepy.solvers.base import Solver
+from caffepy.solvers.train_state import TrainState
 
 
-def run_test(solver: Solver, index: int) -> dict[str, np.ndarray] | None:
+def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> dict[str, np.ndarray] | None:
     """The means over a whole test of a test net's outputs, by blob name; None if it was interrupted.
 
     Every device must call it. Logs ``Test net output #0: accuracy = 0.97``.
+
+    Args:
+        state: of training.
+        index: the test net's.
+        interrupted: asked before every batch whether to end at once.
     """
-    net, batches = solver.test_nets[index], solver.param.test_iter[index]
-    solver.log("Iteration %d, Testing net (#%d)", solver.iteration, index)
-    sums = _score_own_batches(solver, net, batches)
+    net, batches = state.test_nets[index], state.param.test_iter[index]
+    state.log("Iteration %d, Testing net (#%d)", state.iteration, index)
+    sums = _score_own_batches(state, net, batches, interrupted)
     if sums is None:
         return None
-    means = solver.callback.sum_over_devices(sums) / batches
-    if solver.param.test_compute_loss:
-        solver.log("Test loss: %.6g", means[0])
+    means = state.callback.sum_over_devices(sums) / batches
+    if state.param.test_compute_loss:
+        state.log("Test loss: %.6g", means[0])
     for line in output_lines(net, means[1:]):
-        solver.log("    Test net output #%s", line)
+        state.log("    Test net output #%s", line)
     return _by_name(net, means[1:])
 
 
-def _score_own_batches(solver: Solver, net: Net, batches: int) -> np.ndarray | None:
+def _score_own_batches(state: TrainState, net: Net, batches: int, interrupted: Callable[[], bool]) -> np.ndarray | None:
     """Sums over this device's batches: the loss, then all outputs' elements."""
     sums = np.zeros(1 + sum(blob.count for blob in net.outputs.values()))
-    for _ in range(TestSchedule(solver.shard, 1, batches).passes_per_test):
-        if solver.interrupted():
+    for _ in range(TestSchedule(state.shard, 1, batches).passes_per_test):
+        if interrupted():
             return None
         net.forward()
         outputs = [blob.host_data().astype(np.float64).ravel() for blob in net.outputs.values()]
-        loss = net.loss() if solver.param.test_compute_loss else 0.0
+        loss = net.loss() if state.param.test_compute_loss else 0.0
         net.check()
         sums += np.concatenate([[loss], *outputs])
     return sums
 
 
 def _by_name(net: Net, values: np.ndarray) -> dict[str, np.ndarray]:
-    scores, place = {}, 0
+    scores, start = {}, 0
     for name, blob in net.outputs.items():
-        scores[name] = values[place : place + blob.count].reshape(blob.shape)
-        place += blob.count
+        scores[name] = values[start : start + blob.count].reshape(blob.shape)
+        start += blob.count
     return scores

@@ -11,7 +11,7 @@ from caffepy.solvers.base import SOLVERS, Solver
 @expression
 def adadelta_update(
     data: Each, diff: Each, gradients: Each, steps: Each, lr_mult: Channel, decay_mult: Channel,
-    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, decay: Scalar, delta: Scalar,
+    scale: Scalar, l2: Scalar, l1: Scalar, found_inf: Scalar, rate: Scalar, decay: Scalar, delta: Scalar,
 ) -> tuple[Each, Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
@@ -19,7 +19,7 @@ def adadelta_update(
     change = gradient * sqrt((steps + delta) / (mean + delta))
     new = data - rate * lr_mult * change
     next_steps = decay * steps + (1 - decay) * change * change
-    return new if go > 0 else data, mean if go > 0 else gradients, next_steps if go > 0 else steps
+    return data if found_inf > 0 else new, gradients if found_inf > 0 else mean, steps if found_inf > 0 else next_steps
 
 
 @SOLVERS.register("AdaDelta")

@@ -12,14 +12,14 @@ from caffepy.solvers.base import SOLVERS, Solver
 @expression
 def adam_update(
     data: Each, diff: Each, first: Each, second: Each, lr_mult: Channel, decay_mult: Channel,
-    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, beta1: Scalar, beta2: Scalar, delta: Scalar,
+    scale: Scalar, l2: Scalar, l1: Scalar, found_inf: Scalar, rate: Scalar, beta1: Scalar, beta2: Scalar, delta: Scalar,
 ) -> tuple[Each, Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     m = beta1 * first + (1 - beta1) * gradient
     v = beta2 * second + (1 - beta2) * gradient * gradient
     new = data - rate * lr_mult * m / (sqrt(v) + delta)
-    return new if go > 0 else data, m if go > 0 else first, v if go > 0 else second
+    return data if found_inf > 0 else new, first if found_inf > 0 else m, second if found_inf > 0 else v
 
 
 @SOLVERS.register("Adam")

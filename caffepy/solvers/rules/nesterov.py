@@ -9,12 +9,13 @@ from caffepy.solvers.base import SOLVERS, Solver
 @expression
 def nesterov_update(
     data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
-    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, momentum: Scalar,
+    scale: Scalar, l2: Scalar, l1: Scalar, found_inf: Scalar, rate: Scalar, momentum: Scalar,
 ) -> tuple[Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     new = rate * lr_mult * gradient + momentum * history
-    return data - ((1 + momentum) * new - momentum * history) if go > 0 else data, new if go > 0 else history
+    changed = data - ((1 + momentum) * new - momentum * history)
+    return data if found_inf > 0 else changed, history if found_inf > 0 else new
 
 
 @SOLVERS.register("Nesterov")

@@ -75,8 +75,8 @@ def multistep(param: SolverParameter, iteration: int, current_step: int) -> tupl
 @POLICIES.register("poly")
 def poly(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """(base_lr - min_lr) * (1 - iteration / max_iter)^power + min_lr; the end value from max_iter on."""
-    left = max(1 - iteration / max(param.max_iter, 1), 0.0)
-    return (param.base_lr - param.min_lr) * left**param.power + param.min_lr, current_step
+    remaining = max(1 - iteration / max(param.max_iter, 1), 0.0)
+    return (param.base_lr - param.min_lr) * remaining**param.power + param.min_lr, current_step
 
 
 @POLICIES.register("sigmoid")

@@ -11,13 +11,13 @@ from caffepy.solvers.base import SOLVERS, Solver
 @expression
 def rmsprop_update(
     data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
-    scale: Scalar, l2: Scalar, l1: Scalar, go: Scalar, rate: Scalar, decay: Scalar, delta: Scalar,
+    scale: Scalar, l2: Scalar, l1: Scalar, found_inf: Scalar, rate: Scalar, decay: Scalar, delta: Scalar,
 ) -> tuple[Each, Each]:  # fmt: skip
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     mean = decay * history + (1 - decay) * gradient * gradient
     new = data - rate * lr_mult * gradient / (sqrt(mean) + delta)
-    return new if go > 0 else data, mean if go > 0 else history
+    return data if found_inf > 0 else new, history if found_inf > 0 else mean
 
 
 @SOLVERS.register("RMSProp")

@@ -1,7 +1,7 @@
 """The update of all parameters at once: gradient clipping, loss scale and the solver's rule over the flat buffers.
 
-Owns what is the same for every rule. Everything stands on the device, the decision to skip a step included, so that an
-iteration can be captured and replayed.
+All of it runs on the device, the decision to skip an update included, so that an iteration can be captured and
+replayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROWTH_INTERVAL = 1000.0
 """Good steps in a row after which an adaptive loss scale is doubled."""
 LARGEST_LOSS_SCALE = 2.0**24
 MAX_SKIPPED = 50
-"""Steps left out in a row that are too many if nobody says otherwise."""
+"""Updates skipped in a row after which training ends, by default."""
 
 
 @expression
@@ -33,37 +33,37 @@ def square(x: Each) -> Each:
 
 @expression
 def control(
-    total: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
+    squares: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
     scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar,
 ) -> tuple[Each, Each, Each, Each, Each, Each, Each]:  # fmt: skip
-    norm = sqrt(total) / loss_scale
+    norm = sqrt(squares) / loss_scale
     clipped = limit / norm if limit >= 0 and norm > limit else 1.0
     grown = min(loss_scale * 2, LARGEST_LOSS_SCALE) if good + 1 >= GROWTH_INTERVAL else loss_scale
-    changed = grown if isfinite(total) else max(loss_scale * 0.5, 1.0)
-    run = good + 1 if good + 1 < GROWTH_INTERVAL and isfinite(total) else 0.0
-    row = 0.0 if isfinite(total) else bad + 1
+    changed = grown if isfinite(squares) else max(loss_scale * 0.5, 1.0)
+    run = good + 1 if good + 1 < GROWTH_INTERVAL and isfinite(squares) else 0.0
+    row = 0.0 if isfinite(squares) else bad + 1
     return (
         scale * clipped / loss_scale,
-        1.0 if isfinite(total) else 0.0,
+        0.0 if isfinite(squares) else 1.0,
         norm,
         changed if adaptive > 0 else loss_scale,
         run,
-        skipped if isfinite(total) else skipped + 1,
+        skipped if isfinite(squares) else skipped + 1,
         bad if bad >= most else row,
     )
 
 
 class Update:
-    """A solver's update.
+    """Changes a net's parameters by their gradients.
 
     Args:
-        net: whose parameters.
-        rule: the formula: (data, diff, histories..., lr_mult, decay_mult, scale, l2, l1, go, the rule's own numbers) to
-            (data, histories...), both as they were where go is 0.
+        net: holds the parameters.
+        rule: the formula: (data, diff, histories..., lr_mult, decay_mult, scale, l2, l1, found_inf, the rule's
+            hyperparameters) to (data, histories...), both as they were where found_inf is not 0.
         history: the rule's memory.
         clip: L2 norm to which gradients are scaled down; negative: never.
-        guard: whether to leave out steps with gradients that are not finite.
-        max_skipped: steps left out in a row that are too many.
+        guard: whether to skip updates with gradients that are not finite, also without clipping or a loss scale.
+        max_skipped: updates skipped in a row after which `check_skipped` raises.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Update:
         self._max_skipped = max_skipped
         self._shown = 0
         self._lr_mult, self._decay_mult = net.parameters.multipliers()
-        self._total, self._good, self._scale, self._go, self.loss_scale = (self._backend.zeros(()) for _ in range(5))
-        self._norm, self._skipped, self._bad = (self._backend.zeros(()) for _ in range(3))
+        self._squares, self._good, self._scale, self._found_inf = (self._backend.zeros(()) for _ in range(4))
+        self.loss_scale, self._norm, self._skipped, self._bad = (self._backend.zeros(()) for _ in range(4))
         self.restore_loss_scale(0.0, 0)
         if scaled:
             net.context.loss_scale = self.loss_scale
@@ -103,31 +103,34 @@ class Update:
         self._backend.fill(self.loss_scale, value if value and self._adaptive else start)
         self._backend.fill(self._good, good_steps if self._adaptive else 0)
 
-    def run(self, scale: Array | float, l2: Array | float, l1: Array | float, numbers: Sequence[Array | float]) -> None:
+    def run(
+        self, scale: Array | float, l2: Array | float, l1: Array | float, hyperparameters: Sequence[Array | float]
+    ) -> None:
         """Change the parameters, their copies in other dtypes and the history, by the gradients in `diff`."""
         parameters = self._net.parameters
         if not parameters.learned:
             return
-        go: Array | float = 1.0
+        found_inf: Array | float = 0.0
         if self._controls:
-            scale, go = self._control(scale)
+            scale, found_inf = self._control(scale)
         arrays = [parameters.blocks(flat) for flat in (parameters.data, parameters.diff, *self._history)]
         copies = [parameters.blocks(flat) for flat in parameters.copies.values()]
-        inputs = (*arrays, self._lr_mult, self._decay_mult, scale, l2, l1, go, *numbers)
+        inputs = (*arrays, self._lr_mult, self._decay_mult, scale, l2, l1, found_inf, *hyperparameters)
         rule = self._rule.with_copies(len(copies))
         self._backend.apply(rule, inputs, (arrays[0], *arrays[2:], *copies), axis=0)
 
     def _control(self, scale: Array | float) -> tuple[Array, Array]:
-        """What to multiply the gradients with, and whether to make the step."""
+        """What to multiply the gradients with, and whether they are not finite (1) or are (0); both on the device."""
         gradients = self._net.parameters.gradients
-        self._backend.reduce(square, (gradients,), (self._total,))
+        self._backend.reduce(square, (gradients,), (self._squares,))
         state = (self.loss_scale, self._good, self._skipped, self._bad)
         settings = (scale, self._clip, float(self._adaptive), float(self._max_skipped))
-        self._backend.apply(control, (self._total, *state, *settings), (self._scale, self._go, self._norm, *state))
-        return self._scale, self._go
+        outputs = (self._scale, self._found_inf, self._norm, *state)
+        self._backend.apply(control, (self._squares, *state, *settings), outputs)
+        return self._scale, self._found_inf
 
     def clipped(self) -> float | None:
-        """The gradients' norm, without the loss scale, if the last step scaled them down, else None.
+        """The gradients' norm, without the loss scale, if the last update scaled them down, else None.
 
         Waits for the device.
         """
@@ -137,13 +140,13 @@ class Update:
         return norm if self._clip < norm < math.inf else None
 
     def newly_skipped(self) -> int:
-        """Steps left out since the last call; waits for the device."""
+        """Updates skipped since the last call; waits for the device."""
         skipped = int(self._backend.to_host(self._skipped)) if self._controls else 0
         new, self._shown = skipped - self._shown, skipped
         return new
 
     def check_skipped(self) -> None:
-        """Refuse to go on where too many steps in a row were left out; waits for the device.
+        """Raise where too many updates in a row were skipped; waits for the device.
 
         Raises:
             NonFiniteError: naming the layer whose gradient overflowed.
@@ -155,9 +158,9 @@ class Update:
         )
 
     def _where_overflow(self) -> str:
-        """What of the present gradients is not finite; they lie in the order of the backward pass."""
+        """What of the present gradients is not finite; `diff` has them in the order of the backward pass."""
         parameters, backend = self._net.parameters, self._backend
-        if isfinite(float(backend.to_host(self._total))):
+        if isfinite(float(backend.to_host(self._squares))):
             return "gradients were not finite; now they are again, so that the layer is not known"
         learned = sorted((p for p in parameters.parameters if p.lr_mult != 0), key=lambda parameter: parameter.start)
         diffs = [(parameter.layer, parameters.diff[parameter.start : parameter.stop]) for parameter in learned]
@@ -172,7 +175,6 @@ class Update:
         return next(f"layer '{name}' ({layer.type})" for layer in self._net.layers if layer.name == name)
 
     def _advice(self) -> str:
-        """What to do against an overflow."""
         if self._net.param.global_grad_scale != 1 and not self._adaptive:
             return "lower global_grad_scale or set global_grad_scale_adaptive: true"
         half = "float16" in self._net.parameters.copies

@@ -32,37 +32,42 @@ class Recorder:
 
         return Graph()
 
-    def step(self, name: str, reason: str = "") -> Segment:
+    def segment(self, name: str, blocker: str | None = None) -> Segment:
         def run() -> None:
             (self.done if self.capturing is None else self.capturing).append(name)
 
-        return Segment(name, run, reason)
+        return Segment(name, run, blocker)
 
 
-def test_steps_run_in_order_and_graphs_leave_out_what_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_segments_run_in_order_and_graphs_leave_out_what_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
-    steps = [recorder.step("a"), recorder.step("b"), recorder.step("c", "it asks the user"), recorder.step("d")]
-    program = GraphSegments(recorder, steps)  # type: ignore[arg-type]
-    program.run()
+    segments = [
+        recorder.segment("a"),
+        recorder.segment("b"),
+        recorder.segment("c", "it asks the user"),
+        recorder.segment("d"),
+    ]
+    work = GraphSegments(recorder, segments)  # type: ignore[arg-type]
+    work.run()
     assert recorder.done == ["a", "b", "c", "d"]
-    assert not program.captured
+    assert not work.captured
     recorder.done.clear()
     with caplog.at_level(logging.DEBUG, "caffepy"):
-        program.capture()
-    assert program.captured
+        work.capture()
+    assert work.captured
     assert recorder.graphs == [["a", "b"], ["d"]]
     assert recorder.done == []
     assert "c runs outside of the captured graphs: it asks the user" in [r.getMessage() for r in caplog.records]
     for _ in range(2):
-        program.run()
+        work.run()
     assert recorder.done == ["a*", "b*", "c", "d*"] * 2
 
 
-def test_a_dropped_program_runs_step_by_step() -> None:
+def test_dropped_graphs_run_segment_by_segment() -> None:
     recorder = Recorder()
-    program = GraphSegments(recorder, [recorder.step("a")])  # type: ignore[arg-type]
-    program.capture()
-    program.drop()
-    program.run()
+    work = GraphSegments(recorder, [recorder.segment("a")])  # type: ignore[arg-type]
+    work.capture()
+    work.drop()
+    work.run()
     assert recorder.done == ["a"]
-    assert not program.captured
+    assert not work.captured

@@ -334,12 +334,12 @@ def test_devices_ask_each_other_once_a_block_of_byte_images(monkeypatch: pytest.
     net = image_net(tmp_path, [8], 2).replace("ImageData", "Data").replace("image_data_param", "data_param")
     net = net.replace("images.txt", "lmdb").replace("batch_size: 2", "batch_size: 2 backend: LMDB")
     asked: list[str] = []
-    least = P2PSync.least
+    minimum = P2PSync.min_over_devices
 
     def noted(sync: P2PSync, number: float, what: str) -> float:
         asked.append(what)
-        return least(sync, number, what)
+        return minimum(sync, number, what)
 
-    monkeypatch.setattr(P2PSync, "least", noted)
+    monkeypatch.setattr(P2PSync, "min_over_devices", noted)
     train(monkeypatch, Nccl, text=net, iterations=130)
     assert asked.count("the form of all devices' data") == 2 * 3, "at the first replay, and where a block of 64 begins"

@@ -28,6 +28,8 @@ def replaying(text: str = SOLVER, net: str = NET, eager: bool = False, **keyword
     backend = Replaying()
     with backend.activate():
         solver = create_solver(solver_param(text, net), backend, engine=ExecutionOptions(eager=eager), **keywords)
+        if isinstance(keywords.get("callback"), TwoDevices):
+            keywords["callback"].solver = solver
         try:
             yield solver
         finally:
@@ -126,8 +128,8 @@ def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.Log
         solver.backend.capture = refuse  # type: ignore[method-assign]
         solver.step(4)
         assert solver.iteration == 4
-    told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
-    assert told == ["Iterations are not captured into graphs: a layer waits for the device"]
+    lines = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
+    assert lines == ["Iterations are not captured into graphs: a layer waits for the device"]
 
 
 class Capturing(Replaying):
@@ -170,32 +172,33 @@ class TwoDevices:
         self.iteration = 0
         self.meetings: list[int] = []
         self.solver_launches: Callable[[], int] = lambda: 0
+        self.solver: Solver
 
-    def on_start(self, solver: Solver) -> None:
+    def on_start(self) -> None:
         """The other device has the same weights."""
 
-    def on_iteration(self, solver: Solver) -> None:
+    def on_iteration(self) -> None:
         """The other device keeps up."""
 
-    def on_snapshot(self, solver: Solver) -> None:
+    def on_snapshot(self) -> None:
         """The other device has the same parameters."""
 
-    def on_gradients_ready(self, solver: Solver) -> None:
-        flags = solver.net.parameters.flags
-        flags[0] = (flags[0] + (solver.iteration == self.stop_at)) / 2
-        flags[1] = (flags[1] + (solver.iteration == self.snapshot_at)) / 2
-        self.iteration = solver.iteration + 1
+    def on_gradients_ready(self) -> None:
+        flags, iteration = self.solver.net.parameters.flags, self.solver.iteration
+        flags[0] = (flags[0] + (iteration == self.stop_at)) / 2
+        flags[1] = (flags[1] + (iteration == self.snapshot_at)) / 2
+        self.iteration = iteration + 1
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         return "it meets the other device"
 
-    def settle(self, wait: Callable[[], None]) -> None:
+    def wait_for_device(self, wait: Callable[[], None]) -> None:
         wait()
 
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         return values * 2
 
-    def least(self, number: float, what: str) -> float:
+    def min_over_devices(self, number: float, what: str) -> float:
         if "capture" in what:
             self.meetings.append(self.solver_launches())
             return min(number, float(self.captures))
@@ -205,7 +208,7 @@ class TwoDevices:
         """The other device is never late."""
 
 
-def test_requests_are_heard_as_many_iterations_later_as_the_device_may_be_behind() -> None:
+def test_requests_are_known_as_many_iterations_later_as_the_device_may_be_behind() -> None:
     with replaying(callback=TwoDevices(4)) as solver:
         solver.step(30)
         assert solver.stopped_early
@@ -241,12 +244,12 @@ def test_nobody_replays_where_one_device_cannot_capture(caplog: pytest.LogCaptur
     with replaying(callback=callback) as solver, caplog.at_level(logging.INFO):
         solver.step(4)
         assert launches(solver) == 0
-    told = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
-    assert told == ["Iterations are not captured into graphs: another device cannot capture them"]
+    lines = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
+    assert lines == ["Iterations are not captured into graphs: another device cannot capture them"]
 
 
 def test_requests_of_several_iterations_in_flight_are_all_acted_on(tmp_path: Path) -> None:
-    """The last iterations' answers are heard together, at the end of a step: a stop, and then a snapshot."""
+    """The last iterations' answers are received together, at the end of a step: a stop, and then a snapshot."""
     with replaying(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', callback=TwoDevices(8, snapshot_at=9)) as solver:
         solver.step(10)
         assert solver.stopped_early
@@ -271,7 +274,7 @@ def test_eager_iterations_act_on_requests_as_late_as_replayed_ones(changing: int
         assert solver.iteration == 4 + IN_FLIGHT
 
 
-def test_an_own_request_is_heard_as_well() -> None:
+def test_an_own_request_is_acted_on_as_well() -> None:
     asked = iter([Action.NONE, Action.NONE, Action.STOP])
     with replaying(callback=TwoDevices(-1), request=lambda: next(asked, Action.NONE)) as solver:
         solver.step(30)
@@ -280,7 +283,7 @@ def test_an_own_request_is_heard_as_well() -> None:
         assert solver.iteration == 2 + IN_FLIGHT
 
 
-def test_the_end_of_a_step_hears_what_was_asked_last() -> None:
+def test_the_end_of_a_step_receives_what_was_asked_last() -> None:
     with replaying(callback=TwoDevices(9)) as solver:
         solver.step(10)
         assert solver.iteration == 10

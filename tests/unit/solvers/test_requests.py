@@ -38,13 +38,13 @@ def ready(flags: np.ndarray) -> Callable[[], np.ndarray]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, int, list[list[list[int]]], list[bool]]:
-    """Devices, how far answers are behind, each iteration's signals to each device, and where all devices settle."""
+    """Devices, how far answers are behind, each iteration's signals to each device, and where all devices drain."""
     devices, iterations = draw(st.integers(1, 4)), draw(st.integers(1, 12))
     one = st.lists(st.sampled_from([signal.SIGHUP, signal.SIGTERM]), max_size=3)
     each = st.lists(one, min_size=devices, max_size=devices)
     signals = draw(st.lists(each, min_size=iterations, max_size=iterations))
-    settled = draw(st.lists(st.booleans(), min_size=iterations, max_size=iterations))
-    return devices, draw(st.sampled_from([0, 2])), signals, settled
+    drained = draw(st.lists(st.booleans(), min_size=iterations, max_size=iterations))
+    return devices, draw(st.sampled_from([0, 2])), signals, drained
 
 
 @settings(deadline=None, max_examples=300)
@@ -52,10 +52,10 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[list[list[int]]], list[bo
 def test_every_device_acts_on_the_same_requests_in_the_same_iteration_and_none_is_lost(
     history: tuple[int, int, list[list[list[int]]], list[bool]],
 ) -> None:
-    count, behind, signals, settled = history
+    count, behind, signals, drained = history
     devices = [Device(alone=count == 1) for _ in range(count)]
     asked: list[tuple[int, Action]] = []
-    for iteration, (arriving, settles) in enumerate(zip(signals, settled, strict=True)):
+    for iteration, (arriving, drains) in enumerate(zip(signals, drained, strict=True)):
         for device, numbers in zip(devices, arriving, strict=True):
             for number in numbers:
                 device.signals._handle(number, None)
@@ -66,14 +66,14 @@ def test_every_device_acts_on_the_same_requests_in_the_same_iteration_and_none_i
         average = np.mean([device.requests.flags() for device in devices], axis=0)
         for device in devices:
             if count > 1:
-                device.requests.told()
+                device.requests.mark_sent()
                 device.requests.expect(ready(average))
-            device.requests.hear(behind)
-            if settles:  # a test, or a snapshot that is due
-                device.requests.hear()
+            device.requests.receive(behind)
+            if drains:  # a test, or a snapshot that is due
+                device.requests.receive()
             device.act(iteration)
     for device in devices:
-        device.requests.hear()
+        device.requests.receive()
         device.act(len(signals))
     assert all(device.acted == devices[0].acted for device in devices)
     for when, action in asked:
@@ -93,10 +93,10 @@ def test_many_snapshots_do_not_delay_a_stop(alone: bool) -> None:
     assert device.requests.flags() == [1.0, 1.0]
 
 
-def test_what_was_heard_before_a_test_is_not_told_again() -> None:
-    """A snapshot that all devices know of, because they settled for a test, is acted on once."""
+def test_what_was_received_before_a_test_is_not_sent_again() -> None:
+    """A snapshot that all devices know of, because they drained for a test, is acted on once."""
     requests = Requests(None, alone=False)
     requests.expect(ready(np.array([0.0, 0.5])))
-    requests.hear()
+    requests.receive()
     assert Action.SNAPSHOT in requests
     assert requests.flags() == [0.0, 0.0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -220,44 +221,53 @@ class TwoDevices:
     def __init__(self, flags: tuple[float, float]) -> None:
         self.flags = flags
         self.sums = 0
+        self.solver: Solver
 
-    def on_start(self, solver: Solver) -> None:
+    def on_start(self) -> None:
         pass
 
-    def on_iteration(self, solver: Solver) -> None:
+    def on_iteration(self) -> None:
         """The other device keeps up."""
 
-    def on_snapshot(self, solver: Solver) -> None:
+    def on_snapshot(self) -> None:
         """The other device has the same parameters."""
 
-    def on_gradients_ready(self, solver: Solver) -> None:
-        flags = solver.net.parameters.flags
+    def on_gradients_ready(self) -> None:
+        flags = self.solver.net.parameters.flags
         flags[:2] = (flags[:2] + self.flags) / 2
 
-    def capture_blocker(self) -> str:
+    def capture_blocker(self) -> str | None:
         return "a test's"
 
-    def settle(self, wait: Callable[[], None]) -> None:
+    def wait_for_device(self, wait: Callable[[], None]) -> None:
         wait()
 
     def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
         self.sums += 1
         return values * 2
 
-    def least(self, number: float, what: str) -> float:
+    def min_over_devices(self, number: float, what: str) -> float:
         return number
 
     def barrier(self) -> None:
         pass
 
 
+@contextmanager
+def build_paired(text: str, net: str, *, callback: TwoDevices, **keywords: Any) -> Iterator[Solver]:
+    """A solver whose callback holds it, as a solver thread does."""
+    with build_solver(text, net, callback=callback, **keywords) as solver:
+        callback.solver = solver
+        yield solver
+
+
 def test_another_devices_requests_travel_with_the_gradients(tmp_path: Path) -> None:
     text = PLAIN + f'snapshot_prefix: "{tmp_path}/x"'
-    with build_solver(text, NET, callback=TwoDevices((0, 1))) as solver:
+    with build_paired(text, NET, callback=TwoDevices((0, 1))) as solver:
         solver.step(1)
         assert not solver.stopped_early
     assert (tmp_path / "x_iter_1.solverstate").is_file()
-    with build_solver(text, NET, callback=TwoDevices((1, 0))) as solver:
+    with build_paired(text, NET, callback=TwoDevices((1, 0))) as solver:
         solver.step(3)
         assert solver.iteration == 1
         assert solver.stopped_early
@@ -266,14 +276,14 @@ def test_another_devices_requests_travel_with_the_gradients(tmp_path: Path) -> N
 def test_an_own_request_travels_with_the_gradients() -> None:
     asked = [Action.STOP]
     request = lambda: asked.pop() if asked else Action.NONE  # noqa: E731
-    with build_solver(PLAIN, NET, callback=TwoDevices((0, 0)), request=request) as solver:
+    with build_paired(PLAIN, NET, callback=TwoDevices((0, 0)), request=request) as solver:
         solver.step(3)
         assert solver.iteration == 1
 
 
 def test_shown_numbers_are_averaged_over_devices(lines: Any) -> None:
     callback = TwoDevices((0, 0))
-    with build_solver(PLAIN + "display: 1", NET, callback=callback) as solver:
+    with build_paired(PLAIN + "display: 1", NET, callback=callback) as solver:
         lines()
         solver.step(1)
         loss = float(solver.net.blobs["loss"].host_data())
@@ -284,7 +294,7 @@ def test_shown_numbers_are_averaged_over_devices(lines: Any) -> None:
 def test_only_the_root_logs(lines: Any) -> None:
     callback = TwoDevices((0, 0))
     callback.is_root = False
-    with build_solver(PLAIN + "display: 1", NET, callback=callback, shard=Shard(rank=1, world_size=2)) as solver:
+    with build_paired(PLAIN + "display: 1", NET, callback=callback, shard=Shard(rank=1, world_size=2)) as solver:
         lines()
         solver.solve()
         assert lines() == []
@@ -395,7 +405,7 @@ def statistics(solver: Solver) -> list[np.ndarray]:
 def test_running_statistics_are_averaged_once_before_tests_and_snapshots(tmp_path: Path) -> None:
     callback = Averaging()
     text = TESTED + f'snapshot: 2 snapshot_prefix: "{tmp_path}/x"'
-    with build_solver(text, NORMALISED, callback=callback) as solver:
+    with build_paired(text, NORMALISED, callback=callback) as solver:
         solver.step(1)
         assert callback.averaged == [], "all devices have the root's before the first iteration"
         solver.step(1)
@@ -421,7 +431,7 @@ def test_running_statistics_are_averaged_once_before_tests_and_snapshots(tmp_pat
 )
 def test_nothing_is_averaged_that_is_alike_on_all_devices(net: str) -> None:
     callback = Averaging()
-    with build_solver(TESTED, net.replace("lr_mult: 2", "lr_mult: 0"), callback=callback) as solver:
+    with build_paired(TESTED, net.replace("lr_mult: 2", "lr_mult: 0"), callback=callback) as solver:
         solver.step(3)
         assert callback.averaged == []
 

@@ -27,7 +27,7 @@ RULES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
 
 
 def loss_scale(solver: Solver) -> float:
-    return float(solver.updating.loss_scale)
+    return float(solver.update.loss_scale)
 
 
 @pytest.mark.parametrize("scale", ["global_grad_scale: 128 ", "global_grad_scale_adaptive: true "])
@@ -86,7 +86,7 @@ def test_the_loss_scale_reaches_every_loss_weight() -> None:
 def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with build_solver(SOLVER, "global_grad_scale_adaptive: true " + NET) as solver:
         assert loss_scale(solver) == 4096
-        solver.backend.fill(solver.updating._good, 998)
+        solver.backend.fill(solver.update._good, 998)
         solver.step(1)
         assert loss_scale(solver) == 4096
         solver.step(1)
@@ -96,7 +96,7 @@ def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.Monke
 def test_snapshots_hold_the_adaptive_scale(tmp_path: Path) -> None:
     text, net = SOLVER + f'snapshot_prefix: "{tmp_path}/x"', "global_grad_scale_adaptive: true " + NET
     with build_solver(text, net) as solver:
-        solver.updating.restore_loss_scale(64, 0)
+        solver.update.restore_loss_scale(64, 0)
         solver.step(1)
         state = solver.snapshot()
     with build_solver(text, net) as solver:
@@ -123,7 +123,7 @@ ADAPTIVE = "global_grad_scale_adaptive: true " + NET
 def test_snapshots_hold_the_count_of_good_steps(tmp_path: Path, form: str) -> None:
     text = SOLVER + f'snapshot_prefix: "{tmp_path}/x" snapshot_format: {form}'
     with build_solver(text, ADAPTIVE) as solver:
-        solver.backend.fill(solver.updating._good, 997)
+        solver.backend.fill(solver.update._good, 997)
         solver.step(1)
         state = solver.snapshot()
     with build_solver(text, ADAPTIVE) as solver:
@@ -159,7 +159,7 @@ def test_clipping_shows_the_norm_without_the_loss_scale(caplog: pytest.LogCaptur
     for net in (NET, "global_grad_scale: 128 " + NET, ADAPTIVE):
         caplog.clear()
         with build_solver(SOLVER + "clip_gradients: 0.01 display: 1", net) as solver, caplog.at_level("INFO"):
-            solver.backend.fill(solver.updating._good, 998)  # the adaptive scale is doubled in the second step
+            solver.backend.fill(solver.update._good, 998)  # the adaptive scale is doubled in the second step
             solver.step(3)
         shown.append([re.sub(r"(\d\.\d{3})\d*", r"\1", line) for line in messages(caplog, "Gradient clipping")])
     assert len(shown[0]) == 3
@@ -235,7 +235,7 @@ def test_too_many_skipped_updates_that_are_over_are_an_error_too() -> None:
     """A device that works behind the host is looked at now and then."""
     with build_solver(SOLVER, "global_grad_scale: 2 " + NET, max_skipped=3) as solver:
         solver.step(1)
-        solver.backend.fill(solver.updating._bad, 3)
+        solver.backend.fill(solver.update._bad, 3)
         with pytest.raises(NonFiniteError, match="3 updates in a row .* so that the layer is not known"):
             solver.step(1)
 
