@@ -17,8 +17,9 @@ from caffepy.backend.cuda import pooling as cuda_windows
 from caffepy.backend.cuda import random as cuda_random
 from caffepy.backend.cuda import softmax as cuda_classes
 from caffepy.backend.cuda.batch_norm import Normaliser
-from caffepy.backend.cuda.convolution.autotune import Tuner
-from caffepy.backend.cuda.convolution.plan import CudaConvolution, Resources
+from caffepy.backend.cuda.convolution.algorithm import Resources
+from caffepy.backend.cuda.convolution.autotune import Autotuner
+from caffepy.backend.cuda.convolution.plan import CudaConvolution
 from caffepy.backend.cuda.convolution.problem import Problem
 from caffepy.backend.cuda.device import (
     GIBIBYTE,
@@ -51,7 +52,6 @@ from caffepy.backend.types import (
 from caffepy.errors import ConfigError
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
-
 
 
 class CudaBackend(CudaInput, Composite):
@@ -93,7 +93,7 @@ class CudaBackend(CudaInput, Composite):
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
-        tuner = Tuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
+        tuner = Autotuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
         self._resources = Resources(
             cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic
         )
