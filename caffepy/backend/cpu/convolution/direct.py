@@ -16,7 +16,7 @@ import numpy as np
 from caffepy.backend.cpu.convolution.correlation import Correlation, Padding, Taps
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
-from caffepy.backend.cpu.jit.runtime import ConstantTable
+from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry

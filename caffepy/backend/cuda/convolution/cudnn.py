@@ -13,7 +13,8 @@ from caffepy.backend.cuda.convolution.cudnn_graph import BIAS, FIRST, OUT, SECON
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.launch import apply
-from caffepy.backend.cuda.memory import Scratch, view
+from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.layout import view
 from caffepy.backend.types import Array
 
 MOST_SPLIT_GROUPS = 8

@@ -22,7 +22,7 @@ from caffepy.backend.cuda.convolution.algorithm import (
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
 from caffepy.backend.cuda.elementwise.launch import apply
-from caffepy.backend.cuda.memory import view
+from caffepy.backend.layout import view
 from caffepy.backend.types import Array
 from caffepy.errors import RunError
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from caffepy.backend.cuda.convolution.problem import Direction, Problem
+from caffepy.backend.layout import round_up
 from caffepy.backend.types import Geometry, convolution_workspace
 
 MAX_CHANNELS = 64
@@ -69,9 +70,9 @@ def equivalent_problems(problem: Problem, direction: Direction) -> Iterator[tupl
         return
     item = 4 if problem.dtype == "float32" else 2
     unit = 16 // item
-    channels, outputs = problem.x[1], _up(problem.weights[0], unit)
+    channels, outputs = problem.x[1], round_up(problem.weights[0], unit)
     step = problem.geometry.stride[0]
-    inner = _up(channels * step * step, unit)
+    inner = round_up(channels * step * step, unit)
     if _has_blocks(problem) and inner <= MAX_CHANNELS:
         blocks = space_to_depth(problem, inner, outputs)
         if direction is not Direction.DATA and channels < unit and blocks.problem.geometry.kernel[1] > 1:
@@ -81,14 +82,10 @@ def equivalent_problems(problem: Problem, direction: Direction) -> Iterator[tupl
                 yield f"widened {rows.problem.x[1]} ", rows
         if step > 1:
             yield f"folded {inner} ", blocks
-    widths = {_up(channels, unit)} | ({_up(channels, 4)} if channels < 4 else set())
+    widths = {round_up(channels, unit)} | ({round_up(channels, 4)} if channels < 4 else set())
     for width in sorted(widths):
         if (width, outputs) != (channels, problem.weights[0]):
             yield f"padded {width} ", pad_channels(problem, width, outputs)
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def _has_blocks(problem: Problem) -> bool:

@@ -10,7 +10,8 @@ from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidat
 from caffepy.backend.cuda.convolution.cudnn import cudnn_candidates
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
-from caffepy.backend.cuda.memory import Scratch, raw, view
+from caffepy.backend.cuda.memory import Scratch, raw
+from caffepy.backend.layout import view
 from caffepy.backend.types import Array
 
 
