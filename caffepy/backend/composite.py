@@ -79,9 +79,7 @@ def where_positive(y: Each, dy: Each) -> Each:
 
 
 @expression
-def where_normal_positive(
-    x: Each, dy: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel
-) -> Each:
+def where_normal_positive(x: Each, dy: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel) -> Each:
     return dy if (x - mean) * inverse * scale + bias > 0 else 0.0
 
 

@@ -90,9 +90,7 @@ class Expression:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = function.__name__
-        self.kinds = [
-            Kind(str(p.annotation)) for p in inspect.signature(function).parameters.values()
-        ]
+        self.kinds = [Kind(str(p.annotation)) for p in inspect.signature(function).parameters.values()]
         self.parameters = list(inspect.signature(function).parameters)
         self.__doc__ = function.__doc__
 

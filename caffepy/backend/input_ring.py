@@ -13,15 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from caffepy.backend.layout import SLOT_ALIGNMENT, round_up
 from caffepy.backend.types import Array, Counter
-
-ALIGNMENT = 256
-"""Slots and their parts begin at multiples of this many bytes."""
 
 
 def aligned_size(size: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    """The next multiple of SLOT_ALIGNMENT."""
+    return round_up(size, SLOT_ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,13 @@ class InputRing(ABC):
     solver's thread.
 
     Args:
-        slot_size: bytes of a slot, a multiple of ALIGNMENT.
+        slot_size: bytes of a slot, a multiple of SLOT_ALIGNMENT.
         block: passes that are brought together at most, a power of two.
         blocks: how many blocks there are room for, a power of two.
     """
 
     def __init__(self, slot_size: int, block: int, blocks: int) -> None:
-        assert slot_size % ALIGNMENT == 0, slot_size
+        assert slot_size % SLOT_ALIGNMENT == 0, slot_size
         assert block & (block - 1) == 0, block
         assert blocks & (blocks - 1) == 0, blocks
         self.slot_size = slot_size

@@ -22,9 +22,6 @@ Counter = Any
 """Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
 in device memory, which a captured graph reads anew each time it runs."""
 
-ALIGNMENT = 512
-"""Arrays that share memory begin at multiples of so many bytes, as those that CUDA allocates."""
-
 PRODUCT_WORKSPACE = 32 * 2**20
 """Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
 
@@ -94,11 +91,6 @@ class Normalisation:
     count: Array
     epsilon: float
     fraction: float
-
-
-def aligned_bytes(size: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def convolution_workspace(own: int) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from caffepy.awake import awake_seconds
 from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.layout import view
 from caffepy.errors import AbortedError, CaffepyError, RunError
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,7 @@ class Batch:
         """The array of a top, of the given logical shape; 4-D ones are channels last in memory, as on the devices."""
         if self.arrays[top].shape != shape:
             flat = self._memory(4 * math.prod(shape)).view(np.float32)
-            if len(shape) == 4:
-                number, channels, height, width = shape
-                self.arrays[top] = flat.reshape(number, height, width, channels).transpose(0, 3, 1, 2)
-            else:
-                self.arrays[top] = flat.reshape(shape)
+            self.arrays[top] = view(flat, shape)
         return self.arrays[top]
 
     def room(self, slot: ImageSlot, passes: int) -> NDArray[np.uint8]:

@@ -142,9 +142,10 @@ class Arrays:
 @pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> None:
-    from caffepy.backend.cuda.convolution.plan import UNFUSED, CudaConvolution
+    from caffepy.backend.cuda.convolution.algorithm import UNFUSED
+    from caffepy.backend.cuda.convolution.plan import CudaConvolution
     from caffepy.backend.cuda.convolution.problem import Direction, Task
-    from caffepy.backend.cuda.convolution.registry import sources
+    from caffepy.backend.cuda.convolution.registry import algorithm_families
 
     backend = make(autotune=False)
     with backend.activate():
@@ -157,8 +158,8 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
         for task in tasks:
             plan = CudaConvolution(arrays.problem, backend._resources)
             tried = 0
-            for source in sources(task, plan, backend._resources):
-                for candidate in list(source.candidates())[:4]:
+            for family in algorithm_families(task, plan.run, backend._resources):
+                for candidate in list(family.candidates())[:4]:
                     if candidate.prepare():
                         tried += 1
                         check_candidate(arrays, task, candidate)
@@ -186,7 +187,7 @@ def check_same_bits(task: Any, candidate: Any) -> None:
 
 
 def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
-    from caffepy.backend.cuda.convolution.plan import Operands
+    from caffepy.backend.cuda.convolution.algorithm import Operands
     from caffepy.backend.cuda.convolution.problem import Direction
 
     tolerance, what = TOLERANCE[arrays.problem.dtype], f"{candidate.name} for {task.direction}"
@@ -281,7 +282,7 @@ def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..
     from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
     from caffepy.backend.cuda.convolution.plan import CudaConvolution
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-    from caffepy.backend.cuda.convolution.registry import sources
+    from caffepy.backend.cuda.convolution.registry import algorithm_families
 
     backend = make()
     with backend.activate():
@@ -289,9 +290,10 @@ def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..
         zeros = operands_for(task, None)
         zeros.first.data.memset_async(0, zeros.first.nbytes, backend.stream)
         trial = Trial(zeros, lambda: operands_for(task, None))
-        found = sources(task, CudaConvolution(task.problem, backend._resources), backend._resources)
-        checked = next(source for source in found if source.checked)
-        trial.add(next(source for source in found if not source.checked))
+        run_plain = CudaConvolution(task.problem, backend._resources).run
+        families = algorithm_families(task, run_plain, backend._resources)
+        checked = next(family for family in families if family.checked)
+        trial.add(next(family for family in families if not family.checked))
         trial.add(checked)
         assert trial._is_right(next(c for c in checked.candidates() if c.prepare()))
         assert trial.certain
@@ -338,8 +340,8 @@ def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pyt
 
 
 def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
+    from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily
     from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
-    from caffepy.backend.cuda.convolution.plan import Source
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 
     class Fake:
@@ -356,9 +358,9 @@ def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
     with make().activate():
         task = Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD)
         trial = Trial(operands_for(task, None), lambda: pytest.fail("the first arrays tell enough"))
-        trial.add(Source("right", lambda: [Fake("right", 1.0)]))
-        trial.add(Source("wrong", lambda: [Fake("wrong", 1.5)], checked=True))
-        trial.add(Source("nearly", lambda: [Fake("nearly", 1.001)], checked=True))
+        trial.add(AlgorithmFamily("right", lambda: [Fake("right", 1.0)]))
+        trial.add(AlgorithmFamily("wrong", lambda: [Fake("wrong", 1.5)], checked=True))
+        trial.add(AlgorithmFamily("nearly", lambda: [Fake("nearly", 1.001)], checked=True))
         chosen, _ = trial.best()
     assert chosen is not None and chosen.name == "nearly"
 

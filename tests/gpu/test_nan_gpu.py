@@ -68,9 +68,10 @@ def test_the_chosen_convolution(backend: Backend, case: str, dtype: str) -> None
 @pytest.mark.parametrize("case", list(WINDOWS))
 def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dtype: str) -> None:
     """cuDNN's fused ReLU too: the frontend asks it to pass NaN on (CUDNN_PROPAGATE_NAN)."""
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution, Operands
+    from caffepy.backend.cuda.convolution.algorithm import Operands
+    from caffepy.backend.cuda.convolution.plan import CudaConvolution
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-    from caffepy.backend.cuda.convolution.registry import sources
+    from caffepy.backend.cuda.convolution.registry import algorithm_families
 
     x_shape, outputs, geometry = WINDOWS[case]
     weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
@@ -83,8 +84,8 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
     tried = 0
     for with_bias in (False, True):
         task = Task(problem, Direction.FORWARD, with_bias, True, False)
-        for source in sources(task, CudaConvolution(problem, backend._resources), backend._resources):
-            for candidate in list(source.candidates())[:4]:
+        for family in algorithm_families(task, CudaConvolution(problem, backend._resources).run, backend._resources):
+            for candidate in list(family.candidates())[:4]:
                 if not candidate.prepare():
                     continue
                 tried += 1

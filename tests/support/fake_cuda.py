@@ -160,14 +160,14 @@ class Nothing:
 class EveryCandidate:
     """A tuner that runs all candidates there are."""
 
-    def choose(self, task: Any, sources: Sequence[Any], operands: Any, resources: Any) -> Any:
+    def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The last one."""
         from caffepy.backend.cuda.convolution.autotune import difference, elapsed, largest, operands_for
 
         made = operands_for(task, None)
         difference(made.out, made.out)
         largest(made.out)
-        candidates = [candidate for source in sources for candidate in source.candidates() if candidate.prepare()]
+        candidates = [candidate for family in families for candidate in family.candidates() if candidate.prepare()]
         for candidate in candidates:
             elapsed(partial(candidate.run, operands or made), 1)
         return candidates[-1]
@@ -177,20 +177,18 @@ class EveryCandidate:
 def fake_backend(math_mode: str) -> Iterator[Any]:
     """A CUDA backend without cuDNN's and cuBLAS's work."""
     from caffepy.backend import create_backend
-    from caffepy.backend.cuda.convolution import cudnn as cuda_cudnn_plans
-    from caffepy.backend.cuda.convolution import folded as cuda_folded
-    from caffepy.backend.cuda.convolution import registry as cuda_candidates
-    from caffepy.backend.cuda.gemm import cublas as cuda_blas
+    from caffepy.backend.cuda.convolution import cudnn, registry, space_to_depth_cudnn
+    from caffepy.backend.cuda.gemm import cublas
 
     library = MagicMock()
     library.configure_mock(**{f"{name}.return_value": 0 for name in (
         "cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasSetMathMode", "cublasSgemm_v2",
         "cublasGemmEx", "cublasDestroy_v2",
     )})  # fmt: skip
-    cuda_blas._library = lambda: library  # type: ignore[assignment]
-    for module in (cuda_candidates, cuda_folded, cuda_cudnn_plans):
+    cublas._library = lambda: library  # type: ignore[assignment]
+    for module in (registry, space_to_depth_cudnn, cudnn):
         module.cudnn_candidates = lambda *_: [Nothing()]  # type: ignore[attr-defined]
-    cuda_candidates.split_candidates = cuda_candidates._copied = lambda *_: []  # type: ignore[assignment]
+    registry.split_candidates = registry._copied = lambda *_: []  # type: ignore[assignment]
     backend: Any = create_backend(0, math=math_mode, autotune=False)
     backend._resources.tuner = EveryCandidate()
     with backend.activate():

@@ -9,6 +9,7 @@ import numpy as np
 from backend_checks import close, dirty, normal, place
 
 from caffepy.backend import Backend
+from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Normalisation, mask_bytes
 
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -43,7 +44,7 @@ def placed(backend: Backend, host: Any, dtype: str) -> tuple[Any, Any]:
 
 def pack(bits: Any) -> Any:
     """A mask: one bit an element in memory order."""
-    ordered = bits.transpose(0, 2, 3, 1) if bits.ndim == 4 else bits
+    ordered = memory_order(bits)
     mask = np.zeros(mask_bytes(bits.size), np.uint8)
     packed = np.packbits(ordered.reshape(-1), bitorder="little")
     mask[: packed.size] = packed

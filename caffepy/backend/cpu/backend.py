@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.backend import layout
 from caffepy.backend.composite import Composite
 from caffepy.backend.cpu import lrn as cpu_lrn
 from caffepy.backend.cpu import pooling as cpu_pooling
@@ -20,16 +21,15 @@ from caffepy.backend.cpu.convolution.reference import GeneralConvolution
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
-from caffepy.backend.cpu.jit.runtime import Floats, Int, Ints, cpu_count, kernel
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.handles import AsyncCopy, Convolution
+from caffepy.backend.layout import is_plain, memory_order
 from caffepy.backend.types import Array, Counter, Geometry, RandomStream
 from caffepy.errors import DeviceError, OutOfMemoryError
-
-_LAST = (0, 2, 3, 1)
-_FIRST = (0, 3, 1, 2)
 
 
 @kernel
@@ -90,9 +90,7 @@ class CpuBackend(CpuInput, Synchronous, Composite):
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         try:
-            if len(shape) == 4:
-                return aligned_zeros(tuple(shape[i] for i in _LAST), dtype).transpose(_FIRST)
-            return aligned_zeros(shape, dtype)
+            return layout.view(aligned_zeros((math.prod(shape),), dtype), shape)
         except MemoryError:
             size = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
             raise OutOfMemoryError(
@@ -102,19 +100,17 @@ class CpuBackend(CpuInput, Synchronous, Composite):
             ) from None
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
-        if len(shape) == 4:
-            return flat.reshape(tuple(shape[i] for i in _LAST)).transpose(_FIRST)
-        return flat.reshape(shape)
+        return layout.view(flat, shape)
 
     def flat(self, array: Array) -> Array:
-        in_memory = array.transpose(_LAST) if array.ndim == 4 else array
+        in_memory = memory_order(array)
         assert in_memory.flags.c_contiguous, f"shape {array.shape}, strides {array.strides}: a slice or foreign order"
         return in_memory.reshape(-1)
 
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
         if tuple(array.shape) == tuple(shape):
             return array
-        if array.flags.c_contiguous and (len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1):
+        if array.flags.c_contiguous and is_plain(shape):
             return self.view(array.reshape(-1), shape)
         result = self.zeros(shape, array.dtype.name)
         if len(shape) == 4:
@@ -142,7 +138,7 @@ class CpuBackend(CpuInput, Synchronous, Composite):
         return np.array(array, order="C", copy=True)
 
     def _dense(self, array: Array) -> bool:
-        return bool((array.transpose(_LAST) if array.ndim == 4 else array).flags.c_contiguous)
+        return bool(memory_order(array).flags.c_contiguous)
 
     # -- elementwise and reductions -----------------------------------------------------------------
 
@@ -229,7 +225,7 @@ class CpuBackend(CpuInput, Synchronous, Composite):
         return [self._in_memory_order(v.sum(axis=summed, dtype=np.float64)) for v in values]
 
     def _in_memory_order(self, array: Array) -> Array:
-        return np.ascontiguousarray(array.transpose(_LAST) if array.ndim == 4 else array).reshape(-1)
+        return np.ascontiguousarray(memory_order(array)).reshape(-1)
 
     def gemm(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.runtime import Bytes, Float, Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.kernel import Bytes, Float, Floats, Int, Ints, kernel
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, InputRing
 from caffepy.backend.types import Array, Counter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from caffepy.backend.cpu.jit.runtime import Float, Floats, Int, device_function, kernel
+from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, device_function, kernel
 
 GRAIN = 4096
 """Elements below which a second thread costs more than it saves."""

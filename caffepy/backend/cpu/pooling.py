@@ -6,9 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from caffepy.backend.cpu.jit.runtime import Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.intrinsics import intrinsic
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, ahead_int
 from caffepy.backend.types import Geometry
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.runtime import Floats, Int, device_function, kernel
+from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel
 from caffepy.backend.types import RandomStream
 
 _WORD = np.uint64(0xFFFFFFFF)

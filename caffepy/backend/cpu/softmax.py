@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.runtime import Doubles, Float, Floats, Int, Ints, Kernel, kernel
+from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel
 
 GRAIN = 2048
 """Elements below which a second thread costs more than it saves."""

@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from caffepy.backend import layout
 from caffepy.backend.composite import Composite
 from caffepy.backend.cuda import copy as cuda_copy
+from caffepy.backend.cuda import lrn as cuda_lrn
 from caffepy.backend.cuda import memory as cuda_memory
-from caffepy.backend.cuda import pooling as cuda_windows
+from caffepy.backend.cuda import pooling as cuda_pooling
 from caffepy.backend.cuda import random as cuda_random
-from caffepy.backend.cuda import softmax as cuda_classes
+from caffepy.backend.cuda import softmax as cuda_softmax
 from caffepy.backend.cuda.batch_norm import Normaliser
-from caffepy.backend.cuda.convolution.autotune import Tuner
-from caffepy.backend.cuda.convolution.plan import CudaConvolution, Resources
+from caffepy.backend.cuda.convolution.algorithm import Resources
+from caffepy.backend.cuda.convolution.autotune import Autotuner
+from caffepy.backend.cuda.convolution.plan import CudaConvolution
 from caffepy.backend.cuda.convolution.problem import Problem
 from caffepy.backend.cuda.device import (
     GIBIBYTE,
@@ -51,7 +54,6 @@ from caffepy.backend.types import (
 from caffepy.errors import ConfigError
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
-
 
 
 class CudaBackend(CudaInput, Composite):
@@ -93,7 +95,7 @@ class CudaBackend(CudaInput, Composite):
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
-        tuner = Tuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
+        tuner = Autotuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
         self._resources = Resources(
             cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic
         )
@@ -176,7 +178,7 @@ class CudaBackend(CudaInput, Composite):
         return array
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
-        return cuda_memory.view(flat, shape)
+        return layout.view(flat, shape)
 
     def flat(self, array: Array) -> Array:
         return cuda_memory.flat(array)
@@ -238,29 +240,29 @@ class CudaBackend(CudaInput, Composite):
         return self._convolutions[problem]
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
-        cuda_windows.max_forward(x, y, mask, geometry)
+        cuda_pooling.max_forward(x, y, mask, geometry)
 
     def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
-        cuda_windows.max_backward(dy, mask, dx, geometry)
+        cuda_pooling.max_backward(dy, mask, dx, geometry)
 
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
-        cuda_windows.average_forward(x, y, geometry)
+        cuda_pooling.average_forward(x, y, geometry)
 
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
-        cuda_windows.average_backward(dy, dx, geometry)
+        cuda_pooling.average_backward(dy, dx, geometry)
 
     def lrn_across_forward(
         self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
     ) -> None:
         assert scale is None, "the backward pass works the scale out again"
-        cuda_windows.lrn_forward(x, y, size, alpha, beta, k)
+        cuda_lrn.lrn_forward(x, y, size, alpha, beta, k)
 
     def lrn_across_backward(
         self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
         beta: float, k: float,
     ) -> None:  # fmt: skip
         assert y is None and scale is None, "they are worked out again"
-        cuda_windows.lrn_backward(x, dy, dx, size, alpha, beta, k)
+        cuda_lrn.lrn_backward(x, dy, dx, size, alpha, beta, k)
 
     # -- normalisation and activation ---------------------------------------------------------------
 
@@ -302,10 +304,10 @@ class CudaBackend(CudaInput, Composite):
     # -- classes ------------------------------------------------------------------------------------
 
     def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
-        cuda_classes.softmax_forward(x, y, axis, self._scratch)
+        cuda_softmax.softmax_forward(x, y, axis, self._scratch)
 
     def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
-        cuda_classes.softmax_backward(y, dy, dx, axis, self._scratch)
+        cuda_softmax.softmax_backward(y, dy, dx, axis, self._scratch)
 
     def softmax_loss_forward(
         self,
@@ -317,7 +319,7 @@ class CudaBackend(CudaInput, Composite):
         axis: int,
         ignore_label: int | None,
     ) -> None:
-        cuda_classes.loss_forward(x, labels, probabilities, totals, bad_label, axis, ignore_label, self._scratch)
+        cuda_softmax.loss_forward(x, labels, probabilities, totals, bad_label, axis, ignore_label, self._scratch)
 
     def softmax_loss_backward(
         self,
@@ -330,12 +332,12 @@ class CudaBackend(CudaInput, Composite):
         scale: float,
         divide_by_valid: bool,
     ) -> None:
-        cuda_classes.loss_backward(
+        cuda_softmax.loss_backward(
             probabilities, labels, dx, totals, axis, ignore_label, scale, divide_by_valid, self._scratch
         )
 
     def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        cuda_classes.label_ranks(x, labels, ranks, bad_label, axis, self._scratch)
+        cuda_softmax.label_ranks(x, labels, ranks, bad_label, axis, self._scratch)
 
     # -- random numbers -----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.device import cupy
+from caffepy.backend.layout import WIDE_LOAD
 from caffepy.backend.types import Array
 
 THREADS = 256
@@ -97,6 +98,6 @@ def divider(number: int) -> Any:
     return np.uint64((shift << 32) | ((1 << shift) // number + 1))
 
 
-def aligned(array: Array, size: int = 16) -> bool:
+def aligned(array: Array, size: int = WIDE_LOAD) -> bool:
     """Whether an array's first element lies at a multiple of `size` bytes, so that wide loads are allowed."""
     return int(array.data.ptr) % size == 0

@@ -16,6 +16,7 @@ from caffepy.backend.cuda.compiler import C_TYPES, THREADS, defines, divider, li
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.indexing import Axis, collapse, widest
 from caffepy.backend.cuda.memory import Scratch, is_dense
+from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Array
 
 AXES = 4
@@ -80,7 +81,7 @@ def upload(host: Any, destination: Array, scratch: Scratch) -> None:
     if host.size == 0:
         return
     stream = cupy.cuda.get_current_stream()
-    ordered = host.transpose(0, 2, 3, 1) if host.ndim == 4 else host
+    ordered = memory_order(host)
     if kind == destination.dtype and is_dense(destination) and ordered.flags.c_contiguous:
         destination.data.copy_from_host_async(ordered.ctypes.data, ordered.nbytes, stream)
         return

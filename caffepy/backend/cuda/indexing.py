@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from caffepy.backend.layout import WIDE_LOAD, memory_axes
+from caffepy.backend.types import Array
+
 
 @dataclass(frozen=True)
 class Period:
@@ -18,11 +21,6 @@ class Period:
     outer: int
     size: int
     inner: int
-
-
-def memory_axes(rank: int) -> list[int]:
-    """Logical axes in the order in which they lie in memory, outermost first."""
-    return [0, 2, 3, 1] if rank == 4 else list(range(rank))
 
 
 @lru_cache(maxsize=4096)
@@ -78,3 +76,15 @@ def widest(numbers: list[int], limit: int) -> int:
     while any(number % limit for number in numbers):
         limit //= 2
     return limit
+
+
+MAX_INDEX = 2**31 - 1
+"""Largest number of items that kernels with 32-bit indices take."""
+
+
+def vector_width(channels: int, arrays: tuple[Array, ...]) -> int:
+    """How many neighbouring channels a thread loads at once from channels-last arrays."""
+    width = widest([channels], WIDE_LOAD // max(arrays[0].itemsize, 1))
+    while any(int(a.data.ptr) % min(WIDE_LOAD, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width

@@ -1,18 +1,16 @@
-"""How arrays lie in GPU memory, and scratch memory that outlives a call.
-
-Owns the rule "4-D arrays are channels last, all others in C order" for CuPy, and how bfloat16 is kept.
-"""
+"""Arrays in GPU memory (how they lie there says `backend/layout.py`), and workspaces that outlive a call."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from caffepy.backend import layout
 from caffepy.backend.cuda.device import cupy, device_memory
-from caffepy.backend.types import Array, aligned_bytes, element_dtype
+from caffepy.backend.layout import aligned_bytes, is_plain, memory_order, view
+from caffepy.backend.types import Array, element_dtype
 
 TICKETS = 1024
 """By how many the tickets of `Scratch` grow."""
@@ -32,39 +30,14 @@ def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
         return view(cupy.empty(size, kind), shape)
 
 
-def view(flat: Array, shape: tuple[int, ...]) -> Array:
-    """The elements of a 1-D array under a logical shape: (N, C, H, W) is stored as (N, H, W, C)."""
-    if len(shape) != 4:
-        return flat.reshape(shape)
-    n, c, h, w = shape
-    return flat.reshape(n, h, w, c).transpose(0, 3, 1, 2)
-
-
-def memory_order(array: Array) -> Array:
-    """The array with its axes in the order in which they lie in memory."""
-    return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
-
-
 def is_dense(array: Array) -> bool:
     """Whether the array fills its memory in the backend's order, so that `flat` is a view."""
-    return is_dense_layout(array.shape, array.strides, array.itemsize)
-
-
-@lru_cache(maxsize=4096)
-def is_dense_layout(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
-    """`is_dense` from an array's shape, strides in bytes and element size."""
-    order = [0, 2, 3, 1] if len(shape) == 4 else list(range(len(shape)))
-    step = item
-    for axis in reversed(order):
-        if shape[axis] != 1 and strides[axis] != step and 0 not in shape:
-            return False
-        step *= shape[axis]
-    return True
+    return layout.is_dense(array.shape, array.strides, array.itemsize)
 
 
 def raw(array: Array) -> Array:
     """The array as an argument of a kernel that walks through memory; refuses slices."""
-    assert is_dense_layout(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
+    assert layout.is_dense(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
     return array
 
 
@@ -79,7 +52,7 @@ def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
         return array
     if not array.flags.c_contiguous:
         array = _in_logical_order(array)
-    if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
+    if is_plain(shape):
         return view(array.reshape(-1), shape)
     result = allocate(shape, array.dtype.name)
     cupy.copyto(result, array.reshape(shape))

@@ -1,7 +1,7 @@
-"""Pooling and local response normalisation: launches kernels/pooling.cu and kernels/lrn.cu.
+"""Pooling: launches kernels/pooling.cu.
 
-Owns what is compiled into them: dtype, the channels of a thread, and the geometry of windows, so that small windows
-are written out and the places that share them need no search.
+The dtype, the channels of a thread and the geometry are compiled into the kernel, so that small windows are unrolled
+and the windows around a pixel are found without a search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import THREADS, c_type, defines, divider, library_kernel
 from caffepy.backend.cuda.device import cupy
-from caffepy.backend.cuda.indexing import widest
+from caffepy.backend.cuda.indexing import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.types import Array, Geometry
 
@@ -26,11 +26,6 @@ SMALL_AREA = 9
 
 FEW_CHANNELS = 4
 """Channels of a thread up to which it has registers for that."""
-
-LARGE_SIZE = 32
-"""Channels around one beyond which LRN's windows are walked in loops."""
-
-MOST_PLACES = 2**31 - 1
 
 
 class Pooling(NamedTuple):
@@ -54,20 +49,12 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def _width(channels: int, arrays: tuple[Array, ...]) -> int:
-    """How many neighbouring channels a thread takes."""
-    width = widest([channels], 16 // max(arrays[0].itemsize, 1))
-    while any(int(a.data.ptr) % min(16, width * a.itemsize) for a in arrays):
-        width //= 2
-    return width
-
-
 def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mask: Array | None, g: Geometry) -> None:
     every = arrays if mask is None else (*arrays, mask)
     assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the dtype"
     kind = "" if mask is None else c_type(mask)
     case = Pooling(
-        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, _width(image.shape[1], every),
+        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, vector_width(image.shape[1], every),
         cupy.cuda.runtime.getDevice(),
     )  # fmt: skip
     plan = _plan(case)
@@ -90,7 +77,7 @@ def _plan(case: Pooling) -> Launch | None:
     packs = case.image[1] // case.width
     count = case.image[0] * rows * columns * packs
     largest = max(math.prod(case.image), math.prod(case.pooled)) // case.width
-    assert max(count, largest) <= MOST_PLACES, f"{case.image}: too large for pooling in one piece"
+    assert max(count, largest) <= MAX_INDEX, f"{case.image}: too large for pooling in one piece"
     if count == 0:
         return None
     text = _geometry_text(g) + defines(STORED=case.stored, WIDTH=case.width, TILES=int(tiles))
@@ -141,28 +128,3 @@ def average_forward(x: Array, y: Array, geometry: Geometry) -> None:
 def average_backward(dy: Array, dx: Array, geometry: Geometry) -> None:
     """See `Backend.pool_average_backward`."""
     _pool("average_backward", (dy, dx), dx, dy, None, geometry)
-
-
-def _normalise(name: str, arrays: tuple[Array, ...], size: int, alpha: float, beta: float, k: float) -> None:
-    channels, large = arrays[0].shape[1], size > LARGE_SIZE
-    assert len({a.dtype for a in arrays}) == 1, "LRN keeps the dtype"
-    width = 1 if large else _width(channels, arrays)
-    count = arrays[0].size // width
-    if count == 0:
-        return
-    assert count <= MOST_PLACES, f"{arrays[0].shape}: too large for LRN in one piece"
-    text = defines(STORED=c_type(arrays[0]), WIDTH=width, SIZE=size, LARGE=int(large))
-    packs = channels // width
-    numbers = map(np.float32, (alpha / size, beta, k))
-    arguments = (*map(raw, arrays), np.uint32(packs), divider(packs), *numbers, np.uint32(count))
-    library_kernel("lrn", name, text)((-(-count // THREADS),), (THREADS,), arguments)
-
-
-def lrn_forward(x: Array, y: Array, size: int, alpha: float, beta: float, k: float) -> None:
-    """See `Backend.lrn_across_forward`."""
-    _normalise("lrn_forward", (x, y), size, alpha, beta, k)
-
-
-def lrn_backward(x: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float, k: float) -> None:
-    """See `Backend.lrn_across_backward`."""
-    _normalise("lrn_backward", (x, dy, dx), size, alpha, beta, k)

@@ -15,8 +15,9 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, argument, defines, launch, library_kernel
 from caffepy.backend.cuda.copy import copy, in_c_order
-from caffepy.backend.cuda.indexing import find_period, memory_axes
+from caffepy.backend.cuda.indexing import find_period
 from caffepy.backend.cuda.memory import Scratch, raw
+from caffepy.backend.layout import memory_axes
 from caffepy.backend.types import Array
 
 THREADS = 128

@@ -18,6 +18,7 @@ import numpy as np
 from caffepy.backend.device_scalars import Synchronous
 from caffepy.backend.handles import AsyncCopy, Convolution
 from caffepy.backend.interface import Backend
+from caffepy.backend.layout import is_plain
 from caffepy.backend.meta.array import SETUP, Memory, MetaArray
 from caffepy.backend.types import Array, Geometry, element_dtype, gpu_workspace, spatial_output
 
@@ -123,7 +124,7 @@ class MetaBackend(Synchronous, Backend):
 
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
         shape = tuple(shape)
-        if array.shape == shape or all(len(s) != 4 or s[1] == 1 or s[2] * s[3] == 1 for s in (array.shape, shape)):
+        if array.shape == shape or all(map(is_plain, (array.shape, shape))):
             return array.reshape(shape)
         result = self.zeros(shape, array.memory.dtype)
         self.note([array], [result])

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.runtime import (
+from caffepy.backend.cpu.jit.intrinsics import copy_bytes
+from caffepy.backend.cpu.jit.kernel import (
     Bytes,
     Floats,
     Int,
     Ints,
     Words,
     address_of,
-    copy_bytes,
     device_function,
     kernel,
 )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.runtime import Bytes, Int, Words, device_function, kernel
+from caffepy.backend.cpu.jit.kernel import Bytes, Int, Words, device_function, kernel
 from caffepy.data.sources.lmdb_file import Tree, read_tree
 
 _DEPTH = 32

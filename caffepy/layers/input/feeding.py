@@ -13,6 +13,7 @@ import numpy as np
 
 from caffepy.backend.input_ring import ByteImages, ImageSlot, InputRing, aligned_size
 from caffepy.backend.interface import Backend
+from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Array, Counter
 from caffepy.data.prefetch import Batch
 from caffepy.layers.core.base import Blobs
@@ -128,8 +129,7 @@ class FloatTransfer(HostToDeviceTransfer):
         self.ring.put(batch.number, 1, list(zip(self._offsets, flats, strict=True)), done)
 
     def _flat(self, array: Array) -> Array:
-        in_memory = array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
-        return in_memory.reshape(-1)
+        return memory_order(array).reshape(-1)
 
     def take(self, counter: Counter, tops: Blobs) -> None:
         for offset, top in zip(self._offsets, tops, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from caffepy.backend.types import aligned_bytes
+from caffepy.backend.layout import aligned_bytes
 
 
 @dataclass(frozen=True)

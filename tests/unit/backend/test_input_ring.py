@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.backend.input_ring import ALIGNMENT, HostRing, ImageSlot, InputPrimitives
+from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives
+from caffepy.backend.layout import SLOT_ALIGNMENT
 
 
 @given(count=st.integers(1, 300), channels=st.integers(1, 7), height=st.integers(1, 40), width=st.integers(1, 40))
@@ -17,7 +18,7 @@ def test_parts_of_a_slot_do_not_overlap(count, channels, height, width):
     assert (places == 7).all()
     assert pixels.shape == (count, channels, height, width)
     assert int((memory == 9).sum()) == pixels.size
-    assert [at % ALIGNMENT for at in (slot.places_at, slot.pixels_at, slot.size)] == [0, 0, 0]
+    assert [at % SLOT_ALIGNMENT for at in (slot.places_at, slot.pixels_at, slot.size)] == [0, 0, 0]
 
 
 def fill(slot, whole, mirror, seed=0):

@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, pack_weights
-from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
 

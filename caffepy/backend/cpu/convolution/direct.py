@@ -8,18 +8,18 @@ image is the same sum over the padded gradient of the output, once for each phas
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Padding, Taps
+from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
-from caffepy.backend.cpu.jit.runtime import ConstantTable
+from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
-from caffepy.backend.types import Geometry, spatial_output
+from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
 """Elements of padded images made at a time, so that the workspace does not grow with the batch."""
@@ -42,59 +42,23 @@ class TileConvolution:
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
         geometry: Geometry,
     ) -> None:  # fmt: skip
-        self.threads, self.workspace, self.geometry = threads, workspace, geometry
-        self.images, self.channels, self.height, self.width = x_shape
-        self.outputs, self.group_channels = weights_shape[:2]
-        self.out_height, self.out_width = (
-            spatial_output(x_shape[2 + i], *(v[i] for v in self.moves())) for i in (0, 1)
-        )
-        self.group_outputs = self.outputs // geometry.group
-        self.depth = math.prod(weights_shape[1:])
-        self.group_step = self.group_outputs * self.depth
-        self.padding = Padding(
-            self.height, self.width, self.channels, geometry.pad[0], geometry.pad[1],
-            self.height + 2 * geometry.pad[0], self.width + 2 * geometry.pad[1],
-        )  # fmt: skip
-        self.zeros = ConstantTable(np.zeros(max(self.outputs, self.channels), np.float32))
-        self.taps = self._make_taps()
+        self.threads, self.workspace = threads, workspace
+        self.shape = ConvolutionShape(x_shape, weights_shape, geometry)
+        self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, self.shape.channels), np.float32))
         self._forward: Correlation | None = None
         self._backward: list[Correlation] | None = None
         self._gradient: WeightGradient | None = None
 
-    def moves(self) -> tuple[tuple[int, ...], ...]:
-        g = self.geometry
-        return g.kernel, g.stride, g.pad, g.dilation
-
-    def _make_taps(self) -> Taps:
-        """Whole kernel rows where their elements lie next to each other in the image, else single kernel elements."""
-        g = self.geometry
-        whole = g.group == 1 and (g.dilation[1] == 1 or g.kernel[1] == 1)
-        length = g.kernel[1] if whole else 1
-        rows, columns = np.arange(g.kernel[0]) * g.dilation[0], np.arange(0, g.kernel[1], length) * g.dilation[1]
-        rows, columns = (v.reshape(-1) for v in np.meshgrid(rows, columns, indexing="ij"))
-        return Taps(rows, columns, length, self.group_channels)
-
     # -- forward ------------------------------------------------------------------------------------
-
-    def _plan_forward(self) -> Correlation:
-        g, p = self.geometry, self.padding
-        h, w = np.meshgrid(
-            np.arange(self.out_height) * g.stride[0] - p.top, np.arange(self.out_width) * g.stride[1] - p.left,
-            indexing="ij",
-        )  # fmt: skip
-        return Correlation(
-            p, h.reshape(-1), w.reshape(-1), self.taps, np.arange(self.depth), self.depth,
-            np.arange(h.size) * self.outputs, h.size * self.outputs, self.group_outputs, g.group,
-        )  # fmt: skip
 
     def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
         """y = weights * x (+ bias), or max(that, 0)."""
         assert sums is None, "gives no sums"
         if self._forward is None:
-            self._forward = self._plan_forward()
+            self._forward = _plan_forward(self.shape)
         start = self.zeros if bias is None else bias
-        packed = self._forward.pack(self.threads, weights, self.group_step, self.workspace)
-        for first, stop, padded in self._padded(x, self.padding):
+        packed = self._forward.pack(self.threads, weights, self.shape.group_step, self.workspace)
+        for first, stop, padded in self._padded(x, self.shape.padding):
             self._forward.run(self.threads, stop - first, padded, packed, start, y[first:stop])
         if relu:
             np.maximum(y, 0, out=y)
@@ -116,10 +80,10 @@ class TileConvolution:
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         """dx = the transposed convolution of dy with weights."""
         if self._backward is None:
-            self._backward = _plan_backward(self)
+            self._backward = _plan_backward(self.shape)
         for first, stop, padded in self._padded(dy, self._backward[0].padding):
             for phase in self._backward:
-                packed = phase.pack(self.threads, weights, self.group_step, self.workspace)
+                packed = phase.pack(self.threads, weights, self.shape.group_step, self.workspace)
                 phase.run(self.threads, stop - first, padded, packed, self.zeros, dx[first:stop])
 
     # -- gradient of the weights --------------------------------------------------------------------
@@ -127,9 +91,21 @@ class TileConvolution:
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         """dweights (+)= correlation of x with dy."""
         if self._gradient is None:
-            self._gradient = WeightGradient(self)
-        for first, stop, padded in self._padded(x, self.padding):
+            self._gradient = WeightGradient(self.shape, self.threads, self.workspace)
+        for first, stop, padded in self._padded(x, self.shape.padding):
             self._gradient.run(padded, dy[first:stop], dweights, accumulate or first > 0)
+
+
+def _plan_forward(shape: ConvolutionShape) -> Correlation:
+    g, p = shape.geometry, shape.padding
+    h, w = np.meshgrid(
+        np.arange(shape.out_height) * g.stride[0] - p.top, np.arange(shape.out_width) * g.stride[1] - p.left,
+        indexing="ij",
+    )  # fmt: skip
+    return Correlation(
+        p, h.reshape(-1), w.reshape(-1), shape.taps, np.arange(shape.depth), shape.depth,
+        np.arange(h.size) * shape.outputs, h.size * shape.outputs, shape.group_outputs, g.group,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,27 +142,26 @@ def _reach(phases: list[_Axis], size: int) -> tuple[int, int]:
     return before, before + max(size, int(high) + 1)
 
 
-def _plan_backward(plan: TileConvolution) -> list[Correlation]:
-    moves = list(zip(*plan.moves(), strict=True))
-    rows = _axis_phases(plan.height, *moves[0])
-    columns = _axis_phases(plan.width, *moves[1])
-    top, padded_height = _reach(rows, plan.out_height)
-    left, padded_width = _reach(columns, plan.out_width)
-    padding = Padding(plan.out_height, plan.out_width, plan.outputs, top, left, padded_height, padded_width)
-    return [_plan_phase(plan, padding, h, w) for h in rows for w in columns]
+def _plan_backward(shape: ConvolutionShape) -> list[Correlation]:
+    rows = _axis_phases(shape.height, *shape.window(0))
+    columns = _axis_phases(shape.width, *shape.window(1))
+    top, padded_height = _reach(rows, shape.out_height)
+    left, padded_width = _reach(columns, shape.out_width)
+    padding = Padding(shape.out_height, shape.out_width, shape.outputs, top, left, padded_height, padded_width)
+    return [_plan_phase(shape, padding, h, w) for h in rows for w in columns]
 
 
-def _plan_phase(plan: TileConvolution, padding: Padding, h: _Axis, w: _Axis) -> Correlation:
-    outputs, kernel_w = plan.group_outputs, plan.geometry.kernel[1]
-    whole = plan.geometry.group == 1 and bool(w.shifts) and bool(np.all(np.diff(w.shifts) == 1))
+def _plan_phase(shape: ConvolutionShape, padding: Padding, h: _Axis, w: _Axis) -> Correlation:
+    outputs, kernel_w = shape.group_outputs, shape.geometry.kernel[1]
+    whole = shape.geometry.group == 1 and bool(w.shifts) and bool(np.all(np.diff(w.shifts) == 1))
     length = len(w.taps) if whole else 1
     shifts = np.meshgrid(np.array(h.shifts, np.int64), np.array(w.shifts[::length], np.int64), indexing="ij")
     taps = Taps(shifts[0].reshape(-1), shifts[1].reshape(-1), length, outputs)
     tap = np.array(h.taps, np.int64)[:, None] * kernel_w + np.array(w.taps, np.int64)[None, :]
-    weight_rows = tap.reshape(-1, 1) * plan.group_channels + np.arange(outputs)[None, :] * plan.depth
+    weight_rows = tap.reshape(-1, 1) * shape.group_channels + np.arange(outputs)[None, :] * shape.depth
     at_h, at_w = np.meshgrid(h.indices, w.indices, indexing="ij")
-    y_at = (h.pixels[:, None] * plan.width + w.pixels[None, :]) * plan.channels
+    y_at = (h.pixels[:, None] * shape.width + w.pixels[None, :]) * shape.channels
     return Correlation(
         padding, at_h.reshape(-1), at_w.reshape(-1), taps, weight_rows, 1, y_at,
-        plan.height * plan.width * plan.channels, plan.group_channels, plan.geometry.group,
+        shape.height * shape.width * shape.channels, shape.group_channels, shape.geometry.group,
     )  # fmt: skip

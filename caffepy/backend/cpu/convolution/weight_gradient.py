@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import SPARE, extended
+from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels
-from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
-
-if TYPE_CHECKING:
-    from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.workspace import Workspace
 
 CACHED = 96 * 1024
 """Elements of x and dy that the gradient of the weights works on at a time."""
@@ -92,88 +91,88 @@ class WeightGradient:
     where that wastes fewer lanes: images of one or three channels have short taps.
     """
 
-    def __init__(self, plan: TileConvolution) -> None:
-        self._plan = plan
-        g, p, self._inner = plan.geometry, plan.padding, plan.taps.length * plan.taps.channels
-        self._turned = g.group == 1 and _use(plan.outputs) > 1.1 * _use(self._inner)
-        self._x_lines = extended(np.arange(plan.out_height) * g.stride[0] * p.padded_width * p.channels)
-        self._dy_lines = extended(np.arange(plan.out_height) * plan.out_width * plan.outputs)
-        self._taps_at = p.shift(plan.taps.rows, plan.taps.columns)
+    def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
+        self._shape, self._threads, self._workspace = shape, threads, workspace
+        g, p, self._inner = shape.geometry, shape.padding, shape.taps.length * shape.taps.channels
+        self._turned = g.group == 1 and _use(shape.outputs) > 1.1 * _use(self._inner)
+        self._x_lines = extended(np.arange(shape.out_height) * g.stride[0] * p.padded_width * p.channels)
+        self._dy_lines = extended(np.arange(shape.out_height) * shape.out_width * shape.outputs)
+        self._taps_at = p.shift(shape.taps.rows, shape.taps.columns)
         self._rows: list[int] = []
         units = self._turned_units() if self._turned else self._plain_units()
         self._units, self._count = extended(units), len(units)
         self._rows_table = extended(self._rows)
-        self._c_rows = extended(np.arange(SPARE) * (plan.outputs if self._turned else plan.depth))
+        self._c_rows = extended(np.arange(SPARE) * (shape.outputs if self._turned else shape.depth))
         self._block = self._lines_at_a_time()
-        widths = np.arange(1, 4)[:, None] * WIDTH * plan.out_width
-        self._panel_lines = extended(np.arange(plan.out_height) * widths)
+        widths = np.arange(1, 4)[:, None] * WIDTH * shape.out_width
+        self._panel_lines = extended(np.arange(shape.out_height) * widths)
 
     def _lines_at_a_time(self) -> int:
         """Output lines whose part of x and dy stays in the second cache while all tiles pass over them."""
-        plan = self._plan
-        line = plan.out_width * plan.outputs
-        line += plan.padding.padded_width * plan.channels * plan.geometry.stride[0]
+        shape = self._shape
+        line = shape.out_width * shape.outputs
+        line += shape.padding.padded_width * shape.channels * shape.geometry.stride[0]
         return max(1, CACHED // line)
 
     def _row_table(self, offsets: Any) -> int:
         """Enter a tile's row offsets; those beyond the last repeat it."""
-        place = len(self._rows)
+        start = len(self._rows)
         self._rows.extend(int(offsets[min(i, len(offsets) - 1)]) for i in range(SPARE))
-        return place
+        return start
 
     def _panels(self, columns: int, rows: int) -> list[tuple[int, int, int]]:
         return [(int(v), int(c), int(last)) for v, c, _, last in Panels(0, columns, rows).entries]
 
     def _plain_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in dy, in x, in dw, row table, rows, lanes of the last vector) of each tile."""
-        plan = self._plan
+        shape = self._shape
         units: list[tuple[int, ...]] = []
         tables = {count: self._row_table(range(count)) for count in range(1, 9)}
-        for group in range(plan.geometry.group):
+        for group in range(shape.geometry.group):
             for tap, at in enumerate(self._taps_at):
-                for vectors, column, last in self._panels(self._inner, plan.group_outputs):
-                    x_at = group * plan.group_channels + int(at) + column
-                    for row in range(0, plan.group_outputs, ROWS[vectors]):
-                        count = min(ROWS[vectors], plan.group_outputs - row)
-                        output = group * plan.group_outputs + row
-                        dw_at = output * plan.depth + tap * self._inner + column
+                for vectors, column, last in self._panels(self._inner, shape.group_outputs):
+                    x_at = group * shape.group_channels + int(at) + column
+                    for row in range(0, shape.group_outputs, ROWS[vectors]):
+                        count = min(ROWS[vectors], shape.group_outputs - row)
+                        output = group * shape.group_outputs + row
+                        dw_at = output * shape.depth + tap * self._inner + column
                         units.append((vectors, output, x_at, dw_at, tables[count], count, last))
         return units
 
     def _turned_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in x, in dy, in dw transposed, row table, rows, lanes of the last vector) of each tile."""
-        plan = self._plan
+        shape = self._shape
         units: list[tuple[int, ...]] = []
         elements = (self._taps_at[:, None] + np.arange(self._inner)).reshape(-1)
-        for vectors, column, last in self._panels(plan.outputs, plan.depth):
-            for row in range(0, plan.depth, ROWS[vectors]):
+        for vectors, column, last in self._panels(shape.outputs, shape.depth):
+            for row in range(0, shape.depth, ROWS[vectors]):
                 part = elements[row : row + ROWS[vectors]]
-                place = row * plan.outputs + column
-                units.append((vectors, 0, column, place, self._row_table(part), len(part), last))
+                offset = row * shape.outputs + column
+                units.append((vectors, 0, column, offset, self._row_table(part), len(part), last))
         return units
 
     def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         """Add the images' share; x is padded or, if it needs no padding, as it is."""
-        plan = self._plan
+        shape = self._shape
         if not self._turned:
             self._call(x, dy, dweights, accumulate)
             return
-        turned = plan.workspace.take("weights", dweights.size)
+        turned = self._workspace.take("weights", dweights.size)
         self._call(x, dy, turned, accumulate=False)
         transpose_add.run(
-            plan.threads, plan.outputs, max(1, 4096 // plan.depth), turned, dweights, plan.depth, plan.outputs,
+            self._threads, shape.outputs, max(1, 4096 // shape.depth), turned, dweights, shape.depth, shape.outputs,
             int(accumulate),
         )  # fmt: skip
 
     def _call(self, x: Any, dy: Any, target: Any, accumulate: bool) -> None:
-        plan = self._plan
-        of_x = (x, plan.padding.elements, self._x_lines, plan.geometry.stride[1] * plan.channels)
-        of_dy = (dy, plan.out_height * plan.out_width * plan.outputs, self._dy_lines, plan.outputs)
+        shape = self._shape
+        of_x = (x, shape.padding.elements, self._x_lines, shape.geometry.stride[1] * shape.channels)
+        of_dy = (dy, shape.out_height * shape.out_width * shape.outputs, self._dy_lines, shape.outputs)
         a, b = (of_x, of_dy) if self._turned else (of_dy, of_x)
-        items = min(plan.threads, self._count)
-        size = min(self._block, plan.out_height) * plan.out_width * 3 * WIDTH
+        items = min(self._threads, self._count)
+        size = min(self._block, shape.out_height) * shape.out_width * 3 * WIDTH
         correlate_weights.run(
-            plan.threads, items, 1, *a, *b, dy.shape[0], plan.out_height, plan.out_width, self._block, target,
+            self._threads, items, 1, *a, *b, dy.shape[0], shape.out_height, shape.out_width, self._block, target,
             self._c_rows, int(accumulate), _ZEROS, self._rows_table, self._units, self._count, items,
-            plan.workspace.take("panels", items * size), size, self._panel_lines, WIDTH,
+            self._workspace.take("panels", items * size), size, self._panel_lines, WIDTH,
         )  # fmt: skip

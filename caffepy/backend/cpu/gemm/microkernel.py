@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.jit.runtime import device_function
+from caffepy.backend.cpu.jit.kernel import device_function
 from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
 
 LONG = 32

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS
-from caffepy.backend.cpu.jit.runtime import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 COST = {1: 4.5, 2: 6.0, 3: 6.0}

@@ -65,7 +65,7 @@ def kernels_folder() -> Path | None:
     return version_folder("kernels", f"{caffepy.__version__}-{digest}")
 
 
-class _Locator(_CacheLocator):
+class _Locator(_CacheLocator):  # type: ignore[misc,unused-ignore]
     """Tells numba a folder and lets the folder's and the function's names say all about freshness."""
 
     def __init__(self, folder: Path, file: str) -> None:
@@ -82,7 +82,7 @@ class _Locator(_CacheLocator):
         return "1"
 
 
-class _KernelCacheImpl(CompileResultCacheImpl):
+class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc,unused-ignore]
     """Numba's cache of compile results, in our folder whatever numba's configuration says."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -95,7 +95,7 @@ class _KernelCacheImpl(CompileResultCacheImpl):
         self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
 
 
-class KernelCache(Cache):
+class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
     """The cache of one function."""
 
     _impl_class = _KernelCacheImpl

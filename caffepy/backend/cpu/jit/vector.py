@@ -8,7 +8,8 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from caffepy.backend.cpu.jit.intrinsics import intrinsic
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 WIDTH = 16 if _FEATURES.get("avx512f", False) else 8 if _FEATURES.get("avx", False) else 4

@@ -1,7 +1,6 @@
-"""The choice among candidates: each is tried on the device once for a task, the fastest is kept and remembered.
+"""Autotuning: each candidate for a task is timed on the device once, the fastest correct one is kept and cached.
 
-Owns the clock, the memory that trying needs, and the check that candidates agree. Nothing is tried while a stream is
-captured.
+Nothing is timed while a stream is captured.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel
+from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError, OutOfMemoryError, RunError
-
-if TYPE_CHECKING:
-    from caffepy.backend.cuda.convolution.plan import Candidate, Operands, Resources, Source
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +40,11 @@ SMALLEST_STEP = 2.0**-23
 """And how far besides: float16 numbers near zero are 2^-24 apart."""
 
 
-class Tuner:
-    """Chooses candidates for one backend.
+class Autotuner:
+    """Times candidates and keeps the fastest, for one backend.
 
     Args:
-        enabled: whether candidates are tried; otherwise the first that can do a task is taken.
+        enabled: whether candidates are timed; otherwise the first that can do a task is used.
         device: the GPU's and the libraries' names and versions: what decisions depend on beside the task.
     """
 
@@ -58,29 +54,29 @@ class Tuner:
         self._decisions = decisions(cache_file())
 
     def choose(
-        self, task: Task, sources: Sequence[Source], operands: Operands | None, resources: Resources
+        self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
-        """The candidate that carries out a task from now on; None if there is none."""
+        """The candidate to use for a task from now on; None if there is none."""
         if not self._enabled:
-            return _first(sources)
+            return _first(families)
         key = self._key(task, resources)
         with self._decisions.turn(key):
             known = self._decisions.get(key)
-            found = None if known is None else _find(known.name, sources)
-            if found is not None:
-                return found
+            cached = None if known is None else _find(known.name, families)
+            if cached is not None:
+                return cached
             if is_capturing():
-                return _first(sources)
+                return _first(families)
             begin = monotonic()
-            chosen, microseconds, certain = _try_all(task, sources, operands, resources)
+            chosen, microseconds, certain = _try_all(task, families, operands, resources)
             if chosen is not None:
                 # Where not all could be checked, another run may find more; but then it would not give the same bits.
                 lasting = certain or resources.deterministic
-                gone = None if known is None else known.name
-                held = self._decisions.put(key, Decision(chosen.name, microseconds), gone, lasting)
-                chosen = _find(held.name, sources) or chosen  # anew, without the plans that were not chosen
+                unavailable = None if known is None else known.name
+                kept = self._decisions.put(key, Decision(chosen.name, microseconds), unavailable, lasting)
+                chosen = _find(kept.name, families) or chosen  # a new object, without the plans not chosen
         name = "nothing" if chosen is None else chosen.name
-        logger.debug("%s: %s, %.1f us, found in %.2f s", key, name, microseconds, monotonic() - begin)
+        logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
 
     def _key(self, task: Task, resources: Resources) -> str:
@@ -91,35 +87,35 @@ class Tuner:
         return f"{self._device}; {arithmetic} {task.direction.value}{flags}; {shapes}"
 
 
-def _first(sources: Sequence[Source]) -> Candidate | None:
+def _first(families: Sequence[AlgorithmFamily]) -> Candidate | None:
     """The first candidate that can do the task, of those that need no check."""
-    for source in sources:
-        for candidate in () if source.checked else source.candidates():
+    for family in families:
+        for candidate in () if family.checked else family.candidates():
             if candidate.prepare():
                 return candidate
     return None
 
 
-def _find(name: str, sources: Sequence[Source]) -> Candidate | None:
-    """The candidate of a name, if it is still there."""
-    for source in sources:
-        if name.startswith(source.name):
-            for candidate in source.candidates():
+def _find(name: str, families: Sequence[AlgorithmFamily]) -> Candidate | None:
+    """The candidate of this name, None if there is none any more."""
+    for family in families:
+        if name.startswith(family.name):
+            for candidate in family.candidates():
                 if candidate.name == name and candidate.prepare():
                     return candidate
     return None
 
 
 def _try_all(
-    task: Task, sources: Sequence[Source], operands: Operands | None, resources: Resources
+    task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
 ) -> tuple[Candidate | None, float, bool]:
     """The fastest candidate, its microseconds, and whether all that might be faster could be checked."""
     lasting = resources.scratch
     resources.scratch = Scratch()
     try:
         trial = Trial(operands_for(task, operands), lambda: operands_for(task, None))
-        for source in sorted(sources, key=lambda source: source.checked):
-            trial.add(source)
+        for family in sorted(families, key=lambda family: family.checked):
+            trial.add(family)
         return *trial.best(), trial.certain
     finally:
         resources.scratch = lasting
@@ -142,22 +138,22 @@ class Trial:
         self._trusted: list[Candidate] = []
         self._expected: list[Array] | None = None
 
-    def add(self, source: Source) -> None:
-        """Time a source's candidates."""
-        if source.last_resort and self._times:
+    def add(self, family: AlgorithmFamily) -> None:
+        """Time a family's candidates."""
+        if family.last_resort and self._times:
             return
-        for candidate in source.candidates():
+        for candidate in family.candidates():
             best = min((time for time, _ in self._times), default=float("inf"))
             time = _attempt(candidate, self._operands, best)
             if time is not None:
                 self._times.append((time, candidate))
-                self._trusted += [] if source.checked else [candidate]
+                self._trusted += [] if family.checked else [candidate]
 
     def best(self) -> tuple[Candidate | None, float]:
         """The fastest whose result is right, after the first few were timed with more care."""
-        left = sorted(self._times, key=lambda pair: pair[0])
-        while left:
-            first, left = left[:FINALISTS], left[FINALISTS:]
+        remaining = sorted(self._times, key=lambda pair: pair[0])
+        while remaining:
+            first, remaining = remaining[:FINALISTS], remaining[FINALISTS:]
             again = [(measure(candidate, self._operands, time), candidate) for time, candidate in first]
             for time, candidate in sorted(again, key=lambda pair: pair[0]):
                 if candidate in self._trusted or self._is_right(candidate):
@@ -245,9 +241,7 @@ def measure(candidate: Candidate, operands: Operands, about: float) -> float:
 
 
 def operands_for(task: Task, given: Operands | None) -> Operands:
-    """Arrays to try candidates on: those of the call, but for dweights, which others add to; else new ones."""
-    from caffepy.backend.cuda.convolution.plan import Operands
-
+    """Arrays to time candidates on: the call's, but not its dweights, which may hold a sum; else new ones."""
     problem = task.problem
     shapes = problem.arrays(task.direction)
     weights = task.direction is Direction.WEIGHTS

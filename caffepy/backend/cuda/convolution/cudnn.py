@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, identity, write_result
 from caffepy.backend.cuda.convolution.cudnn_graph import BIAS, FIRST, OUT, SECOND, SQUARES, SUM, CudnnGraph, Plans
-from caffepy.backend.cuda.convolution.plan import Operands, Resources, identity, write_result
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.launch import apply
-from caffepy.backend.cuda.memory import Scratch, view
+from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.layout import view
 from caffepy.backend.types import Array
 
 MOST_SPLIT_GROUPS = 8

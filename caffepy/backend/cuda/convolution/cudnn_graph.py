@@ -12,7 +12,7 @@ import math
 from enum import Enum
 from typing import Any
 
-from caffepy.backend.cuda.convolution.plan import Resources
+from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import convolution_workspace
 

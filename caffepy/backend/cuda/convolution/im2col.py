@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from caffepy.backend.cuda.compiler import C_TYPES, launch, library_kernel
-from caffepy.backend.cuda.convolution.plan import Operands, Resources
+from caffepy.backend.cuda.convolution.algorithm import Operands, Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_pointwise
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, launch_blocks, library_kernel
-from caffepy.backend.cuda.convolution.plan import Operands, Resources
+from caffepy.backend.cuda.convolution.algorithm import Operands, Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.convolution.tiling import Layout, shape_of, tilings
 from caffepy.backend.cuda.device import cupy

@@ -1,27 +1,31 @@
-"""Which candidates there are for a task, likely best first.
+"""The algorithm families for a task, the likely fastest first.
 
-Owns what is offered when: cuDNN over the blobs as they lie, over blobs with padded or folded channels, group by group
-or over NCHW copies; matrix products over unrolled windows; own kernels for small problems; and any of these followed by
-a pass for bias and ReLU.
+cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or over NCHW
+copies; im2col and matrix products; own implicit-GEMM kernels for small problems; and any of these followed by a kernel
+for bias and ReLU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from caffepy.backend.cuda.convolution.algorithm import UNFUSED, AlgorithmFamily, Candidate, Operands, Resources
 from caffepy.backend.cuda.convolution.cudnn import CopiedCudnn, cudnn_candidates, split_candidates
 from caffepy.backend.cuda.convolution.cudnn_graph import Plans
-from caffepy.backend.cuda.convolution.folded import folded_sources
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm import small_candidates, suits_small_kernels
-from caffepy.backend.cuda.convolution.plan import UNFUSED, Candidate, CudaConvolution, Operands, Resources, Source
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise
+from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.elementwise.reduce import reduce
 from caffepy.backend.elementwise import Channel, Each, expression
 
 MOST_GROUPS = 4
 """Groups up to which one matrix product per group is worth its launches."""
+
+
+RunTask = Callable[[Task, Operands], None]
 
 
 @expression
@@ -45,28 +49,26 @@ def moments(y: Each) -> tuple[Each, Each]:
 
 
 class UnfusedEpilogue:
-    """The convolution, and then one pass over y for bias and ReLU, or for sums.
+    """The convolution, then one kernel over y for bias and ReLU, or for sums.
 
     Args:
         task: with bias, ReLU or sums.
-        convolution: carries out the plain task.
+        run_plain: computes the plain task.
         resources: scratch memory.
     """
 
     name = UNFUSED
 
-    def __init__(self, task: Task, convolution: CudaConvolution, resources: Resources) -> None:
+    def __init__(self, task: Task, run_plain: RunTask, resources: Resources) -> None:
         self._task = task
-        self._convolution = convolution
+        self._run_plain = run_plain
         self._resources = resources
 
     def prepare(self) -> bool:
-        """Always possible."""
         return True
 
     def run(self, operands: Operands) -> None:
-        """Convolve, and read y once more."""
-        self._convolution.run(self._task.plain, replace(operands, bias=None, sums=None))
+        self._run_plain(self._task.plain, replace(operands, bias=None, sums=None))
         y = operands.out
         if operands.sums is not None:
             reduce(moments, (y,), (operands.sums[0], operands.sums[1]), 1, False, self._resources.scratch)
@@ -76,29 +78,35 @@ class UnfusedEpilogue:
             apply(add_bias_and_rectify if self._task.relu else add_bias, (y, operands.bias), (y,), axis=1)
 
 
-def sources(task: Task, convolution: CudaConvolution, resources: Resources) -> list[Source]:
-    """All sources of candidates for a task, in the order in which they are tried without tuning."""
-    found = [_cudnn(task, resources, Plans.READY)]
+def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> list[AlgorithmFamily]:
+    """All families for a task. Without tuning, the first candidate that can be prepared is used.
+
+    Args:
+        task: what to compute.
+        run_plain: computes the task without bias, ReLU and sums, for the unfused epilogue.
+        resources: of the backend.
+    """
+    families = [_cudnn(task, resources, Plans.READY)]
     if task.problem.geometry.group > 1 and not task.sums:
-        found.append(Source("split", lambda: split_candidates(task, resources), checked=True))
+        families.append(AlgorithmFamily("split", lambda: split_candidates(task, resources), checked=True))
     if not task.sums:
-        found.append(_cudnn(task, resources, Plans.COMPILED))
+        families.append(_cudnn(task, resources, Plans.COMPILED))
     if suits_small_kernels(task, resources):
-        found.append(Source("small", lambda: small_candidates(task, resources), checked=True))
-    found += folded_sources(task, resources)
+        families.append(AlgorithmFamily("small", lambda: small_candidates(task, resources), checked=True))
+    families += space_to_depth_families(task, resources)
     if task != task.plain:
-        return [*found, Source(UNFUSED, lambda: [UnfusedEpilogue(task, convolution, resources)])]
-    found.append(_cudnn(task, resources, Plans.FALLBACK))
-    copied = Source("copied", lambda: _copied(task, resources), last_resort=True)
+        return [*families, AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])]
+    families.append(_cudnn(task, resources, Plans.FALLBACK))
+    copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=True)
     preferred = _prefers_products(task, resources)
     unrolling = not (preferred or is_pointwise(task.problem.geometry))
-    products = Source("products", lambda: [Im2colConvolution(task, resources)], last_resort=unrolling)
-    return [products, *found, copied] if preferred else [*found, copied, products]
+    products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=unrolling)
+    return [products, *families, copied] if preferred else [*families, copied, products]
 
 
-def _cudnn(task: Task, resources: Resources, kind: Plans) -> Source:
+def _cudnn(task: Task, resources: Resources, kind: Plans) -> AlgorithmFamily:
     last_resort = kind is Plans.FALLBACK or (kind is Plans.COMPILED and task.problem.geometry.group == 1)
-    return Source(kind.value, lambda: cudnn_candidates(task, resources, kind), last_resort)
+    return AlgorithmFamily(kind.value, lambda: cudnn_candidates(task, resources, kind), last_resort)
 
 
 def _copied(task: Task, resources: Resources) -> list[Candidate]:

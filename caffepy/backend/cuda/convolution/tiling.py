@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.layout import round_up
 
 SHARED_LIMIT = 220 * 1024
 """Bytes of shared memory that a block may have (of 227 KiB on Hopper; smaller GPUs have less and refuse)."""
@@ -128,10 +129,10 @@ class Layout:
                 (tiling.rows, shape.out[1]), shape.stride, shape.kernel, shape.dilation, strict=True
             )
         )
-        self.patch = _up(tiling.images * math.prod(size) * self.pixel, 4)
+        self.patch = round_up(tiling.images * math.prod(size) * self.pixel, 4)
         self.lines = tiling.tiles_m * tiling.warps_m * 16
         self.columns = tiling.tiles_n * tiling.warps_n * 8
-        self.pitch = _up(shape.depth, 8) + 4
+        self.pitch = round_up(shape.depth, 8) + 4
         if weights or shape.flipped:
             rows = self.lines if weights else self.columns
             self.pitch = rows + 8 if rows % 16 == 0 else rows
@@ -187,10 +188,6 @@ class Layout:
             "ROWS": t.rows, "PIXEL": self.pixel, "TILES_M": t.tiles_m, "TILES_N": t.tiles_n, "WARPS_M": t.warps_m,
             "WARPS_N": t.warps_n, "WARPS_K": t.warps_k, "PITCH": self.pitch,
         }  # fmt: skip
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def _pixel(channels: int, weights: bool) -> int:

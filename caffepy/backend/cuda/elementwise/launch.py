@@ -21,8 +21,9 @@ from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.codegen import Access, Variant, apply_text, formula_text
 from caffepy.backend.cuda.indexing import Period, find_period
-from caffepy.backend.cuda.memory import Scratch, is_dense_layout, view
+from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.elementwise import Expression, Kind
+from caffepy.backend.layout import is_dense, view
 from caffepy.backend.types import Array
 
 Argument = Any
@@ -85,7 +86,7 @@ class Call(NamedTuple):
         """Refuse slices and other types: the kernels walk through memory."""
         plain = {*self.of_kind(Kind.CHANNEL).values(), *self.of_kind(Kind.SCALAR).values()}
         for s in (*self.inputs, *self.outputs):
-            assert s is None or is_dense_layout(s.shape, s.strides, s.item), (self.expression, s)
+            assert s is None or is_dense(s.shape, s.strides, s.item), (self.expression, s)
             assert s is None or s.dtype in ("f" if s in plain else "feH"), (self.expression, s)
 
     def device_scalars(self) -> frozenset[str]:

@@ -37,9 +37,10 @@ from caffepy.backend.cuda.elementwise.launch import (
     pack_width,
 )
 from caffepy.backend.cuda.elementwise.reduce_codegen import reduce_columns_text, reduce_segments_text
-from caffepy.backend.cuda.indexing import Period, find_period, memory_axes, widest
-from caffepy.backend.cuda.memory import Scratch, fill, flat, raw, view
+from caffepy.backend.cuda.indexing import Period, find_period, widest
+from caffepy.backend.cuda.memory import Scratch, fill, flat, raw
 from caffepy.backend.elementwise import Each, Expression, Kind, expression
+from caffepy.backend.layout import memory_axes, view
 from caffepy.backend.types import Array
 
 SPLIT_BLOCKS = 528

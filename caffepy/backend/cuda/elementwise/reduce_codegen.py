@@ -78,8 +78,7 @@ def reduce_columns_text(expression: Expression, variant: Variant, across: int) -
     totals = [f"double {o}total_ = column_total<{across}, {variant.width}>({o}sum_, shared_);" for o in outputs]
     write = [f"put_total({o}p_ + column_, {o}total_, accumulate_);" for o in outputs]
     keep = [
-        f"partial_[({k} * (size_t)gridDim.y + blockIdx.y) * all_ + column_] = {o}total_;"
-        for k, o in enumerate(outputs)
+        f"partial_[({k} * (size_t)gridDim.y + blockIdx.y) * all_ + column_] = {o}total_;" for k, o in enumerate(outputs)
     ]
     combine = [
         f"{o}total_ = split_total<{columns}>(partial_ + {k} * (size_t)gridDim.y * all_ + left_, gridDim.y, all_, "
@@ -122,9 +121,7 @@ def reduce_segments_text(expression: Expression, variant: Variant) -> str:
     """
     outputs = output_names(expression)
     lanes = range(variant.width)
-    totals = [
-        f"double {o}total_ = block_sum({' + '.join(f'{o}sum_[{lane}]' for lane in lanes)});" for o in outputs
-    ]
+    totals = [f"double {o}total_ = block_sum({' + '.join(f'{o}sum_[{lane}]' for lane in lanes)});" for o in outputs]
     write = [f"put_total({o}p_ + c_, {o}total_, accumulate_);" for o in outputs]
     keep = [
         f"partial_[({k} * (size_t)gridDim.y + blockIdx.y) * gridDim.x + c_] = {o}total_;" for k, o in enumerate(outputs)

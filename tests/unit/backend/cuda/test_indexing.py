@@ -9,7 +9,8 @@ from backend_checks import shapes_and_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.cuda.indexing import Axis, Period, collapse, find_period, memory_axes, widest
+from caffepy.backend.cuda.indexing import Axis, Period, collapse, find_period, widest
+from caffepy.backend.layout import memory_axes
 
 ENDS = ("source", "destination")
 

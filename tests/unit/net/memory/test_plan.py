@@ -17,8 +17,8 @@ from training import CPU
 from caffepy.backend import Backend
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.layout import ARENA_ALIGNMENT, aligned_bytes
 from caffepy.backend.meta.backend import MetaBackend
-from caffepy.backend.types import ALIGNMENT, aligned_bytes
 from caffepy.config.load import read_net
 from caffepy.config.text import parse_text
 from caffepy.errors import DataError, OutOfMemoryError
@@ -394,7 +394,7 @@ def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
         if a.meets(b):
             assert begin + a.size <= other or other + b.size <= begin
     for life, offset in zip(lives, offsets, strict=True):
-        assert offset % ALIGNMENT == 0
+        assert offset % ARENA_ALIGNMENT == 0
         assert 0 <= offset <= offset + life.size <= size
 
 

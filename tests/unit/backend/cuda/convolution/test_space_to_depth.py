@@ -1,4 +1,4 @@
-"""Folded, padded and widened problems have the results of the plain ones: in NumPy, on no GPU."""
+"""Equivalent problems (padded, space-to-depth, gathered rows) give the original results: in NumPy, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from caffepy.backend.cuda.convolution.problem import Direction, Problem
-from caffepy.backend.cuda.convolution.space_to_depth import FoldedProblem, Folding, foldings
+from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
 from caffepy.backend.types import Geometry
 
 CASES = {
@@ -23,31 +23,31 @@ CASES = {
 }
 
 
-def folded(folding: Folding, plain: Any) -> Any:
+def rearranged(change: SpaceToDepth, plain: Any) -> Any:
     """What kernels/space_to_depth.cu's `fold` computes."""
-    n, channels, height, width = folding.folded
-    own = channels // folding.width
-    result = np.zeros(folding.folded)
-    for (_, c, y, x), value in np.ndenumerate(np.ones((1, *folding.plain[1:]))):
-        i, a = divmod(y + folding.shift[0], folding.step)
-        place, b = divmod(x + folding.shift[1], folding.step)
-        for d in range(folding.width):
-            j = place - d
+    n, channels, height, width = change.target
+    own = channels // change.row
+    result = np.zeros(change.target)
+    for (_, c, y, x), value in np.ndenumerate(np.ones((1, *change.source[1:]))):
+        i, a = divmod(y + change.pad[0], change.block)
+        column, b = divmod(x + change.pad[1], change.block)
+        for d in range(change.row):
+            j = column - d
             if i < height and 0 <= j < width:
-                channel = d * own + (a * folding.step + b) * folding.plain[1] + c
-                result[: folding.plain[0], channel, i, j] = value * plain[:, c, y, x]
+                channel = d * own + (a * change.block + b) * change.source[1] + c
+                result[: change.source[0], channel, i, j] = value * plain[:, c, y, x]
     return result
 
 
-def unfolded(folding: Folding, result: Any) -> Any:
+def restored(change: SpaceToDepth, result: Any) -> Any:
     """What kernels/space_to_depth.cu's `unfold` computes."""
-    plain = np.zeros(folding.plain)
-    for (_, c, y, x), _ in np.ndenumerate(np.ones((1, *folding.plain[1:]))):
-        i, a = divmod(y + folding.shift[0], folding.step)
-        j, b = divmod(x + folding.shift[1], folding.step)
-        if i < folding.folded[2] and j < folding.folded[3]:
-            channel = (a * folding.step + b) * folding.plain[1] + c
-            plain[:, c, y, x] = result[: folding.plain[0], channel, i, j]
+    plain = np.zeros(change.source)
+    for (_, c, y, x), _ in np.ndenumerate(np.ones((1, *change.source[1:]))):
+        i, a = divmod(y + change.pad[0], change.block)
+        j, b = divmod(x + change.pad[1], change.block)
+        if i < change.target[2] and j < change.target[3]:
+            channel = (a * change.block + b) * change.source[1] + c
+            plain[:, c, y, x] = result[: change.source[0], channel, i, j]
     return plain
 
 
@@ -57,10 +57,10 @@ def reread(array: Any, shape: tuple[int, ...]) -> Any:
     return array.transpose(0, 2, 3, 1).reshape(n, h, w, c).transpose(0, 3, 1, 2)
 
 
-def every_folding(dtype: str, case: str, direction: Direction) -> list[tuple[Problem, FoldedProblem]]:
+def equivalents(dtype: str, case: str, direction: Direction) -> list[tuple[Problem, EquivalentProblem]]:
     x, outputs, geometry = CASES[case]
     problem = Problem(x, (outputs, x[1], *geometry.kernel), geometry, dtype)
-    return [(problem, other) for _, other in foldings(problem, direction)]
+    return [(problem, other) for _, other in equivalent_problems(problem, direction)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -68,22 +68,26 @@ def every_folding(dtype: str, case: str, direction: Direction) -> list[tuple[Pro
 def test_results_are_the_same(dtype: str, case: str) -> None:
     rng = np.random.default_rng(1)
     for direction in Direction:
-        every = every_folding(dtype, case, direction)
+        every = equivalents(dtype, case, direction)
         assert every, "these problems have few channels or odd numbers of them"
         for plain, other in every:
             x, w, dy = (rng.standard_normal(shape) for shape in (plain.x, plain.weights, plain.y))
             inner = other.problem
-            assert inner.y == other.y.folded
-            fx, fw, fdy = folded(other.x, x), reread(folded(other.weights, w), inner.weights), folded(other.y, dy)
+            assert inner.y == other.y.target
+            fx, fw, fdy = (
+                rearranged(other.x, x),
+                reread(rearranged(other.weights, w), inner.weights),
+                rearranged(other.y, dy),
+            )
             y, dx, dw = reference.convolution(fx, fw, fdy, inner.geometry)
             y_expected, dx_expected, dw_expected = reference.convolution(x, w, dy, plain.geometry)
             if direction is Direction.FORWARD:
-                np.testing.assert_allclose(unfolded(other.y, y), y_expected, atol=1e-9)
+                np.testing.assert_allclose(restored(other.y, y), y_expected, atol=1e-9)
             elif direction is Direction.DATA:
-                np.testing.assert_allclose(unfolded(other.x, dx), dx_expected, atol=1e-9)
+                np.testing.assert_allclose(restored(other.x, dx), dx_expected, atol=1e-9)
             else:
-                dw = reread(dw, other.weights.folded)
-                np.testing.assert_allclose(unfolded(other.weights, dw), dw_expected, atol=1e-9)
+                dw = reread(dw, other.weights.target)
+                np.testing.assert_allclose(restored(other.weights, dw), dw_expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +106,7 @@ def test_the_reference_is_right(case: str) -> None:
 def test_channels_are_multiples_of_what_one_load_takes() -> None:
     for dtype, unit in (("float32", 4), ("bfloat16", 8)):
         for case in CASES:
-            for _, other in every_folding(dtype, case, Direction.WEIGHTS):
+            for _, other in equivalents(dtype, case, Direction.WEIGHTS):
                 assert other.problem.weights[0] % unit == 0
                 assert other.problem.x[1] % 4 == 0
 
@@ -110,9 +114,9 @@ def test_channels_are_multiples_of_what_one_load_takes() -> None:
 def test_many_channels_are_left_alone() -> None:
     geometry = Geometry((3, 3), (2, 2), (1, 1), (1, 1))
     problem = Problem((8, 64, 28, 28), (128, 64, 3, 3), geometry, "float16")
-    assert not list(foldings(problem, Direction.FORWARD))
+    assert not list(equivalent_problems(problem, Direction.FORWARD))
 
 
 def test_groups_are_left_alone() -> None:
     geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), group=3)
-    assert not list(foldings(Problem((2, 3, 9, 9), (6, 1, 3, 3), geometry), Direction.FORWARD))
+    assert not list(equivalent_problems(Problem((2, 3, 9, 9), (6, 1, 3, 3), geometry), Direction.FORWARD))

@@ -14,7 +14,8 @@ import pytest
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit.runtime import _documented_address, _field_address, address_of, cpu_count
+from caffepy.backend.cpu.jit.kernel import _documented_address, _field_address, address_of
+from caffepy.backend.cpu.jit.threads import cpu_count
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -77,7 +78,7 @@ def test_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 
 def test_works_where_nothing_can_be_cached(tmp_path: Path) -> None:
-    code = "from caffepy.backend.cpu.jit.runtime import kernel\n" + (
+    code = "from caffepy.backend.cpu.jit.kernel import kernel\n" + (
         'exec(\'def double(begin: "Int", end: "Int", x: "Floats") -> None:\\n'
         "    for i in range(begin, end):\\n        x[i] *= 2\\n')\n"
     )

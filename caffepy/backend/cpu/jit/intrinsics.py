@@ -1,0 +1,60 @@
+"""What the text of a kernel may use beyond Python: pointers of each type, bit casts and memcpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba.extending
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`numba.extending.intrinsic`, which has no types of its own."""
+    compiled: Callable[..., Any] = numba.extending.intrinsic(function)
+    return compiled
+
+
+def _pointer_from_integer(element: types.Type) -> Any:
+    pointer = types.CPointer(element)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    def typed(typing_context: Any, address: Any) -> Any:
+        return pointer(types.int64), generate
+
+    return intrinsic(typed)
+
+
+floats = _pointer_from_integer(types.float32)
+doubles = _pointer_from_integer(types.float64)
+ints = _pointer_from_integer(types.int32)
+words = _pointer_from_integer(types.int64)
+octets = _pointer_from_integer(types.uint8)
+
+
+@intrinsic
+def as_double(typing_context: Any, bits: Any) -> Any:
+    """The float64 that an int64 holds the bits of."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) -> Any:
+    """C's memcpy, between addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, at, size = arguments
+        cgutils.raw_memcpy(
+            builder, builder.inttoptr(to, cgutils.voidptr_t), builder.inttoptr(at, cgutils.voidptr_t), size, 1
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate

@@ -1,0 +1,125 @@
+"""What all convolution algorithms share: their operands, the contract of a candidate, and the backend's resources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from caffepy.backend.cuda.compiler import aligned
+from caffepy.backend.cuda.convolution.problem import Task
+from caffepy.backend.cuda.elementwise.launch import apply
+from caffepy.backend.cuda.gemm.cublas import Blas
+from caffepy.backend.cuda.memory import Scratch, flat
+from caffepy.backend.elementwise import Each, expression
+from caffepy.backend.types import Array
+
+UNFUSED = "apart"
+"""Name of the candidate that computes bias, ReLU or sums in a kernel after the convolution."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The arrays of one call: in the problem's dtype, dense and aligned, but for the float32 ones.
+
+    Args:
+        first: x, or dy for a gradient to data.
+        second: the weights, or dy for a gradient to weights.
+        out: y, dx, or dweights, which are float32.
+        bias: float32 (num_output,).
+        sums: float32 (2, num_output).
+        accumulate: whether dweights are added to.
+    """
+
+    first: Array
+    second: Array
+    out: Array
+    bias: Array | None = None
+    sums: Array | None = None
+    accumulate: bool = False
+
+
+class Candidate(Protocol):
+    """One algorithm for one task."""
+
+    name: str
+    """Unique among the candidates of a task, and the same in every process with the same libraries."""
+
+    def prepare(self) -> bool:
+        """Compile or build what it needs; False if it cannot do the task."""
+
+    def run(self, operands: Operands) -> None:
+        """Compute the task on the current stream; `prepare` must have returned True."""
+
+
+@dataclass(frozen=True)
+class AlgorithmFamily:
+    """Candidates of one kind. They are listed only when needed, since listing them may ask cuDNN or compile.
+
+    Args:
+        name: what the candidates' names begin with.
+        candidates: all of them, likely best first.
+        last_resort: used only if no family before it can do the task.
+        checked: a candidate's result must agree with that of an unchecked family before it is used.
+    """
+
+    name: str
+    candidates: Callable[[], Iterable[Candidate]]
+    last_resort: bool = False
+    checked: bool = False
+
+
+class Tuner(Protocol):
+    """Chooses among candidates."""
+
+    def choose(
+        self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
+    ) -> Candidate | None:
+        """The prepared candidate to use for a task, None if there is none; `operands` are arrays to time it on."""
+
+
+@dataclass
+class Resources:
+    """What the convolutions of one backend share.
+
+    Args:
+        cudnn: the frontend's module.
+        handle: cuDNN's, bound to the backend's stream.
+        blas: cuBLAS on that stream.
+        scratch: workspaces that last for one call.
+        tf32: whether products of float32 numbers may round them to TF32.
+        tuner: chooses among candidates.
+        deterministic: whether every run must give the same bits.
+    """
+
+    cudnn: Any
+    handle: Any
+    blas: Blas
+    scratch: Scratch
+    tf32: bool
+    tuner: Tuner
+    deterministic: bool = True
+
+
+@expression
+def identity(x: Each) -> Each:
+    return x
+
+
+@expression
+def add_to(total: Each, value: Each) -> Each:
+    return total + value
+
+
+def fits(array: Array, dtype: str) -> bool:
+    """Whether an array is of a dtype and begins where wide loads may."""
+    return array.dtype == dtype and aligned(array)
+
+
+def write_result(result: Array, operands: Operands) -> None:
+    """out (+)= a result of its shape in any dtype."""
+    target, source = flat(operands.out), flat(result)
+    if operands.accumulate:
+        apply(add_to, (target, source), (target,), axis=0)
+    else:
+        apply(identity, (source,), (target,), axis=0)
