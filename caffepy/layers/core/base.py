@@ -7,6 +7,7 @@ a device; the net calls them. Defined by Caffe's `layer.hpp`.
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ LAYERS: Registry[type[Layer]] = Registry("layer type")
 register_layer = LAYERS.register
 
 Blobs: TypeAlias = "list[Blob]"
+
 
 @cache
 def _import_families() -> None:
@@ -100,6 +102,11 @@ class LayerContext:
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""
+
+    @property
+    def log_level(self) -> int:
+        """What is logged about the net, which is alike on all devices: INFO on rank 0, DEBUG elsewhere."""
+        return logging.INFO if self.shard.rank == 0 and self.backend.holds_values else logging.DEBUG
 
 
 class Layer:
