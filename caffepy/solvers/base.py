@@ -26,7 +26,7 @@ from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot.files import check_snapshot_folder, read_weights
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
@@ -125,7 +125,7 @@ class Solver(ABC):
         self.display = Display(self)
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
-            snapshot.check_prefix(snapshot_paths(self)[0])
+            check_snapshot_folder(snapshot_paths(self)[0])
 
     def _build_nets(self) -> None:
         factory = self._factory
@@ -156,7 +156,7 @@ class Solver(ABC):
         """
         for path in paths:
             self.log("Finetuning from %s", path)
-            self.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+            self.net.copy_trained_layers_from(read_weights(path), str(path))
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:

@@ -13,7 +13,14 @@ from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
 from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot.files import (
+    find_learned_net,
+    read_state,
+    read_weights,
+    snapshot_names,
+    write_state,
+    write_weights,
+)
 
 if TYPE_CHECKING:
     from caffepy.solvers.base import Solver
@@ -27,7 +34,7 @@ TRAIN_NET = -1
 def snapshot_paths(solver: Solver) -> tuple[Path, Path]:
     """The files of a snapshot of this iteration: .caffemodel and .solverstate, or their HDF5 forms."""
     hdf5 = solver.param.snapshot_format == SolverParameter.HDF5
-    weights, state = snapshot.snapshot_names(solver.param.snapshot_prefix, solver.iteration, hdf5)
+    weights, state = snapshot_names(solver.param.snapshot_prefix, solver.iteration, hdf5)
     return solver.resolve.output(weights), solver.resolve.output(state)
 
 
@@ -43,9 +50,9 @@ def write_snapshot(solver: Solver) -> Path:
     if solver.callback.is_root:
         kind = "HDF5" if path.suffix == ".h5" else "binary proto"
         solver.log("Snapshotting to %s file %s", kind, weights)
-        snapshot.write_weights(weights, solver.net, solver.param.snapshot_diff)
+        write_weights(weights, solver.net, solver.param.snapshot_diff)
         solver.log("Snapshotting solver state to %s file %s", kind, path)
-        snapshot.write_state(path, state, _history_arrays(solver))
+        write_state(path, state, _history_arrays(solver))
     return path
 
 
@@ -82,11 +89,11 @@ def restore_state(solver: Solver, path: Path) -> SolverState:
     Raises:
         SnapshotError: a file cannot be read, or is of another solver or net.
     """
-    state = snapshot.read_state(path)
+    state = read_state(path)
     _check_rule(solver, state, path)
     _check_history(solver, state, path)
     if state.HasField("learned_net"):
-        _restore_weights(solver, snapshot.find_learned_net(state, path))
+        _restore_weights(solver, find_learned_net(state, path))
     _restore_history(solver, state, path)
     state.ClearField("history")
     adopt_state(solver, state)
@@ -134,7 +141,7 @@ def _check_history(solver: Solver, state: SolverState, path: Path) -> None:
 
 
 def _restore_weights(solver: Solver, path: Path) -> None:
-    copied = solver.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+    copied = solver.net.copy_trained_layers_from(read_weights(path), str(path))
     for parameter in solver.net.parameters.parameters:
         if parameter.layer not in copied:
             raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")
