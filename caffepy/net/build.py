@@ -100,7 +100,7 @@ def _plan_backward(nodes: list[Node], context: LayerContext, forced: bool) -> No
     find_loss_readers(nodes)
     for node in nodes:
         if node.layer.tops_overwritten and any(node.layer.loss_weights):
-            node.layer.kept_loss = context.backend.zeros(())
+            node.layer.saved_loss = context.backend.zeros(())
     if forced:
         force_backward(nodes)
     if context.phase == caffe_pb2.TRAIN:

@@ -51,21 +51,20 @@ class Net:
         self.phase = context.phase
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
-        """Called with a node of the schedule when the gradients of the parameters that it owns are final."""
+        """Called with each node of the schedule once the gradients of the parameters that it owns are complete."""
         self.trace = NO_TRACE
-        """Takes the times of the layers."""
         self.keeps_copies = True
-        """Whether `forward` brings the half-precision copies of the parameters up to date; a solver does it itself."""
+        """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
         built = build_net(param, context, state)
         self.param = built.param
         self.nodes = built.nodes
-        """The layers as they were written, with Split and Cast layers."""
+        """The prototxt's layers, unfused, with Split and Cast layers."""
         self.blobs = built.blobs
         self.outputs = built.outputs
         self._table = built.table
         self._buffer: ParameterBuffer | None = None
         self.schedule = fuse_nodes(self.nodes) if fuse else self.nodes
-        """What `forward` runs in this order and `backward` in the reverse one."""
+        """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
         if fuse:
             self.reshape()
 
@@ -73,22 +72,18 @@ class Net:
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers in order, Split layers included."""
         return [node.layer for node in self.nodes]
 
     @property
     def layer_names(self) -> list[str]:
-        """Their names."""
         return [node.layer.name for node in self.nodes]
 
     @property
     def bottoms(self) -> list[list[Blob]]:
-        """The blobs that each layer reads."""
         return [node.bottoms for node in self.nodes]
 
     @property
     def tops(self) -> list[list[Blob]]:
-        """The blobs that each layer writes."""
         return [node.tops for node in self.nodes]
 
     @property
@@ -98,7 +93,7 @@ class Net:
 
     @property
     def parameters(self) -> ParameterBuffer:
-        """The flat buffers, made on first use: a test net that shares a train net's parameters uses the train net's."""
+        """The flat buffers, allocated on first use; a test net has those of the train net that it shares with."""
         if self._buffer is None:
             self._buffer = ParameterBuffer(self.backend, self._table.parameters)
         return self._buffer
@@ -135,18 +130,18 @@ class Net:
             continue
 
     def _forward_nodes(self) -> Iterator[Node]:
-        """Run every layer forward; gives each when it has run."""
+        """Run every layer forward, and yield each node after it ran."""
         self.prepare()
         number = self.context.passes.number
-        self.feed(number)
+        self.prefetch_to_device(number)
         for node in self.schedule:
             self.forward_node(node)
             yield node
-        self.consumed(number)
+        self.release_batch(number)
         self.context.passes.number += 1
 
     def prepare(self) -> None:
-        """Make the flat buffers, and the copies of the parameters in other dtypes, before a pass needs them."""
+        """Allocate the flat buffers and refresh the half-precision copies of the parameters. Called before a pass."""
         if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._dtypes):
             self._buffer = self.parameters
         if self._dtypes and self.keeps_copies:
@@ -154,47 +149,46 @@ class Net:
 
     @property
     def _dtypes(self) -> set[str]:
-        """Dtypes other than float32 in which layers want their parameters."""
+        """The dtypes, other than float32, that layers read their parameters in."""
         return {layer.dtype for layer in self.layers if layer.blobs and layer.dtype != "float32"}
 
-    def feed(self, number: int) -> None:
-        """Let the data layers bring the data of pass `number` to the device."""
-        for node in self._fed:
+    def prefetch_to_device(self, number: int) -> None:
+        """Copy the batches of pass `number` to the device. Called before `forward`."""
+        for node in self._prefetching_nodes:
             with self.trace.span("feed", node.layer.name), node.named_errors():
-                node.layer.feed(number)
+                node.layer.prefetch_to_device(number)
 
-    def consumed(self, number: int) -> None:
-        """Tell the data layers that all work on the data of pass `number` is on the device's stream."""
-        for node in self._fed:
-            node.layer.consumed(number)
+    def release_batch(self, number: int) -> None:
+        """Free the batches of pass `number`: everything that reads them is on the device's stream."""
+        for node in self._prefetching_nodes:
+            node.layer.release_batch(number)
 
     @cached_property
-    def _fed(self) -> list[Node]:
-        """The data layers that bring their data to the device."""
-        return [node for node in self.schedule if node.layer.feeds]
+    def _prefetching_nodes(self) -> list[Node]:
+        return [node for node in self.schedule if node.layer.prefetches]
 
     @cached_property
     def _first_readers(self) -> list[Node]:
-        """Those that read what comes from outside: data or inputs."""
-        outside = {top for node in self.schedule if not node.bottoms for top in node.tops}
-        return [node for node in self.schedule if any(bottom in outside for bottom in node.bottoms)]
+        """The nodes that read a top of a data or Input layer."""
+        sources = {top for node in self.schedule if not node.bottoms for top in node.tops}
+        return [node for node in self.schedule if any(bottom in sources for bottom in node.bottoms)]
 
     def forward_node(self, node: Node) -> None:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             node.reshape()
-        lending = self.backend.lending(node.forward_workspace)
-        with self.trace.span("forward", node.layer.name), node.named_errors(), lending:
+        workspace = self.backend.lending(node.forward_workspace)
+        with self.trace.span("forward", node.layer.name), node.named_errors(), workspace:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
-                node.layer.check()
-        if node.layer.kept_loss is not None:
-            self._keep_loss(node, node.layer.kept_loss)
+                node.layer.raise_device_errors()
+        if node.layer.saved_loss is not None:
+            self._save_loss(node, node.layer.saved_loss)
         if self.debug_info:
             debug.log_forward(node)
 
-    def _keep_loss(self, node: Node, total: Array) -> None:
-        """Add up the loss of tops that a later layer works on in place."""
+    def _save_loss(self, node: Node, total: Array) -> None:
+        """Add up the loss of a node now, because a later layer overwrites its tops in place."""
         accumulate = False
         for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
             if weight:
@@ -210,21 +204,21 @@ class Net:
             debug.log_norms(self.parameters)
 
     def backward_node(self, node: Node) -> None:
-        """Run one layer of the schedule backward, if it has to."""
+        """Run one layer of the schedule backward, if it needs that, and the `after_backward` callbacks in any case."""
         if node.need_backward:
-            self._put_loss_weights(node)
-            lending = self.backend.lending(node.backward_workspace)
-            with self.trace.span("backward", node.layer.name), node.named_errors(), lending:
+            self._fill_loss_weights(node)
+            workspace = self.backend.lending(node.backward_workspace)
+            with self.trace.span("backward", node.layer.name), node.named_errors(), workspace:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:
                 debug.log_backward(node)
         for callback in self.after_backward:
             callback(node)
 
-    def _put_loss_weights(self, node: Node) -> None:
-        """Fill the diffs of tops with a loss weight, in every pass: layers in place overwrite them.
+    def _fill_loss_weights(self, node: Node) -> None:
+        """Fill the diffs of tops that have a loss weight, in every pass: in-place layers overwrite them.
 
-        Losses know their weight, and that the loss scale comes in.
+        Loss layers multiply with their weight and the loss scale themselves.
         """
         if node.layer.is_loss:
             return
@@ -234,15 +228,16 @@ class Net:
                 if self.context.loss_scale is not None:
                     self.backend.apply(scaled, (top.diff, self.context.loss_scale), (top.diff,))
 
-    def changed_shapes(self) -> bool:
-        """Whether a data layer's new batch has another shape or form than those that its readers were made for."""
-        if any(node.layer.outdated() for node in self._fed):
+    def shapes_changed(self) -> bool:
+        """Whether a prefetched batch has another shape or layout than the one that the net was last reshaped for."""
+        if any(node.layer.transfer_changed() for node in self._prefetching_nodes):
             return True
         return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self._first_readers)
 
-    def known_until(self, number: int) -> int:
-        """The first pass, from `number` on, whose data may have another shape or form; all before it have been fed."""
-        return min((node.layer.known_until(number) for node in self.schedule if not node.bottoms), default=number)
+    def shapes_known_until(self, number: int) -> int:
+        """The first pass, from `number` on, whose batches may have another shape; all before it were prefetched."""
+        sources = (node.layer for node in self.schedule if not node.bottoms)
+        return min((layer.shapes_known_until(number) for layer in sources), default=number)
 
     def add_loss(self, total: Array, accumulate: bool) -> None:
         """total (+)= the loss of this pass, on the device; `total` has shape ()."""
@@ -257,17 +252,17 @@ class Net:
         )
 
     def _losses(self) -> Iterator[tuple[Array, float]]:
-        """What is added up to the loss after a forward pass, and its weights."""
+        """The terms of the loss after a forward pass: (values, weight)."""
         for node in self.nodes:
-            if node.layer.kept_loss is not None:
-                yield node.layer.kept_loss, 1.0
+            if node.layer.saved_loss is not None:
+                yield node.layer.saved_loss, 1.0
                 continue
             for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
                 if weight:
                     yield top.data, weight
 
     def clear_param_diffs(self) -> None:
-        """Forget the parameter gradients; the next backward pass overwrites them."""
+        """Make the next backward pass overwrite the parameter gradients instead of adding to them."""
         for parameter in self._table.parameters:
             parameter.blob.gradient_started = False
 
@@ -276,34 +271,37 @@ class Net:
         for node in self.schedule:
             node.reshape()
 
-    def statistics(self, differing: bool = False) -> list[Array]:
+    def statistics(self, local_only: bool = False) -> list[Array]:
         """Flat views of the parameters that forward passes change: BatchNorm's running statistics.
 
         Args:
-            differing: only those that differ between devices that train together.
+            local_only: only those that each device computes from its own batches.
         """
-        chosen = ((layer, layer.differing() if differing else layer.measured()) for layer in self.layers)
-        blobs = [layer.blobs[index] for layer, indices in chosen for index in indices]
-        return [self.parameters.data[run] for run in self.parameters.runs(blobs)]
+        blobs = [
+            layer.blobs[index]
+            for layer in self.layers
+            for index in (layer.local_statistics() if local_only else layer.running_statistics())
+        ]
+        return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
-    def check(self) -> None:
-        """Raise what layers noticed on the device; call when it is idle."""
+    def raise_device_errors(self) -> None:
+        """Raise errors that kernels recorded on the device, such as labels out of range. The device must be idle."""
         for layer in self.layers:
-            layer.check()
+            layer.raise_device_errors()
 
     def first_non_finite(self, anew: bool = False) -> Node | None:
         """The first layer in forward order with a top that is not finite, None if all are.
 
-        `anew` looks while another forward pass is made: blobs that share memory do not keep what they held.
+        `anew` runs another forward pass and looks after each layer: blobs that share memory do not keep their values.
         """
-        found = None
+        first = None
         for node in self._forward_nodes() if anew else self.schedule:
-            if found is None and not all(self.backend.all_finite(top.data) for top in node.tops):
-                found = node
-        return found
+            if first is None and not all(self.backend.all_finite(top.data) for top in node.tops):
+                first = node
+        return first
 
     def close(self) -> None:
-        """End what the layers started. Callable twice."""
+        """Stop prefetch threads and close files. Idempotent."""
         for layer in self.layers:
             layer.close()
 

@@ -92,7 +92,7 @@ class Wiring:
         bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
         pairs = zip(bottoms, layer.param.bottom, strict=True)
         shared = [blob.dtype for blob, name in pairs if name in layer.param.top]
-        if shared and not layer.half and shared[0] != "float32":
+        if shared and not layer.supports_half and shared[0] != "float32":
             raise layer.error(
                 f"computes in float32 and cannot work in place on a blob kept in {shared[0]}; give its top another name"
             )
@@ -141,7 +141,7 @@ def insert_casts(node: Node, context: LayerContext) -> list[Node]:
     layer = node.layer
     casts = []
     for j, blob in enumerate(node.bottoms):
-        wanted = layer.dtype if layer.half and j not in layer.no_gradient_bottoms else "float32"
+        wanted = layer.dtype if layer.supports_half and j not in layer.no_gradient_bottoms else "float32"
         if blob.dtype == wanted:
             continue
         name = f"{blob.name}_as_{wanted}"

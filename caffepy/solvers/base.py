@@ -238,7 +238,7 @@ class Solver(ABC):
     def _look_at_loss(self, display: bool) -> None:
         loss = self.replay.loss()
         check_finite(self, loss)
-        self.net.check()
+        self.net.raise_device_errors()
         self.losses.add(loss)
         if display:
             self.display.show_iteration()
@@ -265,7 +265,7 @@ class Solver(ABC):
             with self._keeping_statistics():
                 self.net.forward()
             self.losses.add(finite_loss(self))
-            self.net.check()
+            self.net.raise_device_errors()
             self.display.show_loss()
         if self._due(self.param.test_interval):
             self.test_all()
@@ -278,7 +278,7 @@ class Solver(ABC):
         if self.callback.world_size == 1 or self._averaged_at == self.iteration:
             return
         self._averaged_at = self.iteration
-        if arrays := self.net.statistics(differing=True):
+        if arrays := self.net.statistics(local_only=True):
             self.callback.average_over_devices(arrays)
 
     @contextmanager

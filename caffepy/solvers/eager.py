@@ -83,7 +83,7 @@ class EagerIteration:
             solver.losses.add(loss / solver.param.iter_size)
         if solver.backend.asynchronous:
             solver.backend.synchronize()
-            net.check()
+            net.raise_device_errors()
 
     def _meet(self) -> None:
         """Wait until all devices have computed: a pass may compile, tune and allocate, which can wait for whatever the

@@ -123,7 +123,7 @@ class CudaGraphRunner:
         net, passes, trace = self._solver.net, self._solver.passes(), self._solver.trace
         program = self._traced_program() if trace.active else self._program
         for number in passes:
-            net.feed(number)
+            net.prefetch_to_device(number)
         if self._data_changed(passes):
             self._wait()
             self.drop()
@@ -131,7 +131,7 @@ class CudaGraphRunner:
         with trace.span("iteration"):
             program.run()
         for number in passes:
-            net.consumed(number)
+            net.release_batch(number)
         net.context.passes.number = passes.stop
         self._keep_pace()
         if trace.active:
@@ -145,7 +145,7 @@ class CudaGraphRunner:
         Devices ask each other only where none knows its data: a batch of bytes is of one form in all its passes.
         """
         net, callback = self._solver.net, self._solver.callback
-        changed = net.changed_shapes()
+        changed = net.shapes_changed()
         if callback.world_size == 1:
             return changed
         if passes.start == self._agreed.start and passes.stop <= self._agreed.stop:
@@ -156,7 +156,7 @@ class CudaGraphRunner:
                 )
             self._agreed = self._agreed[len(passes) :]
             return False
-        known = -1 if changed else net.known_until(passes.stop)
+        known = -1 if changed else net.shapes_known_until(passes.stop)
         until = callback.least(known, "the form of all devices' data")
         self._agreed = range(passes.stop, max(int(until), passes.stop))
         return until < 0

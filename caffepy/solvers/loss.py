@@ -63,7 +63,7 @@ def check_finite(solver: Solver, loss: float) -> None:
     """
     if math.isfinite(loss):
         return
-    solver.net.check()
+    solver.net.raise_device_errors()
     message = f"iteration {solver.iteration}: the loss is {loss:g}"
     node = _first_non_finite(solver)
     if node is not None:
@@ -92,7 +92,7 @@ def _first_non_finite(solver: Solver) -> Node | None:
     """Where what is not finite began, as far as one device can tell that is about to stop."""
     if solver.keeps_blobs:
         return solver.net.first_non_finite()
-    if solver.keep_going or any(layer.meets_devices() for layer in solver.net.layers):
+    if solver.keep_going or any(layer.communicates() for layer in solver.net.layers):
         return None
     solver.replay.settle()
     try:

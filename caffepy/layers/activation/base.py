@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend import Array
 from caffepy.layers.core.base import Blobs, Layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 
 
 class ActivationLayer(Layer):
@@ -14,10 +14,10 @@ class ActivationLayer(Layer):
     the bottom is kept in a buffer.
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
 
-    _kept: Temporary | None = None
+    _saved_bottom: ScratchBuffer | None = None
 
     def reads_bottom(self) -> bool:
         """Whether the gradient needs the bottom's data; if not, the top's are enough."""
@@ -34,11 +34,11 @@ class ActivationLayer(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(bottom[0].shape)
         keep = bottom[0] is top[0] and self.reads_bottom()
-        self._kept = self.temporary("kept", bottom[0].shape, self.dtype) if keep else None
+        self._saved_bottom = self.scratch("saved bottom", bottom[0].shape, self.dtype) if keep else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if self._kept is not None:
-            self.backend.copy(bottom[0].data, self._kept.array)
+        if self._saved_bottom is not None:
+            self.backend.copy(bottom[0].data, self._saved_bottom.array)
         self.activate(bottom[0].data, top[0].data)
         if not self.reads_bottom():
             self.save_top(top)
@@ -51,4 +51,4 @@ class ActivationLayer(Layer):
         """What the gradient is computed from: the bottom's data, or the top's if they are enough."""
         if not self.reads_bottom():
             return self.saved_top(top)
-        return bottom[0].data if self._kept is None else self._kept.array
+        return bottom[0].data if self._saved_bottom is None else self._saved_bottom.array

@@ -9,8 +9,8 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 class SilenceLayer(Layer):
     """Takes blobs that nobody else reads, so that they do not count as the net's outputs; its gradient is 0."""
 
-    half = True
-    follows_bottom = True
+    supports_half = True
+    inherits_dtype = True
 
     bottoms = (1, None)
     tops = (0, 0)

@@ -12,9 +12,9 @@ class SplitLayer(Layer):
     The net inserts it where a blob has more than one reader (Caffe's `split_layer.cpp`).
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
-    follows_bottom = True
+    inherits_dtype = True
 
     tops = (1, None)
 

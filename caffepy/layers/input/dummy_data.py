@@ -25,8 +25,8 @@ class DummyDataLayer(Layer):
     Shapes are those of one device, as in both Caffes: they are never divided.
     """
 
-    half = True
-    exact_tops = 1
+    supports_half = True
+    float32_tops_from = 1
     bottoms = (0, 0)
     tops = (1, None)
     has_backward = False

@@ -12,7 +12,7 @@ class HDF5DataLayer(PrefetchingLayer):
     """Rows of the datasets that have the tops' names (Caffe's `hdf5_data_layer.cpp`). Tops: (N, …) each."""
 
     tops = (1, None)
-    half = False
+    supports_half = False
 
     def batch_size(self) -> int:
         return self.param.hdf5_data_param.batch_size

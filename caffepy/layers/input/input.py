@@ -9,8 +9,8 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 class InputLayer(Layer):
     """Tops that somebody else fills (Caffe's `input_layer.cpp`): one shape for each of them, or one for all."""
 
-    half = True
-    exact_tops = 1
+    supports_half = True
+    float32_tops_from = 1
     bottoms = (0, 0)
     tops = (1, None)
     has_backward = False

@@ -82,18 +82,18 @@ class LossLayer(Layer):
             return 1 / self.context.shard.world_size if self.context.phase == caffe_pb2.TRAIN else 1.0
         return float(max(counts[mode], 1))  # type: ignore[index]
 
-    def meets_devices(self) -> bool:
-        return self._divisor is None and self.context.total_over_devices is not None
+    def communicates(self) -> bool:
+        return self._divisor is None and self.context.all_reduce_sum is not None
 
     def capture_blocker(self) -> str:
-        if not self.meets_devices() or self.context.average_captured:
+        if not self.communicates() or self.context.all_reduce_capturable:
             return ""
         return "it counts labels over all devices through the host"
 
     @property
     def _counted_devices(self) -> int:
         """How many devices' labels a count is of."""
-        return self.context.shard.world_size if self.meets_devices() else 1
+        return self.context.shard.world_size if self.communicates() else 1
 
     def scale(self) -> float:
         """The gradient's factor, without what is counted on the device."""
@@ -102,9 +102,9 @@ class LossLayer(Layer):
     def put_loss(self, total: Array, count: Array, divisor: float | None, loss: Array) -> None:
         """loss = total / divisor, or over the count that the device made; that becomes the count of all devices."""
         if divisor is None:
-            if self.meets_devices():
-                assert self.context.total_over_devices is not None
-                self.context.total_over_devices(count.reshape(1))
+            if self.communicates():
+                assert self.context.all_reduce_sum is not None
+                self.context.all_reduce_sum(count.reshape(1))
             self.backend.apply(over_count, (total, count, float(self._counted_devices)), (loss,))
         else:
             self.backend.apply(scaled, (total, 1 / divisor), (loss,))

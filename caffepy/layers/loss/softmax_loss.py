@@ -42,7 +42,7 @@ class SoftmaxWithLossLayer(LossLayer):
         """Where they are kept for the backward pass."""
         if len(top) > 1 and not self.tops_overwritten:
             return top[1].data
-        return self.temporary("probabilities", bottom[0].shape).array
+        return self.scratch("probabilities", bottom[0].shape).array
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         probabilities = self._probabilities(bottom, top)
@@ -65,5 +65,5 @@ class SoftmaxWithLossLayer(LossLayer):
         )  # fmt: skip
         self.finish(top, bottom[0].diff)
 
-    def check(self) -> None:
-        self._labels.check()
+    def raise_device_errors(self) -> None:
+        self._labels.raise_device_errors()

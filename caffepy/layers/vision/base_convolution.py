@@ -56,7 +56,7 @@ class BaseConvolutionLayer(Layer):
     ignored.
     """
 
-    half = True
+    supports_half = True
 
     bottoms = (1, None)
     tops = (1, None)
