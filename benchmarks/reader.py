@@ -40,7 +40,7 @@ from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.layers.input.feeding import passes_together
+from caffepy.layers.input.transfer import passes_per_block
 from caffepy.proto import caffe_pb2
 
 IN_FLIGHT = 4
@@ -130,7 +130,7 @@ def reader_rate(case: Case, path: Path, threads: int, shuffle: bool, seconds: fl
     """Images a second that the loader puts into plain memory."""
     layer, _ = make_layer(case, path, create_backend(threads=1), threads, shuffle=shuffle)
     loader, slot = layer.make_loader(), layer.byte_images(case.batch).slot
-    passes = passes_together(slot)
+    passes = passes_per_block(slot)
     blocks = [np.zeros(passes * slot.size, np.uint8) for _ in range(4)]
     done, begin = 0, 0.0
     while done < 8 or time.perf_counter() - begin < seconds:
@@ -195,10 +195,10 @@ def show_steps(case: Case, path: Path, backend: Any, dtype: str) -> None:
     import cupy
 
     layer, tops = make_layer(case, path, backend, 4, dtype)
-    layer.feed(0)
+    layer.prefetch_to_device(0)
     layer.forward([], tops)
     to_device = cupy.cuda.runtime.memcpyHostToDevice
-    slot, ring = layer.byte_images(case.batch).slot, layer._form.ring
+    slot, ring = layer.byte_images(case.batch).slot, layer._transfer.ring
     memory = backend.host_memory(ring.block * slot.size)
     copy = milliseconds(
         backend.stream,
@@ -238,12 +238,12 @@ class Iterations:
         self.feeding = 0.0
         kernel = cupy.RawKernel(SPIN, "spin")
         spin = lambda: kernel((1,), (1,), (np.uint64(busy * 1e6),))  # noqa: E731
-        layer.feed(0)
+        layer.prefetch_to_device(0)
         layer.forward([], tops)
         spin()
         layer.context.passes.on_device = self._mailbox.counters[0]
         self._graph = backend.capture(lambda: (layer.forward([], tops), spin()))
-        layer.consumed(0)
+        layer.release_batch(0)
         self._number = 1
 
     def run(self, seconds: float, feed: bool) -> float:
@@ -253,12 +253,12 @@ class Iterations:
         while time.perf_counter() - begin < seconds:
             started = time.perf_counter()
             if feed:
-                self._layer.feed(number)
+                self._layer.prefetch_to_device(number)
             self.feeding += time.perf_counter() - started
             self._mailbox.send([0.0], [(number, 0)])
             self._graph.launch()
             if feed:
-                self._layer.consumed(number)
+                self._layer.release_batch(number)
             self._marks.append(self._backend.record_event())
             if len(self._marks) >= IN_FLIGHT:
                 self._marks.pop(0).wait()

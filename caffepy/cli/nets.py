@@ -52,7 +52,7 @@ def load_weights(net: Net, files: list[Path]) -> None:
     Raises:
         SnapshotError: a file is none, or does not fit the net.
     """
-    from caffepy.snapshot.binary import read_weights
+    from caffepy.snapshot.files import read_weights
 
     for path in files:
         net.copy_trained_layers_from(read_weights(path), str(path))

@@ -60,7 +60,7 @@ def _score(net: Net, iterations: int) -> tuple[dict[str, np.ndarray], float]:
     for batch in range(iterations):
         net.forward()
         loss += net.loss()
-        net.check()
+        net.raise_device_errors()
         for name, blob in net.outputs.items():
             scores = blob.host_data().astype("float64").ravel()
             for score in scores:

@@ -61,7 +61,7 @@ def _warm_up(net: Net) -> None:
     logger.info("Performing Forward")
     net.forward()
     logger.info("Initial loss: %.6g", net.loss())
-    net.check()
+    net.raise_device_errors()
     logger.info("Performing Backward")
     net.clear_param_diffs()
     net.backward()

@@ -210,7 +210,7 @@ def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iterati
     from caffepy.config.paths import PathResolver
     from caffepy.parallel.processes.world import find_launcher
     from caffepy.proto import caffe_pb2
-    from caffepy.snapshot.binary import snapshot_names
+    from caffepy.snapshot.files import snapshot_names
 
     hdf5 = param.snapshot_format == caffe_pb2.SolverParameter.HDF5
     output = PathResolver(args.solver).output

@@ -1,44 +1,26 @@
-"""The net: layers over blobs, built from a NetParameter (Caffe's `net.cpp`).
+"""The net: layers over blobs, run forward and backward (Caffe's `net.cpp`).
 
-Owns the order of things: filter, splits, wiring, set-up, sharing, flat buffers, then forward and backward. How each is
-done stands in the modules beside this one.
+`caffepy.net.build` makes the layers from the prototxt; `caffepy.net.trained_layers` moves parameters between nets and
+snapshots.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 
 from caffepy.backend import Array
-from caffepy.blob import Blob, format_shape
-from caffepy.config.filter import filter_net, net_state
-from caffepy.errors import CaffepyError, OutOfMemoryError, RunError, SnapshotError
-from caffepy.layers.core.base import Layer, LayerContext, layer_class
+from caffepy.blob import Blob
+from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
+from caffepy.net.build import build_net
 from caffepy.net.fusion.fuse import fuse_nodes
-from caffepy.net.parameters import ParameterBuffer, ParameterTable
-from caffepy.net.precision import Precision, find_label_tops
-from caffepy.net.splits import insert_splits
-from caffepy.net.weights import is_stored, load_blob, proto_shape, same_shape, to_blob_proto
-from caffepy.net.wiring import (
-    GradientPlan,
-    Node,
-    Wiring,
-    check_gradients,
-    check_loss_weights,
-    find_loss_readers,
-    force_backward,
-    insert_casts,
-    overwritten_tops,
-    prune_backward,
-)
+from caffepy.net.parameters import ParameterBuffer
+from caffepy.net.trained_layers import copy_trained_layers, share_trained_layers, trained_layer_protos
+from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 from caffepy.trace import NO_TRACE, Tracer
-
-log = logging.getLogger(__name__)
 
 
 class Net:
@@ -46,7 +28,7 @@ class Net:
 
     Args:
         param: the net as read (upgraded, unfiltered).
-        context: backend, phase, seed and place among the devices, handed to every layer.
+        context: backend, phase, seed and shard, handed to every layer.
         state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
             with the context's phase.
         fuse: compute groups of layers as one (`caffepy.net.fusion.fuse`); blobs within a group are then not filled.
@@ -69,106 +51,40 @@ class Net:
         self.phase = context.phase
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
-        """Called with a node of the schedule when the gradients of the parameters that it owns are final."""
+        """Called with each node of the schedule once the gradients of the parameters that it owns are complete."""
         self.trace: Tracer = NO_TRACE
         """Takes the times of the layers."""
         self.keeps_copies = True
-        """Whether `forward` brings the half-precision copies of the parameters up to date; a solver does it itself."""
-        self.nodes: list[Node] = []
-        """The layers as they were written, with Split and Cast layers."""
-        self._table = ParameterTable()
+        """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
+        built = build_net(param, context, state)
+        self.param = built.param
+        self.nodes = built.nodes
+        """The prototxt's layers, unfused, with Split and Cast layers."""
+        self.blobs = built.blobs
+        self.outputs = built.outputs
+        self._table = built.table
         self._buffer: ParameterBuffer | None = None
-        self._log_level = logging.INFO if context.shard.rank == 0 and self.backend.holds_values else logging.DEBUG
-        filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
-        check_loss_weights(filtered)
-        self.param = insert_splits(filtered)
-        wiring = Wiring(self.backend)
-        self._build_layers(wiring)
-        self._plan_backward()
-        self.blobs = wiring.blobs
-        self.outputs = wiring.outputs()
         self.schedule = fuse_nodes(self.nodes) if fuse else self.nodes
-        """What `forward` runs in this order and `backward` in the reverse one."""
+        """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
         if fuse:
             self.reshape()
-        self._log_outputs()
-
-    # -- construction --------------------------------------------------------------------------------
-
-    def _build_layers(self, wiring: Wiring) -> None:
-        plan = GradientPlan()
-        precision = Precision(self.param, self.backend)
-        layers = self.param.layer
-        for layer_param, overwritten, labels in zip(
-            layers, overwritten_tops(layers), find_label_tops(self.param), strict=True
-        ):
-            where = f"layer '{layer_param.name}'"
-            layer = layer_class(layer_param.type, where)(layer_param, self.context)
-            layer.tops_overwritten, layer.label_tops = overwritten, labels
-            node = wiring.connect(layer, precision)
-            for one in (*insert_casts(node, self.context), node):
-                self._add_node(one)
-                self._table.add(one.layer)
-                plan.add(one)
-                self._log_layer(one)
-
-    def _add_node(self, node: Node) -> None:
-        self.nodes.append(node)
-        with _named(node.layer):
-            node.layer.setup(node.bottoms, node.tops)
-        self._reshape(node)
-
-    def _plan_backward(self) -> None:
-        prune_backward(self.nodes)
-        find_loss_readers(self.nodes)
-        for node in self.nodes:
-            if node.layer.tops_overwritten and any(node.layer.loss_weights):
-                node.layer.kept_loss = self.backend.zeros(())
-        if self.param.force_backward:
-            force_backward(self.nodes)
-        if self.phase == caffe_pb2.TRAIN:
-            check_gradients(self.nodes)
-
-    def _log_layer(self, node: Node) -> None:
-        layer = node.layer
-        log.log(self._log_level, "Creating Layer %s (%s)", layer.name, layer.type)
-        for bottom in node.bottoms:
-            log.log(self._log_level, "%s <- %s", layer.name, bottom.name)
-        for top, weight in zip(node.tops, layer.loss_weights, strict=True):
-            in_place = " (in-place)" if top in node.bottoms else ""
-            log.log(self._log_level, "%s -> %s%s", layer.name, top.name, in_place)
-            log.log(self._log_level, "Top shape: %s", format_shape(top.shape))
-            if weight:
-                log.log(self._log_level, "    with loss weight %g", weight)
-
-    def _log_outputs(self) -> None:
-        for node in self.nodes:
-            need = "needs" if node.need_backward else "does not need"
-            log.log(self._log_level, "%s %s backward computation.", node.layer.name, need)
-        for name in self.outputs:
-            log.log(self._log_level, "This network produces output %s", name)
-        log.log(self._log_level, "Network initialization done.")
 
     # -- what the net is made of ---------------------------------------------------------------------
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers in order, Split layers included."""
         return [node.layer for node in self.nodes]
 
     @property
     def layer_names(self) -> list[str]:
-        """Their names."""
         return [node.layer.name for node in self.nodes]
 
     @property
     def bottoms(self) -> list[list[Blob]]:
-        """The blobs that each layer reads."""
         return [node.bottoms for node in self.nodes]
 
     @property
     def tops(self) -> list[list[Blob]]:
-        """The blobs that each layer writes."""
         return [node.tops for node in self.nodes]
 
     @property
@@ -178,7 +94,7 @@ class Net:
 
     @property
     def parameters(self) -> ParameterBuffer:
-        """The flat buffers, made on first use: a test net that shares a train net's parameters uses the train net's."""
+        """The flat buffers, allocated on first use; a test net has those of the train net that it shares with."""
         if self._buffer is None:
             self._buffer = ParameterBuffer(self.backend, self._table.parameters)
         return self._buffer
@@ -215,18 +131,18 @@ class Net:
             continue
 
     def _forward_nodes(self) -> Iterator[Node]:
-        """Run every layer forward; gives each when it has run."""
+        """Run every layer forward, and yield each node after it ran."""
         self.prepare()
         number = self.context.passes.number
-        self.feed(number)
+        self.prefetch_to_device(number)
         for node in self.schedule:
             self.forward_node(node)
             yield node
-        self.consumed(number)
+        self.release_batch(number)
         self.context.passes.number += 1
 
     def prepare(self) -> None:
-        """Make the flat buffers, and the copies of the parameters in other dtypes, before a pass needs them."""
+        """Allocate the flat buffers and refresh the half-precision copies of the parameters. Called before a pass."""
         if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._dtypes):
             self._buffer = self.parameters
         if self._dtypes and self.keeps_copies:
@@ -234,47 +150,46 @@ class Net:
 
     @property
     def _dtypes(self) -> set[str]:
-        """Dtypes other than float32 in which layers want their parameters."""
+        """The dtypes, other than float32, that layers read their parameters in."""
         return {layer.dtype for layer in self.layers if layer.blobs and layer.dtype != "float32"}
 
-    def feed(self, number: int) -> None:
-        """Let the data layers bring the data of pass `number` to the device."""
-        for node in self._fed:
-            with self.trace.span("feed", node.layer.name), _named(node.layer):
-                node.layer.feed(number)
+    def prefetch_to_device(self, number: int) -> None:
+        """Copy the batches of pass `number` to the device. Called before `forward`."""
+        for node in self._prefetching_nodes:
+            with self.trace.span("feed", node.layer.name), node.named_errors():
+                node.layer.prefetch_to_device(number)
 
-    def consumed(self, number: int) -> None:
-        """Tell the data layers that all work on the data of pass `number` is on the device's stream."""
-        for node in self._fed:
-            node.layer.consumed(number)
+    def release_batch(self, number: int) -> None:
+        """Free the batches of pass `number`: everything that reads them is on the device's stream."""
+        for node in self._prefetching_nodes:
+            node.layer.release_batch(number)
 
     @cached_property
-    def _fed(self) -> list[Node]:
-        """The data layers that bring their data to the device."""
-        return [node for node in self.schedule if node.layer.feeds]
+    def _prefetching_nodes(self) -> list[Node]:
+        return [node for node in self.schedule if node.layer.prefetches]
 
     @cached_property
     def _first_readers(self) -> list[Node]:
-        """Those that read what comes from outside: data or inputs."""
-        outside = {top for node in self.schedule if not node.bottoms for top in node.tops}
-        return [node for node in self.schedule if any(bottom in outside for bottom in node.bottoms)]
+        """The nodes that read a top of a data or Input layer."""
+        sources = {top for node in self.schedule if not node.bottoms for top in node.tops}
+        return [node for node in self.schedule if any(bottom in sources for bottom in node.bottoms)]
 
     def forward_node(self, node: Node) -> None:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
-            self._reshape(node)
-        lending = self.backend.lending(node.forward_workspace)
-        with self.trace.span("forward", node.layer.name), _named(node.layer), lending:
+            node.reshape()
+        workspace = self.backend.lending(node.forward_workspace)
+        with self.trace.span("forward", node.layer.name), node.named_errors(), workspace:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
-                node.layer.check()
-        if node.layer.kept_loss is not None:
-            self._keep_loss(node, node.layer.kept_loss)
+                node.layer.raise_device_errors()
+        if node.layer.saved_loss is not None:
+            self._save_loss(node, node.layer.saved_loss)
         if self.debug_info:
             debug.log_forward(node)
 
-    def _keep_loss(self, node: Node, total: Array) -> None:
-        """Add up the loss of tops that a later layer works on in place."""
+    def _save_loss(self, node: Node, total: Array) -> None:
+        """Add up the loss of a node now, because a later layer overwrites its tops in place."""
         accumulate = False
         for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
             if weight:
@@ -290,21 +205,21 @@ class Net:
             debug.log_norms(self.parameters)
 
     def backward_node(self, node: Node) -> None:
-        """Run one layer of the schedule backward, if it has to."""
+        """Run one layer of the schedule backward, if it needs that, and the `after_backward` callbacks in any case."""
         if node.need_backward:
-            self._put_loss_weights(node)
-            lending = self.backend.lending(node.backward_workspace)
-            with self.trace.span("backward", node.layer.name), _named(node.layer), lending:
+            self._fill_loss_weights(node)
+            workspace = self.backend.lending(node.backward_workspace)
+            with self.trace.span("backward", node.layer.name), node.named_errors(), workspace:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:
                 debug.log_backward(node)
         for callback in self.after_backward:
             callback(node)
 
-    def _put_loss_weights(self, node: Node) -> None:
-        """Fill the diffs of tops with a loss weight, in every pass: layers in place overwrite them.
+    def _fill_loss_weights(self, node: Node) -> None:
+        """Fill the diffs of tops that have a loss weight, in every pass: in-place layers overwrite them.
 
-        Losses know their weight, and that the loss scale comes in.
+        Loss layers multiply with their weight and the loss scale themselves.
         """
         if node.layer.is_loss:
             return
@@ -314,15 +229,16 @@ class Net:
                 if self.context.loss_scale is not None:
                     self.backend.apply(scaled, (top.diff, self.context.loss_scale), (top.diff,))
 
-    def changed_shapes(self) -> bool:
-        """Whether a data layer's new batch has another shape or form than those that its readers were made for."""
-        if any(node.layer.outdated() for node in self._fed):
+    def shapes_changed(self) -> bool:
+        """Whether a prefetched batch has another shape or layout than the one that the net was last reshaped for."""
+        if any(node.layer.transfer_changed() for node in self._prefetching_nodes):
             return True
         return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self._first_readers)
 
-    def known_until(self, number: int) -> int:
-        """The first pass, from `number` on, whose data may have another shape or form; all before it have been fed."""
-        return min((node.layer.known_until(number) for node in self.schedule if not node.bottoms), default=number)
+    def shapes_known_until(self, number: int) -> int:
+        """The first pass, from `number` on, whose batches may have another shape; all before it were prefetched."""
+        sources = (node.layer for node in self.schedule if not node.bottoms)
+        return min((layer.shapes_known_until(number) for layer in sources), default=number)
 
     def add_loss(self, total: Array, accumulate: bool) -> None:
         """total (+)= the loss of this pass, on the device; `total` has shape ()."""
@@ -337,60 +253,56 @@ class Net:
         )
 
     def _losses(self) -> Iterator[tuple[Array, float]]:
-        """What is added up to the loss after a forward pass, and its weights."""
+        """The terms of the loss after a forward pass: (values, weight)."""
         for node in self.nodes:
-            if node.layer.kept_loss is not None:
-                yield node.layer.kept_loss, 1.0
+            if node.layer.saved_loss is not None:
+                yield node.layer.saved_loss, 1.0
                 continue
             for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
                 if weight:
                     yield top.data, weight
 
     def clear_param_diffs(self) -> None:
-        """Forget the parameter gradients; the next backward pass overwrites them."""
+        """Make the next backward pass overwrite the parameter gradients instead of adding to them."""
         for parameter in self._table.parameters:
             parameter.blob.gradient_started = False
 
     def reshape(self) -> None:
         """Reshape every layer to its bottoms' present shapes."""
         for node in self.schedule:
-            self._reshape(node)
+            node.reshape()
 
-    def _reshape(self, node: Node) -> None:
-        with _named(node.layer):
-            node.layer.reshape(node.bottoms, node.tops)
-        node.shapes = [bottom.shape for bottom in node.bottoms]
-        if node.layer.is_loss and node.layer.loss_weights[0]:
-            self.backend.fill(node.tops[0].diff, node.layer.loss_weights[0])
-
-    def statistics(self, differing: bool = False) -> list[Array]:
+    def statistics(self, local_only: bool = False) -> list[Array]:
         """Flat views of the parameters that forward passes change: BatchNorm's running statistics.
 
         Args:
-            differing: only those that differ between devices that train together.
+            local_only: only those that each device computes from its own batches.
         """
-        chosen = ((layer, layer.differing() if differing else layer.measured()) for layer in self.layers)
-        blobs = [layer.blobs[index] for layer, indices in chosen for index in indices]
-        return [self.parameters.data[run] for run in self.parameters.runs(blobs)]
+        blobs = [
+            layer.blobs[index]
+            for layer in self.layers
+            for index in (layer.local_statistics() if local_only else layer.running_statistics())
+        ]
+        return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
-    def check(self) -> None:
-        """Raise what layers noticed on the device; call when it is idle."""
+    def raise_device_errors(self) -> None:
+        """Raise errors that kernels recorded on the device, such as labels out of range. The device must be idle."""
         for layer in self.layers:
-            layer.check()
+            layer.raise_device_errors()
 
     def first_non_finite(self, anew: bool = False) -> Node | None:
         """The first layer in forward order with a top that is not finite, None if all are.
 
-        `anew` looks while another forward pass is made: blobs that share memory do not keep what they held.
+        `anew` runs another forward pass and looks after each layer: blobs that share memory do not keep their values.
         """
-        found = None
+        first = None
         for node in self._forward_nodes() if anew else self.schedule:
-            if found is None and not all(self.backend.all_finite(top.data) for top in node.tops):
-                found = node
-        return found
+            if first is None and not all(self.backend.all_finite(top.data) for top in node.tops):
+                first = node
+        return first
 
     def close(self) -> None:
-        """End what the layers started. Callable twice."""
+        """Stop prefetch threads and close files. Idempotent."""
         for layer in self.layers:
             layer.close()
 
@@ -402,57 +314,16 @@ class Net:
         Raises:
             SnapshotError: a layer has another number of parameters or other shapes.
         """
-        copied = []
-        targets = {node.layer.name: node.layer for node in reversed(self.nodes)}
-        for source in weights.layer:
-            target = targets.get(source.name)
-            if target is None:
-                log.log(self._log_level, "Ignoring source layer %s", source.name)
-                continue
-            self._copy_layer(source, target, origin)
-            if target.blobs:
-                copied.append(source.name)
-        return copied
-
-    def _copy_layer(self, source: caffe_pb2.LayerParameter, target: Layer, origin: str) -> None:
-        stored = {index: blob for index, blob in enumerate(source.blobs) if is_stored(blob)}
-        missing = [index for index in range(len(target.blobs)) if index not in stored and self.owns(target, index)]
-        if len(source.blobs) > len(target.blobs) or missing:
-            lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
-            raise SnapshotError(
-                f"{origin}: layer '{target.name}' has {len(stored)} parameters there and {len(target.blobs)} "
-                f"in the net{lacking}; rename the layer in the net to learn it from scratch"
-            )
-        for index, blob in stored.items():
-            mine, where = target.blobs[index], f"{origin}: layer '{target.name}', parameter {index}"
-            if not same_shape(blob, mine.shape):
-                raise SnapshotError(
-                    f"{where}: shape is {format_shape(proto_shape(blob))} there and {format_shape(mine.shape)} in the "
-                    "net; rename the layer in the net to learn it from scratch"
-                )
-            load_blob(blob, mine, where)
+        return copy_trained_layers(self.layers, weights, origin, self._table.shared, self.context.log_level)
 
     def share_trained_layers_with(self, other: Net) -> None:
-        """Let layers of the same name use the very parameters of `other`, as test nets do.
+        """Let layers of the same name use the parameter arrays of `other`, as test nets do.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
-        targets = {node.layer.name: node.layer for node in reversed(self.nodes)}
         self._buffer = other.parameters
-        for source in other.layers:
-            target = targets.get(source.name)
-            if target is None:
-                continue
-            if [b.shape for b in source.blobs] != [b.shape for b in target.blobs]:
-                raise target.error(
-                    "cannot share its parameters with the train net's layer of the same name; shapes are "
-                    f"{', '.join(format_shape(b.shape) for b in target.blobs) or 'none'} here and "
-                    f"{', '.join(format_shape(b.shape) for b in source.blobs) or 'none'} there"
-                )
-            for mine, theirs in zip(target.blobs, source.blobs, strict=True):
-                mine.bind(data=theirs.data)
-                mine.copies = theirs.copies
+        share_trained_layers(self.layers, other.layers)
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
@@ -460,32 +331,8 @@ class Net:
 
     def layer_protos(self, write_diff: bool = False) -> Iterator[caffe_pb2.LayerParameter]:
         """The layers of `to_proto`, one at a time."""
-        for layer in self.layers:
-            if layer.type == "Cast":
-                continue
-            saved = caffe_pb2.LayerParameter()
-            saved.CopyFrom(layer.param)
-            del saved.blobs[:]
-            if not saved.loss_weight and any(layer.loss_weights):
-                saved.loss_weight.extend(layer.loss_weights)
-            saved.blobs.extend(
-                to_blob_proto(blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs
-            )
-            yield saved
+        return trained_layer_protos(self.layers, write_diff)
 
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
         return (layer.name, index) not in self._table.shared
-
-
-@contextmanager
-def _named(layer: Layer) -> Iterator[None]:
-    """Name the layer in errors that have no message of their own."""
-    try:
-        yield
-    except OutOfMemoryError as error:
-        raise error.within(f"layer '{layer.name}' ({layer.type})") from error
-    except CaffepyError:
-        raise
-    except Exception as error:
-        raise RunError(f"layer '{layer.name}' ({layer.type}): {type(error).__name__}: {error}") from error

@@ -20,7 +20,7 @@ from caffepy.proto import caffe_pb2
 ALIGNMENT = 64
 """Each parameter starts at a multiple of so many elements: 256 bytes, what vector and tensor units like."""
 
-USUAL_BUCKETS = 3
+DEFAULT_BUCKETS = 3
 """Where a net does not say how many (NVIDIA Caffe: 6). An exchange takes processors from the convolutions beside it.
 
 Milliseconds of an iteration on two H200 with 6, 3 and 1 of them, and of one GPU alone: ResNet-50 in FLOAT16, 256
@@ -42,7 +42,7 @@ def bucket_count(param: caffe_pb2.NetParameter) -> int:
             f"the net's reduce_buckets is {param.reduce_buckets}; give the number of parts in which gradients are "
             "exchanged, or 0 for one part for each parameter"
         )
-    return param.reduce_buckets if param.HasField("reduce_buckets") else USUAL_BUCKETS
+    return param.reduce_buckets if param.HasField("reduce_buckets") else DEFAULT_BUCKETS
 
 
 @dataclass
@@ -208,8 +208,8 @@ class ParameterBuffer:
 
     def _lay_out(self) -> int:
         order = _backward_order(self.parameters)
-        self.learned = _place([p for p in order if p.lr_mult != 0], 0)
-        return _place([p for p in order if p.lr_mult == 0], self.learned + self.FLAGS)
+        self.learned = _assign_offsets([p for p in order if p.lr_mult != 0], 0)
+        return _assign_offsets([p for p in order if p.lr_mult == 0], self.learned + self.FLAGS)
 
     def blocks(self, flat: Array) -> Array:
         """The learned part of a flat array as (blocks, ALIGNMENT): a block belongs to one parameter."""
@@ -222,16 +222,16 @@ class ParameterBuffer:
             host = np.zeros(self.learned // ALIGNMENT, np.float32)
             for parameter in self.parameters:
                 if parameter.lr_mult != 0:
-                    place = slice(parameter.start // ALIGNMENT, -(-parameter.stop // ALIGNMENT))
-                    host[place] = getattr(parameter, multiplier)
+                    view = slice(parameter.start // ALIGNMENT, -(-parameter.stop // ALIGNMENT))
+                    host[view] = getattr(parameter, multiplier)
             tables.append(self.backend.zeros(host.shape))
             self.backend.from_host(host, tables[-1])
         return tables[0], tables[1]
 
     def _move(self, parameter: Parameter) -> None:
-        place = self.view(self.data, parameter)
-        self.backend.copy(parameter.blob.data, place)
-        parameter.blob.bind(data=place)
+        view = self.view(self.data, parameter)
+        self.backend.copy(parameter.blob.data, view)
+        parameter.blob.bind(data=view)
         for blob in parameter.sharers:
             blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
 
@@ -251,10 +251,10 @@ class ParameterBuffer:
     def diff(self) -> Array:
         """Flat gradients and the flags; allocated on first use, since testing needs none."""
         if self._diff is None:
-            return self.place_gradients(self.backend.zeros((self.size,)))
+            return self.bind_gradients(self.backend.zeros((self.size,)))
         return self._diff
 
-    def place_gradients(self, memory: Array) -> Array:
+    def bind_gradients(self, memory: Array) -> Array:
         """Keep the flat gradients and the flags in memory that somebody gives; what they were is lost.
 
         Args:
@@ -278,21 +278,21 @@ class ParameterBuffer:
         return self.diff[self.learned : self.learned + self.FLAGS]
 
     @property
-    def exchanged(self) -> Array:
+    def reduced(self) -> Array:
         """What devices that train together average: gradients and flags."""
         return self.diff[: self.learned + self.FLAGS]
 
-    def runs(self, blobs: Iterable[Blob]) -> list[slice]:
+    def slices(self, blobs: Iterable[Blob]) -> list[slice]:
         """The places of parameters in a flat array; those that lie side by side are one."""
         wanted = set(blobs)
         chosen = [p for p in self.parameters if not wanted.isdisjoint([p.blob, *p.sharers])]
-        runs: list[slice] = []
+        slices: list[slice] = []
         for one in sorted(chosen, key=lambda parameter: parameter.start):
-            if runs and one.start == -(-runs[-1].stop // ALIGNMENT) * ALIGNMENT:
-                runs[-1] = slice(runs[-1].start, one.stop)
+            if slices and one.start == -(-slices[-1].stop // ALIGNMENT) * ALIGNMENT:
+                slices[-1] = slice(slices[-1].start, one.stop)
             else:
-                runs.append(slice(one.start, one.stop))
-        return runs
+                slices.append(slice(one.start, one.stop))
+        return slices
 
     def new_history(self) -> Array:
         """Zeros laid out as the parameters are."""
@@ -303,7 +303,7 @@ class ParameterBuffer:
         return self.backend.view(flat[parameter.start : parameter.stop], parameter.blob.shape)
 
 
-def _place(parameters: list[Parameter], start: int) -> int:
+def _assign_offsets(parameters: list[Parameter], start: int) -> int:
     """Give each parameter its place from `start` on; returns where the next would begin."""
     for parameter in parameters:
         parameter.start, parameter.stop = start, start + parameter.blob.count

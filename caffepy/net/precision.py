@@ -27,9 +27,7 @@ def dtype_name(kind: caffe_pb2.Type, where: str) -> str:
         ConfigError: a type that blobs cannot be kept in.
     """
     if kind not in _DTYPES:
-        raise ConfigError(
-            f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16"
-        )
+        raise ConfigError(f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16")
     return _DTYPES[kind]
 
 
@@ -45,7 +43,7 @@ def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
     exact: set[Source] = set()
     for i, (layer, kind) in enumerate(zip(net.layer, classes, strict=True)):
         handed_on = kind.keeps_labels and any(sources[i, j] in exact for j in range(len(layer.bottom)))
-        if not layer.bottom or not kind.half or handed_on:
+        if not layer.bottom or not kind.supports_half or handed_on:
             exact.update((i, j) for j in range(len(layer.top)) if (i, j) in wanted)
     return [frozenset(j for j in range(len(layer.top)) if (i, j) in exact) for i, layer in enumerate(net.layer)]
 
@@ -88,13 +86,13 @@ class Precision:
             bottoms: its bottoms' dtypes.
             in_place: the dtype of a bottom that is a top as well: the two are one memory.
         """
-        if not layer.half:
+        if not layer.supports_half:
             return "float32"
         if in_place is not None:
             return in_place
         if layer.keeps_labels and layer.label_tops:
             return "float32"
-        if layer.follows_bottom and bottoms and not layer.param.HasField("forward_type"):
+        if layer.inherits_dtype and bottoms and not layer.param.HasField("forward_type"):
             return bottoms[0]
         return self._asked(layer)
 

@@ -6,13 +6,14 @@ the two passes after them).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array
 from caffepy.blob import Blob
-from caffepy.errors import ConfigError
+from caffepy.errors import CaffepyError, ConfigError, OutOfMemoryError, RunError
 from caffepy.layers.core.base import Layer, LayerContext, layer_class
 from caffepy.net.precision import Precision
 from caffepy.net.splits import unknown_bottom
@@ -21,7 +22,7 @@ from caffepy.proto import caffe_pb2
 
 @dataclass
 class Node:
-    """One layer in its place.
+    """One layer of a net and the blobs that it is connected to.
 
     Args:
         layer: the layer.
@@ -42,6 +43,32 @@ class Node:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     forward_workspace: Array | None = None
     backward_workspace: Array | None = None
+
+    def reshape(self) -> None:
+        """Reshape the layer to its bottoms' present shapes; a loss gets its weight into its top's diff."""
+        layer = self.layer
+        with self.named_errors():
+            layer.reshape(self.bottoms, self.tops)
+        self.shapes = [bottom.shape for bottom in self.bottoms]
+        if layer.is_loss and layer.loss_weights[0]:
+            layer.backend.fill(self.tops[0].diff, layer.loss_weights[0])
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Add the layer's name to errors that have no message of ours.
+
+        Raises:
+            RunError: in place of an exception that is not a CaffepyError.
+        """
+        layer = self.layer
+        try:
+            yield
+        except OutOfMemoryError as error:
+            raise error.within(f"layer '{layer.name}' ({layer.type})") from error
+        except CaffepyError:
+            raise
+        except Exception as error:
+            raise RunError(f"layer '{layer.name}' ({layer.type}): {type(error).__name__}: {error}") from error
 
 
 class Wiring:
@@ -65,7 +92,7 @@ class Wiring:
         bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
         pairs = zip(bottoms, layer.param.bottom, strict=True)
         shared = [blob.dtype for blob, name in pairs if name in layer.param.top]
-        if shared and not layer.half and shared[0] != "float32":
+        if shared and not layer.supports_half and shared[0] != "float32":
             raise layer.error(
                 f"computes in float32 and cannot work in place on a blob kept in {shared[0]}; give its top another name"
             )
@@ -114,7 +141,7 @@ def insert_casts(node: Node, context: LayerContext) -> list[Node]:
     layer = node.layer
     casts = []
     for j, blob in enumerate(node.bottoms):
-        wanted = layer.dtype if layer.half and j not in layer.no_gradient_bottoms else "float32"
+        wanted = layer.dtype if layer.supports_half and j not in layer.no_gradient_bottoms else "float32"
         if blob.dtype == wanted:
             continue
         name = f"{blob.name}_as_{wanted}"

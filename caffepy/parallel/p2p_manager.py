@@ -40,7 +40,7 @@ from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.signals import SignalRequests
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.report import format_report
-from caffepy.snapshot.binary import newest_snapshot
+from caffepy.snapshot.files import newest_snapshot
 from caffepy.solvers.callbacks import Action
 from caffepy.trace import pack_events, unpack_events, write_trace
 

@@ -315,11 +315,11 @@ class P2PSync:
             self._communicator = self._connect()
             self._place_gradients(self.solver)
         if self.world_size > 1:
-            self.solver.net.context.total_over_devices = self._total
-            self.solver.net.context.average_captured = self._captures
+            self.solver.net.context.all_reduce_sum = self._total
+            self.solver.net.context.all_reduce_capturable = self._captures
             self._exchange = self._make_exchange(self.solver)
         if self._options.sync_bn and self.world_size > 1:
-            self.solver.net.context.average = self._average
+            self.solver.net.context.all_reduce_mean = self._average
         self.heartbeat.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
@@ -348,7 +348,7 @@ class P2PSync:
         allocate_gradients = getattr(self._connected, "allocate_gradients", None)
         memory = None if allocate_gradients is None else allocate_gradients(parameters.size)
         if memory is not None:
-            parameters.place_gradients(memory)
+            parameters.bind_gradients(memory)
 
     def _make_exchange(self, solver: Solver) -> Reducer:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).

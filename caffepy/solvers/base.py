@@ -25,7 +25,7 @@ from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot.files import check_snapshot_folder, read_weights
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
@@ -119,7 +119,7 @@ class Solver(ABC):
             self._build_parts(options.eager, keep_going)
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
-            snapshot.check_prefix(snapshot_paths(self.state)[0])
+            check_snapshot_folder(snapshot_paths(self.state)[0])
 
     def _build_nets(self, trace: Tracer) -> None:
         factory = self._factory
@@ -194,7 +194,7 @@ class Solver(ABC):
         """
         for path in paths:
             self.log("Finetuning from %s", path)
-            self.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+            self.net.copy_trained_layers_from(read_weights(path), str(path))
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:
@@ -272,7 +272,7 @@ class Solver(ABC):
     def _read_replayed_loss(self, display: bool) -> None:
         loss = self.graph_runner.loss()
         self._loss_check.check(loss)
-        self.net.check()
+        self.net.raise_device_errors()
         self.losses.add(loss)
         if display:
             self._display.show_iteration()
@@ -299,7 +299,7 @@ class Solver(ABC):
             with self._keeping_statistics():
                 self.net.forward()
             self.losses.add(self._loss_check.read())
-            self.net.check()
+            self.net.raise_device_errors()
             self._display.show_loss()
         if self._due(self.param.test_interval):
             self.test_all()
@@ -312,7 +312,7 @@ class Solver(ABC):
         if self.callback.world_size == 1 or self._averaged_at == self.iteration:
             return
         self._averaged_at = self.iteration
-        if arrays := self.net.statistics(differing=True):
+        if arrays := self.net.statistics(local_only=True):
             self.callback.average_over_devices(arrays)
 
     @contextmanager

@@ -50,7 +50,7 @@ class EagerIteration:
             state.losses.add(loss / state.param.iter_size)
         if state.backend.asynchronous:
             state.backend.synchronize()
-            net.check()
+            net.raise_device_errors()
 
     def _wait_for_peers(self) -> None:
         """Wait until all devices have made their passes.

@@ -125,7 +125,7 @@ class CudaGraphRunner:
         net, passes, trace = self._state.net, self._state.passes(), self._state.trace
         segments = self._traced_segments() if trace.active else self._segments
         for number in passes:
-            net.feed(number)
+            net.prefetch_to_device(number)
         if self._data_changed(passes):
             self._wait_for_last()
             self.drop()
@@ -133,7 +133,7 @@ class CudaGraphRunner:
         with trace.span("iteration"):
             segments.run()
         for number in passes:
-            net.consumed(number)
+            net.release_batch(number)
         net.context.passes.number = passes.stop
         self._keep_pace()
         if trace.active:
@@ -148,7 +148,7 @@ class CudaGraphRunner:
         dtype in all its passes.
         """
         net, callback = self._state.net, self._state.callback
-        changed = net.changed_shapes()
+        changed = net.shapes_changed()
         if callback.world_size == 1:
             return changed
         if passes.start == self._known_passes.start and passes.stop <= self._known_passes.stop:
@@ -159,7 +159,7 @@ class CudaGraphRunner:
                 )
             self._known_passes = self._known_passes[len(passes) :]
             return False
-        known = -1 if changed else net.known_until(passes.stop)
+        known = -1 if changed else net.shapes_known_until(passes.stop)
         until = callback.min_over_devices(known, "the form of all devices' data")
         self._known_passes = range(passes.stop, max(int(until), passes.stop))
         return until < 0

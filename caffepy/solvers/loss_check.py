@@ -44,7 +44,7 @@ class LossCheck:
         if math.isfinite(loss):
             return
         state = self._state
-        state.net.check()
+        state.net.raise_device_errors()
         message = f"iteration {state.iteration}: the loss is {loss:g}"
         node = self._first_non_finite()
         if node is not None:
@@ -77,7 +77,7 @@ class LossCheck:
         net = self._state.net
         if self._keeps_blobs:
             return net.first_non_finite()
-        if self._keep_going or any(layer.meets_devices() for layer in net.layers):
+        if self._keep_going or any(layer.communicates() for layer in net.layers):
             return None
         self._graph_runner.drain()
         try:

@@ -15,7 +15,7 @@ from training import open_solver, relative_error, weights_of
 
 from caffepy.net.weights import from_blob_proto, is_stored, proto_shape
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot.files import find_learned_net, read_state, read_weights
 from caffepy.solvers import Solver
 
 FOLDER = Path(__file__).parent / "formats"
@@ -85,11 +85,11 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 def test_the_snapshot_is_caffes(written: tuple[str, Path]) -> None:
     form, path = written
     caffes = FOLDER / f"{form}_iter_{SAVED}.solverstate{FORMATS[form]}"
-    ours, wanted = snapshot.read_state(path), snapshot.read_state(caffes)
+    ours, wanted = read_state(path), read_state(caffes)
     assert (ours.iter, ours.current_step) == (wanted.iter, wanted.current_step)
     check_blobs(list(ours.history), list(wanted.history), "history")
-    weights = snapshot.read_weights(snapshot.find_learned_net(ours, path))
-    caffes_weights = snapshot.read_weights(snapshot.find_learned_net(wanted, caffes))
+    weights = read_weights(find_learned_net(ours, path))
+    caffes_weights = read_weights(find_learned_net(wanted, caffes))
     assert [layer.name for layer in weights.layer] == [layer.name for layer in caffes_weights.layer]
     for mine, theirs in zip(weights.layer, caffes_weights.layer, strict=True):
         check_blobs(list(mine.blobs), list(theirs.blobs), f"layer {mine.name} blob")

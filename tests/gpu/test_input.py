@@ -207,9 +207,9 @@ def make(backend, source, dtype="float32", **context):
 def run(layer, blobs, passes):
     found = []
     for number in range(passes):
-        layer.feed(number)
+        layer.prefetch_to_device(number)
         layer.forward([], blobs)
-        layer.consumed(number)
+        layer.release_batch(number)
         layer.context.passes.number += 1
         found.append([blob.host_data() for blob in blobs])
     layer.close()
@@ -247,14 +247,14 @@ def test_captured_layers_take_what_they_are_fed(backend, folder, iter_size):
     for first in range(0, 90, iter_size):
         for i in range(iter_size):
             backend.from_host(np.array([first + i, 0], np.uint64), counters[i])
-            layer.feed(first + i)
-        assert not layer.outdated()
+            layer.prefetch_to_device(first + i)
+        assert not layer.transfer_changed()
         if graph is not None:
             graph.launch()
         else:
             work()
         for i in range(iter_size):
-            layer.consumed(first + i)
+            layer.release_batch(first + i)
         passes.number = first + iter_size
         for i in range(iter_size):
             np.testing.assert_array_equal(backend.to_host(copies[i]), expected[first + i][0])

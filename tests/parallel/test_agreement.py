@@ -13,7 +13,7 @@ import pytest
 from laboratory import NET, SOLVER, Laboratory, Outcome
 
 from caffepy.proto.caffe_pb2 import Datum
-from caffepy.snapshot.binary import read_state
+from caffepy.snapshot.files import read_state
 
 _AT_A_TIME = 3
 _SETTINGS = {"iterations": 20, "snapshot": 0, "prefix": "refused"}

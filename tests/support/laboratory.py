@@ -25,7 +25,7 @@ from processes import (
 )
 
 from caffepy.proto.caffe_pb2 import Datum, NetParameter
-from caffepy.snapshot.binary import find_learned_net, read_state, read_weights
+from caffepy.snapshot.files import find_learned_net, read_state, read_weights
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "program.py"
 LONG = 100000

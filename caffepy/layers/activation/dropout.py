@@ -16,7 +16,7 @@ class DropoutLayer(Layer):
     on the device that holds it.
     """
 
-    half = True
+    supports_half = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.dropout_param

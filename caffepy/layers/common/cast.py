@@ -9,7 +9,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 class CastLayer(Layer):
     """y = x, rounded once to the top's dtype; dx = dy, likewise."""
 
-    half = True
+    supports_half = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)

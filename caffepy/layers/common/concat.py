@@ -12,7 +12,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 class AxisLayer(Layer):
     """A layer whose blobs agree in every axis but one."""
 
-    half = True
+    supports_half = True
     keeps_labels = True
 
     _axis: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.formulas import product, scaled
 from caffepy.proto import caffe_pb2
 
@@ -48,11 +48,11 @@ class EltwiseLayer(Layer):
     of PROD and MAX are wrong there in both; here all are those of the same layer with a top of its own.
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
 
     bottoms = (2, None)
-    _winner: Temporary
+    _winner: ScratchBuffer
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom[1:], top)
@@ -72,7 +72,7 @@ class EltwiseLayer(Layer):
                 raise self.shape_error("all bottoms must have one shape", bottom[0], other)
         top[0].reshape(bottom[0].shape)
         if self.param.eltwise_param.operation == _Parameter.MAX:
-            self._winner = self.temporary("winner", bottom[0].shape)
+            self._winner = self.scratch("winner", bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         operation = self.param.eltwise_param.operation
@@ -90,13 +90,13 @@ class EltwiseLayer(Layer):
     def _keep_first(self, bottom: Blobs) -> None:
         """Copy the first bottom where the top overwrites it, for gradients that need it."""
         if self._in_place:
-            self.backend.copy(bottom[0].data, self.temporary("first", bottom[0].shape, self.dtype).array)
+            self.backend.copy(bottom[0].data, self.scratch("first", bottom[0].shape, self.dtype).array)
 
     def _kept(self, bottom: Blobs) -> list[Array]:
         """The bottoms' data as they were before `forward`."""
         xs = [blob.data for blob in bottom]
         if self._in_place:
-            xs[0] = self.temporary("first", bottom[0].shape, self.dtype).array
+            xs[0] = self.scratch("first", bottom[0].shape, self.dtype).array
         return xs
 
     def _sum(self, xs: list[Array], y: Array) -> None:

@@ -20,7 +20,7 @@ class InnerProductLayer(Layer):
     `inner_product_layer.cpp`).
     """
 
-    half = True
+    supports_half = True
 
     _bottom_shape: tuple[int, ...] | None = None
 

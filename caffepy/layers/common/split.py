@@ -1,4 +1,4 @@
-"""Split and Silence: the ends and branches of a net's wiring."""
+"""Split."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class SplitLayer(Layer):
     The net inserts it where a blob has more than one reader (Caffe's `split_layer.cpp`).
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
-    follows_bottom = True
+    inherits_dtype = True
 
     tops = (1, None)
 
@@ -40,25 +40,3 @@ class SplitLayer(Layer):
             self.backend.copy(top[0].diff, dx)
             return
         self.backend.add_n([blob.diff for blob in top], dx)
-
-
-@register_layer("Silence")
-class SilenceLayer(Layer):
-    """Takes blobs that nobody else reads, so that they do not count as the net's outputs; its gradient is 0."""
-
-    half = True
-    follows_bottom = True
-
-    bottoms = (1, None)
-    tops = (0, 0)
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """There are no tops to shape."""
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """There is nothing to compute."""
-
-    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
-                self.backend.fill(blob.diff, 0)

@@ -1,4 +1,4 @@
-"""What a layer is: the base class, what a layer is told about its surroundings, and the registry of types.
+"""The base class of layers, the context that a net hands to its layers, and the registry of layer types.
 
 A layer type is a class registered under the name that prototxts use. Layers see blobs and a backend's primitives, never
 a device; the net calls them. Defined by Caffe's `layer.hpp`.
@@ -7,6 +7,7 @@ a device; the net calls them. Defined by Caffe's `layer.hpp`.
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, ShapeError
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -31,7 +32,7 @@ Blobs: TypeAlias = "list[Blob]"
 
 
 @cache
-def _import_families() -> None:
+def _import_layer_types() -> None:
     """Import all layer types, which register themselves: every module of the folders beside this one."""
     layers = importlib.import_module("caffepy.layers")
     for module in pkgutil.walk_packages(layers.__path__, "caffepy.layers."):
@@ -45,7 +46,7 @@ def layer_class(type_name: str, where: str = "") -> type[Layer]:
     Raises:
         ConfigError: there is no such type; the message offers the nearest name.
     """
-    _import_families()
+    _import_layer_types()
     return LAYERS.get(type_name, where)
 
 
@@ -58,23 +59,23 @@ class PassCounter:
 
     number: int = 0
     on_device: Counter | None = None
-    """The same number, and that of the pass's first sample, where a captured graph finds them."""
+    """The pass number and the number of its first sample in device memory, for captured graphs."""
 
 
 @dataclass
 class LayerContext:
-    """What every layer of one net is told about its surroundings.
+    """What a net hands to all of its layers.
 
     Args:
         backend: the device.
         phase: caffe_pb2.TRAIN or TEST.
         seed: 64-bit seed of all random numbers, the same on every rank.
-        shard: the device's place among all that train together.
+        shard: this device's rank among all that train together.
         passes: the net's pass counter.
         test_iter: batches in one whole test (TEST phase).
-        iter_size: passes that are fed before the first of them runs, those of one iteration.
+        iter_size: passes of one iteration; their batches are prefetched before the first of them runs.
         resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
-        timeout: seconds without data from the disk, or without room for them on the device, after which training fails.
+        timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
     """
 
     backend: Backend
@@ -89,18 +90,23 @@ class LayerContext:
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
-    """Names the record at a place (second) of the device's batch of a pass (first), set by the first data layer."""
+    """Names a record for messages, given the pass and the index in the device's batch; set by the first data layer."""
     sample_shapes: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    """Shapes of one sample of each top, by layer, for data layers that are not to open their data: a planned net's."""
-    average: Callable[[Array], None] | None = None
-    """Averages an array over all devices, in place; set where BatchNorm's statistics are to be global."""
-    total_over_devices: Callable[[Array], None] | None = None
-    """Adds an array up over all devices that train together, in place; None in test nets and on one device."""
-    average_captured: bool = False
-    """Whether `average` and `total_over_devices` may be captured into a graph."""
+    """Shapes of one sample of each top, by layer name; such data layers do not open their data (memory plans)."""
+    all_reduce_mean: Callable[[Array], None] | None = None
+    """All-reduce for sync-BN layers, in place; None: BatchNorm takes the statistics of each device alone."""
+    all_reduce_sum: Callable[[Array], None] | None = None
+    """All-reduce of a sum, in place, for losses that count labels; None in test nets and on one device."""
+    all_reduce_capturable: bool = False
+    """Whether `all_reduce_mean` and `all_reduce_sum` may be captured in a CUDA graph."""
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""
+
+    @property
+    def log_level(self) -> int:
+        """What is logged about the net, which is alike on all devices: INFO on rank 0, DEBUG elsewhere."""
+        return logging.INFO if self.shard.rank == 0 and self.backend.holds_values else logging.DEBUG
 
 
 class Layer:
@@ -111,7 +117,7 @@ class Layer:
 
     Args:
         param: the layer's prototxt.
-        context: the surroundings.
+        context: the net's.
     """
 
     bottoms: ClassVar[tuple[int, int | None]] = (1, 1)
@@ -123,23 +129,23 @@ class Layer:
     is_loss: ClassVar[bool] = False
     """Whether the first top has loss weight 1 unless the prototxt says otherwise."""
     auto_tops: ClassVar[bool] = False
-    """Whether tops that the prototxt does not name are made, up to the fewest allowed (losses)."""
+    """Whether to make unnamed tops up to the fewest allowed, as Caffe does for losses."""
     no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
     no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
     """Tops whose gradient `backward` leaves out, as Caffe does; the net refuses a loss weight there."""
-    half: ClassVar[bool] = False
-    """Whether bottoms and tops may be kept in half precision; other layers are given float32."""
-    follows_bottom: ClassVar[bool] = False
-    """Whether the tops are kept as the first bottom is, unless the prototxt says otherwise."""
+    supports_half: ClassVar[bool] = False
+    """Whether bottoms and tops may be float16 or bfloat16; other layers are given float32."""
+    inherits_dtype: ClassVar[bool] = False
+    """Whether the tops have the first bottom's dtype, unless the prototxt says otherwise."""
     keeps_labels: ClassVar[bool] = False
-    """Whether tops can be labels where bottoms are: the layer moves numbers, or maps each by itself."""
-    exact_tops: ClassVar[int | None] = None
-    """First top that is always float32 (labels)."""
-    feeds: ClassVar[bool] = False
-    """Whether the layer has `feed` and `consumed`, which bring its data to the device outside of any graph."""
+    """Whether a top is a label blob if its bottom is one: the layer moves elements, or maps each by itself."""
+    float32_tops_from: ClassVar[int | None] = None
+    """Index of the first top that is always float32 (labels)."""
+    prefetches: ClassVar[bool] = False
+    """Whether the layer has `prefetch_to_device` and `release_batch`, which run outside of any captured graph."""
     has_backward: ClassVar[bool] = True
-    """Whether the layer can propagate at all (Accuracy and data layers cannot)."""
+    """Whether the layer has a backward pass (Accuracy and data layers have none)."""
 
     def __init__(self, param: caffe_pb2.LayerParameter, context: LayerContext) -> None:
         self.param = param
@@ -152,24 +158,24 @@ class Layer:
         self.propagate_to_params: list[bool] = []
         """Whether each parameter needs its gradient (lr_mult != 0), set by the net."""
         self.tops_overwritten = False
-        """Whether a later layer works in place on a top, whose data backward cannot find then; set by the net."""
-        self.temporaries: dict[str, Temporary] = {}
-        """What `temporary` made, by name."""
+        """Whether a later layer overwrites a top in place, so that backward must read a copy; set by the net."""
+        self.scratch_buffers: dict[str, ScratchBuffer] = {}
+        """The buffers of `scratch`, by name."""
         self.dtype = "float32"
-        """What the layer's blobs are kept in, set by the net."""
+        """Of the layer's bottoms and tops; set by the net."""
         self.label_tops: frozenset[int] = frozenset()
-        """Tops that some layer reads as labels, set by the net before `dtype`."""
+        """Indices of tops that some layer reads as labels; set by the net before `dtype`."""
         self.loss_weights: list[float] = []
         """Weight of each top in the loss, set by the net; 0: no loss."""
-        self.kept_loss: Array | None = None
-        """The layer's part of the loss, taken before a later layer overwrites a top of it; shape (). Set by the net."""
+        self.saved_loss: Array | None = None
+        """The layer's part of the loss, shape (), where a later layer overwrites the top with it; set by the net."""
         self.reader_propagates = False
         """Whether a later layer gives the first top a gradient, set by the net where that top has a loss weight."""
 
     def top_dtype(self, index: int) -> str:
-        """What a top is kept in."""
-        exact = not self.half or (self.exact_tops is not None and index >= self.exact_tops) or index in self.label_tops
-        return "float32" if exact else self.dtype
+        """The dtype of a top; labels stay float32, since float16 has only even integers beyond 2,048."""
+        fixed = self.float32_tops_from is not None and index >= self.float32_tops_from
+        return "float32" if fixed or not self.supports_half or index in self.label_tops else self.dtype
 
     # -- to be written by layer types ----------------------------------------------------------------
 
@@ -177,7 +183,7 @@ class Layer:
         """Read the prototxt, check it and make parameters with `add_parameter`. Called once."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Give the tops their shapes and allocate what depends on the bottoms' shapes.
+        """Set the tops' shapes and allocate buffers that depend on the bottoms' shapes.
 
         Raises:
             ShapeError: the bottoms' shapes do not fit.
@@ -196,14 +202,14 @@ class Layer:
         """
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise what the device noticed while computing (labels outside the classes); called when it is idle."""
+    def raise_device_errors(self) -> None:
+        """Raise errors that kernels recorded on the device, such as labels out of range. The device must be idle."""
 
     def close(self) -> None:
-        """End what the layer started (prefetch threads, files). Callable twice."""
+        """Stop prefetch threads and close files. Idempotent."""
 
     def capture_blocker(self) -> str | None:
-        """Why the layer cannot be part of a captured graph; None if it can."""
+        """Why this layer cannot be captured in a CUDA graph; None if it can."""
         return None
 
     def position(self) -> int | None:
@@ -214,35 +220,35 @@ class Layer:
         """Let the next pass begin at a `position` that a snapshot holds; for layers whose `position` is not None."""
         raise NotImplementedError
 
-    def meets_devices(self) -> bool:
-        """Whether a pass exchanges something with the other devices, so that all have to make it."""
+    def communicates(self) -> bool:
+        """Whether a pass contains a collective, so that every device has to run it."""
         return False
 
-    def measured(self) -> Sequence[int]:
-        """Which parameters the forward pass changes: running statistics."""
+    def running_statistics(self) -> Sequence[int]:
+        """Indices of the parameters that the forward pass updates (BatchNorm)."""
         return ()
 
-    def differing(self) -> Sequence[int]:
-        """Those of `measured` that differ between devices that train together, because their batches do."""
+    def local_statistics(self) -> Sequence[int]:
+        """Those of `running_statistics` that each device computes from its own batches, so that values differ."""
         return ()
 
-    def feed(self, number: int) -> None:
-        """Bring the data of pass `number` to the device; for layers that have `feeds`, before that pass's `forward`."""
+    def prefetch_to_device(self, number: int) -> None:
+        """Copy the batch of pass `number` to the device. Called before `forward`, where `prefetches` is set."""
         raise NotImplementedError
 
-    def outdated(self) -> bool:
-        """Whether the last `feed` brought its data in another form than the last `forward`, captured or not, took."""
+    def transfer_changed(self) -> bool:
+        """Whether the last prefetched batch has another layout than the last `forward`, captured or not, read."""
         return False
 
-    def known_until(self, number: int) -> int:
-        """The first pass, from `number` on, whose data may have another form than those that were fed last.
+    def shapes_known_until(self, number: int) -> int:
+        """The first pass, from `number` on, whose batch may have another shape or layout than those prefetched last.
 
-        Asked of layers without bottoms when the data of the passes before `number` have been fed.
+        Called on layers without bottoms, after the batches of all passes before `number` were prefetched.
         """
         return number
 
-    def consumed(self, number: int) -> None:
-        """What reads the data of pass `number` has been put on the device's stream."""
+    def release_batch(self, number: int) -> None:
+        """Free the device memory of pass `number`: everything that reads its batch is on the device's stream."""
         raise NotImplementedError
 
     # -- tools for layer types -----------------------------------------------------------------------
@@ -260,9 +266,9 @@ class Layer:
         return blob
 
     def accumulate(self, index: int) -> bool:
-        """Whether the gradient of parameter `index` must be added to its diff; from then on it must.
+        """Whether to add the gradient of parameter `index` to its diff instead of overwriting it.
 
-        False exactly once after each `Net.clear_param_diffs`, so that nobody has to write zeros first.
+        False only at the first call after `Net.clear_param_diffs`, which spares filling the diffs with zeros.
         """
         blob = self.blobs[index]
         started = blob.gradient_started
@@ -270,18 +276,18 @@ class Layer:
         return started
 
     def random_stream(self, index: int = 0) -> RandomStream:
-        """A random sequence of this layer's own; `index` tells several of them apart."""
+        """The key of random numbers of this layer, the same on every device; each `index` has its own."""
         return RandomStream(self.context.seed, zlib.crc32(f"{self.name}/{index}".encode()))
 
-    def temporary(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> Temporary:
-        """An array of the layer's own for use within one pass; the same one each time, until its shape changes."""
-        found = self.temporaries.get(name)
-        if found is None or (found.shape, found.dtype) != (tuple(shape), dtype):
-            found = self.temporaries[name] = Temporary(self.backend, tuple(shape), dtype)
-        return found
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> ScratchBuffer:
+        """The buffer of this name; what it holds does not outlive the pass. Made anew when shape or dtype change."""
+        buffer = self.scratch_buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tuple(shape), dtype):
+            buffer = self.scratch_buffers[name] = ScratchBuffer(self.backend, tuple(shape), dtype)
+        return buffer
 
     def refuse_in_place(self, bottom: Blobs, top: Blobs) -> None:
-        """For layers that cannot write their tops over their bottoms.
+        """Check that no top is a bottom, for layers that cannot compute in place.
 
         Raises:
             ConfigError: a top is one of the bottoms.
@@ -291,14 +297,14 @@ class Layer:
                 raise self.error(f"cannot work in place; give the top another name than the bottom's '{blob.name}'")
 
     def save_top(self, top: Blobs) -> None:
-        """To be called at the end of `forward` by layers whose backward pass reads the first top's data."""
+        """Keep the first top's data for `backward`, if a later layer overwrites them. Call at the end of `forward`."""
         if not self.tops_overwritten:
             return
-        self.backend.copy(top[0].data, self.temporary("top", top[0].shape, self.dtype).array)
+        self.backend.copy(top[0].data, self.scratch("top", top[0].shape, self.dtype).array)
 
     def saved_top(self, top: Blobs) -> Array:
-        """The first top's data as `forward` left them."""
-        return self.temporary("top", top[0].shape, self.dtype).array if self.tops_overwritten else top[0].data
+        """The first top's data as `forward` computed them; see `save_top`."""
+        return self.scratch("top", top[0].shape, self.dtype).array if self.tops_overwritten else top[0].data
 
     def first_sample(self) -> int:
         """Global number of the first sample in this pass, for random numbers that belong to samples."""
@@ -306,7 +312,7 @@ class Layer:
         return self.context.first_sample(number) if self.context.first_sample else 0
 
     def counter(self) -> Counter:
-        """The place of this pass in the random numbers that belong to samples."""
+        """Counter of the random numbers that belong to samples: (pass, first sample), or both in device memory."""
         on_device = self.context.passes.on_device
         return (self.context.passes.number, self.first_sample()) if on_device is None else on_device
 

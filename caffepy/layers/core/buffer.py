@@ -1,4 +1,4 @@
-"""Arrays that a layer needs within one pass and that may share memory with others afterwards."""
+"""Scratch buffers of layers, which a memory plan may let share memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array
 
 
-class Temporary:
-    """An array of a layer's own that every pass writes whole before it reads it: masks, kept bottoms, hidden values.
+class ScratchBuffer:
+    """A layer's buffer that every pass overwrites before it reads it: masks, saved bottoms, hidden values.
 
-    Allocated on first use, as a blob's arrays are; a memory plan may `bind` it before that to memory that others use
-    at other times.
+    Allocated on first use, as a blob's arrays are, unless a memory plan has bound it to a slice of its arena.
 
     Args:
         backend: where it lives.
@@ -22,17 +21,17 @@ class Temporary:
         self.shape = shape
         self.dtype = dtype
         self.allocated: Array | None = None
-        """The array, None where nobody has asked for it yet."""
+        """None before the first use."""
         self._backend = backend
 
     @property
     def array(self) -> Array:
-        """The elements; ask anew in each pass."""
+        """The buffer's array; do not keep it beyond the pass, a plan may bind another one."""
         if self.allocated is None:
             self.allocated = self._backend.zeros(self.shape, self.dtype)
         return self.allocated
 
     def bind(self, array: Array) -> None:
-        """Let it be memory that somebody else owns."""
+        """Use `array`, which another owner allocated, instead of memory of its own."""
         assert tuple(array.shape) == self.shape, (array.shape, self.shape)
         self.allocated = array

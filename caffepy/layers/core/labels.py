@@ -56,7 +56,7 @@ class Labels:
         """The labels as the last `pull` gave them."""
         return self._row.target(self._blob.data)
 
-    def check(self) -> None:
+    def raise_device_errors(self) -> None:
         """Raise if a label since the last check was outside the classes; waits for the device.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What data layers that read ahead have in common: their schedule, their prefetch thread, their place in a snapshot."""
+"""The base class of data layers: sharding schedule, prefetch thread, copies to the device, position in a snapshot."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import Blobs, Layer
-from caffepy.layers.input.feeding import (
+from caffepy.layers.input.transfer import (
     ByteTransfer,
     FloatTransfer,
     HostToDeviceTransfer,
     expected_bytes,
-    passes_together,
+    passes_per_block,
 )
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 8
-"""More threads than this copy no faster from one memory."""
+"""Memory bandwidth limits the readers: more threads copy no faster."""
 
 
 class Source(Protocol):
-    """What a data layer opens in `setup` and closes in `close`."""
+    """What a data layer reads from; opened in `setup`, closed in `close`."""
 
     def fingerprint(self) -> dict[str, str]:
         """What tells it from another source of the same name; see `caffepy.data.sources.source.RecordSource`."""
 
     def close(self) -> None:
-        """Give back what is open. Callable twice."""
+        """Close files and mappings. Idempotent."""
 
 
 class DescribingLoader(Loader, Protocol):
     """A loader that can name records."""
 
     def describe(self, sample: int) -> str:
-        """What messages call a global sample; may be called by any thread."""
+        """The record of a global sample, for messages. Thread-safe."""
 
 
 class PrefetchingLayer(Layer):
-    """A layer whose tops are read from somewhere by a thread of its own.
+    """A layer whose batches are read by a prefetch thread.
 
     In training the tops hold this device's part of the global batch, in testing one batch of those that this device
-    scores; see `caffepy.data.schedule`. Seed and pass number are looked at when the first batch is asked for, so a
-    snapshot may be restored until then.
+    scores; see `caffepy.data.schedule`. Seed and pass number are read when the first batch is requested, so a snapshot
+    can be restored before that.
     """
 
-    half = True
-    exact_tops = 1
+    supports_half = True
+    float32_tops_from = 1
     bottoms = (0, 0)
     has_backward = False
-    feeds = True
+    prefetches = True
     depth: ClassVar[int] = 4
-    """Batches read ahead, where the prototxt does not say."""
+    """Batches read ahead by default."""
 
     @abstractmethod
     def batch_size(self) -> int:
@@ -72,14 +72,14 @@ class PrefetchingLayer(Layer):
 
     @abstractmethod
     def make_loader(self) -> DescribingLoader:
-        """What fills this layer's batches; called when the seed is settled."""
+        """The loader that fills this layer's batches; called after a snapshot was restored."""
 
     def byte_images(self, count: int) -> ByteImages | None:
-        """How batches of `count` records come if these are images of bytes; None: as floats."""
+        """The layout of batches of `count` uint8 images; None: batches are float32."""
         return None
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells the layer's data from others of the same name, by what messages call it.
+        """Properties of the data by which ranks compare theirs: descriptions to values.
 
         Raises:
             DataError: the source cannot be read.
@@ -87,7 +87,7 @@ class PrefetchingLayer(Layer):
         return {} if self._source is None else self._source.fingerprint()
 
     def threads(self, asked: int) -> int:
-        """How many threads read, given the prototxt's number (0: automatic).
+        """The number of reader threads, given the prototxt's (0: automatic).
 
         A GPU leaves the cores of its process to the readers; on the CPU they belong to the solver.
         """
@@ -106,12 +106,12 @@ class PrefetchingLayer(Layer):
         self._closed = False
         self._tops = list(top)
         self._batch: Batch | None = None
-        self._form: HostToDeviceTransfer | None = None
+        self._transfer: HostToDeviceTransfer | None = None
         self._images: ByteImages | None = None
-        self._taken: HostToDeviceTransfer | None = None
-        """The form that the last `forward` took."""
-        self._fed: dict[int, HostToDeviceTransfer] = {}
-        """How the passes that were fed, and not consumed yet, came."""
+        self._last_transfer: HostToDeviceTransfer | None = None
+        """What the last `forward` used; a captured graph goes on using it."""
+        self._prefetched: dict[int, HostToDeviceTransfer] = {}
+        """The transfer of each pass that was prefetched and not yet released."""
         self._restarted = False
         self._waited = 0.0
         self._prefetcher: Prefetcher | None = None
@@ -153,95 +153,96 @@ class PrefetchingLayer(Layer):
         return self.context.shard.rank == 0 and self.backend.holds_values
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The tops have their shapes from `setup` and take those of each batch."""
+        """The tops have their shapes from `setup`, and from each batch."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the tops of what was fed. Without a net that feeds it the layer feeds itself."""
+        """Fill the tops from the prefetched batch; without a net that prefetches, the layer does so itself."""
         if not self.backend.holds_values:
             for blob in top:
                 self.backend.fill(blob.data, 0.0)
             return
         counter, number = self.counter(), self.context.passes.number
-        alone = isinstance(counter, tuple) and number not in self._fed
-        if alone:
-            self.feed(number)
-        form = self._fed.get(number, self._form)
-        assert form is not None, f"layer '{self.name}': forward before any feed"
-        _reshape(top, form)
-        form.take(counter, top)
-        self._taken = form
-        if alone:
-            self.consumed(number)
+        not_prefetched = isinstance(counter, tuple) and number not in self._prefetched
+        if not_prefetched:
+            self.prefetch_to_device(number)
+        transfer = self._prefetched.get(number, self._transfer)
+        assert transfer is not None, f"layer '{self.name}': forward before any prefetch_to_device"
+        _reshape(top, transfer)
+        transfer.fill_tops(counter, top)
+        self._last_transfer = transfer
+        if not_prefetched:
+            self.release_batch(number)
 
     # -- from the host to the device -----------------------------------------------------------------
 
-    def feed(self, number: int) -> None:
-        if number in self._fed or not self.backend.holds_values:
+    def prefetch_to_device(self, number: int) -> None:
+        if number in self._prefetched or not self.backend.holds_values:
             return
         if self._closed:
             raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
         batch = self._batch
         if batch is None or not batch.number <= number < batch.number + batch.passes:
-            self._batch = batch = self._bring(number)
-        assert self._form is not None
-        self._fed[number] = self._form
-        _reshape(self._tops, self._form)
+            self._batch = batch = self._copy_batch(number)
+        assert self._transfer is not None
+        self._prefetched[number] = self._transfer
+        _reshape(self._tops, self._transfer)
 
     def ring_bytes(self) -> int:
-        """Device memory that batches pass through on their way to the tops; until the first one came, an estimate."""
-        if self._form is not None:
-            return self._form.ring.slot_size * self._form.ring.slots
+        """Bytes of the device's input ring; an estimate before the first batch."""
+        if self._transfer is not None:
+            return self._transfer.ring.slot_size * self._transfer.ring.slots
         can_be_bytes = type(self).byte_images is not PrefetchingLayer.byte_images
         return expected_bytes([top.shape for top in self._tops], can_be_bytes, self.context.iter_size)
 
-    def consumed(self, number: int) -> None:
-        form = self._fed.pop(number, None)
-        if form is None:
+    def release_batch(self, number: int) -> None:
+        transfer = self._prefetched.pop(number, None)
+        if transfer is None:
             return
-        form.ring.consumed(number)
-        present = self._form is not None and form.ring is self._form.ring
-        if not present and all(other.ring is not form.ring for other in self._fed.values()):
-            form.ring.close()
+        transfer.ring.consumed(number)
+        present = self._transfer is not None and transfer.ring is self._transfer.ring
+        if not present and all(other.ring is not transfer.ring for other in self._prefetched.values()):
+            transfer.ring.close()
 
-    def outdated(self) -> bool:
-        return self._taken is not None and self._form is not self._taken
+    def transfer_changed(self) -> bool:
+        return self._last_transfer is not None and self._transfer is not self._last_transfer
 
-    def known_until(self, number: int) -> int:
+    def shapes_known_until(self, number: int) -> int:
         return number if self._batch is None else max(number, self._batch.number + self._batch.passes)
 
     @property
     def waited(self) -> float:
-        """Seconds that this layer's solver has waited for batches to be read."""
+        """Seconds that the solver has waited for this layer's batches."""
         return self._waited + (self._prefetcher.waited if self._prefetcher is not None else 0.0)
 
-    def _bring(self, number: int) -> Batch:
-        """Get the batch that begins with pass `number` and put it on its way to the device."""
-        prefetcher = self._started()
+    def _copy_batch(self, number: int) -> Batch:
+        """Start the copy of the batch that begins with pass `number` to the device."""
+        prefetcher = self._start_prefetcher()
         batch = prefetcher.get(number)
-        form = self._form_of(batch)
-        self._wait_for_room(form.ring)
-        form.put(batch, lambda: prefetcher.release(batch))
-        self._form = form
+        transfer = self._transfer_for(batch)
+        self._wait_for_free_slots(transfer.ring)
+        transfer.put(batch, lambda: prefetcher.release(batch))
+        self._transfer = transfer
         return batch
 
-    def _form_of(self, batch: Batch) -> HostToDeviceTransfer:
-        """The form that takes a batch: the present one if it fits."""
-        form, ahead = self._form, self.context.iter_size
-        if self._restarted and form is not None:
-            form.ring.restart()
+    def _transfer_for(self, batch: Batch) -> HostToDeviceTransfer:
+        """The transfer for a batch's layout: the present one if it fits."""
+        transfer, ahead = self._transfer, self.context.iter_size
+        if self._restarted and transfer is not None:
+            transfer.ring.restart()
         self._restarted = False
         if batch.slot is not None:
-            if not isinstance(form, ByteTransfer):
+            if not isinstance(transfer, ByteTransfer):
                 assert self._images is not None
-                form = ByteTransfer(self.backend, self._images, len(self._tops), ahead)
-            return form
+                transfer = ByteTransfer(self.backend, self._images, len(self._tops), ahead)
+            return transfer
         shapes = [array.shape for array in batch.arrays]
-        if not isinstance(form, FloatTransfer) or form.shapes != shapes:
-            form = FloatTransfer(self.backend, shapes, ahead, form.ring if isinstance(form, FloatTransfer) else None)
-        return form
+        if not isinstance(transfer, FloatTransfer) or transfer.shapes != shapes:
+            ring = transfer.ring if isinstance(transfer, FloatTransfer) else None
+            transfer = FloatTransfer(self.backend, shapes, ahead, ring)
+        return transfer
 
-    def _wait_for_room(self, ring: InputRing) -> None:
-        """Wait while the device is a whole ring behind: not without end, and not after `close`."""
+    def _wait_for_free_slots(self, ring: InputRing) -> None:
+        """Wait while the device still reads every slot of the ring, until `close` or the timeout."""
         started = awake_seconds()
         while not ring.ready():
             if self._closed:
@@ -253,7 +254,7 @@ class PrefetchingLayer(Layer):
                 )
             time.sleep(0.0002)
 
-    def _started(self) -> Prefetcher:
+    def _start_prefetcher(self) -> Prefetcher:
         if self._prefetcher is None:
             self._loader = self.make_loader()
             self._images = self.byte_images(self._count)
@@ -267,17 +268,17 @@ class PrefetchingLayer(Layer):
                 depth=self.prefetch_depth(),
                 where=f"layer '{self.name}' ({self.type})",
                 slot=slot,
-                block=1 if slot is None else passes_together(slot),
+                block=1 if slot is None else passes_per_block(slot),
                 memory=self.backend.host_memory,
                 timeout=self.context.timeout,
             )
         return self._prefetcher
 
-    # -- the place among the samples -----------------------------------------------------------------
+    # -- position among the samples -----------------------------------------------------------------
 
     @property
     def schedule(self) -> TrainSchedule | TestSchedule:
-        """Which samples this device takes; begins at the pass in which it is first asked for."""
+        """Which samples this device takes; fixed by the first call, so call it after a snapshot was restored."""
         if self._schedule is None:
             shard, first_pass = self.context.shard, self.context.passes.number
             if self.context.phase == caffe_pb2.TRAIN:
@@ -291,36 +292,36 @@ class PrefetchingLayer(Layer):
         return self.schedule.position(self.context.passes.number)
 
     def seek(self, position: int) -> None:
-        """Let the next pass begin at global sample `position` on all devices; what was read ahead is dropped."""
+        """Continue with global sample `position` on all devices; batches that were read ahead are dropped."""
         if self._prefetcher is not None:
             if not self._prefetcher.close():  # two threads at one cursor would read anything
                 raise RunError(f"layer '{self.name}' ({self.type}): still reading; is the disk or network drive there?")
             self._waited += self._prefetcher.waited
             self._prefetcher = None
         self._batch = None
-        self._fed.clear()
+        self._prefetched.clear()
         self._restarted = True
         self._start = position
         self._schedule = None
 
-    def describe_sample(self, number: int, place: int) -> str:
-        """What messages call the sample at `place` of this device's batch of pass `number`."""
+    def describe_sample(self, number: int, index: int) -> str:
+        """The record at `index` of this device's batch of pass `number`, for messages."""
         loader = self._loader or self.make_loader()
-        return loader.describe(self.schedule.first_sample(number) + place)
+        return loader.describe(self.schedule.first_sample(number) + index)
 
     def close(self) -> None:
         self._closed = True
         prefetcher, self._prefetcher = getattr(self, "_prefetcher", None), None
         ended = prefetcher is None or prefetcher.close()
-        for form in (getattr(self, "_form", None), *getattr(self, "_fed", {}).values()):
-            if form is not None:
-                form.ring.close()
+        for transfer in (getattr(self, "_transfer", None), *getattr(self, "_prefetched", {}).values()):
+            if transfer is not None:
+                transfer.ring.close()
         source = getattr(self, "_source", None)
         if source is not None and ended:  # a thread that still reads would fall into unmapped memory
             self._source = None
             source.close()
 
 
-def _reshape(tops: Blobs, form: HostToDeviceTransfer) -> None:
-    for blob, shape in zip(tops, form.shapes, strict=True):
+def _reshape(tops: Blobs, transfer: HostToDeviceTransfer) -> None:
+    for blob, shape in zip(tops, transfer.shapes, strict=True):
         blob.reshape(shape)

@@ -95,5 +95,5 @@ class AccuracyLayer(Layer):
         backend.reduce(class_hits, inputs, (self._class_hits, self._class_counts))
         backend.apply(ratio, (self._class_hits, self._class_counts), (scores,))
 
-    def check(self) -> None:
-        self._labels.check()
+    def raise_device_errors(self) -> None:
+        self._labels.raise_device_errors()

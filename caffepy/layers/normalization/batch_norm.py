@@ -8,7 +8,7 @@ from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.composite import scaled, squared_distance
 from caffepy.backend.types import Normalisation
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 
 STATISTICS = 3
@@ -32,10 +32,10 @@ class BatchNormLayer(Layer):
     NVIDIA Caffe's `scale_bias` adds y * scale + bias with learned blobs 3 and 4 of shape (C,), starting at 1 and 0.
     """
 
-    half = True
+    supports_half = True
 
     _shape: tuple[int, ...] | None = None
-    _kept: Temporary | None = None
+    _saved_bottom: ScratchBuffer | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.batch_norm_param
@@ -82,45 +82,45 @@ class BatchNormLayer(Layer):
         return self._scale_bias
 
     def capture_blocker(self) -> str | None:
-        if not self.meets_devices() or self.context.average_captured:
+        if not self.communicates() or self.context.all_reduce_capturable:
             return None
         return "it averages statistics over all devices through the host"
 
-    def meets_devices(self) -> bool:
-        return self.context.average is not None and not self._use_stored
+    def communicates(self) -> bool:
+        return self.context.all_reduce_mean is not None and not self._use_stored
 
-    def measured(self) -> Sequence[int]:
+    def running_statistics(self) -> Sequence[int]:
         return () if self._use_stored else range(STATISTICS)
 
-    def differing(self) -> Sequence[int]:
+    def local_statistics(self) -> Sequence[int]:
         """Mean and variance, sums over all passes; their factor counts the passes, which is alike everywhere."""
-        return () if self._use_stored or self.context.average is not None else (0, 1)
+        return () if self._use_stored or self.context.all_reduce_mean is not None else (0, 1)
 
-    def measure(self, x: Array, n: Normalisation) -> None:
+    def compute_statistics(self, x: Array, n: Normalisation) -> None:
         """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""
-        average = self.context.average
-        if average is None:
+        all_reduce_mean = self.context.all_reduce_mean
+        if all_reduce_mean is None:
             self.backend.batch_norm_measure(x, n)
             return
         elements, variance = x.size // self._channels, self._sum_dy
         # The variance is around the global mean: squares of large means would swallow the digits that count.
         self.backend.reduce(scaled, (x, 1 / elements), (n.mean,))
-        average(n.mean)
+        all_reduce_mean(n.mean)
         self.backend.reduce(squared_distance, (x, n.mean, 1 / elements), (variance,))
-        average(variance)
+        all_reduce_mean(variance)
         self.backend.batch_norm_finish(variance, elements * self.context.shard.world_size, n)
 
-    def averaged(self, sum_dy_x: Array, sum_dy: Array) -> tuple[Array, Array]:
+    def all_reduced(self, sum_dy_x: Array, sum_dy: Array) -> tuple[Array, Array]:
         """The sums that the bottom's gradient needs: this device's, or where statistics are global all devices' mean.
 
         Each device's gradients are those of its own mean loss, and are averaged afterwards.
         """
-        if self.context.average is None:
+        if self.context.all_reduce_mean is None:
             return sum_dy_x, sum_dy
         for own, total in ((sum_dy_x, self._sum_dy_x), (sum_dy, self._sum_dy)):
             if own is not total:
                 self.backend.copy(own, total)
-            self.context.average(total)
+            self.context.all_reduce_mean(total)
         return self._sum_dy_x, self._sum_dy
 
     def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> Normalisation:
@@ -137,17 +137,17 @@ class BatchNormLayer(Layer):
         if len(shape) < 2 or shape[1] != self._channels:
             raise self.shape_error(f"the statistics need {self._channels} channels", bottom[0], self.blobs[0])
         top[0].reshape(shape)
-        self._kept = self.temporary("kept", shape, self.dtype) if bottom[0] is top[0] else None
+        self._saved_bottom = self.scratch("saved bottom", shape, self.dtype) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, n = bottom[0].data, self.normalisation()
-        if self._kept is not None:
-            self.backend.copy(x, self._kept.array)
-            x = self._kept.array
+        if self._saved_bottom is not None:
+            self.backend.copy(x, self._saved_bottom.array)
+            x = self._saved_bottom.array
         if self._use_stored:
             self.backend.batch_norm_load(n)
         else:
-            self.measure(x, n)
+            self.compute_statistics(x, n)
         self.backend.batch_norm_forward(x, n, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -155,7 +155,7 @@ class BatchNormLayer(Layer):
 
         With stored statistics, which do not depend on x, dx = scale / deviation * dy.
         """
-        x, n = bottom[0].data if self._kept is None else self._kept.array, self.normalisation()
+        x, n = bottom[0].data if self._saved_bottom is None else self._saved_bottom.array, self.normalisation()
         dy, dx = top[0].diff, bottom[0].diff
         if not self._use_stored or self._wants(3) or self._wants(4):
             self.backend.batch_norm_backward_sums(x, [dy], n, self._sum_dy_x, self._sum_dy)
@@ -168,7 +168,7 @@ class BatchNormLayer(Layer):
         if self._use_stored:
             self.backend.apply(stored_input_gradient, (dy, n.inverse, n.scale), (dx,))
         else:
-            self.backend.batch_norm_backward_data(x, dy, n, *self.averaged(self._sum_dy_x, self._sum_dy), dx)
+            self.backend.batch_norm_backward_data(x, dy, n, *self.all_reduced(self._sum_dy_x, self._sum_dy), dx)
 
     def _wants(self, index: int) -> bool:
         return self._scale_bias and self.propagate_to_params[index]

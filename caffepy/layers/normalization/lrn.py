@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend import Each, Geometry, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.formulas import product
 from caffepy.proto import caffe_pb2
 
@@ -33,7 +33,7 @@ class LRNLayer(Layer):
     and the average is that of a padded pooling layer.
     """
 
-    half = True
+    supports_half = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -50,7 +50,7 @@ class LRNLayer(Layer):
             raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
         top[0].reshape(shape)
         kept = not self._across or self.backend.keeps_lrn_scale
-        self._scale: Temporary | None = self.temporary("scale", shape) if kept else None
+        self._scale: ScratchBuffer | None = self.scratch("scale", shape) if kept else None
         """The power's base (across), or the average of squares (within)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -62,7 +62,7 @@ class LRNLayer(Layer):
             if scale is not None:
                 self.save_top(top)
             return
-        squares = self.temporary("squares", x.shape).array
+        squares = self.scratch("squares", x.shape).array
         self.backend.apply(product, (x, x), (squares,))
         self.backend.pool_average_forward(squares, scale, self._geometry)
         self.backend.apply(normalised, (x, scale, param.alpha, param.beta), (y,))
@@ -79,9 +79,9 @@ class LRNLayer(Layer):
             self.backend.lrn_across_backward(x, y, scale, dy, dx, *settings)
             return
         # Pooling keeps the dtype, and these products may be too small for half precision.
-        part = dx if bottom[0].dtype == "float32" else self.temporary("part", x.shape).array
+        part = dx if bottom[0].dtype == "float32" else self.scratch("part", x.shape).array
         self.backend.apply(average_gradient, (x, dy, scale, param.alpha, param.beta), (part,))
-        squares = self.temporary("squares", x.shape).array
+        squares = self.scratch("squares", x.shape).array
         self.backend.pool_average_backward(part, squares, self._geometry)
         inputs = (x, dy, scale, squares, param.alpha, param.beta)
         self.backend.apply(within_gradient, inputs, (dx,))

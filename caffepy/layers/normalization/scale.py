@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from caffepy.backend import Array, Channel, Each, Expression, expression
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.formulas import (
     identity,
     product,
@@ -25,7 +25,7 @@ class BroadcastLayer(Layer):
     The operand is the second bottom, or parameter 0 with the bottom's `num_axes` axes (-1: all from `axis` on).
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
 
     bottoms = (1, 2)
@@ -127,7 +127,7 @@ class ScaleLayer(BroadcastLayer):
     at 0. In place, the bottom's data are kept for the scale's gradient.
     """
 
-    _kept: Temporary | None = None
+    _saved_bottom: ScratchBuffer | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.scale_param
@@ -143,19 +143,19 @@ class ScaleLayer(BroadcastLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.place_operand(self.operand(bottom), bottom, self.param.scale_param.axis)
         top[0].reshape(bottom[0].shape)
-        self._kept = self.temporary("kept", bottom[0].shape, self.dtype) if bottom[0] is top[0] else None
+        self._saved_bottom = self.scratch("kept", bottom[0].shape, self.dtype) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, scale = bottom[0].data, top[0].data, self.operand(bottom).data
-        if self._kept is not None:
-            self.backend.copy(x, self._kept.array)
+        if self._saved_bottom is not None:
+            self.backend.copy(x, self._saved_bottom.array)
         if self.param.scale_param.bias_term:
             self.combine(scale_shift, product_plus, (x, scale, self.blobs[-1].data), y)
         else:
             self.combine(product_with_channel, product, (x, scale), y)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        x = bottom[0].data if self._kept is None else self._kept.array
+        x = bottom[0].data if self._saved_bottom is None else self._saved_bottom.array
         dy = top[0].diff
         if not self._both_at_once(x, dy, bottom):
             index = len(self.blobs) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend import Geometry
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.PoolingParameter
@@ -22,11 +22,11 @@ class PoolingLayer(Layer):
     to size + pad. MAX gives the place h * W + w of the maximum in a second top.
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
 
     tops = (1, 2)
-    _mask: Temporary
+    _mask: ScratchBuffer
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -90,7 +90,7 @@ class PoolingLayer(Layer):
             blob.reshape(shape)
         if self._is_max:
             small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
-            self._mask = self.temporary("mask", shape, self.backend.mask_dtype if small else "int32")
+            self._mask = self.scratch("mask", shape, self.backend.mask_dtype if small else "int32")
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
         """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""

@@ -107,9 +107,7 @@ class Fusion:
             return
         relu = self._nodes[found]
         fused = FusedActivation([node.layer, relu.layer])
-        self._claim(
-            [index, found], Node(fused, node.bottoms, relu.tops, node.propagate_down, node.need_backward)
-        )
+        self._claim([index, found], Node(fused, node.bottoms, relu.tops, node.propagate_down, node.need_backward))
 
     def _is_plain_relu(self, index: int) -> bool:
         """Whether max(x, 0), and its sign can still be seen in the backward pass."""

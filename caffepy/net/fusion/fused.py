@@ -11,7 +11,7 @@ from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.types import Normalisation, mask_bytes
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.layers.core.base import Blobs, Layer
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
 from caffepy.layers.normalization.scale import ScaleLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
@@ -30,7 +30,7 @@ class FusedLayer(Layer):
         members: in the order in which they would be computed.
     """
 
-    half = True
+    supports_half = True
 
     def __init__(self, members: Sequence[Layer]) -> None:
         param = caffe_pb2.LayerParameter(
@@ -46,12 +46,12 @@ class FusedLayer(Layer):
     def capture_blocker(self) -> str | None:
         return next((blocker for member in self.members if (blocker := member.capture_blocker())), None)
 
-    def meets_devices(self) -> bool:
-        return any(member.meets_devices() for member in self.members)
+    def communicates(self) -> bool:
+        return any(member.communicates() for member in self.members)
 
-    def check(self) -> None:
+    def raise_device_errors(self) -> None:
         for member in self.members:
-            member.check()
+            member.raise_device_errors()
 
 
 class FusedActivation(FusedLayer):
@@ -102,7 +102,7 @@ class FusedNormalisation(FusedLayer):
         self.sums: Array | None = None
         """Where the convolution before adds up its output."""
         self._measured = False
-        self._mask: Temporary | None = None
+        self._mask: ScratchBuffer | None = None
         channels = norm.blobs[0].shape
         self._sum_dy_x, self._sum_dy = (self.backend.zeros(channels) for _ in range(2))
 
@@ -129,7 +129,7 @@ class FusedNormalisation(FusedLayer):
         size = mask_bytes(bottom[0].count)
         training = self.context.phase == caffe_pb2.TRAIN
         masked = self._adds and self._relu and training
-        self._mask = self.temporary("mask", (size,), "uint8") if masked else None
+        self._mask = self.scratch("mask", (size,), "uint8") if masked else None
 
     def _normalisation(self) -> Normalisation:
         if self._scale is None:
@@ -145,7 +145,7 @@ class FusedNormalisation(FusedLayer):
             assert self.sums is not None
             self.backend.batch_norm_measure_sums(self.sums, x.count // x.shape[1], n)
         else:
-            self._norm.measure(x.data, n)
+            self._norm.compute_statistics(x.data, n)
         self._measured = False
         residual = bottom[1].data if self._adds else None
         y = top[0].data
@@ -166,7 +166,7 @@ class FusedNormalisation(FusedLayer):
         if propagate_down[0]:
             dy = dys[0] if total is None else total
             masked = self._relu and total is None
-            sums = self._norm.averaged(scale, bias)
+            sums = self._norm.all_reduced(scale, bias)
             self.backend.batch_norm_backward_data(x, dy, n, *sums, bottom[0].diff, masked)
 
     def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:
@@ -217,8 +217,8 @@ class MeasuredConvolution(FusedLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         first = self._convolution
-        alone = self.context.average is None
-        sums = self._normalisation.sums_for(top[0].shape[1]) if alone and first.plan.gives_sums else None
+        single_device = self.context.all_reduce_mean is None
+        sums = self._normalisation.sums_for(top[0].shape[1]) if single_device and first.plan.gives_sums else None
         first.compute(bottom[0], top[0], sums=sums)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

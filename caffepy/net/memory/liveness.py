@@ -1,7 +1,7 @@
-"""A net that is built and run without a device, to see when each of its arrays is needed.
+"""Liveness analysis: a net runs on the meta device, which records the steps that use each array.
 
-Owns the rules for which arrays may share memory. The layers' own code runs on `MetaBackend`: there is no second
-description of what a layer reads, writes or allocates.
+Owns the rules for which arrays may share memory. It is the layers' own code that runs on `MetaBackend`, so there is no
+second description of what a layer reads, writes or allocates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from caffepy.backend.meta.array import SETUP, Memory, MetaArray
 from caffepy.backend.meta.backend import MetaBackend
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Layer, LayerContext, PassCounter
-from caffepy.layers.core.buffer import Temporary
+from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
@@ -23,18 +23,18 @@ from caffepy.proto import caffe_pb2
 INPUTS, BLOBS, BUFFERS = "inputs", "blobs", "layers' buffers"
 PARAMETERS, GRADIENTS, COPIES = "parameters", "gradients", "half copies"
 KINDS = (PARAMETERS, GRADIENTS, COPIES, INPUTS, BLOBS, BUFFERS)
-"""What memory is for, as `LivenessAnalysis.lasting` tells it apart."""
+"""Categories of memory, as in `LivenessAnalysis.lasting`."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a net keeps an array that may share memory with others.
+class ArrayRef:
+    """Names an array that may share memory, independently of the net object that holds it.
 
     Args:
         node: number of the layer in the net's schedule.
-        part: ``data`` or ``diff`` of a top, or the name of a layer's temporary.
-        index: which top; for a temporary which layer of a fused one, from 1 on, or 0 for the layer itself.
-        is_blob: whether it is a top's.
+        part: ``data`` or ``diff`` of a top, or the name of a layer's scratch buffer.
+        index: which top; for a scratch buffer which member of a fused layer, from 1 on, or 0 for the layer itself.
+        is_blob: whether it is a top's data or diff.
     """
 
     node: int
@@ -42,34 +42,34 @@ class Place:
     index: int
     is_blob: bool
 
-    def find(self, net: Net, shape: tuple[int, ...], dtype: str) -> Blob | Temporary:
-        """What holds the array in a net; a layer's temporary need not be there before the first pass."""
+    def find(self, net: Net, shape: tuple[int, ...], dtype: str) -> Blob | ScratchBuffer:
+        """The blob or scratch buffer in a net; a scratch buffer is made if the layer has not yet run."""
         node = net.schedule[self.node]
         if self.is_blob:
             return node.tops[self.index]
-        return _owners(node.layer)[self.index].temporary(self.part, shape, dtype)
+        return _owners(node.layer)[self.index].scratch(self.part, shape, dtype)
 
     def bind(self, net: Net, array: Any, dtype: str) -> None:
-        """Give the net this array to keep there."""
+        """Make the net's blob or scratch buffer use `array`."""
         holder = self.find(net, tuple(array.shape), dtype)
         if isinstance(holder, Blob):
-            assert holder.dtype == dtype, f"{holder} is kept in {holder.dtype}, the plan is for {dtype}"
+            assert holder.dtype == dtype, f"{holder} has dtype {holder.dtype}, the plan is for {dtype}"
             holder.bind(**{self.part: array})
         else:
             holder.bind(array)
 
     def title(self, net: Net) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         node = net.schedule[self.node]
         return f"{node.tops[self.index].name} {self.part}" if self.is_blob else f"({self.part})"
 
 
 class LivenessAnalysis:
-    """A net on a `MetaBackend`, after one iteration.
+    """One iteration of a net on a `MetaBackend`; a step is the forward or backward pass of one layer.
 
     Args:
         param: the net as read.
-        context: its surroundings on the device that it is planned for; they are left as they are.
+        context: the context on the device that the plan is for; it is not changed.
         state: as `Net` takes it.
         fuse: as `Net` takes it.
         backward: whether the iteration has a backward pass.
@@ -84,10 +84,10 @@ class LivenessAnalysis:
         backward: bool,
     ) -> None:
         self.backend = MetaBackend(context.backend)
-        surroundings = replace(
+        meta_context = replace(
             context, backend=self.backend, passes=PassCounter(), first_sample=None, describe_sample=None
         )
-        self.net = Net(param, surroundings, state, fuse)
+        self.net = Net(param, meta_context, state, fuse)
         try:
             self._run(backward)
         finally:
@@ -96,11 +96,11 @@ class LivenessAnalysis:
 
     @property
     def steps(self) -> int:
-        """How many there are: the layers forward, then backward."""
+        """The number of steps: each layer forward, then each backward."""
         return len(self.net.schedule) * (2 if self._backward else 1)
 
     def step_name(self, step: int) -> str:
-        """A step in words."""
+        """A step for messages."""
         count = len(self.net.schedule)
         node = self.net.schedule[step if step < count else 2 * count - 1 - step]
         return f"{'forward' if step < count else 'backward'} of layer '{node.layer.name}' ({node.layer.type})"
@@ -113,10 +113,10 @@ class LivenessAnalysis:
         last = 2 * len(net.schedule) - 1
         for number, node in enumerate(net.schedule):
             layer = node.layer
-            outside = not node.bottoms and not isinstance(layer, PrefetchingLayer)
-            forward = partial(_allocate, node.tops) if outside else layer.forward
-            self._replace(layer, "forward", number, forward)
-            self._replace(layer, "backward", last - number, layer.backward)
+            user_filled = not node.bottoms and not isinstance(layer, PrefetchingLayer)
+            forward = partial(_allocate, node.tops) if user_filled else layer.forward
+            self._count_step(layer, "forward", number, forward)
+            self._count_step(layer, "backward", last - number, layer.backward)
         net.prepare()
         self.backend.step = 0
         net.forward()
@@ -127,53 +127,53 @@ class LivenessAnalysis:
             if array is not None:
                 array.memory.lasting = True
 
-    def _replace(self, layer: Layer, name: str, step: int, method: Callable[..., None]) -> None:
-        """Let a layer's method say first which step it is."""
+    def _count_step(self, layer: Layer, name: str, step: int, method: Callable[..., None]) -> None:
+        """Wrap a layer's method so that it sets the backend's step first."""
 
-        def stepping(*arguments: Any) -> None:
+        def wrapped(*arguments: Any) -> None:
             self.backend.step = step
             method(*arguments)
 
-        setattr(layer, name, stepping)
+        setattr(layer, name, wrapped)
 
     def _read_afterwards(self) -> Iterator[Blob]:
-        """Blobs whose values are looked at when an iteration is over: outputs, losses and labels, for messages."""
+        """Blobs that are read after the iteration: outputs, losses, and labels (for messages)."""
         yield from self.net.outputs.values()
         for node in self.net.schedule:
             yield from (top for top, weight in zip(node.tops, node.layer.loss_weights, strict=True) if weight)
             yield from (node.bottoms[j] for j in node.layer.no_gradient_bottoms if j < len(node.bottoms))
 
-    # -- what was seen -------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------
 
-    def shareable(self) -> dict[Place, Memory]:
-        """Arrays that hold nothing from one iteration to the next, and where the net keeps each."""
-        found: dict[Memory, Place] = {}
-        for place, array in self._arrays():
+    def shareable(self) -> dict[ArrayRef, Memory]:
+        """Arrays whose contents do not outlive an iteration, so that they may share memory."""
+        refs: dict[Memory, ArrayRef] = {}
+        for ref, array in self._arrays():
             memory = array.memory
             usable = not memory.lasting and memory.made != SETUP and memory.first is not None
             if usable and array.part == memory.whole and array.shape == memory.shape:
-                found.setdefault(memory, place)
-        return {place: memory for memory, place in found.items()}
+                refs.setdefault(memory, ref)
+        return {ref: memory for memory, ref in refs.items()}
 
-    def _arrays(self) -> Iterator[tuple[Place, MetaArray]]:
-        """Blobs' and temporaries' arrays; of several blobs over one memory the one that allocated it comes first.
+    def _arrays(self) -> Iterator[tuple[ArrayRef, MetaArray]]:
+        """All arrays of blobs and scratch buffers; of blobs that share memory the one that allocated it comes first.
 
-        Layers hand values down to their tops and gradients up to their bottoms.
+        Split and Reshape hand data on in the order of the schedule and diffs in reverse, hence the two orders.
         """
         schedule = list(enumerate(self.net.schedule))
         for part, order in (("data", schedule), ("diff", schedule[::-1])):
             for number, node in order:
                 for index, top in enumerate(node.tops):
                     if (array := top.allocated(part)) is not None:
-                        yield Place(number, part, index, True), array
+                        yield ArrayRef(number, part, index, True), array
         for number, node in schedule:
             for index, owner in enumerate(_owners(node.layer)):
-                for name, temporary in owner.temporaries.items():
-                    if temporary.allocated is not None:
-                        yield Place(number, name, index, False), temporary.allocated
+                for name, buffer in owner.scratch_buffers.items():
+                    if buffer.allocated is not None:
+                        yield ArrayRef(number, name, index, False), buffer.allocated
 
     def lasting(self) -> dict[str, int]:
-        """Bytes, by KINDS, of everything that does not share memory; what nobody holds any more is not counted."""
+        """Bytes, by KINDS, of all arrays that do not share memory; arrays that were freed are not counted."""
         kinds = self._kinds()
         shared = set(self.shareable().values())
         sizes = dict.fromkeys(KINDS, 0)
@@ -187,24 +187,25 @@ class LivenessAnalysis:
     def _kinds(self) -> dict[Memory, str]:
         net = self.net
         kinds: dict[Memory, str] = {}
-        for place, array in self._arrays():
-            if place.is_blob:
-                source = place.part == "data" and not net.schedule[place.node].bottoms
+        for ref, array in self._arrays():
+            if ref.is_blob:
+                source = ref.part == "data" and not net.schedule[ref.node].bottoms
                 kinds.setdefault(array.memory, INPUTS if source else BLOBS)
         for blob in (blob for layer in net.layers for blob in layer.blobs):
             for part, kind in (("data", PARAMETERS), ("diff", GRADIENTS)):
-                if (held := blob.allocated(part)) is not None:
-                    kinds[held.memory] = kind
+                parameter = blob.allocated(part)
+                if parameter is not None:
+                    kinds[parameter.memory] = kind
             kinds.update((copy.memory, COPIES) for copy in blob.copies.values())
         return kinds
 
 
 def _owners(layer: Layer) -> list[Layer]:
-    """A layer and those that it stands for."""
+    """A layer, and the members of a fused one."""
     return [layer, *getattr(layer, "members", [])]
 
 
 def _allocate(tops: Sequence[Blob], *_: Any) -> None:
-    """Stands for the forward pass of Input and DummyData: what their tops hold may be from an earlier pass."""
+    """Replaces the forward pass of Input and DummyData, whose tops may keep their data over several passes."""
     for top in tops:
         assert top.data is not None

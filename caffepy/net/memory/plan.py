@@ -1,8 +1,7 @@
-"""How much memory a net needs, and a plan by which blobs that are never needed at the same time share it.
+"""Memory plans: how much memory a net needs, and the offsets in one arena of arrays that are never live together.
 
-Owns the plan: which arrays share an arena, and where each lies in it. The plan of a net is made without it, from its
-prototxt; who builds the net binds it before the first pass. A blob that is reshaped afterwards drops its place and gets
-memory of its own, so that a plan can become useless but not wrong.
+A plan is made from the prototxt, without building the net, and bound to the net before its first pass. A blob that is
+reshaped later leaves the arena and allocates its own memory, so that an outdated plan wastes memory but is never wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +18,16 @@ from caffepy.errors import OutOfMemoryError
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net.memory.arena import Lifetime, assign_offsets, live_bytes, widest_gaps
-from caffepy.net.memory.liveness import BLOBS, BUFFERS, COPIES, GRADIENTS, INPUTS, PARAMETERS, LivenessAnalysis, Place
+from caffepy.net.memory.liveness import (
+    BLOBS,
+    BUFFERS,
+    COPIES,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    ArrayRef,
+    LivenessAnalysis,
+)
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -27,20 +35,20 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
 @dataclass(frozen=True)
-class Slot:
+class ArenaSlot:
     """An array in the arena.
 
     Args:
-        place: where the net keeps it.
-        title: what tables call it.
+        ref: which array of the net.
+        title: its name in tables.
         layer: the layer's name.
         shape: its dimensions.
-        dtype: what its elements are kept in.
-        life: its bytes, and the steps that need it.
-        offset: where it begins in the arena.
+        dtype: of its elements.
+        life: its bytes and the steps in which it is live.
+        offset: in the arena, in bytes.
     """
 
-    place: Place
+    ref: ArrayRef
     title: str
     layer: str
     shape: tuple[int, ...]
@@ -51,22 +59,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a net keeps in memory, and where.
+    """The memory of a net: the arena's layout, and the sizes of everything else.
 
     Args:
         net: the net's name.
         slots: the arrays that share the arena.
         arena: its bytes.
-        live: for each step the bytes of those that are needed in it.
-        steps: the steps in words.
+        live: for each step the bytes of the live slots.
+        steps: the steps' names.
         lasting: bytes of everything else, by what it is for (`caffepy.net.memory.liveness.KINDS`).
-        gaps: for each step where the widest range of the arena that it does not need begins and ends.
-        workspaces: for each step with a convolution the most bytes that a backend takes for that.
-        least_workspace: bytes that it takes in any case.
+        gaps: for each step the widest range of the arena without live slots, (begin, end).
+        workspaces: for each step with a convolution the largest workspace that the backend allocates for it.
+        least_workspace: bytes of workspace without any convolution.
     """
 
     net: str
-    slots: Sequence[Slot]
+    slots: Sequence[ArenaSlot]
     arena: int
     live: Sequence[int]
     steps: Sequence[str]
@@ -77,59 +85,59 @@ class MemoryPlan:
 
     @property
     def alone(self) -> int:
-        """Bytes of the slots if each had memory of its own."""
+        """Bytes of the slots without sharing."""
         return sum(aligned_bytes(slot.life.size) for slot in self.slots)
 
     @property
     def bound(self) -> int:
-        """Bytes that no arena can do with less than."""
+        """The lower bound of the arena's bytes: the most that is live in one step."""
         return max(self.live, default=0)
 
     @property
     def peak(self) -> int:
-        """The step that needs the most."""
+        """The step with the most live bytes."""
         return list(self.live).index(self.bound) if self.live else 0
 
     def history(self, histories: int) -> int:
-        """Bytes of a solver's history that keeps so many values for each parameter."""
+        """Bytes of a solver's history with `histories` values for each parameter."""
         return self.lasting[PARAMETERS] * histories
 
     def workspace(self, share: bool = True) -> int:
-        """Most bytes that primitives take for themselves; what fits into a gap of the arena costs nothing."""
-        rooms = [end - begin if share else 0 for begin, end in self.gaps]
-        beside = [size for step, size in self.workspaces.items() if size > rooms[step]]
-        return max(beside, default=self.least_workspace)
+        """Bytes of the largest workspace outside of the arena; one that fits into a step's gap costs nothing."""
+        gaps = [end - begin if share else 0 for begin, end in self.gaps]
+        outside = [size for step, size in self.workspaces.items() if size > gaps[step]]
+        return max(outside, default=self.least_workspace)
 
     def total(self, histories: int = 0, share: bool = True) -> int:
         """Bytes of everything but the workspace."""
         return sum(self.lasting.values()) + (self.arena if share else self.alone) + self.history(histories)
 
-    def at_peak(self) -> list[Slot]:
-        """The slots that the fullest step needs, largest first."""
-        alive = [slot for slot in self.slots if slot.life.first <= self.peak <= slot.life.last]
-        return sorted(alive, key=lambda slot: -slot.life.size)
+    def at_peak(self) -> list[ArenaSlot]:
+        """The slots live in the peak step, largest first."""
+        live = [slot for slot in self.slots if slot.life.first <= self.peak <= slot.life.last]
+        return sorted(live, key=lambda slot: -slot.life.size)
 
     def bind(self, net: Net, arena: Array) -> None:
-        """Put a net's blobs into an arena, and lend what is free in it; to be done before its first pass.
+        """Bind a net's arrays to their slots and its nodes' workspaces to the gaps. Call before the first pass.
 
         Args:
             net: built as the plan was made.
-            arena: at least `self.arena` bytes; nets whose passes do not mix can have the same.
+            arena: at least `self.arena` bytes; nets that never run at the same time can use the same.
         """
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
-            slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
-        rooms = [arena[begin:end] for begin, end in self.gaps]
-        for node, room in zip(net.schedule, rooms, strict=False):
-            node.forward_workspace = room
-        for node, room in zip(reversed(net.schedule), rooms[len(net.schedule) :], strict=False):
-            node.backward_workspace = room
+            slot.ref.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
+        workspaces = [arena[begin:end] for begin, end in self.gaps]
+        for node, workspace in zip(net.schedule, workspaces, strict=False):
+            node.forward_workspace = workspace
+        for node, workspace in zip(reversed(net.schedule), workspaces[len(net.schedule) :], strict=False):
+            node.backward_workspace = workspace
 
     def new_arena(self, backend: Backend) -> Array:
-        """Memory for `bind`.
+        """Allocate the memory for `bind`.
 
         Raises:
-            OutOfMemoryError: there is not so much; says which layer needs the most.
+            OutOfMemoryError: naming the layer of the peak step.
         """
         try:
             return backend.arena(self.arena)
@@ -150,39 +158,37 @@ def plan_memory(
 
     Args:
         param: the net as read.
-        context: its surroundings; the plan is for a backend like `context.backend`, which can be a `MetaBackend`.
+        context: the net's; the plan is for a backend like `context.backend`, which can be a `MetaBackend`.
         state: as `Net` takes it.
         fuse: as `Net` takes it.
         backward: whether there are backward passes; by default in the TRAIN phase.
     """
     training = context.phase == caffe_pb2.TRAIN
-    shadow = LivenessAnalysis(param, context, state, fuse, training if backward is None else backward)
-    found = list(shadow.shareable().items())
+    analysis = LivenessAnalysis(param, context, state, fuse, training if backward is None else backward)
+    arrays = list(analysis.shareable().items())
     lives = []
-    for _, memory in found:
+    for _, memory in arrays:
         assert memory.first is not None
         assert memory.last is not None
         lives.append(Lifetime(memory.nbytes, memory.first, memory.last))
     offsets, arena = assign_offsets(lives)
-    schedule = shadow.net.schedule
+    schedule = analysis.net.schedule
     slots = [
-        Slot(
-            place, place.title(shadow.net), schedule[place.node].layer.name, memory.shape, memory.dtype, life, offset
-        )
-        for (place, memory), life, offset in zip(found, lives, offsets, strict=True)
+        ArenaSlot(ref, ref.title(analysis.net), schedule[ref.node].layer.name, memory.shape, memory.dtype, life, offset)
+        for (ref, memory), life, offset in zip(arrays, lives, offsets, strict=True)
     ]
-    steps = [shadow.step_name(step) for step in range(shadow.steps)]
-    gaps = widest_gaps(lives, offsets, arena, shadow.steps)
-    backend = shadow.backend
-    workspaces = {step: backend.workspace(own) for step, own in backend.convolutions.items() if step != SETUP}
-    lasting = shadow.lasting()
+    steps = [analysis.step_name(step) for step in range(analysis.steps)]
+    gaps = widest_gaps(lives, offsets, arena, analysis.steps)
+    backend = analysis.backend
+    workspaces = {step: backend.workspace(size) for step, size in backend.convolutions.items() if step != SETUP}
+    lasting = analysis.lasting()
     return MemoryPlan(
         param.name, slots, arena, live_bytes(lives), steps, lasting, gaps, workspaces, backend.workspace(0)
     )
 
 
 def sample_shapes(net: Net) -> dict[str, list[tuple[int, ...]]]:
-    """What a net's data layers have learnt of their data, for the context of another net with the same layers."""
+    """`LayerContext.sample_shapes` from a net that has opened its data, for another net with the same layers."""
     return {
         node.layer.name: [top.shape[1:] for top in node.tops]
         for node in net.nodes
@@ -193,10 +199,10 @@ def sample_shapes(net: Net) -> dict[str, list[tuple[int, ...]]]:
 def read_sample_shapes(
     param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
 ) -> dict[str, list[tuple[int, ...]]]:
-    """The same from the data themselves, for a net that is not built; opens each source once.
+    """`LayerContext.sample_shapes` of a net that is not built; opens each data source once.
 
     Raises:
-        DataError: data are not there.
+        DataError: a source cannot be opened.
     """
     filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
     shapes = {}
@@ -209,7 +215,7 @@ def read_sample_shapes(
 
 
 def describe(plan: MemoryPlan, histories: int, device: str) -> str:
-    """One line for the log: what a training takes on a device."""
+    """The log's line on a training's memory."""
     parts = [f"blobs {_amount(plan.arena)} (shared; {_amount(plan.alone)} without sharing)"]
     sizes = {
         "other blobs": plan.lasting[BLOBS],

@@ -86,7 +86,7 @@ class Reducer:
         """
         if not self._buckets:
             with self._waiting(_WHOLE), self._clock.exchanging():
-                self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
+                self._communicator.all_reduce(self._net.parameters.reduced, average=True)
             return
         while self._begun < len(self._buckets):
             self._begin_next()

@@ -13,7 +13,14 @@ from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot.files import (
+    find_learned_net,
+    read_state,
+    read_weights,
+    snapshot_names,
+    write_state,
+    write_weights,
+)
 from caffepy.solvers.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -25,7 +32,7 @@ TRAIN_NET = -1
 def snapshot_paths(state: TrainState) -> tuple[Path, Path]:
     """The files of a snapshot of this iteration: .caffemodel and .solverstate, or their HDF5 forms."""
     hdf5 = state.param.snapshot_format == SolverParameter.HDF5
-    weights, solver_state = snapshot.snapshot_names(state.param.snapshot_prefix, state.iteration, hdf5)
+    weights, solver_state = snapshot_names(state.param.snapshot_prefix, state.iteration, hdf5)
     return state.resolve.output(weights), state.resolve.output(solver_state)
 
 
@@ -41,9 +48,9 @@ def write_snapshot(state: TrainState) -> Path:
     if state.callback.is_root:
         kind = "HDF5" if path.suffix == ".h5" else "binary proto"
         state.log("Snapshotting to %s file %s", kind, weights)
-        snapshot.write_weights(weights, state.net, state.param.snapshot_diff)
+        write_weights(weights, state.net, state.param.snapshot_diff)
         state.log("Snapshotting solver state to %s file %s", kind, path)
-        snapshot.write_state(path, saved, _history_arrays(state))
+        write_state(path, saved, _history_arrays(state))
     return path
 
 
@@ -80,11 +87,11 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
     Raises:
         SnapshotError: a file cannot be read, or is of another solver or net.
     """
-    saved = snapshot.read_state(path)
+    saved = read_state(path)
     _check_rule(state, saved, path)
     _check_history(state, saved, path)
     if saved.HasField("learned_net"):
-        _restore_weights(state, snapshot.find_learned_net(saved, path))
+        _restore_weights(state, find_learned_net(saved, path))
     _restore_history(state, saved, path)
     saved.ClearField("history")
     adopt_state(state, saved)
@@ -132,7 +139,7 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
 
 
 def _restore_weights(state: TrainState, path: Path) -> None:
-    copied = state.net.copy_trained_layers_from(snapshot.read_weights(path), str(path))
+    copied = state.net.copy_trained_layers_from(read_weights(path), str(path))
     for parameter in state.net.parameters.parameters:
         if parameter.layer not in copied:
             raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")

@@ -44,7 +44,7 @@ def _score_own_batches(state: TrainState, net: Net, batches: int, interrupted: C
         net.forward()
         outputs = [blob.host_data().astype(np.float64).ravel() for blob in net.outputs.values()]
         loss = net.loss() if state.param.test_compute_loss else 0.0
-        net.check()
+        net.raise_device_errors()
         sums += np.concatenate([[loss], *outputs])
     return sums
 

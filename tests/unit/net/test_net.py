@@ -91,7 +91,7 @@ def test_layers_are_checked_after_each_forward_on_the_cpu(monkeypatch: pytest.Mo
     net = build_net(DATA + IP + LOSS)
     checked: list[Layer] = []
     for layer in net.layers:
-        monkeypatch.setattr(layer, "check", lambda la=layer: checked.append(la))
+        monkeypatch.setattr(layer, "raise_device_errors", lambda la=layer: checked.append(la))
     net.forward()
     assert checked == net.layers
 

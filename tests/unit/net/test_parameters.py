@@ -57,7 +57,7 @@ def test_blobs_are_views_of_the_buffers() -> None:
 def test_gradients_may_lie_in_memory_of_somebody_elses() -> None:
     net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
     memory = np.zeros(net.parameters.size + 7, np.float32)[7:]
-    net.parameters.place_gradients(memory)
+    net.parameters.bind_gradients(memory)
     net.clear_param_diffs()
     net.forward()
     net.backward()

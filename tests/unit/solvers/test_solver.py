@@ -15,7 +15,7 @@ from training import CPU, build_solver, weights_of
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot.files import read_weights
 from caffepy.solvers import Action, Solver
 
 NET = """
@@ -413,7 +413,7 @@ def test_running_statistics_are_averaged_once_before_tests_and_snapshots(tmp_pat
         assert callback.averaged == [64 + 2], "mean and variance, in one piece"
         solver.test_all()
         assert callback.averaged == [66], "they were averaged for the snapshot of this iteration"
-        saved = snapshot.read_weights(tmp_path / "x_iter_2.caffemodel").layer
+        saved = read_weights(tmp_path / "x_iter_2.caffemodel").layer
         assert [list(blob.data) for layer in saved if layer.name == "bn" for blob in layer.blobs] == [
             values.reshape(-1).tolist() for values in before
         ]
@@ -443,7 +443,7 @@ def test_the_loss_that_is_shown_last_leaves_the_tested_statistics_alone(lines: A
         solver.solve()
         shown = lines()
         assert shown[-5].startswith("Iteration 4, loss = ")
-        saved = snapshot.read_weights(tmp_path / "x_iter_4.caffemodel").layer
+        saved = read_weights(tmp_path / "x_iter_4.caffemodel").layer
         assert [list(blob.data) for layer in saved if layer.name == "bn" for blob in layer.blobs] == [
             values.reshape(-1).tolist() for values in statistics(solver)
         ]

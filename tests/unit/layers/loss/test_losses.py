@@ -161,11 +161,11 @@ def test_devices_together_have_the_loss_and_gradient_of_one(kind, normalization,
             array[...] = total
 
         if devices > 1:
-            runner.layer.context.total_over_devices = add_up
+            runner.layer.context.all_reduce_sum = add_up
         own.append(runner.run([np.float32(weight)]))
         asks = ignore and devices > 1 and (normalization == "VALID" or (classes and normalization == ""))
         assert [list(np.ravel(count)) for count in counts] == ([[counted(labels[part], 9)]] * len(counts))
-        assert bool(counts) == asks == runner.layer.meets_devices()
+        assert bool(counts) == asks == runner.layer.communicates()
     assert_near(np.mean([result.tops[0] for result in own]), whole.tops[0], 1e-5, "loss")
     together = np.concatenate([result.bottom_diffs[0] for result in own]) / devices
     assert_near(together, whole.bottom_diffs[0], 1e-5, "gradient")
@@ -253,10 +253,10 @@ def test_a_label_outside_the_classes(kind, bad, backend):
     runner.forward()
     wanted = rf"layer 'L' \({kind}\): the label of sample 102 is .*, outside the 5 classes, 0 to 4; correct the data"
     with pytest.raises(DataError, match=wanted):
-        runner.layer.check()
-    runner.layer.check()  # reported once
+        runner.layer.raise_device_errors()
+    runner.layer.raise_device_errors()  # reported once
     runner.forward([runner.inputs[0], labels_for((4, 5, 2, 2), 1)])
-    runner.layer.check()
+    runner.layer.raise_device_errors()
 
 
 def test_a_bad_label_found_late_names_the_range():
@@ -266,7 +266,7 @@ def test_a_bad_label_found_late_names_the_range():
     for _ in range(3):
         runner.forward()
     with pytest.raises(DataError, match="of the samples from 8 on, number 3 of its batch, is outside the 5 classes"):
-        runner.layer.check()
+        runner.layer.raise_device_errors()
 
 
 def test_ignored_labels_are_not_bad():
@@ -274,7 +274,7 @@ def test_ignored_labels_are_not_bad():
     for text in ("type: 'Accuracy' accuracy_param", "type: 'SoftmaxWithLoss' loss_param"):
         runner = Runner(text + " { ignore_label: 255 }", [gaussian((3, 2)), labels])
         runner.forward()
-        runner.layer.check()
+        runner.layer.raise_device_errors()
 
 
 def test_a_bad_label_is_named_as_the_data_layer_names_it():
@@ -283,4 +283,4 @@ def test_a_bad_label_is_named_as_the_data_layer_names_it():
     runner.layer.context.describe_sample = lambda number, place: f"record {place} of pass {number}"
     runner.forward()
     with pytest.raises(DataError, match=r"record 2 of pass 4 \(sample 14\) is 7, outside the 2 classes"):
-        runner.layer.check()
+        runner.layer.raise_device_errors()

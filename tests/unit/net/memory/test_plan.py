@@ -23,7 +23,7 @@ from caffepy.config.load import read_net
 from caffepy.config.text import parse_text
 from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.layers.core.base import LayerContext
-from caffepy.layers.input.feeding import blocks_for, expected_bytes, passes_together
+from caffepy.layers.input.transfer import blocks_needed, expected_bytes, passes_per_block
 from caffepy.net import Net
 from caffepy.net.memory.arena import Lifetime, assign_offsets, live_bytes, widest_gaps
 from caffepy.net.memory.liveness import BLOBS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
@@ -337,8 +337,8 @@ def test_data_are_not_opened_where_their_shape_is_known():
     assert sample_shapes(shadow) == {"mnist": [(1, 28, 28), ()]}
     assert known.first_sample is None
     slot = ImageSlot(64, 1, 28, 28)
-    block = passes_together(slot)
-    labels = plan.lasting[INPUTS] - slot.size * block * blocks_for(1, block)
+    block = passes_per_block(slot)
+    labels = plan.lasting[INPUTS] - slot.size * block * blocks_needed(1, block)
     assert labels == 64 * 4
     assert expected_bytes([(64, 1, 28, 28), (64,)], False, 1) == 4 * 64 * 4 * (28 * 28 + 1)
 

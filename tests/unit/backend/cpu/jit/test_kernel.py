@@ -25,7 +25,7 @@ for name in {blocked}:
     sys.modules[name] = None
 import numpy as np
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.layers.activation.activation import relu
+from caffepy.layers.activation.relu import relu
 x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
 failures = []
 def work():

@@ -15,9 +15,9 @@ class ReshapingLayer(Layer):
     Subclasses write `top_shape`.
     """
 
-    half = True
+    supports_half = True
     keeps_labels = True
-    follows_bottom = True
+    inherits_dtype = True
 
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 

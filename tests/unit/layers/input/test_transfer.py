@@ -16,7 +16,7 @@ from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.layers.input.feeding import ByteTransfer, FloatTransfer, blocks_for, passes_together
+from caffepy.layers.input.transfer import ByteTransfer, FloatTransfer, blocks_needed, passes_per_block
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
 
 SHAPES = [(1, 6, 8), (2, 5, 5), (3, 6, 8), (7, 4, 9)]
@@ -66,9 +66,9 @@ def run(layer, blobs, passes):
     found = []
     for _ in range(passes):
         number = layer.context.passes.number
-        layer.feed(number)
+        layer.prefetch_to_device(number)
         layer.forward([], blobs)
-        layer.consumed(number)
+        layer.release_batch(number)
         layer.context.passes.number += 1
         found.append([blob.host_data() for blob in blobs])
     return found
@@ -102,10 +102,10 @@ def test_bytes_and_floats_give_the_same_bits(folder, shape, crop, mirror, scale,
     elif mean:
         text += " ".join(f"mean_value: {10.3 * n}" for n in range(1, 2 if mean == "one" else shape[0] + 1))
     results = []
-    for kind, form in (("bytes", ByteTransfer), ("floats", FloatTransfer)):
+    for kind, transfer_type in (("bytes", ByteTransfer), ("floats", FloatTransfer)):
         layer, blobs = make(folder / f"{kind}{shape[0]}", batch, text, phase, tops, seed=seed, test_iter=3)
         results.append(run(layer, blobs, 5))
-        assert isinstance(layer._form, form)
+        assert isinstance(layer._transfer, transfer_type)
         layer.close()
     assert_equal(*results)
 
@@ -118,13 +118,13 @@ def test_feeding_ahead_changes_nothing(folder):
     found = []
     for first in range(0, 12, 3):
         for number in range(first, first + 3):
-            layer.feed(number)
-            layer.feed(number)
+            layer.prefetch_to_device(number)
+            layer.prefetch_to_device(number)
         for number in range(first, first + 3):
             layer.context.passes.number = number
             layer.forward([], blobs)
             found.append([blob.host_data() for blob in blobs])
-            layer.consumed(number)
+            layer.release_batch(number)
     assert_equal(found, expected)
     layer.close()
 
@@ -146,11 +146,11 @@ def test_where_bytes_end_floats_go_on_and_captured_work_is_outdated(folder):
     layer, blobs = make(folder / "mixed", 3)
     found, outdated = [], []
     for number in range(8):
-        layer.feed(number)
-        outdated.append(layer.outdated())
+        layer.prefetch_to_device(number)
+        outdated.append(layer.transfer_changed())
         layer.forward([], blobs)
-        assert not layer.outdated()
-        layer.consumed(number)
+        assert not layer.transfer_changed()
+        layer.release_batch(number)
         layer.context.passes.number += 1
         found.append([blob.host_data() for blob in blobs])
     assert_equal(found, expected)
@@ -162,11 +162,11 @@ def test_passes_fed_before_a_change_are_taken_as_they_came(folder):
     expected = alone(folder / "floats7", 3, 4)
     layer, blobs = make(folder / "mixed", 3, iter_size=4)
     for number in range(4):
-        layer.feed(number)
+        layer.prefetch_to_device(number)
     for number in range(4):
         layer.context.passes.number = number
         layer.forward([], blobs)
-        layer.consumed(number)
+        layer.release_batch(number)
         assert_equal([[blob.host_data() for blob in blobs]], expected[number : number + 1])
     layer.close()
 
@@ -175,11 +175,11 @@ def test_batches_of_other_shapes_reshape_the_tops_before_the_pass(folder):
     layer, blobs = make(folder / "sizes", 1)
     shapes = []
     for number in range(9):
-        layer.feed(number)
+        layer.prefetch_to_device(number)
         shapes.append(blobs[0].shape)
         layer.forward([], blobs)
         assert (blobs[0].host_data() == number).all()
-        layer.consumed(number)
+        layer.release_batch(number)
         layer.context.passes.number += 1
     assert shapes == [(1, 3, 4 + n % 3, 5) for n in range(9)]
     layer.close()
@@ -211,13 +211,13 @@ def test_passes_of_several_devices_come_in_one_block(folder):
 
 def test_nobody_waits_for_a_device_after_the_end(folder, monkeypatch):
     layer, _ = make(folder / "bytes3", 2)
-    layer.feed(0)
-    monkeypatch.setattr(layer._form.ring, "ready", lambda: False)
+    layer.prefetch_to_device(0)
+    monkeypatch.setattr(layer._transfer.ring, "ready", lambda: False)
     raised = []
 
     def feed():
         try:
-            layer.feed(64)
+            layer.prefetch_to_device(64)
         except AbortedError as error:
             raised.append(str(error))
 
@@ -231,17 +231,17 @@ def test_nobody_waits_for_a_device_after_the_end(folder, monkeypatch):
 
 def test_a_device_that_takes_nothing_is_given_up(folder, monkeypatch):
     layer, _ = make(folder / "bytes3", 2)
-    layer.feed(0)
-    monkeypatch.setattr(layer._form.ring, "ready", lambda: False)
+    layer.prefetch_to_device(0)
+    monkeypatch.setattr(layer._transfer.ring, "ready", lambda: False)
     layer.context.timeout = 0.05
     with pytest.raises(RunError, match=r"layer 'd' \(Data\): cpu has taken no input for 0 s"):
-        layer.feed(64)
+        layer.prefetch_to_device(64)
     layer.close()
 
 
 def test_a_layer_waits_for_its_data_as_long_as_it_is_told(folder):
     layer, _ = make(folder / "bytes3", 2, timeout=12.5)
-    layer.feed(0)
+    layer.prefetch_to_device(0)
     assert layer._prefetcher._timeout == 12.5
     layer.close()
 
@@ -262,12 +262,12 @@ def test_waiting_for_data_is_measured(folder):
     [((64, 1, 28, 28), 32), ((256, 3, 227, 227), 1), ((1, 1, 1, 1), 64), ((100, 3, 32, 32), 4)],
 )
 def test_small_batches_come_together(shape, passes):
-    assert passes_together(ImageSlot(*shape)) == passes
+    assert passes_per_block(ImageSlot(*shape)) == passes
 
 
 @pytest.mark.parametrize(("ahead", "block", "blocks"), [(1, 1, 4), (2, 1, 4), (3, 1, 8), (8, 1, 16), (8, 32, 4)])
 def test_a_ring_holds_two_iterations(ahead, block, blocks):
-    assert blocks_for(ahead, block) == blocks
+    assert blocks_needed(ahead, block) == blocks
     assert blocks * block >= 2 * ahead
 
 

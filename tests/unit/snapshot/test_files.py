@@ -27,7 +27,8 @@ from caffepy.net import Net
 from caffepy.net.weights import is_stored
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot import binary as snapshot
+from caffepy.snapshot import binary
+from caffepy.snapshot.files import newest_snapshot, read_state, read_weights
 from caffepy.snapshot.hdf5 import write_state_hdf5, write_weights_hdf5
 
 NET = """
@@ -140,7 +141,7 @@ def test_shared_parameters_are_saved_once_in_hdf5() -> None:
     with build_solver(text, shared) as solver:
         solver.step(2)
         solver.snapshot()
-        saved = snapshot.read_weights(Path("x_iter_2.caffemodel.h5"))
+        saved = read_weights(Path("x_iter_2.caffemodel.h5"))
         assert [(layer.name, len(layer.blobs)) for layer in saved.layer] == [("a", 2)]
         wanted = weights_of(solver.net)
     with build_solver(text + " random_seed: 3", shared) as other:
@@ -152,7 +153,7 @@ def test_shared_parameters_are_saved_once_in_hdf5() -> None:
 def test_the_name_of_the_weights_may_be_any_path_and_brings_no_time_into_the_file() -> None:
     state = SolverState(iter=3, learned_net="ordner/Größe 3.caffemodel.h5")
     write_state_hdf5(Path("s.h5"), state, [np.ones(3, np.float32)])
-    assert snapshot.read_state(Path("s.h5")).learned_net == state.learned_net
+    assert read_state(Path("s.h5")).learned_net == state.learned_net
     with h5py.File("s.h5") as file:
         assert h5py.h5g.get_objinfo(file.id, b"learned_net").mtime == 0, "equal snapshots have equal bytes"
 
@@ -172,7 +173,7 @@ def test_a_layer_that_shares_its_first_parameter_and_owns_the_second() -> None:
     write_weights_hdf5(Path("w.h5"), net, False)
     with h5py.File("w.h5") as file:
         assert (set(file["data/a"]), set(file["data/b"])) == ({"0", "1"}, {"1"})
-    saved = snapshot.read_weights(Path("w.h5"))
+    saved = read_weights(Path("w.h5"))
     assert [[is_stored(blob) for blob in layer.blobs] for layer in saved.layer] == [[True, True], [False, True]]
     assert other.copy_trained_layers_from(saved, "w.h5") == ["a", "b"]
     for name, values in weights_of(net).items():
@@ -186,7 +187,7 @@ def test_a_parameter_that_is_nowhere_is_refused() -> None:
     with pytest.raises(
         SnapshotError, match=r"w.h5: layer 'b' has 1 parameters there and 2 in the net \(not there: 0\)"
     ):
-        alone.copy_trained_layers_from(snapshot.read_weights(Path("w.h5")), "w.h5")
+        alone.copy_trained_layers_from(read_weights(Path("w.h5")), "w.h5")
 
 
 @pytest.mark.parametrize("key", ["x", "00", "1000", "-1"])
@@ -194,7 +195,7 @@ def test_a_dataset_that_is_no_parameter_is_refused(key: str) -> None:
     with h5py.File("w.h5", "w") as file:
         file[f"data/a/{key}"] = np.zeros(3, np.float32)
     with pytest.raises(SnapshotError, match=f"w.h5: layer 'a' has a dataset '{key}', which is no parameter's number"):
-        snapshot.read_weights(Path("w.h5"))
+        read_weights(Path("w.h5"))
 
 
 def test_layers_within_layers_as_caffe_writes_them() -> None:
@@ -206,7 +207,7 @@ def test_layers_within_layers_as_caffe_writes_them() -> None:
                 group[str(index)] = np.full((2,), index, np.float32)
     with h5py.File("w.h5") as file:
         assert len(file["data/conv1"]) == 4
-    saved = {layer.name: len(layer.blobs) for layer in snapshot.read_weights(Path("w.h5")).layer}
+    saved = {layer.name: len(layer.blobs) for layer in read_weights(Path("w.h5")).layer}
     assert saved == {"conv1": 2, "conv1/bn": 3, "conv1/bn/deep": 1, "in/1x1": 1}
 
 
@@ -241,7 +242,7 @@ def test_any_layer_names_survive_hdf5(names: list[str]) -> None:
     net, other = (Net(param, LayerContext(CPU, seed=seed)) for seed in (1, 2))
     path = Path("names.h5")
     write_weights_hdf5(path, net, True)
-    assert sorted(other.copy_trained_layers_from(snapshot.read_weights(path), "names.h5")) == sorted(names)
+    assert sorted(other.copy_trained_layers_from(read_weights(path), "names.h5")) == sorted(names)
     for mine, theirs in zip(other.layers, net.layers, strict=True):
         for blob, wanted in zip(mine.blobs, theirs.blobs, strict=True):
             np.testing.assert_array_equal(blob.host_data(), wanted.host_data())
@@ -380,18 +381,18 @@ def test_missing_files_are_refused() -> None:
 
 
 def test_the_newest_whole_snapshot(caplog: pytest.LogCaptureFixture) -> None:
-    assert snapshot.newest_snapshot("x") is None
+    assert newest_snapshot("x") is None
     train(12, "snapshot: 4")
-    assert snapshot.newest_snapshot("x") == Path("x_iter_12.solverstate")
+    assert newest_snapshot("x") == Path("x_iter_12.solverstate")
     os.utime("x_iter_4.solverstate", (2**32, 2**32))
-    assert snapshot.newest_snapshot("x") == Path("x_iter_4.solverstate"), "written last by another training"
+    assert newest_snapshot("x") == Path("x_iter_4.solverstate"), "written last by another training"
     os.utime("x_iter_4.solverstate", (0, 0))
     Path("x_iter_12.solverstate").write_bytes(Path("x_iter_12.solverstate").read_bytes()[:-50])
-    assert snapshot.newest_snapshot(Path("x")) == Path("x_iter_8.solverstate")
-    assert "passing over a snapshot that is not whole: x_iter_12.solverstate" in caplog.text
+    assert newest_snapshot(Path("x")) == Path("x_iter_8.solverstate")
+    assert "skipping an incomplete snapshot: x_iter_12.solverstate" in caplog.text
     Path("x_iter_8.caffemodel").unlink()
-    assert snapshot.newest_snapshot("x") == Path("x_iter_4.solverstate")
-    assert snapshot.newest_snapshot("y") is None
+    assert newest_snapshot("x") == Path("x_iter_4.solverstate")
+    assert newest_snapshot("y") is None
 
 
 @pytest.fixture
@@ -407,7 +408,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(content)
 
-    monkeypatch.setattr(snapshot, "open", lambda path, mode: FullFile(path, mode[0]), raising=False)
+    monkeypatch.setattr(binary, "open", lambda path, mode: FullFile(path, mode[0]), raising=False)
     return room
 
 
@@ -427,7 +428,7 @@ def test_a_full_disk_leaves_the_older_snapshot(folder: Path, full_disk: list[int
     for name, content in older.items():
         assert (folder / name).read_bytes() == content
     assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
-    assert snapshot.newest_snapshot("x") == Path("x_iter_2.solverstate")
+    assert newest_snapshot("x") == Path("x_iter_2.solverstate")
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -444,7 +445,7 @@ def test_the_systems_own_limit_on_files(folder: Path, form: str) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert list(folder.iterdir()) == []
         solver.snapshot()
-    assert snapshot.newest_snapshot("x") is not None
+    assert newest_snapshot("x") is not None
 
 
 def test_a_file_that_cannot_be_synced_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

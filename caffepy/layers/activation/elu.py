@@ -1,0 +1,46 @@
+"""ELU."""
+
+from __future__ import annotations
+
+from math import exp
+
+from caffepy.backend import Array, Each, Scalar, expression
+from caffepy.layers.activation.base import ActivationLayer
+from caffepy.layers.core.base import Blobs, register_layer
+
+
+@expression
+def elu(x: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return scale * x if x > 0 else scale * alpha * (exp(x) - 1)
+
+
+@expression
+def elu_gradient(y: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return dy * (scale if y > 0 else y + scale * alpha)
+
+
+@expression
+def elu_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return dy * (scale if x > 0 else scale * alpha * exp(x))
+
+
+@register_layer("ELU")
+class ELULayer(ActivationLayer):
+    """y = lambda * x where x > 0, lambda * alpha * (e^x - 1) elsewhere (Clevert, Unterthiner and Hochreiter 2015).
+
+    `lambda` is NVIDIA Caffe's (1 in BVLC's). NVIDIA's gradient is off where it is not 1; this one is the derivative.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.elu_param
+        self._alpha, self._scale = param.alpha, getattr(param, "lambda")
+
+    def reads_bottom(self) -> bool:
+        return self._alpha < 0 or self._scale <= 0
+
+    def activate(self, x: Array, y: Array) -> None:
+        self.backend.apply(elu, (x, self._alpha, self._scale), (y,))
+
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        formula = elu_gradient_from_bottom if self.reads_bottom() else elu_gradient
+        self.backend.apply(formula, (source, dy, self._alpha, self._scale), (dx,))

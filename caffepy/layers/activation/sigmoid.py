@@ -1,0 +1,51 @@
+"""Sigmoid and TanH."""
+
+from __future__ import annotations
+
+from math import exp, tanh
+
+from caffepy.backend import Array, Each, expression
+from caffepy.layers.activation.base import ActivationLayer
+from caffepy.layers.core.base import register_layer
+
+
+@expression
+def sigmoid(x: Each) -> Each:
+    return 1 / (1 + exp(-x))
+
+
+@expression
+def sigmoid_gradient(y: Each, dy: Each) -> Each:
+    return dy * y * (1 - y)
+
+
+@register_layer("Sigmoid")
+class SigmoidLayer(ActivationLayer):
+    """y = 1 / (1 + e^-x); dx = dy * y * (1 - y)."""
+
+    def activate(self, x: Array, y: Array) -> None:
+        self.backend.apply(sigmoid, (x,), (y,))
+
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        self.backend.apply(sigmoid_gradient, (source, dy), (dx,))
+
+
+@expression
+def hyperbolic_tangent(x: Each) -> Each:
+    return tanh(x)
+
+
+@expression
+def tanh_gradient(y: Each, dy: Each) -> Each:
+    return dy * (1 - y * y)
+
+
+@register_layer("TanH")
+class TanHLayer(ActivationLayer):
+    """y = tanh(x); dx = dy * (1 - y^2)."""
+
+    def activate(self, x: Array, y: Array) -> None:
+        self.backend.apply(hyperbolic_tangent, (x,), (y,))
+
+    def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
+        self.backend.apply(tanh_gradient, (source, dy), (dx,))

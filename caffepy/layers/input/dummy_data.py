@@ -1,0 +1,94 @@
+"""DummyData."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.backend.types import RandomStream
+from caffepy.blob import check_shape
+from caffepy.fillers import fill
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.proto import caffe_pb2
+
+T = TypeVar("T")
+
+
+@register_layer("DummyData")
+class DummyDataLayer(Layer):
+    """Tops made by fillers (Caffe's `dummy_data_layer.cpp`).
+
+    Constant tops are filled once, random ones in every pass; their numbers depend on the global number of each sample.
+    Shapes are those of one device, as in both Caffes: they are never divided.
+    """
+
+    supports_half = True
+    float32_tops_from = 1
+    bottoms = (0, 0)
+    tops = (1, None)
+    has_backward = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.dummy_data_param
+        fillers = list(param.data_filler) or [caffe_pb2.FillerParameter(type="constant")]
+        if len(fillers) not in (1, len(top)):
+            raise self.error(
+                f"data_filler must be given once or once for each of the {len(top)} tops; "
+                f"it is given {len(fillers)} times"
+            )
+        self._fillers = fillers * len(top) if len(fillers) == 1 else fillers
+        self._filled: list[tuple[int, ...] | None] = [None] * len(top)
+        for blob, shape in zip(top, self._shapes(len(top)), strict=True):
+            check_shape(shape, f"layer '{self.name}' ({self.type})")
+            blob.reshape(shape)
+        batch = top[0].shape[0] if top[0].shape else 1
+        if self.context.first_sample is None:
+            shard = self.context.shard
+            self.context.first_sample = lambda number: (number * shard.world_size + shard.rank) * batch
+
+    def _shapes(self, tops: int) -> list[tuple[int, ...]]:
+        param = self.param.dummy_data_param
+        legacy = {name: list(getattr(param, name)) for name in ("num", "channels", "height", "width")}
+        if not any(legacy.values()):
+            shapes = [tuple(shape.dim) for shape in param.shape]
+            return self._one_each("shape", shapes, tops)
+        if param.shape:
+            raise self.error("dummy_data_param has both shape and num, channels, height, width; keep shape")
+        return list(zip(*(self._one_each(name, sizes, tops) for name, sizes in legacy.items()), strict=True))
+
+    def _one_each(self, field: str, values: list[T], tops: int) -> list[T]:
+        if len(values) not in (1, tops):
+            raise self.error(
+                f"dummy_data_param.{field} must be given once or once for each of the {tops} tops; "
+                f"it is given {len(values)} times"
+            )
+        return values if len(values) == tops else values * tops
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """The tops keep the shapes that they were given."""
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        for i, (filler, blob) in enumerate(zip(self._fillers, top, strict=True)):
+            if filler.type == "constant":
+                if self._filled[i] != blob.shape:
+                    self.backend.fill(blob.data, filler.value)
+                    self._filled[i] = blob.shape
+            else:
+                self.backend.from_host(self._random(i, filler, blob.shape), blob.data)
+
+    def capture_blocker(self) -> str | None:
+        drawn = any(filler.type != "constant" for filler in self._fillers)
+        return "it fills its tops with random numbers on the host in every pass" if drawn else None
+
+    def _random(self, index: int, filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        where = f"layer '{self.name}' ({self.type})"
+        values = np.empty(shape, np.float32)
+        samples = values.reshape(shape[0] if shape else 1, *shape[1:])
+        first = self.first_sample()
+        for i in range(len(samples)):
+            key = zlib.crc32(f"{self.name}/{index}/{first + i}".encode())
+            samples[i] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), where)[0]
+        return values

@@ -1,0 +1,39 @@
+"""What layers whose records are images share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from caffepy.backend.input_ring import ByteImages
+from caffepy.data.loader import ImageLoader
+from caffepy.data.transform import Transformer
+from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer
+
+
+class ImagesLayer(PrefetchingLayer):
+    """A layer whose records are images."""
+
+    _transformer: Transformer
+
+    @abstractmethod
+    def image_loader(self, seed: int, stream: int) -> ImageLoader:
+        """A loader whose crops, mirroring and order follow from this seed and stream."""
+
+    @property
+    def where(self) -> str:
+        """The layer in messages."""
+        return f"layer '{self.name}' ({self.type})"
+
+    def make_transformer(self) -> Transformer:
+        """The transformation that `transform_param` asks for."""
+        return Transformer(self.param.transform_param, self.context.phase, self.context.resolve, self.where)
+
+    def make_loader(self) -> DescribingLoader:
+        stream = self.random_stream()
+        return self.image_loader(stream.seed, stream.stream)
+
+    def byte_images(self, count: int) -> ByteImages | None:
+        return self.image_loader(0, 0).byte_images(count)
+
+    def fingerprint(self) -> dict[str, str]:
+        return {**super().fingerprint(), **self._transformer.fingerprint()}

@@ -1,0 +1,208 @@
+"""What Convolution and Deconvolution share, over any number of spatial axes (Caffe's `base_conv_layer.cpp`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from caffepy.backend import Array, Backend, Convolution, Geometry
+from caffepy.layers.core.base import Blobs, Layer
+from caffepy.layers.core.formulas import identity
+from caffepy.layers.core.order import Extended, Reordered
+
+Shape = tuple[int, ...]
+
+
+class Operand:
+    """A blob's arrays as a plan takes them: (N, C, spatial...), perhaps with zeros behind the image.
+
+    Where the blob has that shape already, they are the very arrays.
+
+    Args:
+        backend: where they live.
+        shape: the blob's.
+        planned: (N, C, spatial...) of the same count.
+        larger: the same with the zeros.
+        dtype: what their elements are kept in.
+    """
+
+    def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
+        self._is_same = shape == larger
+        self._reordered = Reordered(backend, shape, planned, dtype)
+        self._extended = Extended(backend, planned, larger, dtype)
+
+    def pull(self, array: Array) -> Array:
+        """What an array holds; where it is a copy, the next pull overwrites it."""
+        return array if self._is_same else self._extended.pull(self._reordered.pull(array))
+
+    def target(self, array: Array) -> Array:
+        """Where to compute what an array shall hold; call `push` afterwards."""
+        return array if self._is_same else self._extended.target(self._reordered.target(array))
+
+    def push(self, array: Array) -> None:
+        """Bring what was computed in `target(array)` into the array."""
+        if not self._is_same:
+            self._extended.push(self._reordered.target(array))
+            self._reordered.push(array)
+
+
+class BaseConvolutionLayer(Layer):
+    """What both directions share: the prototxt, the parameters and the plan.
+
+    The bottom's axis `axis` has the channels, those before it are the batch, those behind it (there may be none) are
+    spatial. Parameters: weights (out, in / group, kernel...), bias (num_output,) unless bias_term is false. All bottoms
+    have one shape and share them. `engine`, `force_nd_im2col` and NVIDIA's settings of cuDNN change no result and are
+    ignored.
+    """
+
+    supports_half = True
+
+    bottoms = (1, None)
+    tops = (1, None)
+    equal_bottoms_and_tops = True
+
+    axis: int
+    """The channels' axis, from 0."""
+    _plan: Convolution
+    _plan_shape: Shape | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.convolution_param
+        shape = bottom[0].shape
+        self.axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        self._geometry = self._read_geometry(len(shape) - self.axis - 1)
+        self._check_channels(bottom)
+        self.add_parameter(self._weights_shape(shape[self.axis]), param.weight_filler)
+        if param.bias_term:
+            self.add_parameter((param.num_output,), param.bias_filler)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, axes = bottom[0].shape, len(self._geometry.kernel)
+        if len(shape) != self.axis + 1 + axes or shape[self.axis] != self._channels:
+            raise self.shape_error(
+                f"the weights need {self._channels} channels at axis {self.axis} and {axes} spatial axes",
+                bottom[0], self.blobs[0],
+            )  # fmt: skip
+        for other in bottom[1:]:
+            if other.shape != shape:
+                raise self.shape_error("all bottoms must have one shape", bottom[0], other)
+        sizes = self._spatial(bottom)
+        for blob in top:
+            blob.reshape((*shape[: self.axis], self.param.convolution_param.num_output, *sizes))
+        if self._plan_shape != shape:
+            self._plan_for(shape, top[0].shape)
+            self._plan_shape = shape
+
+    def _plan_for(self, bottom: Shape, top: Shape) -> None:
+        x, y = self._planned(bottom), self._planned(top)
+        larger = (*x[:2], *map(self._needed_size, x[2:], range(len(x))))
+        self._plan = self._make_plan(larger, y)
+        self._x, self._dx = (Operand(self.backend, bottom, x, larger, self.dtype) for _ in range(2))
+        self._y = Operand(self.backend, top, y, y, self.dtype)
+
+    def _planned(self, shape: Shape) -> Shape:
+        """(N, C, spatial...) as plans take it: all batch axes as one, an image of one pixel without spatial axes."""
+        return (math.prod(shape[: self.axis]), shape[self.axis], *(shape[self.axis + 1 :] or (1, 1)))
+
+    @property
+    def _planned_geometry(self) -> Geometry:
+        g = self._geometry
+        return g if g.kernel else replace(g, kernel=(1, 1), stride=(1, 1), pad=(0, 0), dilation=(1, 1))
+
+    @property
+    def _filter_shape(self) -> Shape:
+        """The weights' shape as plans take it."""
+        shape = self.blobs[0].shape
+        return shape if len(shape) > 2 else (*shape, 1, 1)
+
+    def _filters(self, weights: Array) -> Array:
+        """The weights, or their gradients, as plans take them."""
+        if len(weights.shape) > 2:
+            return weights
+        return self.backend.view(self.backend.flat(weights), self._filter_shape)
+
+    # -- the two directions differ in these ----------------------------------------------------------
+
+    def _weights_shape(self, channels: int) -> Shape:
+        raise NotImplementedError
+
+    def _output_size(self, size: int, axis: int) -> int:
+        raise NotImplementedError
+
+    def _needed_size(self, size: int, axis: int) -> int:
+        """The image's size along a spatial axis with the zeros that windows find behind it, apart from the padding."""
+        return size
+
+    def _make_plan(self, bottom: Shape, top: Shape) -> Convolution:
+        raise NotImplementedError
+
+    # -- shared --------------------------------------------------------------------------------------
+
+    def _spatial(self, bottom: Blobs) -> Shape:
+        sizes = tuple(self._output_size(size, i) for i, size in enumerate(bottom[0].shape[self.axis + 1 :]))
+        if min(sizes, default=1) < 1:
+            g = self._geometry
+            raise self.shape_error(
+                f"kernel {g.kernel} with stride {g.stride}, pad {g.pad} and dilation {g.dilation} leaves a spatial "
+                f"output of {sizes}; a smaller kernel or more padding would fit",
+                bottom[0],
+            )
+        return sizes
+
+    def _check_channels(self, bottom: Blobs) -> None:
+        param = self.param.convolution_param
+        self._channels = bottom[0].shape[self.axis]
+        if param.num_output < 1:
+            raise self.error("convolution_param needs num_output")
+        if param.group < 1 or self._channels % param.group or param.num_output % param.group:
+            raise self.shape_error(
+                f"group {param.group} must divide both the {self._channels} input channels and num_output "
+                f"{param.num_output}",
+                bottom[0],
+            )
+
+    def _read_geometry(self, axes: int) -> Geometry:
+        param = self.param.convolution_param
+        geometry = Geometry(
+            kernel=self._per_axis("kernel", param.kernel_size, "kernel_size", axes, None),
+            stride=self._per_axis("stride", param.stride, "stride", axes, 1),
+            pad=self._per_axis("pad", param.pad, "pad", axes, 0),
+            dilation=self._spread(param.dilation, "dilation", axes, 1),
+            group=param.group,
+        )
+        for what in ("kernel", "stride", "dilation"):
+            if min(getattr(geometry, what), default=1) < 1:
+                raise self.error(f"{what} is {getattr(geometry, what)}; no entry may be 0")
+        return geometry
+
+    def _per_axis(
+        self, stem: str, values: Sequence[int], field: str, axes: int, default: int | None
+    ) -> tuple[int, ...]:
+        """A setting for each spatial axis, from `<stem>_h` and `<stem>_w` or from the repeated `field`."""
+        param = self.param.convolution_param
+        if not (param.HasField(f"{stem}_h") or param.HasField(f"{stem}_w")):
+            return self._spread(values, field, axes, default)
+        if axes != 2:
+            raise self.error(f"{stem}_h and {stem}_w are for two spatial axes, but here are {axes}; use {field}")
+        if values:
+            raise self.error(f"give either {field} or {stem}_h and {stem}_w, not both")
+        return (getattr(param, f"{stem}_h"), getattr(param, f"{stem}_w"))
+
+    def _spread(self, values: Sequence[int], field: str, axes: int, default: int | None) -> tuple[int, ...]:
+        """A repeated field, given once, once for each spatial axis, or not at all if it has a default."""
+        if not values and default is not None:
+            return (default,) * axes
+        if len(values) == 1:
+            return (values[0],) * axes
+        if len(values) != axes:
+            raise self.error(f"{field} is given {len(values)} times, but must be once, or once for each of {axes} axes")
+        return tuple(values)
+
+    def _bias_gradient(self, blob_diffs: list[object]) -> None:
+        """Add up the tops' diffs over all but the channels."""
+        if self.param.convolution_param.bias_term and self.propagate_to_params[1]:
+            for diff in blob_diffs:
+                dy = self._y.pull(diff)
+                self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), accumulate=self.accumulate(1))

@@ -1,0 +1,47 @@
+"""Deconvolution."""
+
+from __future__ import annotations
+
+from caffepy.backend import Convolution
+from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.layers.core.formulas import total_with_channel
+from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, Shape
+
+
+@register_layer("Deconvolution")
+class DeconvolutionLayer(BaseConvolutionLayer):
+    """The transpose of a convolution: its forward pass is a convolution's backward pass (Caffe's `deconv_layer.cpp`).
+
+    Weights have shape (C, num_output / group, kernel...). Output size along an axis:
+    stride (size - 1) + dilation (kernel - 1) + 1 - 2 pad.
+    """
+
+    def _weights_shape(self, channels: int) -> Shape:
+        param = self.param.convolution_param
+        return (channels, param.num_output // param.group, *self._geometry.kernel)
+
+    def _output_size(self, size: int, axis: int) -> int:
+        g = self._geometry
+        return g.stride[axis] * (size - 1) + g.dilation[axis] * (g.kernel[axis] - 1) + 1 - 2 * g.pad[axis]
+
+    def _make_plan(self, bottom: Shape, top: Shape) -> Convolution:
+        return self.backend.plan_convolution(top, self._filter_shape, self._planned_geometry, self.dtype)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        for x, y in zip(bottom, top, strict=True):
+            out = self._y.target(y.data)
+            self._plan.backward_data(self._x.pull(x.data), self._filters(self.weights()), out)
+            if self.param.convolution_param.bias_term:
+                self.backend.apply(total_with_channel, (out, self.blobs[1].data), (out,))
+            self._y.push(y.data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self._bias_gradient([y.diff for y in top])
+        for x, y, wanted in zip(bottom, top, propagate_down, strict=True):
+            dy = self._y.pull(y.diff)
+            if self.propagate_to_params[0]:
+                dweights = self._filters(self.blobs[0].diff)
+                self._plan.backward_weights(dy, self._x.pull(x.data), dweights, self.accumulate(0))
+            if wanted:
+                self._plan.forward(dy, self._filters(self.weights()), None, self._dx.target(x.diff))
+                self._dx.push(x.diff)

@@ -1,0 +1,113 @@
+"""Parameters of whole layers between nets and snapshots, matched by the layers' names (Caffe's `net.cpp`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterator, Sequence
+
+from caffepy.blob import format_shape
+from caffepy.errors import SnapshotError
+from caffepy.layers.core.base import Layer
+from caffepy.net.weights import is_stored, load_blob, proto_shape, same_shape, to_blob_proto
+from caffepy.proto import caffe_pb2
+
+log = logging.getLogger(__name__)
+
+
+def copy_trained_layers(
+    layers: Sequence[Layer],
+    weights: caffe_pb2.NetParameter,
+    origin: str,
+    shared: Container[tuple[str, int]],
+    log_level: int = logging.INFO,
+) -> list[str]:
+    """Copy stored parameters into the layers that have the same name; returns the names of those copied.
+
+    Args:
+        layers: the net's.
+        weights: layers with their blobs.
+        origin: the file, for messages.
+        shared: (layer, index) of the parameters that an earlier layer owns; they need not be stored.
+        log_level: for stored layers that the net does not have.
+
+    Raises:
+        SnapshotError: a layer has another number of parameters or other shapes.
+    """
+    copied = []
+    targets = _by_name(layers)
+    for source in weights.layer:
+        target = targets.get(source.name)
+        if target is None:
+            log.log(log_level, "Ignoring source layer %s", source.name)
+            continue
+        _copy_layer(source, target, origin, shared)
+        if target.blobs:
+            copied.append(source.name)
+    return copied
+
+
+def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
+    """Of several layers with one name the first, as Caffe's search finds it."""
+    return {layer.name: layer for layer in reversed(layers)}
+
+
+def _copy_layer(
+    source: caffe_pb2.LayerParameter, target: Layer, origin: str, shared: Container[tuple[str, int]]
+) -> None:
+    stored = {index: blob for index, blob in enumerate(source.blobs) if is_stored(blob)}
+    missing = [i for i in range(len(target.blobs)) if i not in stored and (target.name, i) not in shared]
+    if len(source.blobs) > len(target.blobs) or missing:
+        lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
+        raise SnapshotError(
+            f"{origin}: layer '{target.name}' has {len(stored)} parameters there and {len(target.blobs)} "
+            f"in the net{lacking}; rename the layer in the net to learn it from scratch"
+        )
+    for index, blob in stored.items():
+        mine, where = target.blobs[index], f"{origin}: layer '{target.name}', parameter {index}"
+        if not same_shape(blob, mine.shape):
+            raise SnapshotError(
+                f"{where}: shape is {format_shape(proto_shape(blob))} there and {format_shape(mine.shape)} in the "
+                "net; rename the layer in the net to learn it from scratch"
+            )
+        load_blob(blob, mine, where)
+
+
+def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer]) -> None:
+    """Let `layers` use the parameter arrays of those of `others` that have the same name.
+
+    Raises:
+        ConfigError: numbers or shapes of parameters differ.
+    """
+    targets = _by_name(layers)
+    for source in others:
+        target = targets.get(source.name)
+        if target is None:
+            continue
+        if [b.shape for b in source.blobs] != [b.shape for b in target.blobs]:
+            raise target.error(
+                "cannot share its parameters with the train net's layer of the same name; shapes are "
+                f"{', '.join(format_shape(b.shape) for b in target.blobs) or 'none'} here and "
+                f"{', '.join(format_shape(b.shape) for b in source.blobs) or 'none'} there"
+            )
+        for mine, theirs in zip(target.blobs, source.blobs, strict=True):
+            mine.bind(data=theirs.data)
+            mine.copies = theirs.copies
+
+
+def trained_layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[caffe_pb2.LayerParameter]:
+    """Each layer's prototxt with its parameters (and gradients), as snapshots hold it, one at a time.
+
+    Cast layers are left out: they come from the net's dtypes and are in no prototxt.
+    """
+    for layer in layers:
+        if layer.type == "Cast":
+            continue
+        saved = caffe_pb2.LayerParameter()
+        saved.CopyFrom(layer.param)
+        del saved.blobs[:]
+        if not saved.loss_weight and any(layer.loss_weights):
+            saved.loss_weight.extend(layer.loss_weights)
+        saved.blobs.extend(
+            to_blob_proto(blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs
+        )
+        yield saved
