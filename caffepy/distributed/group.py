@@ -69,9 +69,7 @@ class ProcessGroup(BaseGroup):
             operator = check_operator(operator, array)
         return self.start(Operation("all_reduce", buffer.data, buffer.data, operator), [buffer], async_op)
 
-    def reduce(
-        self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False
-    ) -> Handle:
+    def reduce(self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
         """On the root: array = operator(all ranks' arrays); the others' arrays stay as they are."""
         with self.calling("reduce"):
             root = self._check_rank(root, "root")
@@ -137,9 +135,7 @@ class ProcessGroup(BaseGroup):
         communicator = self.communicator
         return take_parts(parts, name, like, self.size, communicator.memory, communicator.empty, written)
 
-    def _at_root(
-        self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False
-    ) -> list[Buffer]:
+    def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> list[Buffer]:
         """What the root alone gives."""
         if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")

@@ -5,16 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import NoReturn, Protocol
 
 from caffepy.distributed.arrays import Buffer
 from caffepy.parallel.communicators.collectives import Operation, Work
 
-if TYPE_CHECKING:
-    from caffepy.distributed.base import BaseGroup
-
 _LOOK_SECONDS = 2.0
 """Between looks at who has left, in a long wait."""
+
+
+class HandleOwner(Protocol):
+    """What a handle needs of the group that started its operation; `base.BaseGroup` has it."""
+
+    timeout: float
+
+    def reporting(self, operation: Operation) -> AbstractContextManager[None]:
+        """Put rank and operation before an error's message."""
+
+    def waiting(self, operation: Operation) -> AbstractContextManager[None]:
+        """As `reporting`, and the heartbeat says what this rank waits in."""
+
+    def look(self, waits_for: Sequence[int]) -> None:
+        """Raise PeerError if a rank that is waited for has left the group."""
+
+    def give_up(self, operation: Operation, waits_for: Sequence[int], seconds: float) -> NoReturn:
+        """Raise PeerError, which names the stragglers."""
 
 
 class Handle:
@@ -27,7 +43,7 @@ class Handle:
         buffers: where results have to be brought to their arrays at the end.
     """
 
-    def __init__(self, group: BaseGroup, operation: Operation, work: Work, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, group: HandleOwner, operation: Operation, work: Work, buffers: Sequence[Buffer]) -> None:
         self._group = group
         self._operation = operation
         self._work = work

@@ -26,7 +26,8 @@ from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.control.failure import describe_error, exit_status
 from caffepy.parallel.hardware.affinity import bind_near_gpu, take_cores
 from caffepy.parallel.processes.gpu_assignment import refuse_shared
-from caffepy.parallel.processes.world import World, find_launcher
+from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.parallel.processes.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,10 @@ from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.hardware.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.options import OptionsSource, TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.gpu_assignment import refuse_shared, share_gpus
-from caffepy.parallel.processes.world import World, create_world, find_launcher, refuse_foreign_launcher
+from caffepy.parallel.processes.launcher import find_launcher, refuse_foreign_launcher
+from caffepy.parallel.processes.world import World
 from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.signals import SignalRequests
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
@@ -106,7 +108,7 @@ class P2PManager:
 
     def _run(self) -> None:
         world = self._world
-        world.run_on_all(lambda: refuse_foreign_launcher(world))
+        world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
         options = world.run_on_all(self._options)
         self._verbose = options.verbose
         world.run_on_all(partial(_check_trace, options, world.rank))

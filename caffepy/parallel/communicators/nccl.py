@@ -89,9 +89,7 @@ class NcclCommunicator:
     captures = True
     overlaps_compute = True
 
-    def __init__(
-        self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: str = "none"
-    ) -> None:
+    def __init__(self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: str = "none") -> None:
         check_nccl()
         self.rank = rank
         self.size = size
