@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import cast
 
 from caffepy.net import Net
 from caffepy.net.wiring import Node
-from caffepy.parallel.communicators.communicator import Communicator, Exchange, OverlappingCommunicator
+from caffepy.parallel.communicators.collectives import Work
+from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.gradients.buckets import Bucket, cut_buckets
 from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.trace import NoTrace
@@ -54,9 +54,9 @@ class Reducer:
         self._waiting = waiting
         self._trace = trace
         self._buckets: list[Bucket] = []
-        self._going_on: deque[Exchange] = deque()
-        self._begun = 0
-        if hasattr(communicator, "all_reduce_async") and (buckets != 1 or getattr(communicator, "compresses", False)):
+        self._pending: deque[Work] = deque()
+        self._next_bucket = 0
+        if communicator.asynchronous and (buckets != 1 or communicator.compresses):
             self._buckets = cut_buckets(net, buckets)
         if self.overlaps:
             self._places = {id(node): index for index, node in enumerate(net.schedule)}
@@ -74,8 +74,8 @@ class Reducer:
 
     def describe(self) -> str:
         """What a device that has not done its work is in, as far as it says how far it has come; by any thread."""
-        reached = getattr(self._communicator, "reached", None)
-        return _WHOLE if reached is None or not self.overlaps else self._name(reached % len(self._buckets) + 1)
+        completed = self._communicator.completed
+        return _WHOLE if completed is None or not self.overlaps else self._name(completed % len(self._buckets) + 1)
 
     def finish(self) -> None:
         """Wait until all gradients are averages, or have the device wait; called when the backward pass is over.
@@ -88,33 +88,32 @@ class Reducer:
             with self._waiting(_WHOLE), self._clock.exchanging():
                 self._communicator.all_reduce(self._net.parameters.exchanged, average=True)
             return
-        while self._begun < len(self._buckets):
-            self._begin_next()
+        while self._next_bucket < len(self._buckets):
+            self._start_next_bucket()
         for number in range(1, len(self._buckets) + 1):
             with self._waiting(self._name(number)):
-                self._going_on.popleft().finish()
-        self._begun = 0
+                self._pending.popleft().synchronize()
+        self._next_bucket = 0
 
     def _after_backward(self, node: Node) -> None:
         """Begin what this layer's gradients complete, and look after what is going on."""
         if not self._may_begin():
             return
         place = self._places[id(node)]
-        for exchange in self._going_on:
-            exchange.progress()
+        for work in self._pending:
+            work.poll()
         # The last layer's buckets wait for `finish`: there is nothing left to hide them behind.
-        while place > 0 and self._begun < len(self._buckets) and self._buckets[self._begun].node >= place:
-            self._begin_next()
+        while place > 0 and self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].node >= place:
+            self._start_next_bucket()
 
-    def _begin_next(self) -> None:
-        bucket = self._buckets[self._begun]
-        self._begun += 1
+    def _start_next_bucket(self) -> None:
+        bucket = self._buckets[self._next_bucket]
+        self._next_bucket += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
-        timed = self._timed(f"bucket {self._begun}", f"{part.nbytes / 2**20:.3g} MiB")
+        timed = self._timed(f"bucket {self._next_bucket}", f"{part.nbytes / 2**20:.3g} MiB")
         # The threads of a process meet here, before any of them comes to `finish`.
-        with self._waiting(f"the beginning of {self._name(self._begun)}"):
-            exchange = cast(OverlappingCommunicator, self._communicator).all_reduce_async(part, timed)
-        self._going_on.append(exchange)
+        with self._waiting(f"the beginning of {self._name(self._next_bucket)}"):
+            self._pending.append(self._communicator.all_reduce_async(part, timed))
 
     def _name(self, number: int) -> str:
         return f"part {number} of {len(self._buckets)} of {_WHOLE}" if self.overlaps else _WHOLE

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from caffepy.parallel.communicators.communicator import GroupCommunicator
+from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
 from caffepy.parallel.communicators.mpi import MpiCommunicator, load_mpi
 from caffepy.parallel.processes.launcher import Launcher, check_launcher
@@ -76,7 +76,7 @@ class MpiWorld(World):
     def serves(self) -> bool:
         return not self._calls.direct
 
-    def communicator(self) -> GroupCommunicator:
+    def communicator(self) -> Communicator:
         return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
 
     def end(self, status: int) -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from caffepy.errors import CaffepyError, RunError, UserError
-from caffepy.parallel.communicators.communicator import GroupCommunicator
+from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.processes.machine import machine_identity
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class World:
         """Whether solver threads need `serve`, because MPI lets the main thread alone call it."""
         return False
 
-    def communicator(self) -> GroupCommunicator | None:
+    def communicator(self) -> Communicator | None:
         """A new connection among all ranks, one device a rank; None where there is one rank."""
         return None
 

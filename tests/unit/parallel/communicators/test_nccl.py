@@ -27,13 +27,13 @@ def work(rank):
     nccl = communicator(rank, {compress!r})
     arrays = [simulated_nccl.array(np.full(3, i + rank, np.float32)) for i in range(2)]
     for _ in range(2):
-        exchanges = []
+        works = []
         for number, array in enumerate(arrays, 1):
-            exchanges.append(nccl.all_reduce_async(array, nullcontext()))
-            assert nccl.reached == number
-        for exchange in exchanges:
-            exchange.progress()
-            exchange.finish()
+            works.append(nccl.all_reduce_async(array, nullcontext()))
+            assert nccl.completed == number
+        for work in works:
+            work.poll()
+            work.synchronize()
     nccl.close()
     return [*simulated_nccl.log(), [array.tolist() for array in arrays]]
 for lines in run_threads(2, work):
@@ -72,7 +72,7 @@ def work(rank):
             stamps.append((simulated_nccl.current_stream().ptr, len(simulated_nccl.log())))
             if len(stamps) == 1:
                 yield
-    nccl.all_reduce_async(simulated_nccl.array(np.zeros(3, np.float32)), timed()).finish()
+    nccl.all_reduce_async(simulated_nccl.array(np.zeros(3, np.float32)), timed()).synchronize()
     return stamps
 print(run_threads(2, work))
 """
