@@ -133,7 +133,7 @@ class BaseGroup:
 
     @contextmanager
     def reporting(self, collective: Collective) -> Iterator[None]:
-        """Put place and operation before an error."""
+        """Put rank and collective before an error's message."""
         where = f"{self.name}: {self._describe(collective)}"
         try:
             yield
