@@ -70,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: another device failed.
     """
     from caffepy.parallel.benchmark import AllReduceBenchmark
-    from caffepy.parallel.processes.world import create_world, refuse_foreign_launcher
+    from caffepy.parallel.processes.create import create_world
+    from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 
     world = create_world()
-    world.run_on_all(lambda: refuse_foreign_launcher(world))
+    world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
     options = _options(args, world)
     timings: list[Timing] = []
 

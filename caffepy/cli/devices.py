@@ -6,7 +6,7 @@ import argparse
 import logging
 
 from caffepy.errors import DeviceError, MissingExtraError
-from caffepy.parallel.processes.world import find_launcher
+from caffepy.parallel.processes.launcher import find_launcher
 
 logger = logging.getLogger(__name__)
 

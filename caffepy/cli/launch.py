@@ -85,7 +85,7 @@ def launch_line(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """
     from caffepy.parallel.launch.mpirun import find_mpirun, mpirun_line
     from caffepy.parallel.launch.slurm import find_allocation
-    from caffepy.parallel.processes.world import find_launcher
+    from caffepy.parallel.processes.launcher import find_launcher
 
     launcher = find_launcher()
     terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for

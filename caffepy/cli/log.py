@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from caffepy.parallel.processes.world import find_launcher
+from caffepy.parallel.processes.launcher import find_launcher
 
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 

@@ -208,7 +208,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
     from caffepy.config.paths import PathResolver
-    from caffepy.parallel.processes.world import find_launcher
+    from caffepy.parallel.processes.launcher import find_launcher
     from caffepy.proto import caffe_pb2
     from caffepy.snapshot.files import snapshot_names
 

@@ -137,8 +137,8 @@ def take_parts(
             raise UserError(f"{name}[{i}] is {_form(part)}; it should be {_form(like)}")
     data = empty((count, *like.shape), like.dtype)
     if not written:
-        for place, part in zip(rows(data, count), parts, strict=True):
-            place[:] = (part.get() if memory == "host" and on_gpu(part) else part).reshape(-1)
+        for row, part in zip(rows(data, count), parts, strict=True):
+            row[:] = (part.get() if memory == "host" and on_gpu(part) else part).reshape(-1)
         return Buffer(data)
     return Buffer(data, parts)
 

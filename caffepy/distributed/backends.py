@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.communicators.communicator import GroupCommunicator
-from caffepy.parallel.communicators.tcp import TcpCommunicator
-
-if TYPE_CHECKING:
-    from caffepy.parallel.communicators.nccl import NcclCommunicator
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.factory import connect_by_store, connect_gpu
 
 BACKENDS = ("nccl", "mpi", "tcp")
 _LOOK_SECONDS = 0.2
@@ -26,7 +22,7 @@ def default_backend(membership: Membership) -> str:
 
 def create_communicator(
     backend: str, membership: Membership, timeout: float, device: int | None = None
-) -> GroupCommunicator:
+) -> Communicator:
     """Connect the group's ranks; called by all of them.
 
     Args:
@@ -44,7 +40,7 @@ def create_communicator(
     if device is not None:
         raise UserError(f"device is for backend 'nccl'; '{backend}' takes arrays wherever they are")
     if backend == "tcp" or (backend == "mpi" and membership.size == 1):
-        return TcpCommunicator(membership.channel, membership.rank, membership.size, timeout)
+        return connect_by_store(membership.channel, membership.rank, membership.size, timeout)
     if membership.world is None:
         raise UserError("backend 'mpi' needs mpirun, and mpi:// or no init_method; 'tcp' works without MPI")
     communicator = membership.world.communicator()
@@ -52,9 +48,9 @@ def create_communicator(
     return communicator
 
 
-def _connect_gpus(membership: Membership, timeout: float, device: int | None) -> NcclCommunicator:
+def _connect_gpus(membership: Membership, timeout: float, device: int | None) -> Communicator:
     """NCCL's communicator. A peer that does not come would keep NCCL waiting forever, so a thread makes it."""
-    from caffepy.parallel.communicators.nccl import NcclCommunicator, gpu_identity, new_unique_id, use_gpu
+    from caffepy.parallel.communicators.nccl import gpu_identity, new_unique_id, use_gpu
 
     channel, rank, size = membership.channel, membership.rank, membership.size
     gpu = _choose_gpu(membership) if device is None else device
@@ -64,13 +60,13 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     channel.put(f"gpu/{rank}", json.dumps(own).encode())
     found = [_take(membership, f"gpu/{other}", other, timeout) for other in range(size)]
     _check_gpus(membership, [(machine, identity) for machine, identity, _ in found])
-    host = TcpCommunicator(channel, rank, size, timeout)
-    made: list[NcclCommunicator | BaseException] = []
+    host = connect_by_store(channel, rank, size, timeout)
+    made: list[Communicator | BaseException] = []
 
     def connect() -> None:
         use_gpu(gpu)
         try:
-            made.append(NcclCommunicator(size, bytes.fromhex(found[0][2]), rank, host))
+            made.append(connect_gpu(host, bytes.fromhex(found[0][2])))
         except BaseException as error:
             made.append(error)
 

@@ -13,8 +13,8 @@ from caffepy.distributed.handle import Handle
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.stragglers import find_gone, find_stragglers
 from caffepy.errors import PeerError, RunError, UserError
-from caffepy.parallel.communicators.collectives import Operation
-from caffepy.parallel.communicators.communicator import GroupCommunicator
+from caffepy.parallel.communicators.collectives import Collective, Op
+from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.failure import Failure, describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import Monitor
@@ -43,7 +43,7 @@ class BaseGroup:
         timeout: longest wait in seconds.
     """
 
-    def __init__(self, backend: str, membership: Membership, communicator: GroupCommunicator, timeout: float) -> None:
+    def __init__(self, backend: str, membership: Membership, communicator: Communicator, timeout: float) -> None:
         self.backend = backend
         self.timeout = timeout
         self.failure: str | None = None
@@ -132,9 +132,9 @@ class BaseGroup:
     # -- for handles --------------------------------------------------------------------------------
 
     @contextmanager
-    def reporting(self, operation: Operation) -> Iterator[None]:
-        """Put place and operation before an error."""
-        where = f"{self.name}: {self._describe(operation)}"
+    def reporting(self, collective: Collective) -> Iterator[None]:
+        """Put rank and collective before an error's message."""
+        where = f"{self.name}: {self._describe(collective)}"
         try:
             yield
         except UserError as error:
@@ -145,9 +145,9 @@ class BaseGroup:
             raise PeerError(f"{where}: {self.failure or error}") from error.__cause__
 
     @contextmanager
-    def waiting(self, operation: Operation) -> Iterator[None]:
+    def waiting(self, collective: Collective) -> Iterator[None]:
         """As `reporting`, while other ranks may ask for whom this one waits."""
-        with self._heartbeat.waiting(self._describe(operation)), self.reporting(operation):
+        with self._heartbeat.waiting(self._describe(collective)), self.reporting(collective):
             yield
 
     def look(self, waits_for: Sequence[int]) -> None:
@@ -160,35 +160,35 @@ class BaseGroup:
         if gone:
             raise _StragglerError(f"waits for {gone}")
 
-    def give_up(self, operation: Operation, waits_for: Sequence[int], seconds: float) -> NoReturn:
+    def give_up(self, collective: Collective, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Say for whom an operation has waited in vain.
 
         Raises:
             PeerError: always.
         """
-        stragglers = find_stragglers(self._membership, self._heartbeat.collectives, operation, waits_for)
+        stragglers = find_stragglers(self._membership, self._heartbeat.collectives, collective, waits_for)
         nobody = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
         raise _StragglerError(f"has waited {seconds:g} s for {stragglers or nobody}")
 
     # -- for operations -----------------------------------------------------------------------------
 
-    def start(self, operation: Operation, buffers: Sequence[Buffer], async_op: bool) -> Handle:
+    def start(self, collective: Collective, buffers: Sequence[Buffer], async_op: bool) -> Handle:
         """Begin an operation, and unless `async_op` wait for its end.
 
         Args:
-            operation: the operation.
+            collective: the operation.
             buffers: arguments that receive something.
             async_op: do not wait.
         """
-        with self.reporting(operation):
+        with self.reporting(collective):
             if self.destroyed:
                 raise UserError("the process group was destroyed")
             if self.failure is not None:
                 raise PeerError(self.failure)
             with self._lock:  # counted in the order in which the communicator sees them
-                self._heartbeat.collectives += operation.kind is not None
-                work = self.communicator.start(operation)
-        handle = Handle(self, operation, work, buffers)
+                self._heartbeat.collectives += collective.pattern is not None
+                work = self.communicator.start(collective)
+        handle = Handle(self, collective, work, buffers)
         if not async_op:
             handle.wait()
         return handle
@@ -201,10 +201,10 @@ class BaseGroup:
         except UserError as error:
             raise UserError(f"{self.name}: {name}: {error}") from None
 
-    def _describe(self, operation: Operation) -> str:
-        if operation.kind is not None:
-            return operation.describe(self.size)
-        return f"{operation.name} {'to' if operation.name == 'send' else 'from'} rank {operation.peer}"
+    def _describe(self, collective: Collective) -> str:
+        if collective.pattern is not None:
+            return collective.describe(self.size)
+        return f"{collective.op.value} {'to' if collective.op is Op.SEND else 'from'} rank {collective.peer}"
 
     def _statuses(self) -> list[DeviceStatus]:
         return [self._heartbeat.status(self.rank, self._membership.members[self.rank].host)]

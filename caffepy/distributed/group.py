@@ -9,7 +9,7 @@ from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operato
 from caffepy.distributed.base import BaseGroup
 from caffepy.distributed.handle import Handle
 from caffepy.errors import UserError
-from caffepy.parallel.communicators.collectives import Operation, Operator
+from caffepy.parallel.communicators.collectives import Collective, Op, Operator
 
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""
@@ -41,14 +41,14 @@ class ProcessGroup(BaseGroup):
         with self.calling("send"):
             destination, tag = self._check_message(destination, tag)
             buffer = self._array(array, "array")
-        return self.start(Operation("send", sent=buffer.data, peer=destination, tag=tag), [], True)
+        return self.start(Collective(Op.SEND, sent=buffer.data, peer=destination, tag=tag), [], True)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
         """Start to receive; the array holds the message after the handle's `wait`."""
         with self.calling("receive"):
             source, tag = self._check_message(source, tag)
             buffer = self._array(array, "array", written=True)
-        return self.start(Operation("receive", received=buffer.data, peer=source, tag=tag), [buffer], True)
+        return self.start(Collective(Op.RECEIVE, received=buffer.data, peer=source, tag=tag), [buffer], True)
 
     # -- collectives --------------------------------------------------------------------------------
 
@@ -59,34 +59,32 @@ class ProcessGroup(BaseGroup):
             sends = root == self.rank
             buffer = self._array(array, "array", written=not sends)
         sent, received = (buffer.data, None) if sends else (None, buffer.data)
-        operation = Operation("broadcast", sent, received, peer=root)
-        return self.start(operation, [] if sends else [buffer], async_op)
+        collective = Collective(Op.BROADCAST, sent, received, peer=root)
+        return self.start(collective, [] if sends else [buffer], async_op)
 
     def all_reduce(self, array: Array, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
         """array = operator(all ranks' arrays), element by element, on every rank."""
         with self.calling("all_reduce"):
             buffer = self._array(array, "array", written=True)
             operator = check_operator(operator, array)
-        return self.start(Operation("all_reduce", buffer.data, buffer.data, operator), [buffer], async_op)
+        return self.start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), [buffer], async_op)
 
-    def reduce(
-        self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False
-    ) -> Handle:
+    def reduce(self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
         """On the root: array = operator(all ranks' arrays); the others' arrays stay as they are."""
         with self.calling("reduce"):
             root = self._check_rank(root, "root")
             receives = root == self.rank
             buffer = self._array(array, "array", written=receives)
             operator = check_operator(operator, array)
-        operation = Operation("reduce", buffer.data, buffer.data if receives else None, operator, root)
-        return self.start(operation, [buffer] if receives else [], async_op)
+        collective = Collective(Op.REDUCE, buffer.data, buffer.data if receives else None, operator, root)
+        return self.start(collective, [buffer] if receives else [], async_op)
 
     def all_gather(self, outputs: Parts, array: Array, async_op: bool = False) -> Handle:
         """outputs[i] = the array of rank i, on every rank."""
         with self.calling("all_gather"):
             own = self._array(array, "array")
             all_of_them = self._parts(outputs, "outputs", array, written=True)
-        return self.start(Operation("all_gather", own.data, all_of_them.data), [all_of_them], async_op)
+        return self.start(Collective(Op.ALL_GATHER, own.data, all_of_them.data), [all_of_them], async_op)
 
     def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """On the root: outputs[i] = the array of rank i; the others give no outputs."""
@@ -94,8 +92,8 @@ class ProcessGroup(BaseGroup):
             root = self._check_rank(root, "root")
             own = self._array(array, "array")
             gathered = self._at_root(outputs, "outputs", array, root, written=True)
-        operation = Operation("gather", own.data, gathered[0].data if gathered else None, peer=root)
-        return self.start(operation, gathered, async_op)
+        collective = Collective(Op.GATHER, own.data, gathered[0].data if gathered else None, peer=root)
+        return self.start(collective, gathered, async_op)
 
     def scatter(self, array: Array, inputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """array = the root's inputs[rank]; the others give no inputs."""
@@ -103,8 +101,8 @@ class ProcessGroup(BaseGroup):
             root = self._check_rank(root, "root")
             own = self._array(array, "array", written=True)
             scattered = self._at_root(inputs, "inputs", array, root)
-        operation = Operation("scatter", scattered[0].data if scattered else None, own.data, peer=root)
-        return self.start(operation, [own], async_op)
+        collective = Collective(Op.SCATTER, scattered[0].data if scattered else None, own.data, peer=root)
+        return self.start(collective, [own], async_op)
 
     def reduce_scatter(
         self, array: Array, inputs: Parts, operator: Operator = Operator.SUM, async_op: bool = False
@@ -114,7 +112,7 @@ class ProcessGroup(BaseGroup):
             own = self._array(array, "array", written=True)
             given = self._parts(inputs, "inputs", array)
             operator = check_operator(operator, array)
-        return self.start(Operation("reduce_scatter", given.data, own.data, operator), [own], async_op)
+        return self.start(Collective(Op.REDUCE_SCATTER, given.data, own.data, operator), [own], async_op)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, async_op: bool = False) -> Handle:
         """outputs[i] = inputs[rank] of rank i; all parts have one shape."""
@@ -122,11 +120,11 @@ class ProcessGroup(BaseGroup):
             like = self._first(inputs, "inputs")
             given = self._parts(inputs, "inputs", like)
             taken = self._parts(outputs, "outputs", like, written=True)
-        return self.start(Operation("all_to_all", given.data, taken.data), [taken], async_op)
+        return self.start(Collective(Op.ALL_TO_ALL, given.data, taken.data), [taken], async_op)
 
     def barrier(self, async_op: bool = False) -> Handle:
         """Wait until all ranks are here; on GPUs, until the operations before it on the current stream are done."""
-        return self.start(Operation("barrier"), [], async_op)
+        return self.start(Collective(Op.BARRIER), [], async_op)
 
     # -- arguments ----------------------------------------------------------------------------------
 
@@ -137,9 +135,7 @@ class ProcessGroup(BaseGroup):
         communicator = self.communicator
         return take_parts(parts, name, like, self.size, communicator.memory, communicator.empty, written)
 
-    def _at_root(
-        self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False
-    ) -> list[Buffer]:
+    def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> list[Buffer]:
         """What the root alone gives."""
         if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")

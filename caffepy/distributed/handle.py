@@ -5,16 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import NoReturn, Protocol
 
 from caffepy.distributed.arrays import Buffer
-from caffepy.parallel.communicators.collectives import Operation, Work
-
-if TYPE_CHECKING:
-    from caffepy.distributed.base import BaseGroup
+from caffepy.parallel.communicators.collectives import Collective, Work
 
 _LOOK_SECONDS = 2.0
 """Between looks at who has left, in a long wait."""
+
+
+class HandleOwner(Protocol):
+    """What a handle needs of the group that started its operation; `base.BaseGroup` has it."""
+
+    timeout: float
+
+    def reporting(self, collective: Collective) -> AbstractContextManager[None]:
+        """Put rank and operation before an error's message."""
+
+    def waiting(self, collective: Collective) -> AbstractContextManager[None]:
+        """As `reporting`, and the heartbeat says what this rank waits in."""
+
+    def look(self, waits_for: Sequence[int]) -> None:
+        """Raise PeerError if a rank that is waited for has left the group."""
+
+    def give_up(self, collective: Collective, waits_for: Sequence[int], seconds: float) -> NoReturn:
+        """Raise PeerError, which names the stragglers."""
 
 
 class Handle:
@@ -22,14 +38,14 @@ class Handle:
 
     Args:
         group: where it was started.
-        operation: what was called.
+        collective: what was called.
         work: the communicator's.
         buffers: where results have to be brought to their arrays at the end.
     """
 
-    def __init__(self, group: BaseGroup, operation: Operation, work: Work, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, group: HandleOwner, collective: Collective, work: Work, buffers: Sequence[Buffer]) -> None:
         self._group = group
-        self._operation = operation
+        self._collective = collective
         self._work = work
         self._buffers = buffers
         self._lock = threading.Lock()
@@ -50,17 +66,17 @@ class Handle:
         with self._lock:
             if self._ended:
                 return
-            with self._group.waiting(self._operation):
+            with self._group.waiting(self._collective):
                 while not self._finish(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
                     if time.monotonic() >= deadline:
-                        self._group.give_up(self._operation, self._work.waits_for, seconds)
+                        self._group.give_up(self._collective, self._work.waits_for, seconds)
                     self._group.look(self._work.waits_for)
 
     def is_completed(self) -> bool:
         """Whether it has ended; does not wait. Errors as in `wait`."""
         with self._lock:
             if not self._ended:
-                with self._group.reporting(self._operation):
+                with self._group.reporting(self._collective):
                     self._finish(0.0)
             return self._ended
 

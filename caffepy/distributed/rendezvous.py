@@ -18,7 +18,9 @@ from urllib.parse import unquote, urlsplit
 from caffepy.distributed.membership import Membership
 from caffepy.errors import CaffepyError, PeerError, UserError
 from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
-from caffepy.parallel.processes.world import create_world, find_launcher, machine_identity, own_addresses
+from caffepy.parallel.processes.create import create_world
+from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.parallel.processes.machine import machine_identity, own_addresses
 from caffepy.parallel.store.client import Address, ControlClient
 from caffepy.parallel.store.records import Member
 from caffepy.parallel.store.server import ControlServer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError
-from caffepy.parallel.communicators.collectives import Operation
+from caffepy.parallel.communicators.collectives import Collective
 from caffepy.parallel.store.records import DeviceStatus
 
 _SILENT_SECONDS = 5.0
@@ -33,13 +33,13 @@ def find_gone(membership: Membership, begun: int, waits_for: Sequence[int]) -> s
     return ", ".join(f"{membership.name(rank)}, which has left the group" for rank in gone)
 
 
-def find_stragglers(membership: Membership, begun: int, operation: Operation, waits_for: Sequence[int]) -> str:
+def find_stragglers(membership: Membership, begun: int, collective: Collective, waits_for: Sequence[int]) -> str:
     """The ranks that an operation waits for, with what they do instead; empty if nobody can be blamed.
 
     Args:
         membership: the group's.
         begun: how many collectives this rank has begun.
-        operation: what it waits in.
+        collective: what it waits in.
         waits_for: the ranks that are known to be missing.
 
     Raises:
@@ -52,7 +52,7 @@ def find_stragglers(membership: Membership, begun: int, operation: Operation, wa
     # Where one is behind, the pieces of the others are only waited for because it comes before them.
     late = [each for each in missing if each in behind] or missing or behind
     if not late:
-        elsewhere = ("", operation.describe(membership.size))
+        elsewhere = ("", collective.describe(membership.size))
         late = [each for each in others if each.waiting not in elsewhere]
     return ", ".join(f"{membership.name(each.rank)}, {_doing(each, begun)}" for each in late)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +20,12 @@ from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, ConfigError, PeerError
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.control.failure import describe_error, exit_status
 from caffepy.parallel.hardware.affinity import bind_near_gpu, take_cores
 from caffepy.parallel.processes.gpu_assignment import refuse_shared
-from caffepy.parallel.processes.world import World, find_launcher
+from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.parallel.processes.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ def measure_size(backend: Backend, communicator: Communicator, size: int, iterat
     count = max(1, size // np.dtype(dtype).itemsize)
     base = np.arange(count) % _PATTERN
     array = backend.zeros((count,), dtype)
-    wait: Callable[[], None] = getattr(communicator, "wait", backend.synchronize)
+    wait = partial(communicator.wait_on_device, backend.synchronize)
 
     backend.from_host((base + communicator.rank + 1).astype(dtype), array)
     communicator.all_reduce(array, average=False)
@@ -257,33 +256,18 @@ class AllReduceBenchmark:
     def _make_devices(self) -> None:
         options, world = self._options, self._world
         count = len(options.local_devices)
-        group = LocalGroup(count, options.timeout)
-        ranks = world.communicator()
-        unique_id = self._unique_id()
-
-        def connect(index: int) -> Communicator:
-            local = LocalCommunicator(group, index)
-            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks)
-            if unique_id is None:
-                return host
-            from caffepy.parallel.communicators.nccl import NcclCommunicator
-
-            return NcclCommunicator(host.size, unique_id, host.rank, host)
-
+        if options.devices is not None:
+            self._refuse_shared_gpus(options.devices)
+        connect = DeviceCommunicators(world, count, options.devices is not None, timeout=options.timeout).connect
         self._devices = [_Device(i, options, connect, self._hear if i == 0 else _ignore) for i in range(count)]
         for device in self._devices:
             device.start()
 
-    def _unique_id(self) -> Any:
-        """What connects GPUs; None on the CPU."""
-        devices = self._options.devices
-        if devices is None:
-            return None
-        from caffepy.parallel.communicators.nccl import check_nccl, gpu_identity, new_unique_id
+    def _refuse_shared_gpus(self, devices: list[int]) -> None:
+        from caffepy.parallel.communicators.nccl import check_nccl, gpu_identity
 
         self._world.run_on_all(check_nccl)
         refuse_shared(self._world, self._world.run_on_all(lambda: [gpu_identity(device) for device in devices]))
-        return self._world.broadcast(new_unique_id() if self._world.rank == 0 else None)
 
     def _hear(self, timing: Timing) -> None:
         self._heard = awake_seconds()

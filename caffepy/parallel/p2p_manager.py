@@ -17,26 +17,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, CaffepyError, ConfigError, PeerError, RunError
 from caffepy.parallel.agreement import check_alike, describe_nets, describe_run
 from caffepy.parallel.batch import describe_batch
-from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.communicators.shared_memory import SharedSums
+from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.failure import Failure, describe_error, exit_status
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.hardware.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.options import OptionsSource, TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.gpu_assignment import refuse_shared, share_gpus
-from caffepy.parallel.processes.world import World, create_world, find_launcher, refuse_foreign_launcher
-from caffepy.parallel.shared_scores import SharedScores
+from caffepy.parallel.processes.launcher import find_launcher, refuse_foreign_launcher
+from caffepy.parallel.processes.world import World
 from caffepy.parallel.signals import SignalRequests
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.report import format_report
@@ -106,7 +103,7 @@ class P2PManager:
 
     def _run(self) -> None:
         world = self._world
-        world.run_on_all(lambda: refuse_foreign_launcher(world))
+        world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
         options = world.run_on_all(self._options)
         self._verbose = options.verbose
         world.run_on_all(partial(_check_trace, options, world.rank))
@@ -195,45 +192,18 @@ class P2PManager:
         devices = options.local_devices
         count = len(devices)
         world = self._world
-        group = LocalGroup(count, options.timeout, SharedScores(count))
-        ranks = world.communicator()
-        connect_gpus = options.devices is not None and count * world.size > 1
-        unique_id = self._unique_id() if connect_gpus else None
+        communicators = DeviceCommunicators(
+            world, count, options.devices is not None, options.compression, options.timeout
+        )
         threads = options.threads or max(1, cores.count // count)
-        compress, apart = options.compression, world.local_size < world.size
-        shared = None
-        if ranks is not None and unique_id is None and not (apart or compress != "none"):
-            arrived, added = world.communicator(), world.communicator()
-            assert arrived is not None and added is not None
-            shared = SharedSums(ranks, arrived, added)
-        if compress != "none" and unique_id is None and ranks is None and world.rank == 0:
-            logger.info("--compression %s changes nothing: there is no other rank to send gradients to", compress)
-
-        def connection(index: int) -> Communicator:
-            local = LocalCommunicator(group, index)
-            host: Communicator = local
-            if ranks is not None:
-                host = HierarchicalCommunicator(local, ranks, compress, apart, shared)
-            if unique_id is None:
-                return host
-            from caffepy.parallel.communicators.nccl import NcclCommunicator
-
-            return NcclCommunicator(host.size, unique_id, host.rank, host, compress)
-
         labels = [_label(i, device, count) for i, device in enumerate(devices)]
         names = self._name_devices(labels)
         for i, device in enumerate(devices):
             shard = Shard(world.rank * count + i, world.size * count, count, options.per_device_batch)
             place = Place(i, device, labels[i], None if device is not None else threads, shard)
             request = signals if i == 0 else _nothing
-            self._syncs.append(P2PSync(place, options, partial(connection, i), request, self._thread_changed, names))
-
-    def _unique_id(self) -> Any:
-        from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
-
-        self._world.run_on_all(check_nccl)
-        made = new_unique_id() if self._world.rank == 0 else None
-        return self._world.broadcast(made)
+            connect = partial(communicators.connect, i)
+            self._syncs.append(P2PSync(place, options, connect, request, self._thread_changed, names))
 
     def _train(self, options: TrainOptions) -> None:
         for sync in self._syncs:

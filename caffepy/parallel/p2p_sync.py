@@ -198,7 +198,7 @@ class P2PSync:
     @property
     def _captures(self) -> bool:
         """Whether what the devices exchange may be captured into a graph."""
-        return getattr(self._communicator, "captures", False)
+        return self._communicator is not None and self._communicator.capturable
 
     def wait_for_device(self, wait: Callable[[], None]) -> None:
         if self.world_size == 1:
@@ -263,11 +263,8 @@ class P2PSync:
 
     def _settle(self, wait: Callable[[], None] | None = None) -> None:
         """Let the device finish: a thread that launches eagerly must not run ahead of its peers, or they deadlock."""
-        watched = getattr(self._communicator, "wait", None)
-        if watched is not None:
-            watched(wait)
-        elif wait is not None:
-            wait()
+        assert self._communicator is not None
+        self._communicator.wait_on_device(wait)
 
     # -- the thread ---------------------------------------------------------------------------------
 
@@ -345,8 +342,7 @@ class P2PSync:
     def _place_gradients(self, solver: Solver) -> None:
         """Where the communicator has them best, if it cares."""
         parameters = solver.net.parameters
-        allocate_gradients = getattr(self._connected, "allocate_gradients", None)
-        memory = None if allocate_gradients is None else allocate_gradients(parameters.size)
+        memory = self._connected.allocate_gradients(parameters.size)
         if memory is not None:
             parameters.bind_gradients(memory)
 
@@ -356,7 +352,7 @@ class P2PSync:
         Where nobody says whether to overlap, that depends on whether it is worth it.
         """
         assert self.communication is not None
-        overlap = getattr(self._connected, "overlaps_compute", False)
+        overlap = self._connected.overlaps
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
         buckets = bucket_count(solver.net.param) if overlap else 1

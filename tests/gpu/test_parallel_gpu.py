@@ -90,7 +90,7 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
         communicator.all_reduce(array)
         communicator.all_reduce(array, average=False)
         communicator.broadcast(array)
-        communicator.wait()
+        communicator.wait_on_device()
         np.testing.assert_array_equal(backend.to_host(array), values)
         communicator.close()
         communicator.close()
@@ -111,9 +111,9 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
 
         def work() -> None:
             backend.fill(array, 1 / 3)
-            exchanges = [communicator.all_reduce_async(array[start : start + 500], nullcontext()) for start in (0, 500)]
-            for exchange in exchanges:
-                exchange.finish()
+            works = [communicator.all_reduce_async(array[start : start + 500], nullcontext()) for start in (0, 500)]
+            for work in works:
+                work.synchronize()
             backend.add(array, array)
 
         work()
@@ -121,17 +121,17 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
         backend.fill(array, 0)
         for _ in range(3):
             graph.launch()
-        communicator.wait()
+        communicator.wait_on_device()
         np.testing.assert_array_equal(backend.to_host(array), np.full(1000, 2 * np.float32(rounded), np.float32))
-        assert communicator.reached == 2
+        assert communicator.completed == 2
         del graph
         communicator.close()
     backend.close()
 
 
 def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
-    from caffepy.parallel.communicators.compression import Bfloats
-    from caffepy.parallel.communicators.nccl_compression import CudaBfloats
+    from caffepy.parallel.communicators.compression import Bf16Compressor
+    from caffepy.parallel.communicators.nccl_compression import CudaBf16Compressor
 
     bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, np.uint32)
     bits[:6] = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x3F808000]
@@ -140,13 +140,13 @@ def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
     with backend.activate(), np.errstate(all="ignore"):
         array, found = backend.zeros(values.shape), backend.zeros(values.shape)
         backend.from_host(values, array)
-        device, host = CudaBfloats(1), Bfloats(np, 1)
-        copy, wanted = device.shrink(array), host.shrink(values)
-        device.widen(copy, found)
+        device, host = CudaBf16Compressor(1), Bf16Compressor(np, 1)
+        copy, wanted = device.compress(array), host.compress(values)
+        device.decompress(copy, found)
         values_kept = np.isfinite(values) & (np.abs(values) >= np.finfo(np.float32).tiny)
         np.testing.assert_array_equal(copy.get()[values_kept], wanted[values_kept])  # the bits, not the numbers
         widened = np.empty_like(values)
-        host.widen(wanted, widened)
+        host.decompress(wanted, widened)
         same = values_kept | ~np.isfinite(values)
         np.testing.assert_array_equal(backend.to_host(found)[same], widened[same])
         assert np.abs(backend.to_host(found)[~same]).max() <= np.finfo(np.float32).tiny, "too small a number grew"

@@ -26,7 +26,7 @@ from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.core.base import Layer, register_layer
 from caffepy.parallel.communicators import local
-from caffepy.parallel.processes.world import find_launcher
+from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.solvers import Solver
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from laboratory import program_environment
 
-from caffepy.parallel.communicators.collectives import Operation, Operator
+from caffepy.parallel.communicators.collectives import Collective, Op, Operator
 from caffepy.parallel.communicators.compression import round_to_bfloat16, widen_bfloat16
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 
@@ -103,7 +103,7 @@ class NcclCommunicator:
     def run(self, name: str, sent: Any, received: Any, op: int | None = None, peer: int | None = None) -> None:
         operator = None if op is None else OPERATORS[op]
         bfloat16 = received is not None and received.dtype == np.uint16
-        work = self.local.start(Operation(name, sent, received, operator, peer, compact=bfloat16))
+        work = self.local.start(Collective(Op(name), sent, received, operator, peer, compact=bfloat16))
         assert work.wait(30.0), name
 
     def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:

@@ -1,20 +1,45 @@
-"""Operations among devices as values: what each means, in plain NumPy, and what a communicator returns for one.
+"""Collectives and messages as values: what each means, in plain NumPy, and `Work`, what starting one returns.
 
-Communicators carry an `Operation` out with `start`, each in its own way; those that move bytes and nothing else
-(`store_operations.py`) compute with the functions below, and so do the tests of all others.
+Transports carry a `Collective` out in `Communicator.start`. Those that only move bytes (`store_communicator.py`)
+compute with the functions below, and so do the tests of all others.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from caffepy.backend.types import Array
 from caffepy.parallel.communicators.compression import add_bfloat16
+
+_LOOK_SECONDS = 1.0
+"""How long `synchronize` waits before it waits again: an abort ends each wait by an error."""
+_SLEEPS = (0.00005, 0.002)
+"""Shortest and longest pause between polls, in seconds."""
+
+
+class Op(Enum):
+    """The collectives, and point-to-point messages. The values are the names in messages."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+    SCATTER = "scatter"
+    ALL_GATHER = "all_gather"
+    GATHER = "gather"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+    SEND = "send"
+    RECEIVE = "receive"
 
 
 class Operator(Enum):
@@ -37,18 +62,18 @@ _FUNCTIONS: dict[Operator, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a collective does.
+class Pattern:
+    """Which ranks of a collective send and receive, and what a receiver does with the pieces.
 
     Args:
-        how: what a receiver makes of the pieces it gets, in the order of ranks: ``copy`` (there is one), ``stack`` them
-            or ``reduce`` them by the operator; ``nothing`` moves no numbers.
-        sliced: a sender's array has a piece for each receiver, in the order of ranks; else all get the whole.
-        from_root: the root alone sends.
-        to_root: the root alone receives.
+        combine: ``copy`` the only piece, ``concatenate`` the pieces in rank order, ``reduce`` them by the operator, or
+            ``nothing``.
+        sliced: a sender's array has one piece for each receiver, in rank order; else all receive the whole array.
+        from_root: only the root sends.
+        to_root: only the root receives.
     """
 
-    how: str
+    combine: str
     sliced: bool = False
     from_root: bool = False
     to_root: bool = False
@@ -62,74 +87,91 @@ class Kind:
         return [root] if self.to_root and root is not None else list(range(size))
 
 
-COLLECTIVES = {
-    "all_reduce": Kind("reduce"),
-    "reduce": Kind("reduce", to_root=True),
-    "reduce_scatter": Kind("reduce", sliced=True),
-    "broadcast": Kind("copy", from_root=True),
-    "scatter": Kind("copy", sliced=True, from_root=True),
-    "all_gather": Kind("stack"),
-    "gather": Kind("stack", to_root=True),
-    "all_to_all": Kind("stack", sliced=True),
-    "barrier": Kind("nothing"),
+PATTERNS = {
+    Op.ALL_REDUCE: Pattern("reduce"),
+    Op.REDUCE: Pattern("reduce", to_root=True),
+    Op.REDUCE_SCATTER: Pattern("reduce", sliced=True),
+    Op.BROADCAST: Pattern("copy", from_root=True),
+    Op.SCATTER: Pattern("copy", sliced=True, from_root=True),
+    Op.ALL_GATHER: Pattern("concatenate"),
+    Op.GATHER: Pattern("concatenate", to_root=True),
+    Op.ALL_TO_ALL: Pattern("concatenate", sliced=True),
+    Op.BARRIER: Pattern("nothing"),
 }
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One device's call of an operation. Arrays are contiguous and of one dtype.
+class Collective:
+    """One rank's call of a collective or message. Arrays are contiguous and of one dtype.
 
     Args:
-        name: one of `COLLECTIVES`, ``send`` or ``receive``.
-        sent: this device's contribution; None where it gives nothing.
-        received: what the result is written to, possibly `sent` itself; None where it gets nothing.
+        op: which one.
+        sent: this rank's contribution; None where it sends nothing.
+        received: the output array, possibly `sent` itself; None where it receives nothing.
         operator: of a reduction.
-        peer: the root, or the other end of a send or receive.
-        tag: tells several messages between two devices apart.
-        compact: a sum of numbers of two bytes, rounded after each addition, so that nothing longer has to travel:
-            float16, or bfloat16 in an array of uint16.
+        peer: the root, or the other end of a message.
+        tag: of a message.
+        compact: accumulate in the array's own two-byte dtype instead of float32: float16, or bfloat16 stored as uint16.
+        blocking: the caller synchronizes at once, so that `start` may use the transport's blocking call.
+        overlap: start an averaging all-reduce that makes progress while the device computes, compressed if the
+            communicator `compresses`. The context manager is entered where the all-reduce begins and left where it
+            ends, with its stream current.
     """
 
-    name: str
+    op: Op
     sent: Array | None = None
     received: Array | None = None
     operator: Operator | None = None
     peer: int | None = None
     tag: int = 0
     compact: bool = False
+    blocking: bool = False
+    overlap: AbstractContextManager[None] | None = None
 
     @property
-    def bfloat16(self) -> bool:
+    def is_bfloat16(self) -> bool:
         """Whether an array of uint16 holds bfloat16 numbers."""
         return self.compact and self.received is not None and self.received.dtype == np.uint16
 
     @property
-    def kind(self) -> Kind | None:
+    def pattern(self) -> Pattern | None:
         """None for a send or receive."""
-        return COLLECTIVES.get(self.name)
+        return PATTERNS.get(self.op)
+
+    @property
+    def array(self) -> Array:
+        """The array of an in-place collective: of an all-reduce, or what a broadcast sends or receives."""
+        array = self.received if self.sent is None else self.sent
+        assert array is not None
+        return array
+
+    @property
+    def message_peers(self) -> list[int]:
+        """The other end of a send or receive; empty for a collective."""
+        return [] if self.pattern is not None or self.peer is None else [self.peer]
 
     def describe(self, size: int) -> str:
         """What all ranks must agree on, as messages show it: ``all_reduce SUM of 4 float32``."""
-        if self.kind is None:
-            array = self.received if self.sent is None else self.sent
-            return f"message of {_extent(array)}"
-        root = "" if self.peer is None else f" {'from' if self.kind.from_root else 'to'} rank {self.peer}"
-        operator = "" if self.operator is None else f" {self.operator.value}"
         array = self.received if self.sent is None else self.sent
-        parts = size if self.kind.sliced and self.sent is not None else 1
-        return f"{self.name}{operator}{root}" + ("" if array is None else f" of {_extent(array, parts)}")
+        if self.pattern is None:
+            return f"message of {_extent(array)}"
+        root = "" if self.peer is None else f" {'from' if self.pattern.from_root else 'to'} rank {self.peer}"
+        operator = "" if self.operator is None else f" {self.operator.value}"
+        parts = size if self.pattern.sliced and self.sent is not None else 1
+        return f"{self.op.value}{operator}{root}" + ("" if array is None else f" of {_extent(array, parts)}")
 
 
-class Work(Protocol):
-    """An operation that was started."""
+class Work(ABC):
+    """A collective or message that was started; its arrays must be left alone until it is done."""
 
     @property
     def waits_for(self) -> list[int]:
-        """The ranks that it still waits for, where that is known; else empty."""
+        """The ranks that it still waits for; empty where the transport does not know."""
+        return []
 
+    @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for its end; whether it came. The result is there, and `sent` is free, only then. Not
-        called again after that.
+        """Block the host for at most `seconds`; return whether it is done. Not called again after that.
 
         Raises:
             UserError: another rank called something else.
@@ -137,14 +179,39 @@ class Work(Protocol):
             PeerError: the connection failed.
         """
 
+    def poll(self) -> None:  # noqa: B027  # most transports progress by themselves
+        """Make progress without blocking, for transports that only progress when called."""
 
-class Finished:
-    """The `Work` of an operation that ended when it was started."""
+    def synchronize(self, seconds: float = math.inf) -> bool:
+        """Make the result visible to what the caller does next: block the host, or the device's current stream.
 
-    waits_for: list[int] = []
+        Returns:
+            Whether that was possible within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+
+class FinishedWork(Work):
+    """Done when it was started."""
 
     def wait(self, seconds: float) -> bool:
         return True
+
+
+def wait_until(done: Callable[[], bool], seconds: float) -> bool:
+    """Poll `done` for at most `seconds`, with pauses that grow; return whether it became true."""
+    deadline = time.monotonic() + seconds
+    pause = _SLEEPS[0]
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _SLEEPS[1])
+    return True
 
 
 def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:
@@ -158,32 +225,32 @@ def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:
     return total.astype(dtype, copy=False)
 
 
-def combine(operation: Operation, pieces: list[Any]) -> None:
-    """Write to `operation.received`, a host array, what its collective makes of the pieces that are meant for it."""
-    kind, received = operation.kind, operation.received
-    if received is None or kind is None or kind.how == "nothing":
+def combine(collective: Collective, pieces: list[Any]) -> None:
+    """Write to `collective.received`, a host array, what its collective makes of the pieces that are meant for it."""
+    pattern, received = collective.pattern, collective.received
+    if received is None or pattern is None or pattern.combine == "nothing":
         return
-    if kind.how == "reduce":
-        assert operation.operator is not None
-        result = _sum_bfloats(pieces) if operation.bfloat16 else reduce_pieces(pieces, operation.operator)
+    if pattern.combine == "reduce":
+        assert collective.operator is not None
+        result = _sum_bfloat16(pieces) if collective.is_bfloat16 else reduce_pieces(pieces, collective.operator)
     else:
         result = np.concatenate(pieces)
     received.reshape(-1)[:] = result
 
 
-def _sum_bfloats(pieces: list[Any]) -> Any:
+def _sum_bfloat16(pieces: list[Any]) -> Any:
     total = pieces[0].copy()
     for piece in pieces[1:]:
         add_bfloat16(piece, total)
     return total
 
 
-def piece_of(operation: Operation, receiver: int, size: int) -> Any:
-    """What of `operation.sent` is meant for a receiver; one-dimensional."""
-    assert operation.sent is not None
-    if operation.kind is None or not operation.kind.sliced:
-        return operation.sent.reshape(-1)
-    return rows(operation.sent, size)[receiver]
+def piece_of(collective: Collective, receiver: int, size: int) -> Any:
+    """What of `collective.sent` is meant for a receiver; one-dimensional."""
+    assert collective.sent is not None
+    if collective.pattern is None or not collective.pattern.sliced:
+        return collective.sent.reshape(-1)
+    return rows(collective.sent, size)[receiver]
 
 
 def rows(array: Array, count: int) -> list[Array]:

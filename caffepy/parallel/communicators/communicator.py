@@ -1,107 +1,133 @@
-"""What devices that train together ask of each other: one protocol, whatever carries it.
+"""The contract of all communicators: transports implement `start`, `abort` and `close`, and declare what they can do.
 
-`local.py` connects the threads of one process, `mpi.py` processes through host buffers, `hierarchical.py` threads of
-several processes, `nccl.py` GPUs. Every device calls the same operations in the same order; each call waits for the
-others.
+`local.py` connects the threads of one process, `mpi.py` processes through host memory, `hierarchical.py` the threads of
+several processes, `tcp.py` processes that share a store, `nccl.py` GPUs. All ranks start the same collectives in the
+same order.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from caffepy.backend.types import Array
+from caffepy.errors import PeerError
+from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work
 
-if TYPE_CHECKING:
-    from caffepy.parallel.communicators.collectives import Operation, Work
 
+class Communicator(ABC):
+    """One rank's end of a group.
 
-class Communicator(Protocol):
-    """One device's end of the connection.
+    `abort` may be called from any thread: it wakes all waiters, and every later call raises AbortedError.
 
-    Once `abort` was called, by whichever thread, waits end and further calls raise `AbortedError`.
+    Args:
+        rank: from 0.
+        size: the number of ranks.
+        timeout: longest wait of the blocking helpers, in seconds; None: until `abort`.
     """
 
-    @property
-    def rank(self) -> int:
-        """This device's number, from 0."""
+    memory = "host"
+    """Where its arrays are: ``host`` or ``gpu``."""
+    capturable = False
+    """Whether its collectives may be captured in a CUDA graph."""
+    asynchronous = False
+    """Whether `all_reduce_async` is supported: it returns before the other ranks have started theirs."""
+    overlaps = False
+    """Whether a started all-reduce makes progress while the device computes."""
+    compresses = False
+    """Whether `all_reduce_async` sends two bytes for each number; `all_reduce` never does."""
 
-    @property
-    def size(self) -> int:
-        """How many devices are connected."""
+    def __init__(self, rank: int, size: int, timeout: float | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout = timeout
 
-    def all_reduce(self, array: Array, average: bool = True) -> None:
-        """array = the sum, or the mean, of all devices' arrays, in place: (P,), contiguous, equal dtype everywhere.
+    @abstractmethod
+    def start(self, collective: Collective) -> Work:
+        """Start a collective or message.
 
         Raises:
-            AbortedError: another device failed.
+            AbortedError: the communicator was aborted.
             PeerError: the connection failed.
         """
 
-    def broadcast(self, array: Array, root: int = 0) -> None:
-        """array = the array of device `root`, in place; arguments and errors as in `all_reduce`."""
-
-    def barrier(self) -> None:
-        """Wait until all devices are here."""
-
-    def sum(self, values: Any) -> Any:
-        """The sum of all devices' float64 host arrays, always in the same order; a new array."""
-
+    @abstractmethod
     def abort(self) -> None:
-        """End all waits of this process; callable from any thread, and twice."""
+        """Wake all waiters of this process with AbortedError, now and later. Thread-safe, idempotent."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Give back what the connection holds; callable twice."""
-
-
-class Exchange(Protocol):
-    """An average over all devices that was begun."""
-
-    def progress(self) -> None:
-        """Look after it for a moment: some MPIs move bytes only while they are called."""
-
-    def finish(self) -> None:
-        """Wait for its end, or have the device wait for it; the average is in the array only for what comes then.
-
-        Raises:
-            AbortedError: another device failed.
-            PeerError: the connection failed.
-        """
-
-
-class OverlappingCommunicator(Communicator, Protocol):
-    """A communicator whose averages can go on while the device computes."""
+        """Release the transport. Idempotent."""
 
     @property
-    def compresses(self) -> bool:
-        """Whether averages that are begun travel in two bytes a number; `all_reduce` never does that."""
+    def completed(self) -> int | None:
+        """How many all-reduces of `all_reduce_async` the device has done in this backward pass; None where unknown.
 
-    @property
-    def overlaps_compute(self) -> bool:
-        """Whether to begin early is worth while: what was begun goes on by itself, or at least nobody waits for it."""
-
-    def all_reduce_async(self, array: Array, timed: AbstractContextManager[None]) -> Exchange:
-        """Begin array = the mean of all devices' arrays; all devices begin, and finish, theirs in the same order.
-
-        `timed` is entered where the exchange begins and left where it has ended, each time with the stream current on
-        which it is.
+        Thread-safe: the watchdog's message names the bucket by it.
         """
-
-
-class GroupCommunicator(Communicator, Protocol):
-    """A communicator with every operation there is, for `caffepy.distributed`. Each may go on while others begin."""
-
-    memory: str
-    """Where its arrays lie: ``host`` or ``gpu``."""
-
-    def start(self, operation: Operation) -> Work:
-        """Begin an operation; its arrays are left alone until it has ended. All devices begin the same collectives in
-        the same order.
-
-        Raises:
-            AbortedError: another device failed.
-            PeerError: the connection failed.
-        """
+        return None
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new contiguous array in its memory."""
+        """A new contiguous array in `memory`."""
+        return np.empty(shape, dtype)
+
+    def allocate_gradients(self, count: int) -> Array | None:
+        """A float32 buffer (count,) that this transport reduces fastest, filled with 0; None if any will do.
+
+        Called by all ranks before their first all-reduce. May change `overlaps`.
+        """
+        return None
+
+    def wait_on_device(self, wait: Callable[[], None] | None = None) -> None:
+        """Block the host until `wait` returns, or without it until the current stream is idle.
+
+        On GPUs an eager rank must not run ahead of its peers, and `abort` ends the wait. Host arrays are ready anyway.
+
+        Raises:
+            AbortedError: the communicator was aborted.
+            PeerError: the connection failed.
+        """
+        if wait is not None:
+            wait()
+
+    def all_reduce(self, array: Array, average: bool = True) -> None:
+        """array = the mean, or the sum, over all ranks, in place: (P,), contiguous, equal dtype everywhere."""
+        self._run(Collective(Op.ALL_REDUCE, array, array, Operator.AVG if average else Operator.SUM, blocking=True))
+
+    def all_reduce_async(self, array: Array, timed: AbstractContextManager[None]) -> Work:
+        """Start array = the mean over all ranks, if `asynchronous`; all ranks synchronize theirs in the same order.
+
+        Args:
+            array: (P,), contiguous.
+            timed: entered where the all-reduce begins and left where it ends, with its stream current.
+        """
+        return self.start(Collective(Op.ALL_REDUCE, array, array, Operator.AVG, overlap=timed))
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """array = the array of rank `root`, in place."""
+        sent, received = (array, None) if self.rank == root else (None, array)
+        self._run(Collective(Op.BROADCAST, sent, received, peer=root, blocking=True))
+
+    def barrier(self) -> None:
+        """Block the host until all ranks have called it."""
+        self._run(Collective(Op.BARRIER, blocking=True))
+
+    def sum(self, values: Any) -> Any:
+        """The sum of all ranks' float64 host arrays, added in rank order; a new array."""
+        own = np.ascontiguousarray(values, np.float64)
+        rows = np.empty((self.size, *np.shape(values)), np.float64)
+        self._run(Collective(Op.ALL_GATHER, own, rows, blocking=True))
+        return np.add.reduce(rows, axis=0)
+
+    def _run(self, collective: Collective) -> None:
+        work = self.start(collective)
+        if self._timeout is None:
+            work.synchronize()
+        elif not work.synchronize(self._timeout):
+            ranks = ", ".join(map(str, work.waits_for))
+            name = collective.op.value
+            raise PeerError(f"{name}: rank {self.rank} has waited {self._timeout:g} s for rank {ranks}")

@@ -1,6 +1,6 @@
-"""Gradients as float16 or bfloat16 on their way between devices: half the bytes, ten or seven bits of mantissa.
+"""Gradient compression to float16 or bfloat16: half the bytes, ten or seven bits of mantissa.
 
-Owns the small copies, for communicators whose averages go over a wire. A bfloat16 array has the dtype uint16 and holds
+Owns the compressed copies, for transports that go over a wire. A bfloat16 array has the dtype uint16 and holds
 the upper halves of float32 numbers, as everywhere in caffepy.
 """
 
@@ -16,8 +16,8 @@ _CHUNK = 1 << 15
 """Numbers that are rounded at a time, so that what lies in between stays in the processor's cache."""
 
 
-class Halves:
-    """Makes float16 copies that can be added up to a mean, and reads the mean back.
+class Fp16Compressor:
+    """Float16 copies of float32 arrays, divided so that their sum is the mean.
 
     Numbers above 65,504 in absolute value become infinite, those below 6e-8 zero; NaN and infinity stay what they are.
 
@@ -33,26 +33,30 @@ class Halves:
         self._factor = 1.0 / size
         self._copies: dict[tuple[int, int], Array] = {}
 
-    def shrink(self, array: Array) -> Array:
+    def compress(self, array: Array) -> Array:
         """array / size in two bytes: (P,). Each array keeps its copy, so that nothing is allocated a second time."""
-        place = (_address(array), array.size)
-        if place not in self._copies:
-            self._copies[place] = self._module.empty(array.shape, self.dtype)
-        copy = self._copies[place]
+        key = (self._address(array), array.size)
+        if key not in self._copies:
+            self._copies[key] = self._module.empty(array.shape, self.dtype)
+        copy = self._copies[key]
         self._round(array, copy)
         return copy
+
+    def _address(self, array: Array) -> int:
+        """Of the first element; GPU arrays override it."""
+        return int(array.ctypes.data)
 
     def _round(self, array: Array, copy: Array) -> None:
         with np.errstate(all="ignore"):  # the update sees what became infinite, and skips it
             self._module.multiply(array, self._factor, out=copy, casting="unsafe")
 
-    def widen(self, copy: Array, array: Array) -> None:
-        """array = what `shrink` gave, after all devices' were added up."""
+    def decompress(self, copy: Array, array: Array) -> None:
+        """array = the copy, once the copies of all ranks were added up."""
         self._module.copyto(array, copy)
 
 
-class Bfloats(Halves):
-    """The same as bfloat16, rounded to the nearest, to even in the middle: float32's range with seven bits of mantissa.
+class Bf16Compressor(Fp16Compressor):
+    """Bfloat16 copies, rounded to the nearest, ties to even: float32's range with seven bits of mantissa.
 
     For host memory; `nccl_compression.py` has that of GPUs.
     """
@@ -64,18 +68,18 @@ class Bfloats(Halves):
             part = slice(start, start + _CHUNK)
             round_to_bfloat16(array[part] * np.float32(self._factor), copy[part])
 
-    def widen(self, copy: Array, array: Array) -> None:
+    def decompress(self, copy: Array, array: Array) -> None:
         widen_bfloat16(copy, array)
 
 
-def host_compressor(kind: str, size: int) -> Halves | None:
-    """What makes the copies of host arrays; None where `kind`, one of `options.COMPRESSIONS`, is none.
+def host_compressor(kind: str, size: int) -> Fp16Compressor | None:
+    """The compressor of host arrays; None where `kind`, one of `options.COMPRESSIONS`, is none.
 
     Args:
         kind: of compression.
         size: how many arrays a mean is of.
     """
-    kinds: dict[str, type[Halves]] = {"fp16": Halves, "bf16": Bfloats}
+    kinds: dict[str, type[Fp16Compressor]] = {"fp16": Fp16Compressor, "bf16": Bf16Compressor}
     return kinds[kind](np, size) if kind in kinds else None
 
 
@@ -105,7 +109,3 @@ def add_bfloat16(source: np.ndarray, total: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             sums += others
         round_to_bfloat16(sums, total[part])
-
-
-def _address(array: Array) -> int:
-    return int(array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data)

@@ -1,116 +1,109 @@
-"""Threads times ranks: the threads of a process reduce among themselves, then one of them speaks for all of them."""
+"""Threads times ranks: the threads of a process reduce among themselves, then thread 0 speaks for all of them."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-from caffepy.parallel.communicators.collectives import Finished, Operation, Operator, Work
-from caffepy.parallel.communicators.communicator import GroupCommunicator
-from caffepy.parallel.communicators.compression import Halves, host_compressor
+from caffepy.backend.types import Array
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.compression import Fp16Compressor, host_compressor
 from caffepy.parallel.communicators.local import LocalCommunicator
 from caffepy.parallel.communicators.shared_memory import SharedSums
 
-_LOOK_SECONDS = 1.0
-"""How long one look at an unfinished exchange may last; a communicator that was aborted ends it by an error."""
 
+class HierarchicalCommunicator(Communicator):
+    """Host arrays among all threads of all ranks: all-reduce, broadcast, barrier and sum.
 
-class HierarchicalCommunicator:
-    """A `Communicator` of host arrays among all threads of all ranks.
-
-    Its rank is ranks.rank * local.size + local.rank. Thread 0 of each process alone calls `ranks`.
+    Its rank is ranks.rank * local.size + local.rank. Only thread 0 of each process, the local leader, calls `ranks`.
 
     Args:
         local: connects the threads of this process.
         ranks: connects the processes.
-        compress: how the averages that are begun travel from process to process, one of `options.COMPRESSIONS`.
-        apart: the processes are on several machines. On one, MPI copies through memory, with the processors that
-            compute, so that averages are made when they are begun: with Open MPI on two cores a non-blocking sum of
-            233 MiB took 350 ms, a blocking one 134.
+        compress: how `all_reduce_async` travels from process to process, one of `options.COMPRESSIONS`.
+        inter_node: the processes are on several machines. On one, MPI copies with the cores that compute, so its sums
+            are blocking ones.
         shared: sums in memory that the processes share; for one machine, and without `compress`.
     """
+
+    asynchronous = True
 
     def __init__(
         self,
         local: LocalCommunicator,
-        ranks: GroupCommunicator,
+        ranks: Communicator,
         compress: str = "none",
-        apart: bool = True,
+        inter_node: bool = True,
         shared: SharedSums | None = None,
     ) -> None:
+        super().__init__(ranks.rank * local.size + local.rank, ranks.size * local.size)
         self._local = local
         self._ranks = ranks
         self._shared = shared
-        self._apart = apart
-        self._leads = local.rank == 0
-        self.rank = ranks.rank * local.size + local.rank
-        self.size = ranks.size * local.size
-        self._halves = host_compressor(compress, self.size)
-        self.compresses = self._halves is not None
-        self.overlaps_compute = apart
+        self._inter_node = inter_node
+        self._is_local_leader = local.rank == 0
+        self._compressor = host_compressor(compress, self.size)
+        self.compresses = self._compressor is not None
+        self.overlaps = inter_node
 
-    def allocate_gradients(self, count: int) -> Any | None:
-        """Memory for gradients whose averages are made fastest; called by all threads of all ranks, before those.
-
-        Args:
-            count: float32 numbers.
-
-        Returns:
-            Zeros, (count,), for the thread that speaks for its process; None for the others, and where any will do.
-        """
-        memory = self._shared.allocate(count) if self._shared is not None and self._leads else None
-        placed = self._local.sum([float(memory is not None)])[0] > 0
-        # The threads of a process meet at every part: only where there is one nobody waits for anybody.
-        self.overlaps_compute = self._apart or (placed and self._local.size == 1)
+    def allocate_gradients(self, count: int) -> Array | None:
+        """Shared memory for the local leader, None for the other threads."""
+        memory = self._shared.allocate(count) if self._shared is not None and self._is_local_leader else None
+        allocated = self._local.sum([float(memory is not None)])[0] > 0
+        # The threads of a process wait for each other at every bucket: only a single thread does not block.
+        self.overlaps = self._inter_node or (allocated and self._local.size == 1)
         return memory
 
-    def all_reduce(self, array: Any, average: bool = True) -> None:
+    def start(self, collective: Collective) -> Work:
+        if collective.op is Op.ALL_REDUCE:
+            return self._start_all_reduce(collective)
+        if collective.op is Op.BROADCAST:
+            assert collective.peer is not None
+            self._broadcast(collective.array, collective.peer)
+        else:
+            assert collective.op is Op.BARRIER, f"{collective.op.value} among threads of several processes"
+            self._barrier()
+        return FinishedWork()
+
+    def _start_all_reduce(self, collective: Collective) -> Work:
+        """What makes progress while the threads compute is the ranks' part."""
+        array, average = collective.array, collective.operator is Operator.AVG
+        compressor = None if collective.overlap is None else self._compressor
+        work = HierarchicalWork(self._local, array, collective.overlap or nullcontext())
         self._local.reduce(array)
-        if self._leads:
-            work = self._begin_shared(array, average)
-            if work is not None:
-                wait_for(work)
-            else:
-                self._ranks.all_reduce(array, average=False)
-                if average:
-                    array /= self.size
-        self._local.broadcast(array)
+        if not self._is_local_leader:
+            return work
+        if self._shared is not None and self._shared.holds(array):
+            work.lead(self._shared.start(array, 1 / self.size if average else 1.0))
+        elif compressor is not None:
+            sent = compressor.compress(array)
+            summed = self._ranks.start(Collective(Op.ALL_REDUCE, sent, sent, Operator.SUM, compact=True))
+            work.lead(summed, compressor=compressor, compressed=sent)
+        else:
+            blocking = collective.blocking or not self._inter_node
+            summed = self._ranks.start(Collective(Op.ALL_REDUCE, array, array, Operator.SUM, blocking=blocking))
+            work.lead(summed, divisor=self.size if average else 1)
+            if blocking:
+                work.poll()
+        return work
 
-    def _begin_shared(self, array: Any, average: bool) -> Work | None:
-        """The ranks' sum or average in memory that they share; None where the array does not lie there."""
-        if self._shared is None or not self._shared.holds(array):
-            return None
-        return self._shared.begin(array, 1 / self.size if average else 1.0)
-
-    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> HierarchicalExchange:
-        """`OverlappingCommunicator.all_reduce_async`: what goes on while the threads compute is the ranks' part."""
-        exchange = HierarchicalExchange(self._local, array, self.size, self._halves, timed)
-        self._local.reduce(array)
-        if self._leads:
-            work = self._begin_shared(array, average=True)
-            if work is not None:
-                exchange.go_on(work, averages=True)
-            else:
-                exchange.begin(self._ranks, blocking=not self._apart)
-        return exchange
-
-    def broadcast(self, array: Any, root: int = 0) -> None:
+    def _broadcast(self, array: Array, root: int) -> None:
         process, thread = divmod(root, self._local.size)
         if process == self._ranks.rank and thread != 0:
             self._local.broadcast(array, thread)
-        if self._leads:
+        if self._is_local_leader:
             self._ranks.broadcast(array, process)
         self._local.broadcast(array)
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         self._local.barrier()
-        if self._leads:
+        if self._is_local_leader:
             self._ranks.barrier()
         self._local.barrier()
 
-    def sum(self, values: Any) -> Any:
+    def sum(self, values: Array) -> Array:
         total = self._local.sum(values)
-        if self._leads:
+        if self._is_local_leader:
             total = self._ranks.sum(total)
         self._local.broadcast(total)
         return total
@@ -121,75 +114,63 @@ class HierarchicalCommunicator:
 
     def close(self) -> None:
         self._local.close()
-        if self._leads:
+        if self._is_local_leader:
             self._ranks.close()
 
 
-class HierarchicalExchange:
-    """An average whose threads have added up their part.
+class HierarchicalWork(Work):
+    """An all-reduce whose threads have added up their part.
 
     Args:
         local: connects the threads of this process.
         array: this thread's array.
-        size: devices in all.
-        halves: makes what is sent; None: the array itself is.
         timed: entered now, left when the ranks' part has ended.
     """
 
-    def __init__(
-        self,
-        local: LocalCommunicator,
-        array: Any,
-        size: int,
-        halves: Halves | None,
-        timed: AbstractContextManager[None],
-    ) -> None:
+    def __init__(self, local: LocalCommunicator, array: Array, timed: AbstractContextManager[None]) -> None:
         self._local = local
         self._array = array
-        self._size = size
-        self._halves = halves
-        self._sent = array
-        self._work: Work | None = None
-        self._averages = False
-        self._ended = False
+        self._work: Work = FinishedWork()
+        self._divisor = 1
+        self._compressor: Fp16Compressor | None = None
+        self._compressed: Array | None = None
+        self._is_local_leader = self._ranks_done = False
         self._timed = ExitStack()
         self._timed.enter_context(timed)
 
-    def begin(self, ranks: GroupCommunicator, blocking: bool) -> None:
-        """Begin the ranks' sum, or make it at once if `blocking`; called by the thread that leads."""
-        if self._halves is not None:
-            self._sent = self._halves.shrink(self._array)
-        elif blocking:
-            ranks.all_reduce(self._array, average=False)
-            self.go_on(Finished(), averages=False)
-            self.progress()
-            return
-        work = ranks.start(Operation("all_reduce", self._sent, self._sent, Operator.SUM, compact=True))
-        self.go_on(work, averages=False)
+    def lead(
+        self, work: Work, divisor: int = 1, compressor: Fp16Compressor | None = None, compressed: Array | None = None
+    ) -> None:
+        """Take over the ranks' part; called by the local leader.
 
-    def go_on(self, work: Work, averages: bool) -> None:
-        """Take over a work that makes the array the ranks' sum or average; called by the thread that leads."""
-        self._work, self._averages = work, averages
+        Args:
+            work: the ranks' all-reduce.
+            divisor: what its result has to be divided by.
+            compressor: decompresses its result; None: it is in the array itself.
+            compressed: its array, if there is a compressor.
+        """
+        self._work, self._divisor = work, divisor
+        self._compressor, self._compressed = compressor, compressed
+        self._is_local_leader = True
 
-    def progress(self, seconds: float = 0.0) -> None:
-        if self._work is not None and not self._ended:
-            self._ended = self._work.wait(seconds)
-            if self._ended:
-                self._timed.close()
-
-    def finish(self) -> None:
-        if self._work is not None:
-            while not self._ended:
-                self.progress(_LOOK_SECONDS)
-            if self._halves is not None:
-                self._halves.widen(self._sent, self._array)
-            elif not self._averages:
-                self._array /= self._size
+    def wait(self, seconds: float) -> bool:
+        if self._is_local_leader and not self._poll_ranks(seconds):
+            return False
+        if self._compressor is not None:
+            self._compressor.decompress(self._compressed, self._array)
+        elif self._divisor != 1:
+            self._array /= self._divisor
         self._local.broadcast(self._array)
         self._timed.close()
+        return True
 
+    def poll(self) -> None:
+        if self._is_local_leader:
+            self._poll_ranks(0.0)
 
-def wait_for(work: Work) -> None:
-    """Wait until a work has ended, however long that takes."""
-    while not work.wait(_LOOK_SECONDS):
-        continue
+    def _poll_ranks(self, seconds: float) -> bool:
+        if not self._ranks_done:
+            self._ranks_done = self._work.wait(seconds)
+            if self._ranks_done:
+                self._timed.close()
+        return self._ranks_done

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from caffepy.awake import awake_seconds
+from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, PeerError
-from caffepy.parallel.communicators.collectives import Operation, Work
-from caffepy.parallel.communicators.store_operations import StoreOperations
-from caffepy.parallel.shared_scores import SharedScores
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.shared_scores import SharedScores
+from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import MemoryStore, RankStore
 
 PATIENCE = 120.0
@@ -36,8 +37,8 @@ class LocalGroup:
         self.arrays: list[Any] = [None] * size
         self.store = MemoryStore(size)
         self._changed = threading.Condition()
-        self._come = 0
-        self._turn = 0
+        self._arrived = 0
+        self._generation = 0
         self._aborted = False
         self._timeout = timeout + PATIENCE
 
@@ -49,38 +50,38 @@ class LocalGroup:
             PeerError: a thread has not come for too long; time in which the process was suspended does not count.
         """
         with self._changed:
-            turn = self._turn
-            self._come += 1
-            if self._come == self.size and not self._aborted:
-                self._come = 0
-                self._turn += 1
+            generation = self._generation
+            self._arrived += 1
+            if self._arrived == self.size and not self._aborted:
+                self._arrived = 0
+                self._generation += 1
                 self._changed.notify_all()
             end = awake_seconds() + self._timeout
-            while self._turn == turn:
+            while self._generation == generation:
                 if self._aborted:
                     raise AbortedError("another solver thread failed")
-                left = end - awake_seconds()
-                if left <= 0:
+                remaining = end - awake_seconds()
+                if remaining <= 0:
                     self._aborted = True
                     self._changed.notify_all()
                     raise PeerError(
                         f"a solver thread has waited {self._timeout:.0f} s for the others of its process; "
                         "allow more with --timeout if they only need longer"
                     )
-                self._changed.wait(min(left, _LOOK_SECONDS))
+                self._changed.wait(min(remaining, _LOOK_SECONDS))
 
     def abort(self) -> None:
-        """End all waits, now and later."""
+        """Wake all waiters with AbortedError, now and later."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
         self.store.fail("another thread failed")
 
 
-class LocalCommunicator:
-    """A `GroupCommunicator` of host arrays among the threads of one process.
+class LocalCommunicator(StoreCommunicator):
+    """Host arrays among the threads of one process.
 
-    Sums run over the threads in the order of their ranks, each thread doing its part of the elements: the result
+    Blocking sums run over the threads in rank order, each thread adding up its share of the elements: the result
     depends neither on timing nor on which thread is asked.
 
     Args:
@@ -88,53 +89,48 @@ class LocalCommunicator:
         rank: this thread's number.
     """
 
-    memory = "host"
-
     def __init__(self, group: LocalGroup, rank: int) -> None:
+        super().__init__(RankStore(group.store, rank), rank, group.size)
         self.group = group
-        self.rank = rank
-        self.size = group.size
-        self._operations = StoreOperations(RankStore(group.store, rank), rank, group.size)
 
-    def start(self, operation: Operation) -> Work:
-        return self._operations.start(operation)
+    def start(self, collective: Collective) -> Work:
+        if not collective.blocking or collective.op not in (Op.ALL_REDUCE, Op.BROADCAST, Op.BARRIER):
+            return super().start(collective)
+        if collective.op is Op.BARRIER:
+            self.group.wait()
+        elif self.size > 1 and collective.op is Op.BROADCAST:
+            assert collective.peer is not None
+            self._copy_from(collective.array, collective.peer)
+        elif self.size > 1:
+            self._reduce_shares(collective.array, collective.operator is Operator.AVG)
+        return FinishedWork()
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return np.empty(shape, dtype)
-
-    def all_reduce(self, array: Any, average: bool = True) -> None:
-        if self.size == 1:
-            return
+    def _reduce_shares(self, array: Array, average: bool) -> None:
         arrays = self._publish(array)
-        part = self._part(array.size)
-        total = arrays[0][part].copy()
+        share = self._share(array.size)
+        total = arrays[0][share].copy()
         for other in arrays[1:]:
-            total += other[part]
+            total += other[share]
         if average:
             total /= self.size
         for other in arrays:
-            other[part] = total
+            other[share] = total
         self.group.wait()
 
-    def reduce(self, array: Any) -> None:
-        """Thread 0's array = the sum over all threads; the others' arrays are left alone."""
-        if self.size == 1:
-            return
-        arrays = self._publish(array)
-        part = self._part(array.size)
-        for other in arrays[1:]:
-            arrays[0][part] += other[part]
-        self.group.wait()
-
-    def broadcast(self, array: Any, root: int = 0) -> None:
-        if self.size == 1:
-            return
+    def _copy_from(self, array: Array, root: int) -> None:
         arrays = self._publish(array)
         if self.rank != root:
             np.copyto(array, arrays[root])
         self.group.wait()
 
-    def barrier(self) -> None:
+    def reduce(self, array: Array) -> None:
+        """Thread 0's array = the sum over all threads; the others' arrays do not change."""
+        if self.size == 1:
+            return
+        arrays = self._publish(array)
+        share = self._share(array.size)
+        for other in arrays[1:]:
+            arrays[0][share] += other[share]
         self.group.wait()
 
     def sum(self, values: Any) -> Any:
@@ -150,12 +146,12 @@ class LocalCommunicator:
     def close(self) -> None:
         self.group.arrays[self.rank] = None
 
-    def _publish(self, array: Any) -> list[Any]:
+    def _publish(self, array: Array) -> list[Any]:
         """Show the others this thread's array and return all of theirs."""
         self.group.arrays[self.rank] = array
         self.group.wait()
         return self.group.arrays
 
-    def _part(self, count: int) -> slice:
-        """The elements that this thread adds up."""
+    def _share(self, count: int) -> slice:
+        """The elements that this thread reduces."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)

@@ -1,34 +1,26 @@
-"""MPI: the world of several processes, and the communicator of host buffers between them. Alone in importing mpi4py."""
+"""MPI's communicator of host arrays, one device a process. Alone in importing mpi4py."""
 
 from __future__ import annotations
 
-import pickle
-import queue
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # another class than TimeoutError until Python 3.11
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import numpy as np
 
-from caffepy.errors import AbortedError, MissingExtraError, PeerError, UserError
-from caffepy.parallel.communicators.communicator import GroupCommunicator
-from caffepy.parallel.communicators.mpi_operations import MpiOperations
-from caffepy.parallel.processes.world import Launcher, World, flush_streams, machine_identity
+from caffepy.errors import MissingExtraError, PeerError, UserError
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.compression import add_bfloat16
+from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
 
-T = TypeVar("T")
-
-_POLL = 0.002
-"""Seconds between looks at an exchange that other ranks have not joined: MPI itself would burn the core."""
-_FORWARD_SECONDS = 0.3
-"""What the launcher is given to pass on what was printed: at an abort it drops the rest, or mixes it with its own."""
-_ABORT_SECONDS = 3.0
-"""How long MPI_Abort may take before the process ends without it."""
+_EAGER_SECONDS = 0.02
+"""How long a wait polls without pauses: MPI moves data only when called."""
+_PAUSES = (0.00005, 0.002)
+"""Shortest and longest pause between polls after that: MPI itself would burn the core."""
+_BLOCKING = (Op.ALL_REDUCE, Op.BROADCAST, Op.ALL_GATHER)
+"""Collectives for which MPI's blocking call is used: with Open MPI on two cores a non-blocking sum of 233 MiB took
+350 ms, a blocking one 134. A barrier may last long (a snapshot, a test): it is polled, which leaves the core free."""
 
 
 def load_mpi() -> Any:
@@ -46,192 +38,193 @@ def load_mpi() -> Any:
     return MPI
 
 
-class MainThreadDispatcher:
-    """Lets solver threads call MPI, themselves or, where MPI forbids that, through the main thread.
-
-    Args:
-        direct: MPI provides MPI_THREAD_MULTIPLE.
-    """
-
-    def __init__(self, direct: bool) -> None:
-        self.direct = direct
-        self._main = threading.get_ident()
-        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
-        self._aborted = threading.Event()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """The result of `function`.
-
-        Raises:
-            AbortedError: `abort` was called first.
-        """
-        if self._aborted.is_set():
-            raise AbortedError("training was stopped")
-        if self.direct or threading.get_ident() == self._main:
-            return function()
-        future: Future[T] = Future()
-        self._calls.put((function, future))
-        while True:
-            try:
-                return future.result(timeout=0.5)
-            except FutureTimeoutError:
-                if self._aborted.is_set():
-                    raise AbortedError("training was stopped") from None
-
-    def serve(self) -> None:
-        """On the main thread: run what is asked for, until nothing has been for a moment."""
-        while True:
-            try:
-                function, future = self._calls.get(timeout=_POLL)
-            except queue.Empty:
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def abort(self) -> None:
-        """Refuse further calls and let go those who wait."""
-        self._aborted.set()
-
-
-class MpiWorld(World):
-    """The processes of MPI_COMM_WORLD.
-
-    Args:
-        launcher: who started them.
-
-    Raises:
-        MissingExtraError: no mpi4py or no MPI library.
-        UserError: MPI sees other processes than the launcher started.
-    """
-
-    def __init__(self, launcher: Launcher) -> None:
-        super().__init__()
-        self._mpi = load_mpi()
-        self._calls = MainThreadDispatcher(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
-        self._control = self._mpi.COMM_WORLD.Dup()
-        self.rank = int(self._control.rank)
-        self.size = int(self._control.size)
-        check_launcher(launcher, self.size, self._mpi.Get_library_version())
-        machines = self.all_gather((socket.gethostname(), machine_identity()))
-        self.hosts = [host for host, _ in machines]
-        self.machines = [machine for _, machine in machines]
-        own = self.machines[self.rank]
-        self.local_size = self.machines.count(own)
-        self.local_rank = self.machines[: self.rank].count(own)
-
-    def all_gather(self, value: T) -> list[T]:
-        self._wait(self._control.Ibarrier())
-        gathered: list[T] = self._control.allgather(value)
-        return gathered
-
-    def broadcast(self, value: T) -> T:
-        """`World.broadcast` by MPI_Bcast: the others' values are not sent anywhere."""
-        content = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        size = np.array([len(content)], np.int64)
-        self._wait(self._control.Ibcast(size, 0))
-        if self.rank != 0:
-            content = bytearray(int(size[0]))
-        self._wait(self._control.Ibcast([content, self._mpi.BYTE], 0))
-        received: T = value if self.rank == 0 else pickle.loads(content)
-        return received
-
-    def serve(self) -> None:
-        self._calls.serve()
-
-    @property
-    def serves(self) -> bool:
-        return not self._calls.direct
-
-    def communicator(self) -> GroupCommunicator:
-        return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
-
-    def end(self, status: int) -> NoReturn:
-        flush_streams()
-        time.sleep(_FORWARD_SECONDS)
-        aborting = threading.Thread(target=self._mpi.COMM_WORLD.Abort, args=(status,), daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_SECONDS)
-        super().end(status)
-
-    def _wait(self, request: Any) -> None:
-        while not request.Test():
-            if self.serves:
-                self.serve()
-            self.while_waiting()
-            time.sleep(_POLL)
-
-
-def check_launcher(launcher: Launcher, size: int, library: str) -> None:
-    """Refuse a launcher of another MPI: each process would train alone and believe itself the root.
-
-    Raises:
-        UserError: on the process that the launcher calls 0.
-        SystemExit: on the others, silently.
-    """
-    if launcher.size in (None, size):
-        return
-    if launcher.rank != 0:
-        raise SystemExit(UserError.exit_status)
-    name = " ".join(library.split("\n")[0].split(",")[0].split())
-    own = Path(sys.executable).parent / "mpirun"
-    remedy = str(own) if own.exists() else "the mpirun that came with that library"
-    cause = "launcher and library belong to different MPIs. Start with"
-    if launcher.name == "srun":
-        way = launcher.options.strip() or "--mpi=none"
-        cause = f"srun's {way} is none that this library knows. Start with caffepy launch, which finds one, or with"
-    raise UserError(
-        f"{launcher.name} started {launcher.size} processes, but {name}, the MPI library that "
-        f"mpi4py uses, sees {size}: {cause} {remedy}"
-    )
-
-
-class MpiCommunicator(MpiOperations):
-    """A `GroupCommunicator` of host arrays, one device a process.
+class MpiCommunicator(Communicator):
+    """Host arrays among the processes of an MPI communicator.
 
     Args:
         mpi: mpi4py's module.
         comm: an MPI communicator of its own.
-        calls: carries the calls to a thread that may make them.
+        dispatcher: carries calls to a thread that may call MPI.
     """
 
-    def __init__(self, mpi: Any, comm: Any, calls: MainThreadDispatcher) -> None:
-        super().__init__(mpi, comm, calls)
-        self.rank = int(comm.rank)
-        self.size = int(comm.size)
+    def __init__(self, mpi: Any, comm: Any, dispatcher: MainThreadDispatcher) -> None:
+        super().__init__(int(comm.rank), int(comm.size))
+        self._mpi = mpi
+        self._comm = comm
+        self._dispatcher = dispatcher
+        # MPI goes on writing to the arrays of a collective that nobody waits for any more: they must not be freed.
+        self._unfinished: set[MpiWork] = set()
+        self._sums: dict[Callable[..., None], Any] = {}
 
-    def all_reduce(self, array: Any, average: bool = True) -> None:
-        self._call("all-reduce", lambda: self._comm.Allreduce(self._mpi.IN_PLACE, array, self._mpi.SUM))
-        if average:
-            array /= self.size
-
-    def broadcast(self, array: Any, root: int = 0) -> None:
-        self._call("broadcast", lambda: self._comm.Bcast(array, root))
-
-    def barrier(self) -> None:
-        self._call("barrier", self._patient_barrier)
-
-    def sum(self, values: Any) -> Any:
-        rows = np.empty((self.size, *np.shape(values)), np.float64)
-        own = np.ascontiguousarray(values, np.float64)
-        self._call("all-gather", lambda: self._comm.Allgather(own, rows))
-        return np.add.reduce(rows, axis=0)
+    def start(self, collective: Collective) -> Work:
+        try:
+            if collective.blocking and collective.op in _BLOCKING:
+                self._dispatcher.call(lambda: self._run_blocking(collective))
+                if collective.operator is Operator.AVG:
+                    np.divide(collective.array, self.size, out=collective.array)
+                return FinishedWork()
+            buffers = _Buffers(collective, self.size)
+            request = self._dispatcher.call(lambda: self._request(collective, buffers.sent, buffers.received))
+        except self._mpi.Exception as error:
+            raise PeerError(f"MPI's {collective.op.value} failed: {error}") from error
+        work = MpiWork(self._mpi, self._dispatcher, request, buffers, self._unfinished.discard)
+        self._unfinished.add(work)
+        return work
 
     def abort(self) -> None:
-        self._calls.abort()
+        self._dispatcher.abort()
 
     def close(self) -> None:
         """Nothing: MPI_Finalize frees the communicator; to free it here would take all ranks at once."""
 
-    def _call(self, what: str, function: Callable[[], None]) -> None:
-        try:
-            self._calls.call(function)
-        except self._mpi.Exception as error:
-            raise PeerError(f"MPI's {what} failed: {error}") from error
+    def _run_blocking(self, collective: Collective) -> None:
+        comm, array = self._comm, collective.array
+        if collective.op is Op.ALL_REDUCE:
+            comm.Allreduce(self._mpi.IN_PLACE, array, self._operator(collective))
+        elif collective.op is Op.BROADCAST:
+            comm.Bcast(array, collective.peer)
+        else:
+            comm.Allgather(collective.sent, collective.received)
 
-    def _patient_barrier(self) -> None:
-        """A barrier may last long (a snapshot, a test); it leaves the core to those who work."""
-        request = self._comm.Ibarrier()
-        while not request.Test():
-            time.sleep(_POLL)
+    def _request(self, collective: Collective, sent: Any, received: Any) -> Any:
+        comm, peer = self._comm, collective.peer
+        sent_or_in_place = self._mpi.IN_PLACE if sent is received else sent
+        if collective.compact:
+            add = _add_bfloat16 if collective.is_bfloat16 else _add_float16
+            return comm.Iallreduce(sent_or_in_place, [received, self._mpi.UINT16_T], self._sum(add))
+        calls: dict[Op, Callable[[], Any]] = {
+            Op.ALL_REDUCE: lambda: comm.Iallreduce(sent_or_in_place, received, self._operator(collective)),
+            Op.REDUCE: lambda: comm.Ireduce(sent_or_in_place, received, self._operator(collective), peer),
+            Op.REDUCE_SCATTER: lambda: comm.Ireduce_scatter_block(sent, received, self._operator(collective)),
+            Op.BROADCAST: lambda: comm.Ibcast(received if sent is None else sent, peer),
+            Op.SCATTER: lambda: comm.Iscatter(sent, received, peer),
+            Op.ALL_GATHER: lambda: comm.Iallgather(sent, received),
+            Op.GATHER: lambda: comm.Igather(sent, received, peer),
+            Op.ALL_TO_ALL: lambda: comm.Ialltoall(sent, received),
+            Op.BARRIER: comm.Ibarrier,
+            Op.SEND: lambda: comm.Isend(sent, peer, collective.tag),
+            Op.RECEIVE: lambda: comm.Irecv(received, peer, collective.tag),
+        }
+        return calls[collective.op]()
+
+    def _sum(self, add: Callable[..., None]) -> Any:
+        """MPI's operator that adds numbers of two bytes; MPI has no types for them."""
+        if add not in self._sums:
+            self._sums[add] = self._mpi.Op.Create(add, commute=True)
+        return self._sums[add]
+
+    def _operator(self, collective: Collective) -> Any:
+        mpi = self._mpi
+        assert collective.operator is not None
+        return {
+            Operator.SUM: mpi.SUM,
+            Operator.AVG: mpi.SUM,
+            Operator.PRODUCT: mpi.PROD,
+            Operator.MIN: mpi.MIN,
+            Operator.MAX: mpi.MAX,
+        }[collective.operator]
+
+
+def _add_float16(source: Any, target: Any, datatype: Any) -> None:
+    """target += source, as MPI calls it: two buffers of float16 numbers."""
+    total = np.frombuffer(target, np.float16)
+    with np.errstate(all="ignore"):
+        np.add(total, np.frombuffer(source, np.float16), out=total)
+
+
+def _add_bfloat16(source: Any, target: Any, datatype: Any) -> None:
+    """target += source, as MPI calls it: two buffers of bfloat16 numbers."""
+    add_bfloat16(np.frombuffer(source, np.uint16), np.frombuffer(target, np.uint16))
+
+
+class _Buffers:
+    """A collective's arrays as MPI takes them: bytes, or for a reduction numbers, float16 as float32 unless `compact`.
+
+    Args:
+        collective: whose arrays.
+        size: the number of ranks.
+    """
+
+    def __init__(self, collective: Collective, size: int) -> None:
+        self.collective = collective
+        self._size = size
+        self.sent = self._convert(collective.sent)
+        same = collective.received is collective.sent
+        self.received = self.sent if same else self._convert(collective.received)
+
+    def _convert(self, array: Any) -> Any:
+        if array is None:
+            return None
+        if self.collective.operator is None:
+            return array.reshape(-1).view(np.uint8)
+        widened = array.dtype == np.float16 and not self.collective.compact
+        return array.astype(np.float32) if widened else array
+
+    def finish(self) -> None:
+        """Convert the result to the dtype of `collective.received`."""
+        if self.received is None or self.collective.operator is None:
+            return
+        if self.collective.operator is Operator.AVG:
+            self.received /= self._size
+        if self.received is not self.collective.received:
+            assert self.collective.received is not None
+            self.collective.received[...] = self.received
+
+
+class MpiWork(Work):
+    """A request of MPI.
+
+    Args:
+        mpi: mpi4py's module.
+        dispatcher: carries calls to a thread that may make them.
+        request: MPI's request.
+        buffers: the collective's arrays.
+        on_end: called with this work when it is done.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        dispatcher: MainThreadDispatcher,
+        request: Any,
+        buffers: _Buffers,
+        on_end: Callable[[MpiWork], None],
+    ) -> None:
+        self._mpi = mpi
+        self._dispatcher = dispatcher
+        self._request = request
+        self._collective = buffers.collective
+        self._buffers = buffers
+        self._on_end = on_end
+        self._status = mpi.Status()
+
+    @property
+    def waits_for(self) -> list[int]:
+        return self._collective.message_peers
+
+    def wait(self, seconds: float) -> bool:
+        start = time.monotonic()
+        while not self._test():
+            waited = time.monotonic() - start
+            if waited >= seconds:
+                return False
+            pause = 0.0 if waited < _EAGER_SECONDS else min(_PAUSES[1], max(_PAUSES[0], waited / 1000))
+            time.sleep(min(seconds - waited, pause))
+        self._finish()
+        return True
+
+    def _test(self) -> bool:
+        try:
+            return bool(self._dispatcher.call(lambda: self._request.Test(self._status)))
+        except self._mpi.Exception as error:
+            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+                raise UserError("another rank gave more numbers than this rank has room for") from error
+            raise PeerError(f"MPI's {self._collective.op.value} failed: {error}") from error
+
+    def _finish(self) -> None:
+        self._on_end(self)
+        if self._collective.op is Op.RECEIVE:
+            count, expected = self._status.Get_count(self._mpi.BYTE), self._buffers.received.nbytes
+            if count != expected:
+                raise UserError(f"rank {self._collective.peer} sent {count} bytes, this rank expects {expected}")
+        self._buffers.finish()

@@ -1,4 +1,4 @@
-"""The NCCL communicator: GPUs of one or several processes, on the solver thread's stream and on one beside it."""
+"""The NCCL communicator: GPUs of one or several processes, on the solver thread's stream and on a side stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, DeviceError, MissingExtraError, PeerError
-from caffepy.parallel.communicators.collectives import Operation, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.nccl_compression import device_compressor
-from caffepy.parallel.communicators.nccl_operations import Messages, NcclWork, enqueue, nccl_operator, nccl_type
-from caffepy.parallel.communicators.nccl_stream import SideStream, SideWork
+from caffepy.parallel.communicators.nccl_operations import Messages, NcclWork, enqueue, record_event
+from caffepy.parallel.communicators.nccl_stream import SideStream
 from caffepy.parallel.hardware.nccl_info import nccl_version
 
 try:
@@ -30,7 +30,7 @@ _ERRORS = (nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError, KeyError, Attribu
 _LEAST_VERSION = 21000
 """2.10, the first with ncclAvg, as NCCL counts."""
 _LOCK_SECONDS = 1.0
-"""How long an abort waits for an operation that is being put on the stream: that can block if the stream is full."""
+"""How long an abort waits for a collective that is being put on the stream: that can block if the stream is full."""
 
 
 def check_nccl() -> None:
@@ -65,12 +65,12 @@ def use_gpu(device: int) -> None:
     cupy.cuda.Device(device).use()
 
 
-class NcclCommunicator:
-    """A `GroupCommunicator` of arrays on GPUs.
+class NcclCommunicator(Communicator):
+    """Arrays on GPUs.
 
-    Made by all solver threads of all ranks at about the same time, each with its GPU current. Operations are put on
-    the thread's current stream, averages that are begun on a stream beside it; they return at once and may be captured
-    into a graph. What the host waits for goes through `host`.
+    Made by all solver threads of all ranks at about the same time, each with its GPU current. Collectives are put on
+    the thread's current stream, `all_reduce_async` on a side stream; they return at once and may be captured in a CUDA
+    graph. `barrier` and `sum`, which the host waits for, go through `host`.
 
     NVLink multicast is left as NCCL's environment has it.
 
@@ -79,93 +79,73 @@ class NcclCommunicator:
         unique_id: from `new_unique_id`.
         rank: this device's number.
         host: connects the same devices through host memory.
-        compress: how the averages that are begun travel, one of `options.COMPRESSIONS`.
+        compress: how `all_reduce_async` travels, one of `options.COMPRESSIONS`.
 
     Raises:
         PeerError: NCCL could not connect them.
     """
 
     memory = "gpu"
-    captures = True
-    overlaps_compute = True
+    capturable = True
+    asynchronous = True
+    overlaps = True
 
-    def __init__(
-        self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: str = "none"
-    ) -> None:
+    def __init__(self, size: int, unique_id: UniqueId, rank: int, host: Communicator, compress: str = "none") -> None:
         check_nccl()
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self._host = host
         self._aborted = threading.Event()
         self._using = threading.Lock()
         self._messages = Messages()
-        self._beside: SideStream | None = None
-        self._halves = device_compressor(compress, size)
+        self._side_stream: SideStream | None = None
+        self._compressor = device_compressor(compress, size)
+        self.compresses = self._compressor is not None
         self._comm: Any = None
         with self._translated("NCCL's connection of the GPUs"):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
-    def all_reduce(self, array: Array, average: bool = True) -> None:
-        with self._translated("NCCL's all-reduce"), self._using:
-            pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
-            operation = nccl_operator(Operator.AVG if average else Operator.SUM)
-            self._comm.allReduce(pointer, pointer, array.size, nccl_type(array), operation, stream)
+    def start(self, collective: Collective) -> Work:
+        with self._translated(f"NCCL's {collective.op.value}"):
+            if collective.overlap is not None:
+                return self._start_on_side_stream(collective.array, collective.overlap)
+            with self._using:
+                return self._start_on_current_stream(collective)
 
-    def all_reduce_async(self, array: Array, timed: AbstractContextManager[None]) -> SideWork:
-        """All-reduce on the side stream, after what is on the current one now."""
-        with self._translated("NCCL's all-reduce"):
-            return self._begin_average(array, timed)
+    def _start_on_current_stream(self, collective: Collective) -> Work:
+        if collective.pattern is None:
+            message = self._messages.add(collective)
+            return NcclWork(lambda: self._is_done(message), collective)
+        self._messages.flush(self._comm)
+        enqueue(self._comm, collective, self.rank, self.size)
+        if collective.blocking:
+            return FinishedWork()  # for what follows on the stream; an event would be in the way of a capture
+        event = record_event()
+        return NcclWork(lambda: self._is_done(event), collective)
 
-    def _begin_average(self, array: Array, timed: AbstractContextManager[None]) -> SideWork:
-        if self._beside is None:
-            self._beside = SideStream()
-        with self._using, self._beside.after_current(timed) as work:
-            sent = array if self._halves is None else self._halves.shrink(array)
-            pointer, stream = sent.data.ptr, cupy.cuda.get_current_stream().ptr
-            operator = nccl_operator(Operator.AVG if self._halves is None else Operator.SUM)
-            self._comm.allReduce(pointer, pointer, sent.size, nccl_type(sent), operator, stream)
-            if self._halves is not None:
-                self._halves.widen(sent, array)
+    def _start_on_side_stream(self, array: Array, timed: AbstractContextManager[None]) -> Work:
+        """Start an average after what is on the current stream now."""
+        if self._side_stream is None:
+            self._side_stream = SideStream(self._is_done)
+        compressor = self._compressor
+        with self._using, self._side_stream.after_current(timed) as work:
+            sent = array if compressor is None else compressor.compress(array)
+            operator = Operator.AVG if compressor is None else Operator.SUM
+            enqueue(self._comm, Collective(Op.ALL_REDUCE, sent, sent, operator), self.rank, self.size)
+            if compressor is not None:
+                compressor.decompress(sent, array)
         return work
 
     @property
-    def compresses(self) -> bool:
-        return self._halves is not None
-
-    @property
-    def reached(self) -> int:
-        """How many of the averages that were begun one after the other the device has done; by any thread."""
-        return 0 if self._beside is None else self._beside.reached
-
-    def broadcast(self, array: Array, root: int = 0) -> None:
-        with self._translated("NCCL's broadcast"), self._using:
-            pointer, stream = array.data.ptr, cupy.cuda.get_current_stream().ptr
-            self._comm.broadcast(pointer, pointer, array.size, nccl_type(array), root, stream)
-
-    def start(self, operation: Operation) -> Work:
-        with self._translated(f"NCCL's {operation.name}"), self._using:
-            if operation.kind is None:
-                message = self._messages.add(operation)
-                return NcclWork(lambda: self._done(message), operation)
-            self._messages.flush(self._comm)
-            event = enqueue(self._comm, operation, self.rank, self.size)
-        return NcclWork(lambda: self._done(event), operation)
+    def completed(self) -> int:
+        return 0 if self._side_stream is None else self._side_stream.completed
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return cupy.empty(shape, dtype)
 
-    def wait(self, until: Callable[[], None] | None = None) -> None:
-        """Wait until the current stream's operations are done, or for what `until` waits for.
-
-        The interpreter lock is free meanwhile, so another thread's `abort` can end an operation that a peer never
-        joins.
-
-        Raises:
-            AbortedError: `abort` was called.
-            PeerError: NCCL lost a peer.
-        """
+    def wait_on_device(self, wait: Callable[[], None] | None = None) -> None:
+        # The GIL is free meanwhile, so another thread's abort can end a collective that a peer never joins.
         with self._translated("the GPU's work"):
-            (until or cupy.cuda.get_current_stream().synchronize)()
+            (wait or cupy.cuda.get_current_stream().synchronize)()
             if not self._aborted.is_set():
                 self._comm.check_async_error()
 
@@ -192,7 +172,7 @@ class NcclCommunicator:
                 self._comm.destroy()
             self._comm = None
 
-    def _done(self, started: Any) -> bool:
+    def _is_done(self, started: Any) -> bool:
         """Whether an event or a message has come."""
         with self._translated("the GPU's work"):
             if not self._aborted.is_set():

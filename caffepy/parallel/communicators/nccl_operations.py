@@ -1,15 +1,14 @@
-"""Every operation in terms of NCCL's calls on the current stream; used by `nccl.NcclCommunicator`."""
+"""Every collective in terms of NCCL's calls on the current stream; used by `nccl.NcclCommunicator`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from caffepy.backend.types import Array
 from caffepy.errors import MissingExtraError
-from caffepy.parallel.communicators.collectives import Operation, Operator, piece_of, rows
+from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work, piece_of, rows, wait_until
 
 try:
     import cupy
@@ -18,91 +17,87 @@ except ImportError as error:
     raise MissingExtraError("CuPy", "cuda13", "to train on GPUs") from error
 
 _TYPES = {
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "uint8": "NCCL_UINT8",
-    "uint16": "NCCL_BFLOAT16",
+    "uint8": 1,
+    "int32": 2,
+    "int64": 4,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "uint16": 9,  # bfloat16
 }
-_OPERATORS = {
-    Operator.SUM: "NCCL_SUM",
-    Operator.PRODUCT: "NCCL_PROD",
-    Operator.MIN: "NCCL_MIN",
-    Operator.MAX: "NCCL_MAX",
-    Operator.AVG: "NCCL_AVG",
-}
-_SLEEPS = (0.00005, 0.002)
-"""Shortest and longest pause between looks at an event."""
+"""ncclDataType_t; CuPy does not have a name for each in every version."""
+_OPERATORS = {Operator.SUM: 0, Operator.PRODUCT: 1, Operator.MAX: 2, Operator.MIN: 3, Operator.AVG: 4}
+"""ncclRedOp_t."""
 
 
 def nccl_type(array: Array) -> int:
-    """NCCL's number for an array's dtype; uint16 is bfloat16, 9, for which CuPy did not always have a name."""
-    return int(getattr(nccl, _TYPES[str(array.dtype)], 9))
+    """The ncclDataType_t of an array's dtype; uint16 holds bfloat16."""
+    return _TYPES[str(array.dtype)]
 
 
 def nccl_operator(operator: Operator) -> int:
-    """NCCL's number for an operator; CuPy had no name for ncclAvg, 4, before version 14."""
-    return int(getattr(nccl, _OPERATORS[operator], 4))
+    """The ncclRedOp_t of an operator."""
+    return _OPERATORS[operator]
 
 
-def enqueue(comm: Any, operation: Operation, rank: int, size: int) -> Any:
-    """Put a collective on the current stream and return an event that comes when it is done.
-
-    What follows on the stream sees the result without any wait of the host.
+def enqueue(comm: Any, collective: Collective, rank: int, size: int) -> None:
+    """Put a collective on the current stream; what follows on that stream sees the result.
 
     Args:
         comm: CuPy's communicator.
-        operation: the operation; arrays on the current GPU.
+        collective: with arrays on the current GPU.
         rank: this device.
         size: the number of devices.
     """
     stream = cupy.cuda.get_current_stream().ptr
-    if operation.name == "barrier":
+    if collective.op is Op.BARRIER:
         token = cupy.zeros(1, cupy.float32)
-        operation = Operation("all_reduce", token, token, Operator.SUM)
-    if operation.name in ("gather", "scatter", "all_to_all"):
-        _exchange(comm, operation, rank, size, stream)
+        collective = Collective(Op.ALL_REDUCE, token, token, Operator.SUM)
+    if collective.op in (Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL):
+        _exchange(comm, collective, rank, size, stream)
     else:
-        _call(comm, operation, stream)
+        _call(comm, collective, stream)
+
+
+def record_event(stream: Any = None) -> Any:
+    """A new event without timing, recorded on a stream; None: the current one."""
     event = cupy.cuda.Event(disable_timing=True)
-    event.record()
+    event.record(stream)
     return event
 
 
-def _call(comm: Any, operation: Operation, stream: int) -> None:
+def _call(comm: Any, collective: Collective, stream: int) -> None:
     """What NCCL has a call for."""
-    sent, received, peer = operation.sent, operation.received, operation.peer
+    sent, received, peer = collective.sent, collective.received, collective.peer
     one: Array = sent if sent is not None else received
     other: Array = one if received is None else received
     kind = nccl_type(one)
-    operator = None if operation.operator is None else nccl_operator(operation.operator)
+    operator = None if collective.operator is None else nccl_operator(collective.operator)
     # NCCL does not look at the pointer of a side that has nothing to send or receive.
     source, target = one.data.ptr, other.data.ptr
-    calls: dict[str, Callable[[], None]] = {
-        "all_reduce": lambda: comm.allReduce(source, target, one.size, kind, operator, stream),
-        "reduce": lambda: comm.reduce(source, target, one.size, kind, operator, peer, stream),
-        "reduce_scatter": lambda: comm.reduceScatter(source, target, other.size, kind, operator, stream),
-        "broadcast": lambda: comm.broadcast(source, target, one.size, kind, peer, stream),
-        "all_gather": lambda: comm.allGather(source, target, one.size, kind, stream),
+    calls: dict[Op, Callable[[], None]] = {
+        Op.ALL_REDUCE: lambda: comm.allReduce(source, target, one.size, kind, operator, stream),
+        Op.REDUCE: lambda: comm.reduce(source, target, one.size, kind, operator, peer, stream),
+        Op.REDUCE_SCATTER: lambda: comm.reduceScatter(source, target, other.size, kind, operator, stream),
+        Op.BROADCAST: lambda: comm.broadcast(source, target, one.size, kind, peer, stream),
+        Op.ALL_GATHER: lambda: comm.allGather(source, target, one.size, kind, stream),
     }
-    calls[operation.name]()
+    calls[collective.op]()
 
 
-def _exchange(comm: Any, operation: Operation, rank: int, size: int, stream: int) -> None:
+def _exchange(comm: Any, collective: Collective, rank: int, size: int, stream: int) -> None:
     """What NCCL has no call for: pieces from rank to rank, in one group, so that none waits for another."""
-    what = operation.kind
-    assert what is not None
-    senders, receivers = what.senders(size, operation.peer), what.receivers(size, operation.peer)
+    pattern = collective.pattern
+    assert pattern is not None
+    senders, receivers = pattern.senders(size, collective.peer), pattern.receivers(size, collective.peer)
     with _together():
         if rank in senders:
             for receiver in receivers:
-                piece = piece_of(operation, receiver, size)
+                piece = piece_of(collective, receiver, size)
                 comm.send(piece.data.ptr, piece.size, nccl_type(piece), receiver, stream)
         if rank in receivers:
-            assert operation.received is not None
-            for sender, piece in zip(senders, rows(operation.received, len(senders)), strict=True):
+            assert collective.received is not None
+            for sender, piece in zip(senders, rows(collective.received, len(senders)), strict=True):
                 comm.recv(piece.data.ptr, piece.size, nccl_type(piece), sender, stream)
 
 
@@ -120,32 +115,31 @@ class Message:
     """A send or receive, and the stream that was current when it was started.
 
     Args:
-        operation: the operation.
+        collective: a send or receive.
     """
 
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
         self._stream = cupy.cuda.get_current_stream()
         self._event: Any = None
 
     def put(self, comm: Any) -> None:
         """Put it on its stream."""
-        operation = self.operation
-        if operation.name == "send":
-            array, call = operation.sent, comm.send
+        collective = self.collective
+        if collective.op is Op.SEND:
+            array, call = collective.sent, comm.send
         else:
-            array, call = operation.received, comm.recv
+            array, call = collective.received, comm.recv
         assert array is not None
-        call(array.data.ptr, array.size, nccl_type(array), operation.peer, self._stream.ptr)
+        call(array.data.ptr, array.size, nccl_type(array), collective.peer, self._stream.ptr)
 
     def mark(self) -> None:
-        """It is on its stream."""
-        self._event = cupy.cuda.Event(disable_timing=True)
-        self._event.record(self._stream)
+        """Record on its stream the event that it is done."""
+        self._event = record_event(self._stream)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the event has come."""
         return self._event is not None and bool(self._event.done)
 
 
@@ -159,9 +153,9 @@ class Messages:
     def __init__(self) -> None:
         self._pending: list[Message] = []
 
-    def add(self, operation: Operation) -> Message:
-        """Keep an operation for the next `flush`."""
-        self._pending.append(Message(operation))
+    def add(self, collective: Collective) -> Message:
+        """Keep a message for the next `flush`."""
+        self._pending.append(Message(collective))
         return self._pending[-1]
 
     def flush(self, comm: Any) -> None:
@@ -176,29 +170,21 @@ class Messages:
             message.mark()
 
 
-class NcclWork:
-    """An operation on a stream.
+class NcclWork(Work):
+    """A collective or message on a stream.
 
     Args:
-        done: whether it has ended; raises what the connection or an abort has to say.
-        operation: what was called; its arrays must not be freed before.
+        is_done: raises what the connection or an abort has to say.
+        collective: keeps its arrays alive until it is done.
     """
 
-    def __init__(self, done: Callable[[], bool], operation: Operation) -> None:
-        self._done = done
-        self._operation = operation
+    def __init__(self, is_done: Callable[[], bool], collective: Collective) -> None:
+        self._is_done = is_done
+        self._collective = collective
 
     @property
     def waits_for(self) -> list[int]:
-        peer = self._operation.peer
-        return [peer] if self._operation.kind is None and peer is not None else []
+        return self._collective.message_peers
 
     def wait(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        pause = _SLEEPS[0]
-        while not self._done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _SLEEPS[1])
-        return True
+        return wait_until(self._is_done, seconds)

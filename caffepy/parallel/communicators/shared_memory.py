@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.parallel.communicators.collectives import Operation, Work
-from caffepy.parallel.communicators.communicator import GroupCommunicator
+from caffepy.parallel.communicators.collectives import Collective, Op, Work
+from caffepy.parallel.communicators.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class SharedSums:
         added: the same, for nothing but telling that a rank has added up its share.
     """
 
-    def __init__(self, ranks: GroupCommunicator, arrived: GroupCommunicator, added: GroupCommunicator) -> None:
+    def __init__(self, ranks: Communicator, arrived: Communicator, added: Communicator) -> None:
         self._ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._arrived, self._added = arrived, added
         self._parts: list[Any] = []
         self._total: Any = None
-        self._begun = 0
-        self._turn = 0
+        self._started = 0
+        self._added_up = 0
 
     def allocate(self, count: int) -> Any | None:
         """Memory for this rank's numbers; called by all ranks.
@@ -73,24 +73,24 @@ class SharedSums:
         """Whether an array is part of what `allocate` gave."""
         return bool(self._parts) and np.may_share_memory(array, self._parts[self._rank])
 
-    def begin(self, array: Any, factor: float) -> Work:
-        """Begin array = factor times the sum of all ranks' arrays; all ranks begin theirs in the same order."""
+    def start(self, array: Any, factor: float) -> Work:
+        """Start array = factor times the sum of all ranks' arrays; all ranks start theirs in the same order."""
         start = (array.ctypes.data - self._parts[self._rank].ctypes.data) // 4
-        self._begun += 1
-        return _SharedSum(self, self._begun, range(start, start + array.size), factor)
+        self._started += 1
+        return _SharedSum(self, self._started, range(start, start + array.size), factor)
 
     def is_next(self, number: int) -> bool:
         """Whether all sums before this one were added up: barriers have no names, only an order."""
-        return number == self._turn + 1
+        return number == self._added_up + 1
 
     def start_arrived(self) -> Work:
         """Tell the others that this rank's numbers are complete; ends when theirs are."""
-        return self._arrived.start(Operation("barrier"))
+        return self._arrived.start(Collective(Op.BARRIER))
 
-    def add(self, places: range, factor: float) -> Work:
+    def add(self, elements: range, factor: float) -> Work:
         """Add up this rank's share and tell the others; ends when they have done so, too."""
         own, total = self._parts[self._rank], self._total
-        first, last = self._share(places, self._rank)
+        first, last = self._share(elements, self._rank)
         for start in range(first, last, _CHUNK):
             chunk = slice(start, min(start + _CHUNK, last))
             np.add(self._parts[0][chunk], self._parts[1][chunk], out=total[chunk])
@@ -98,18 +98,18 @@ class SharedSums:
                 total[chunk] += part[chunk]
             total[chunk] *= np.float32(factor)
             own[chunk] = total[chunk]
-        self._turn += 1
-        return self._added.start(Operation("barrier"))
+        self._added_up += 1
+        return self._added.start(Collective(Op.BARRIER))
 
-    def take(self, places: range) -> None:
+    def take(self, elements: range) -> None:
         """Copy what the others have added up."""
         for rank in range(self._size):
             if rank != self._rank:
-                share = slice(*self._share(places, rank))
+                share = slice(*self._share(elements, rank))
                 self._parts[self._rank][share] = self._total[share]
 
-    def _share(self, places: range, rank: int) -> tuple[int, int]:
-        first, last = (places.start + len(places) * r // self._size for r in (rank, rank + 1))
+    def _share(self, elements: range, rank: int) -> tuple[int, int]:
+        first, last = (elements.start + len(elements) * r // self._size for r in (rank, rank + 1))
         return first, last
 
     def _open_common(self, opened: ExitStack) -> int | None:
@@ -143,28 +143,26 @@ class SharedSums:
         return bool(self._ranks.sum([float(done)])[0] == self._size)
 
 
-class _SharedSum:
+class _SharedSum(Work):
     """One sum: numbers arrive, shares are added up, the others' shares are taken.
 
     Args:
         sums: the memory.
-        number: counted from 1 in the order in which sums begin.
-        places: where in the ranks' arrays.
+        number: counted from 1 in the order in which sums are started.
+        elements: where in the ranks' arrays.
         factor: what the sum is multiplied with.
     """
 
-    waits_for: list[int] = []
-
-    def __init__(self, sums: SharedSums, number: int, places: range, factor: float) -> None:
+    def __init__(self, sums: SharedSums, number: int, elements: range, factor: float) -> None:
         self._sums = sums
         self._number = number
-        self._places = places
+        self._elements = elements
         self._factor = factor
         self._arrived: Work | None = sums.start_arrived()
         self._added: Work | None = None
 
     def wait(self, seconds: float) -> bool:
-        """`Work.wait`; adding up happens in here, so call it now and then."""
+        """`Work.wait`. This rank's share is added up in here, so call it now and then."""
         end = time.monotonic() + seconds
         if self._arrived is not None:
             if not self._arrived.wait(seconds):
@@ -173,10 +171,10 @@ class _SharedSum:
         if self._added is None:
             if not self._sums.is_next(self._number):
                 return False
-            self._added = self._sums.add(self._places, self._factor)
+            self._added = self._sums.add(self._elements, self._factor)
         if not self._added.wait(max(end - time.monotonic(), 0.0)):
             return False
-        self._sums.take(self._places)
+        self._sums.take(self._elements)
         return True
 
 

@@ -4,60 +4,31 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import Any
-
-import numpy as np
 
 from caffepy.errors import AbortedError, PeerError
-from caffepy.parallel.communicators.collectives import Operation, Operator, Work
-from caffepy.parallel.communicators.store_operations import StoreOperations
+from caffepy.parallel.communicators.collectives import Collective, Work
+from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import Store
 
 
-class TcpCommunicator:
-    """A `GroupCommunicator` of host arrays among ranks that share a store.
-
-    All numbers go through the process that holds the store.
+class TcpCommunicator(StoreCommunicator):
+    """Host arrays among processes that share a store; all bytes go through the process that holds it.
 
     Args:
         store: what they share; not closed here.
         rank: this rank.
-        size: how many there are.
-        timeout: longest wait of the operations that wait themselves, in seconds.
+        size: the number of ranks.
+        timeout: longest wait of the blocking helpers, in seconds.
     """
 
-    memory = "host"
-
     def __init__(self, store: Store, rank: int, size: int, timeout: float = 300.0) -> None:
-        self.rank = rank
-        self.size = size
-        self._store = store
-        self._operations = StoreOperations(store, rank, size)
-        self._timeout = timeout
+        super().__init__(store, rank, size, timeout)
         self._aborted = threading.Event()
 
-    def start(self, operation: Operation) -> Work:
+    def start(self, collective: Collective) -> Work:
         if self._aborted.is_set():
             raise AbortedError("the communicator was aborted")
-        return self._operations.start(operation)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return np.empty(shape, dtype)
-
-    def all_reduce(self, array: Any, average: bool = True) -> None:
-        self._run(Operation("all_reduce", array, array, Operator.AVG if average else Operator.SUM))
-
-    def broadcast(self, array: Any, root: int = 0) -> None:
-        sends = self.rank == root
-        self._run(Operation("broadcast", array if sends else None, None if sends else array, peer=root))
-
-    def barrier(self) -> None:
-        self._run(Operation("barrier"))
-
-    def sum(self, values: Any) -> Any:
-        total = np.array(values, np.float64)
-        self._run(Operation("all_reduce", total, total, Operator.SUM))
-        return total
+        return super().start(collective)
 
     def abort(self) -> None:
         if not self._aborted.is_set():
@@ -67,11 +38,3 @@ class TcpCommunicator:
 
     def close(self) -> None:
         """Nothing: the store belongs to others."""
-
-    def _run(self, operation: Operation) -> None:
-        work = self.start(operation)
-        if not work.wait(self._timeout):
-            raise PeerError(
-                f"{operation.name}: rank {self.rank} has waited {self._timeout:g} s for rank "
-                f"{', '.join(map(str, work.waits_for))}"
-            )

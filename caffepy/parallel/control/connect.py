@@ -10,7 +10,8 @@ import secrets
 from collections.abc import Sequence
 
 from caffepy.errors import PeerError
-from caffepy.parallel.processes.world import World, own_addresses
+from caffepy.parallel.processes.machine import own_addresses
+from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.client import ControlClient
 from caffepy.parallel.store.records import DeviceStatus, Failure, Member
 from caffepy.parallel.store.server import ControlServer

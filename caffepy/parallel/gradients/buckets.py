@@ -1,6 +1,6 @@
-"""Which slices of the flat gradients are exchanged at once, and when each of them is complete.
+"""Gradient buckets: slices of the flat gradients that are reduced together, and when each of them is complete.
 
-Owns the cutting, for `P2PSync`. Gradients lie in the order in which the backward pass finishes them, so a bucket is a
+Gradients lie in the order in which the backward pass finishes them, so a bucket is a
 slice, and the last layers' bucket is complete while the first layers' gradients are still being computed (Li et al.,
 VLDB 2020; NVIDIA Caffe's `reduce_buckets`).
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from caffepy.net import Net
+from caffepy.net.fusion.fused import FusedLayer
 from caffepy.net.parameters import Parameter, ParameterBuffer
 from caffepy.net.wiring import Node
 
@@ -38,7 +39,7 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
     """
     buffer = net.parameters
     learned = sorted((p for p in buffer.parameters if p.lr_mult != 0), key=lambda p: p.start)
-    places = _places(net.schedule)
+    indices = _layer_indices(net.schedule)
     groups: list[list[Parameter]] = [[]]
     for parameter in learned:
         if groups[-1] and (not count or (parameter.start - groups[-1][0].start) * count >= buffer.learned):
@@ -48,18 +49,18 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
         return [Bucket(buffer.learned, buffer.learned + ParameterBuffer.FLAGS, 0)]
     starts = [group[0].start for group in groups]
     stops = [*starts[1:], buffer.learned + ParameterBuffer.FLAGS]
-    # Communicators take operations in one order, so no bucket may be complete before those in front of it.
-    found: list[Bucket] = []
+    # All ranks start collectives in one order, so no bucket may be complete before those in front of it.
+    buckets: list[Bucket] = []
     for start, stop, group in zip(starts, stops, groups, strict=True):
-        node = min(places[parameter.layer] for parameter in group)
-        found.append(Bucket(start, stop, min(node, found[-1].node) if found else node))
-    return found
+        node = min(indices[parameter.layer] for parameter in group)
+        buckets.append(Bucket(start, stop, min(node, buckets[-1].node) if buckets else node))
+    return buckets
 
 
-def _places(schedule: Sequence[Node]) -> dict[str, int]:
-    """Where in the schedule each layer is computed, by itself or as a member of a group."""
-    places = {}
+def _layer_indices(schedule: Sequence[Node]) -> dict[str, int]:
+    """The index in the schedule of each layer, by itself or as a member of a group."""
+    indices = {}
     for index, node in enumerate(schedule):
-        for layer in getattr(node.layer, "members", [node.layer]):
-            places[layer.name] = index
-    return places
+        for layer in node.layer.members if isinstance(node.layer, FusedLayer) else [node.layer]:
+            indices[layer.name] = index
+    return indices

@@ -1,7 +1,7 @@
-"""Averages gradients over all devices: at once after the backward pass, or in buckets while it goes on.
+"""Averages gradients over all devices: in one all-reduce after the backward pass, or in buckets that overlap with it.
 
-Owns when each bucket's exchange begins and who waits for it. `P2PSync` has one for its solver. On a GPU all of this
-happens while an iteration is captured, and the device does it again in every replay.
+Owns when each bucket's all-reduce starts and who waits for it. `P2PSync` has one for its solver. On a GPU all of this
+happens while an iteration is captured, and is repeated in every replay.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import cast
 
 from caffepy.net import Net
 from caffepy.net.wiring import Node
-from caffepy.parallel.communicators.communicator import Communicator, Exchange, OverlappingCommunicator
+from caffepy.parallel.communicators.collectives import Work
+from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.gradients.buckets import Bucket, cut_buckets
 from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.trace import Tracer
@@ -24,17 +24,16 @@ _WHOLE = "the gradients' all-reduce"
 
 
 class Reducer:
-    """The exchange of one device's gradients.
+    """Reduces one device's gradients.
 
     Args:
         net: whose gradients.
         communicator: connects the devices.
-        buckets: into how many parts to cut; 1: exchange everything at once after the backward pass; 0: see
-            `cut_buckets`.
-        may_begin: asked in a backward pass whether it completes the gradients, and exchanges may go on beside it.
-        clock: adds up how long exchanges take.
+        buckets: how many; 1: reduce everything after the backward pass; 0: see `cut_buckets`.
+        may_start: asked in a backward pass whether it completes the gradients, and all-reduces may overlap with it.
+        timer: adds up how long all-reduces take.
         waiting: marks a `with` block that waits for all devices, given what for.
-        trace: shows each bucket's exchange.
+        trace: shows each bucket's all-reduce.
     """
 
     def __init__(
@@ -42,92 +41,91 @@ class Reducer:
         net: Net,
         communicator: Communicator,
         buckets: int,
-        may_begin: Callable[[], bool],
-        clock: CommTimer,
+        may_start: Callable[[], bool],
+        timer: CommTimer,
         waiting: Callable[[str], AbstractContextManager[None]],
         trace: Tracer,
     ) -> None:
         self._net = net
         self._communicator = communicator
-        self._may_begin = may_begin
-        self._clock = clock
+        self._may_start = may_start
+        self._timer = timer
         self._waiting = waiting
         self._trace = trace
         self._buckets: list[Bucket] = []
-        self._going_on: deque[Exchange] = deque()
-        self._begun = 0
-        if hasattr(communicator, "all_reduce_async") and (buckets != 1 or getattr(communicator, "compresses", False)):
+        self._pending: deque[Work] = deque()
+        self._next_bucket = 0
+        if communicator.asynchronous and (buckets != 1 or communicator.compresses):
             self._buckets = cut_buckets(net, buckets)
         if self.overlaps:
-            self._places = {id(node): index for index, node in enumerate(net.schedule)}
+            self._node_indices = {id(node): index for index, node in enumerate(net.schedule)}
             net.after_backward.append(self._after_backward)
 
     @property
     def parts(self) -> int:
-        """Into how many parts the gradients are cut: a part ends with a parameter, so fewer than asked for may be."""
+        """The number of buckets: each ends with a parameter, so there may be fewer than asked for."""
         return max(len(self._buckets), 1)
 
     @property
     def overlaps(self) -> bool:
-        """Whether exchanges begin during the backward pass."""
+        """Whether all-reduces start during the backward pass."""
         return len(self._buckets) > 1
 
     def describe(self) -> str:
-        """What a device that has not done its work is in, as far as it says how far it has come; by any thread."""
-        reached = getattr(self._communicator, "reached", None)
-        return _WHOLE if reached is None or not self.overlaps else self._name(reached % len(self._buckets) + 1)
+        """The bucket that this device is waiting for, for the watchdog's message. Thread-safe."""
+        completed = self._communicator.completed
+        return _WHOLE if completed is None or not self.overlaps else self._name(completed % len(self._buckets) + 1)
 
     def finish(self) -> None:
-        """Wait until all gradients are averages, or have the device wait; called when the backward pass is over.
+        """Wait until all gradients are averages, or have the device wait. Called after the backward pass.
 
         Raises:
             AbortedError: another device failed.
             PeerError: the connection failed.
         """
         if not self._buckets:
-            with self._waiting(_WHOLE), self._clock.exchanging():
+            with self._waiting(_WHOLE), self._timer.exchanging():
                 self._communicator.all_reduce(self._net.parameters.reduced, average=True)
             return
-        while self._begun < len(self._buckets):
-            self._begin_next()
+        while self._next_bucket < len(self._buckets):
+            self._start_next_bucket()
         for number in range(1, len(self._buckets) + 1):
             with self._waiting(self._name(number)):
-                self._going_on.popleft().finish()
-        self._begun = 0
+                self._pending.popleft().synchronize()
+        self._next_bucket = 0
 
     def _after_backward(self, node: Node) -> None:
-        """Begin what this layer's gradients complete, and look after what is going on."""
-        if not self._may_begin():
+        """Start the buckets that this layer's gradients complete, and poll those that are pending."""
+        if not self._may_start():
             return
-        place = self._places[id(node)]
-        for exchange in self._going_on:
-            exchange.progress()
-        # The last layer's buckets wait for `finish`: there is nothing left to hide them behind.
-        while place > 0 and self._begun < len(self._buckets) and self._buckets[self._begun].node >= place:
-            self._begin_next()
+        index = self._node_indices[id(node)]
+        for work in self._pending:
+            work.poll()
+        # The last buckets wait for `finish`: nothing is left to compute while they are reduced.
+        while index > 0 and self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].node >= index:
+            self._start_next_bucket()
 
-    def _begin_next(self) -> None:
-        bucket = self._buckets[self._begun]
-        self._begun += 1
+    def _start_next_bucket(self) -> None:
+        bucket = self._buckets[self._next_bucket]
+        self._next_bucket += 1
         part = self._net.parameters.diff[bucket.start : bucket.stop]
-        timed = self._timed(f"bucket {self._begun}", f"{part.nbytes / 2**20:.3g} MiB")
+        timed = self._timed(f"bucket {self._next_bucket}", f"{part.nbytes / 2**20:.3g} MiB")
         # The threads of a process meet here, before any of them comes to `finish`.
-        with self._waiting(f"the beginning of {self._name(self._begun)}"):
-            exchange = cast(OverlappingCommunicator, self._communicator).all_reduce_async(part, timed)
-        self._going_on.append(exchange)
+        with self._waiting(f"the beginning of {self._name(self._next_bucket)}"):
+            self._pending.append(self._communicator.all_reduce_async(part, timed))
 
     def _name(self, number: int) -> str:
         return f"part {number} of {len(self._buckets)} of {_WHOLE}" if self.overlaps else _WHOLE
 
     @contextmanager
     def _timed(self, row: str, size: str) -> Iterator[None]:
-        """Time a bucket's exchange, on a device with a clock of its own where its current stream comes to it."""
-        stamp = self._trace.record_timed_event
-        first = None if stamp is None else stamp()
-        since = time.perf_counter()
-        with self._clock.exchanging():
+        """Time a bucket's all-reduce, on a GPU by events on its current stream."""
+        record_event = self._trace.record_timed_event
+        start_event = None if record_event is None else record_event()
+        start = time.perf_counter()
+        with self._timer.exchanging():
             yield
-        if stamp is None:
-            self._trace.add(row, size, since, time.perf_counter())
+        if record_event is None:
+            self._trace.add(row, size, start, time.perf_counter())
         else:
-            self._trace.add_device(row, size, first, stamp())
+            self._trace.add_device(row, size, start_event, record_event())

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from caffepy.errors import ConfigError
-from caffepy.parallel.processes.world import World, kernel_of
+from caffepy.parallel.processes.machine import kernel_of
+from caffepy.parallel.processes.world import World
 
 logger = logging.getLogger(__name__)
 

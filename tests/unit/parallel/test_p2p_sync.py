@@ -20,6 +20,7 @@ from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import ConfigError, DeviceError
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
+from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.gradients.reducer import Reducer
@@ -33,31 +34,20 @@ from caffepy.solvers.graph_runner import IN_FLIGHT
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '
 
 
-class Ended:
-    """An exchange that has ended when it was begun."""
-
-    def progress(self) -> None:
-        """There is nothing to look after."""
-
-    def finish(self) -> None:
-        """There is nothing to wait for."""
-
-
 class Streams(LocalCommunicator):
     """Plays NCCL: what it is asked for may be captured."""
 
-    captures = overlaps_compute = True
-    compresses = False
+    capturable = asynchronous = overlaps = True
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         super().__init__(group, rank)
         self.log: list[str] = []
 
-    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> Ended:
+    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> Work:
         self.log.append("begin")
         with timed:
             self.all_reduce(array)
-        return Ended()
+        return FinishedWork()
 
 
 class Nccl(Streams):

@@ -92,7 +92,7 @@ def test_a_root_that_differs_from_all_others_is_compared_with_all() -> None:
 class Streams(LocalCommunicator):
     """Plays NCCL: what it is asked for may be captured."""
 
-    captures = True
+    capturable = True
 
 
 def train(

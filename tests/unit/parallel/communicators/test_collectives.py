@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.communicators.collectives import COLLECTIVES, Operation, Operator, piece_of, reduce_pieces, rows
+from caffepy.parallel.communicators.collectives import PATTERNS, Collective, Op, Operator, piece_of, reduce_pieces, rows
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.tcp import TcpCommunicator
 from caffepy.parallel.store.store import MemoryStore, RankStore
@@ -45,33 +45,33 @@ def test_rows_are_views_of_equal_parts(count: int, length: int) -> None:
 
 def test_a_piece_is_a_slice_only_where_receivers_get_different_ones() -> None:
     array = np.arange(6.0).reshape(3, 2)
-    assert piece_of(Operation("all_to_all", array, array), 1, 3).tolist() == [2.0, 3.0]
-    assert piece_of(Operation("all_gather", array, array), 1, 3).tolist() == list(range(6))
-    assert piece_of(Operation("send", array, peer=1), 1, 3).tolist() == list(range(6))
+    assert piece_of(Collective(Op.ALL_TO_ALL, array, array), 1, 3).tolist() == [2.0, 3.0]
+    assert piece_of(Collective(Op.ALL_GATHER, array, array), 1, 3).tolist() == list(range(6))
+    assert piece_of(Collective(Op.SEND, array, peer=1), 1, 3).tolist() == list(range(6))
 
 
 def test_operations_are_described_as_all_ranks_see_them() -> None:
     one, all_of_them = np.zeros(4, np.float32), np.zeros((3, 4), np.float32)
     same = [
-        (Operation("scatter", all_of_them, one, peer=2), Operation("scatter", None, one, peer=2)),
-        (Operation("gather", one, all_of_them, peer=2), Operation("gather", one, None, peer=2)),
-        (Operation("broadcast", one, None, peer=2), Operation("broadcast", None, one, peer=2)),
-        (Operation("send", one, peer=1), Operation("receive", None, one, peer=0)),
+        (Collective(Op.SCATTER, all_of_them, one, peer=2), Collective(Op.SCATTER, None, one, peer=2)),
+        (Collective(Op.GATHER, one, all_of_them, peer=2), Collective(Op.GATHER, one, None, peer=2)),
+        (Collective(Op.BROADCAST, one, None, peer=2), Collective(Op.BROADCAST, None, one, peer=2)),
+        (Collective(Op.SEND, one, peer=1), Collective(Op.RECEIVE, None, one, peer=0)),
     ]
     for root, other in same:
         assert root.describe(3) == other.describe(3)
     assert same[0][0].describe(3) == "scatter from rank 2 of 4 float32"
     assert same[1][0].describe(3) == "gather to rank 2 of 4 float32"
-    assert Operation("reduce", one, None, Operator.MIN, 1).describe(3) == "reduce MIN to rank 1 of 4 float32"
-    assert Operation("all_to_all", all_of_them, all_of_them).describe(3) == "all_to_all of 4 float32"
-    assert Operation("barrier").describe(3) == "barrier"
+    assert Collective(Op.REDUCE, one, None, Operator.MIN, 1).describe(3) == "reduce MIN to rank 1 of 4 float32"
+    assert Collective(Op.ALL_TO_ALL, all_of_them, all_of_them).describe(3) == "all_to_all of 4 float32"
+    assert Collective(Op.BARRIER).describe(3) == "barrier"
 
 
 def test_every_collective_says_who_sends_and_who_receives() -> None:
-    for name, kind in COLLECTIVES.items():
-        senders, receivers = kind.senders(3, 1), kind.receivers(3, 1)
-        assert senders == ([1] if name in ("broadcast", "scatter") else [0, 1, 2])
-        assert receivers == ([1] if name in ("reduce", "gather") else [0, 1, 2])
+    for op, pattern in PATTERNS.items():
+        senders, receivers = pattern.senders(3, 1), pattern.receivers(3, 1)
+        assert senders == ([1] if op in (Op.BROADCAST, Op.SCATTER) else [0, 1, 2])
+        assert receivers == ([1] if op in (Op.REDUCE, Op.GATHER) else [0, 1, 2])
 
 
 def test_nothing_that_is_started_waits() -> None:
@@ -79,13 +79,13 @@ def test_nothing_that_is_started_waits() -> None:
     group = LocalGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     received, total = np.zeros(3), [np.full(3, 1.0), np.full(3, 2.0)]
-    receiving = first.start(Operation("receive", None, received, peer=1, tag=4))
-    reducing = first.start(Operation("all_reduce", total[0], total[0], Operator.SUM))
+    receiving = first.start(Collective(Op.RECEIVE, None, received, peer=1, tag=4))
+    reducing = first.start(Collective(Op.ALL_REDUCE, total[0], total[0], Operator.SUM))
     assert not receiving.wait(0.0) and not reducing.wait(0.0)
     assert (receiving.waits_for, reducing.waits_for) == ([1], [1])
-    second.start(Operation("send", np.arange(3.0), peer=0, tag=4))
+    second.start(Collective(Op.SEND, np.arange(3.0), peer=0, tag=4))
     assert receiving.wait(0.0) and received.tolist() == [0.0, 1.0, 2.0]
-    assert second.start(Operation("all_reduce", total[1], total[1], Operator.SUM)).wait(0.0)
+    assert second.start(Collective(Op.ALL_REDUCE, total[1], total[1], Operator.SUM)).wait(0.0)
     assert reducing.wait(0.0)
     assert total[0].tolist() == total[1].tolist() == [3.0] * 3
 
@@ -94,9 +94,9 @@ def test_what_was_sent_is_free_to_change() -> None:
     group = LocalGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     array, received = np.ones(3), np.zeros(3)
-    first.start(Operation("send", array, peer=1))
+    first.start(Collective(Op.SEND, array, peer=1))
     array[:] = 5.0
-    assert second.start(Operation("receive", None, received, peer=0)).wait(1.0)
+    assert second.start(Collective(Op.RECEIVE, None, received, peer=0)).wait(1.0)
     assert received.tolist() == [1.0] * 3
 
 
@@ -104,21 +104,21 @@ def test_ranks_that_call_different_operations_are_told() -> None:
     group = LocalGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     array = np.zeros(3, np.float32)
-    first.start(Operation("all_reduce", array, array, Operator.MAX))
-    work = second.start(Operation("all_reduce", array, array, Operator.MIN))
+    first.start(Collective(Op.ALL_REDUCE, array, array, Operator.MAX))
+    work = second.start(Collective(Op.ALL_REDUCE, array, array, Operator.MIN))
     with pytest.raises(
         UserError, match="this rank calls 'all_reduce MIN of 3 float32', rank 0 calls 'all_reduce MAX of 3 float32'"
     ):
         work.wait(1.0)
-    first.start(Operation("send", np.zeros(2), peer=1))
-    receiving = second.start(Operation("receive", None, array, peer=0))
+    first.start(Collective(Op.SEND, np.zeros(2), peer=1))
+    receiving = second.start(Collective(Op.RECEIVE, None, array, peer=0))
     with pytest.raises(UserError, match="expects a 'message of 3 float32', rank 0 sent a 'message of 2 float64'"):
         receiving.wait(1.0)
 
 
 def test_an_abort_ends_waits() -> None:
     group = LocalGroup(2)
-    work = LocalCommunicator(group, 0).start(Operation("barrier"))
+    work = LocalCommunicator(group, 0).start(Collective(Op.BARRIER))
     LocalCommunicator(group, 1).abort()
     with pytest.raises(PeerError, match="another thread failed"):
         work.wait(10.0)

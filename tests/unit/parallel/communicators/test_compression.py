@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.parallel.communicators.compression import (
-    Bfloats,
-    Halves,
+    Bf16Compressor,
+    Fp16Compressor,
     host_compressor,
     round_to_bfloat16,
     widen_bfloat16,
 )
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.communicators.mpi_operations import _add_bfloats, _add_halves
+from caffepy.parallel.communicators.mpi import _add_bfloat16, _add_float16
 
 KINDS = [("fp16", np.float16, 2.0**-10, 2.0**-24), ("bf16", np.uint16, 2.0**-7, 2.0**-133)]
 
@@ -49,12 +49,12 @@ def test_the_sum_of_compressed_numbers_is_the_mean(
     array = np.array(values, np.float32)
     compressor = host_compressor(kind, size)
     assert compressor is not None
-    copy = compressor.shrink(array)
+    copy = compressor.compress(array)
     assert copy.dtype == dtype
     total = size * widened(copy)
     np.testing.assert_allclose(total, array, rtol=relative, atol=size * absolute)
     found = np.empty_like(array)
-    compressor.widen(copy, found)
+    compressor.decompress(copy, found)
     np.testing.assert_array_equal(found, widened(copy))
 
 
@@ -62,14 +62,14 @@ def test_nothing_is_compressed_unless_it_is_asked_for() -> None:
     assert host_compressor("none", 2) is None
 
 
-@pytest.mark.parametrize("kind", [Halves, Bfloats])
-def test_every_array_has_one_copy(kind: type[Halves]) -> None:
+@pytest.mark.parametrize("kind", [Fp16Compressor, Bf16Compressor])
+def test_every_array_has_one_copy(kind: type[Fp16Compressor]) -> None:
     halves = kind(np, 2)
     buffer = np.arange(10, dtype=np.float32)
-    first, second = halves.shrink(buffer[:4]), halves.shrink(buffer[4:])
+    first, second = halves.compress(buffer[:4]), halves.compress(buffer[4:])
     assert not np.shares_memory(first, second)
     buffer += 1
-    assert halves.shrink(buffer[:4]) is first
+    assert halves.compress(buffer[:4]) is first
     np.testing.assert_array_equal(widened(first), (np.arange(4) + 1) / 2)
     np.testing.assert_array_equal(widened(second), np.arange(4, 10) / 2)
 
@@ -77,7 +77,7 @@ def test_every_array_has_one_copy(kind: type[Halves]) -> None:
 def test_what_is_not_finite_stays_so_and_what_is_too_large_becomes_it() -> None:
     array = np.array([np.nan, np.inf, -np.inf, 1e6, 1e-9], np.float32)
     wanted = np.array([np.nan, np.inf, -np.inf, np.inf, 0], np.float16)
-    np.testing.assert_array_equal(Halves(np, 1).shrink(array), wanted)
+    np.testing.assert_array_equal(Fp16Compressor(np, 1).compress(array), wanted)
 
 
 def bfloat16(values: list[float] | np.ndarray) -> np.ndarray:
@@ -125,12 +125,12 @@ def test_a_long_array_is_rounded_as_its_parts_are() -> None:
 def test_mpis_operators_add_what_bytes_stand_for() -> None:
     first, second = [1.5, 300.0, np.inf, 1e-3], [2.25, 1.0, -np.inf, 3e38]
     target, source = bfloat16(second), bfloat16(first)
-    _add_bfloats(source.tobytes(), memoryview(target).cast("B"), None)
+    _add_bfloat16(source.tobytes(), memoryview(target).cast("B"), None)
     with np.errstate(all="ignore"):
         wanted = bfloat16(widened(bfloat16(first)) + widened(bfloat16(second)))
     np.testing.assert_array_equal(widened(target), widened(wanted))
     halves = np.array([60000, np.inf], np.float16)
-    _add_halves(np.array([60000, -np.inf], np.float16).tobytes(), memoryview(halves).cast("B"), None)
+    _add_float16(np.array([60000, -np.inf], np.float16).tobytes(), memoryview(halves).cast("B"), None)
     np.testing.assert_array_equal(halves, np.array([np.inf, np.nan], np.float16))
 
 
@@ -140,12 +140,12 @@ def test_ranks_send_compressed_numbers_and_threads_do_not(kind: str, rounded: fl
     array = np.full(100, 1 / 3, np.float32)
     local = LocalCommunicator(LocalGroup(1), 0)
     whole = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0))
-    whole.all_reduce_async(array, nullcontext()).finish()
+    whole.all_reduce_async(array, nullcontext()).synchronize()
     np.testing.assert_array_equal(array, np.float32(1 / 3))
     assert not whole.compresses
     compressed = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0), kind)
     assert compressed.compresses
-    compressed.all_reduce_async(array, nullcontext()).finish()
+    compressed.all_reduce_async(array, nullcontext()).synchronize()
     np.testing.assert_array_equal(array, np.float32(rounded))
 
 
@@ -157,7 +157,7 @@ def test_two_ranks_average_compressed_numbers(kind: str) -> None:
     def work(rank: int) -> None:
         ranks = LocalCommunicator(group, rank)
         communicator = HierarchicalCommunicator(LocalCommunicator(LocalGroup(1), 0), ranks, kind)
-        communicator.all_reduce_async(arrays[rank], nullcontext()).finish()
+        communicator.all_reduce_async(arrays[rank], nullcontext()).synchronize()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

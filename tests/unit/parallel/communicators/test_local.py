@@ -17,8 +17,8 @@ from caffepy.parallel.communicators import local as local_module
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.communicators.shared_scores import SharedScores
 from caffepy.parallel.control import watchdog
-from caffepy.parallel.shared_scores import SharedScores
 
 
 def local(size: int) -> Callable[[int], Communicator]:

@@ -27,13 +27,13 @@ def work(rank):
     nccl = communicator(rank, {compress!r})
     arrays = [simulated_nccl.array(np.full(3, i + rank, np.float32)) for i in range(2)]
     for _ in range(2):
-        exchanges = []
+        works = []
         for number, array in enumerate(arrays, 1):
-            exchanges.append(nccl.all_reduce_async(array, nullcontext()))
-            assert nccl.reached == number
-        for exchange in exchanges:
-            exchange.progress()
-            exchange.finish()
+            works.append(nccl.all_reduce_async(array, nullcontext()))
+            assert nccl.completed == number
+        for work in works:
+            work.poll()
+            work.synchronize()
     nccl.close()
     return [*simulated_nccl.log(), [array.tolist() for array in arrays]]
 for lines in run_threads(2, work):
@@ -72,9 +72,34 @@ def work(rank):
             stamps.append((simulated_nccl.current_stream().ptr, len(simulated_nccl.log())))
             if len(stamps) == 1:
                 yield
-    nccl.all_reduce_async(simulated_nccl.array(np.zeros(3, np.float32)), timed()).finish()
+    nccl.all_reduce_async(simulated_nccl.array(np.zeros(3, np.float32)), timed()).synchronize()
     return stamps
 print(run_threads(2, work))
 """
     # Behind the wait for the other stream, and behind the all-reduce.
     assert run_simulated(BEGIN + code) == [str([[(78, 1), (78, 2)]] * 2)]
+
+
+def test_the_host_can_wait_for_a_bucket_and_not_for_what_blocks() -> None:
+    """Blocking collectives are done for what follows on their stream: no event is recorded, nothing waits."""
+    code = """
+def work(rank):
+    nccl = communicator(rank)
+    array = simulated_nccl.array(np.full(3, rank, np.float32))
+    nccl.all_reduce(array)
+    nccl.broadcast(array, root=1)
+    blocking = list(simulated_nccl.log())
+    work = nccl.all_reduce_async(array, nullcontext())
+    assert work.wait(1.0)
+    assert nccl.all_reduce_async(array, nullcontext()).synchronize() and nccl.completed == 1
+    assert nccl.capturable and nccl.overlaps and nccl.asynchronous and not nccl.compresses
+    nccl.wait_on_device()
+    nccl.abort()
+    try:
+        nccl.all_reduce(array)
+    except Exception as error:
+        return blocking, array.tolist(), simulated_nccl.log()[-1], type(error).__name__
+print(*run_threads(2, work), sep="\\n")
+"""
+    expected = (["all-reduce of 3 float32 on stream 77"], [0.5] * 3, "host waits for stream 77", "AbortedError")
+    assert run_simulated(BEGIN + code) == [str(expected)] * 2

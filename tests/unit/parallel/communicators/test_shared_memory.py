@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from process_groups import run_threads
 
 from caffepy.parallel.communicators import shared_memory
-from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator, wait_for
+from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
 
@@ -51,9 +51,9 @@ def test_every_rank_gets_the_same_sums_whoever_is_late(size: int, count: int, pa
                 time.sleep(late.choice([0.0, 0.0, 0.002]))
                 ended = [work.wait(0.0) for work in works]
                 works = [work for work, done in zip(works, ended, strict=True) if not done]
-                works.append(sums.begin(memory[start:stop], 0.25))
+                works.append(sums.start(memory[start:stop], 0.25))
             for one in works:
-                wait_for(one)
+                one.synchronize()
             found.append(memory.copy())
         return found
 
@@ -120,23 +120,23 @@ def test_ranks_times_threads_average_in_shared_memory(threads: int) -> None:
             sums[rank] = make(rank)  # type: ignore[call-overload]
         shared = sums[rank] if thread == 0 else None
         communicator = HierarchicalCommunicator(
-            LocalCommunicator(locals_[rank], thread), LocalCommunicator(ranks, rank), apart=False, shared=shared
+            LocalCommunicator(locals_[rank], thread), LocalCommunicator(ranks, rank), inter_node=False, shared=shared
         )
         memory = communicator.allocate_gradients(count)
         assert (memory is None) == (thread > 0)
         array = np.zeros(count, np.float32) if memory is None else memory
-        found = [communicator.overlaps_compute]
+        found = [communicator.overlaps]
         for average in (False, True):
             array[...] = numbers(number, count, 0)
             communicator.all_reduce(array, average)
             found.append(array.copy())
         array[...] = numbers(number, count, 0)
         halves = (slice(300), slice(300, count))
-        exchanges = [communicator.all_reduce_async(array[half], nullcontext()) for half in halves]
-        for exchange in exchanges:
-            exchange.progress()
-        for exchange in exchanges:
-            exchange.finish()
+        works = [communicator.all_reduce_async(array[half], nullcontext()) for half in halves]
+        for work in works:
+            work.poll()
+        for work in works:
+            work.synchronize()
         return [*found, array.copy()]
 
     total = np.sum([numbers(number, count, 0) for number in range(size)], axis=0, dtype=np.float64)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 from training import build_net
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.net import Net
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.trace import NO_TRACE
@@ -24,35 +25,48 @@ layer { name: "loss" type: "EuclideanLoss" bottom: "c" bottom: "label" top: "los
 """
 
 
-class Recorder:
-    """A communicator that writes down what it is asked for; `reached` as a GPU tells it."""
+class Recorder(Communicator):
+    """A communicator that writes down what it is asked for; `completed` as a GPU tells it."""
 
-    compresses = False
+    asynchronous = True
+    completed: int | None = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
+        super().__init__(0, 2)
         self.log: list[str] = []
-        self.reached = 0
 
-    def all_reduce_async(self, array: Any, timed: AbstractContextManager[None]) -> Recorder:
-        with timed:
-            self.log.append(f"begin {array.size}")
-        return self
+    def start(self, collective: Collective) -> Work:
+        assert collective.op is Op.ALL_REDUCE and collective.operator is Operator.AVG
+        if collective.overlap is None:
+            self.log.append(f"all-reduce {collective.array.size}")
+            return FinishedWork()
+        with collective.overlap:
+            self.log.append(f"begin {collective.array.size}")
+        return RecordedWork(self.log)
 
-    def all_reduce(self, array: Any, average: bool = True) -> None:
-        self.log.append(f"all-reduce {array.size}")
+    def abort(self) -> None:
+        raise NotImplementedError
 
-    def progress(self) -> None:
-        """Nothing goes on."""
+    def close(self) -> None:
+        raise NotImplementedError
 
-    def finish(self) -> None:
-        self.log.append("finish")
+
+class RecordedWork(FinishedWork):
+    """Writes down what it is waited for with."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def synchronize(self, seconds: float = 0.0) -> bool:
+        self._log.append("finish")
+        return True
 
 
 def make(buckets: int, completes: bool = True) -> tuple[Net, Reducer, Recorder]:
     net, recorder = build_net(NET), Recorder()
     exchange = Reducer(
         net,
-        recorder,  # type: ignore[arg-type]
+        recorder,
         buckets,
         lambda: completes,
         CommTimer(CpuBackend(1)),
@@ -107,9 +121,9 @@ def test_one_bucket_is_begun_where_it_is_compressed(monkeypatch: pytest.MonkeyPa
     assert [line for line in recorder.log if line.split()[0] in ("begin", "finish")] == ["begin 1408", "finish"]
 
 
-@pytest.mark.parametrize(("reached", "part"), [(0, 1), (1, 2), (2, 3), (3, 1)])
-def test_the_bucket_that_a_device_is_in_is_told(reached: int, part: int) -> None:
+@pytest.mark.parametrize(("completed", "part"), [(0, 1), (1, 2), (2, 3), (3, 1)])
+def test_the_bucket_that_a_device_is_in_is_told(completed: int, part: int) -> None:
     _, exchange, recorder = make(3)
-    recorder.reached = reached
+    recorder.completed = completed
     assert exchange.describe() == f"part {part} of 3 of the gradients' all-reduce"
     assert make(1)[1].describe() == "the gradients' all-reduce"

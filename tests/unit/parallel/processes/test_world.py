@@ -10,16 +10,13 @@ import pytest
 from process_groups import run_threads
 
 from caffepy.errors import ConfigError, PeerError, RunError, UserError
-from caffepy.parallel.communicators.mpi import MainThreadDispatcher, MpiWorld, check_launcher
+from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
 from caffepy.parallel.control import connect
-from caffepy.parallel.processes.world import (
-    Launcher,
-    World,
-    create_world,
-    find_launcher,
-    machine_identity,
-    refuse_foreign_launcher,
-)
+from caffepy.parallel.processes.create import create_world
+from caffepy.parallel.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher
+from caffepy.parallel.processes.machine import machine_identity
+from caffepy.parallel.processes.mpi_world import MpiWorld
+from caffepy.parallel.processes.world import World
 
 
 class FakeWorld(World):
@@ -76,7 +73,7 @@ def test_srun_is_told_from_hydra(environment: dict[str, str], name: str, again: 
 
 
 def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.parallel.processes.world.find_launcher", lambda: None)
+    monkeypatch.setattr("caffepy.parallel.processes.create.find_launcher", lambda: None)
     world = create_world()
     assert (type(world), world.size, world.communicator()) == (World, 1, None)
 
@@ -154,10 +151,10 @@ def test_torchruns_variables_are_refused_unless_they_say_what_mpi_says(
     world: World, environment: dict[str, str], message: str | None
 ) -> None:
     if message is None:
-        refuse_foreign_launcher(world, environment)
+        refuse_foreign_launcher(world.rank, world.size, environment)
         return
     with pytest.raises(UserError, match=message):
-        refuse_foreign_launcher(world, environment)
+        refuse_foreign_launcher(world.rank, world.size, environment)
 
 
 def test_machines_are_told_apart_by_boot_and_network(tmp_path: Path) -> None:
@@ -232,7 +229,7 @@ class FakeMpi:
 def worlds(monkeypatch: pytest.MonkeyPatch, fake: FakeMpi, action: Callable[[MpiWorld], object]) -> list[object]:
     """What `action` gives on each rank."""
     own = threading.local()
-    monkeypatch.setattr("caffepy.parallel.communicators.mpi.load_mpi", lambda: fake.of(own.rank))
+    monkeypatch.setattr("caffepy.parallel.processes.mpi_world.load_mpi", lambda: fake.of(own.rank))
 
     def work(rank: int) -> object:
         own.rank = rank
@@ -271,7 +268,7 @@ def test_machines_of_one_name_are_not_one_machine(monkeypatch: pytest.MonkeyPatc
         with lock:
             return next(names)
 
-    monkeypatch.setattr("caffepy.parallel.communicators.mpi.machine_identity", identity)
+    monkeypatch.setattr("caffepy.parallel.processes.mpi_world.machine_identity", identity)
     found = worlds(monkeypatch, FakeMpi(4), lambda world: (world.machines, world.local_size, world.several_hosts))
     for machines, local_size, several in found:  # type: ignore[attr-defined]
         assert sorted(machines) == ["a", "a", "b", "b"] and local_size == 2 and several

@@ -1,0 +1,95 @@
+"""The world of the processes that MPI started."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
+from caffepy.parallel.communicators.mpi import MpiCommunicator, load_mpi
+from caffepy.parallel.processes.launcher import Launcher, check_launcher
+from caffepy.parallel.processes.machine import machine_identity
+from caffepy.parallel.processes.world import World, flush_streams
+
+T = TypeVar("T")
+
+_POLL = 0.002
+"""Seconds between looks at an exchange that other ranks have not joined: MPI itself would burn the core."""
+_FORWARD_SECONDS = 0.3
+"""What the launcher is given to pass on what was printed: at an abort it drops the rest, or mixes it with its own."""
+_ABORT_SECONDS = 3.0
+"""How long MPI_Abort may take before the process ends without it."""
+
+
+class MpiWorld(World):
+    """The processes of MPI_COMM_WORLD.
+
+    Args:
+        launcher: who started them.
+
+    Raises:
+        MissingExtraError: no mpi4py or no MPI library.
+        UserError: MPI sees other processes than the launcher started.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        super().__init__()
+        self._mpi = load_mpi()
+        self._calls = MainThreadDispatcher(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
+        self._control = self._mpi.COMM_WORLD.Dup()
+        self.rank = int(self._control.rank)
+        self.size = int(self._control.size)
+        check_launcher(launcher, self.size, self._mpi.Get_library_version())
+        machines = self.all_gather((socket.gethostname(), machine_identity()))
+        self.hosts = [host for host, _ in machines]
+        self.machines = [machine for _, machine in machines]
+        own = self.machines[self.rank]
+        self.local_size = self.machines.count(own)
+        self.local_rank = self.machines[: self.rank].count(own)
+
+    def all_gather(self, value: T) -> list[T]:
+        self._wait(self._control.Ibarrier())
+        gathered: list[T] = self._control.allgather(value)
+        return gathered
+
+    def broadcast(self, value: T) -> T:
+        """`World.broadcast` by MPI_Bcast: the others' values are not sent anywhere."""
+        content = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
+        size = np.array([len(content)], np.int64)
+        self._wait(self._control.Ibcast(size, 0))
+        if self.rank != 0:
+            content = bytearray(int(size[0]))
+        self._wait(self._control.Ibcast([content, self._mpi.BYTE], 0))
+        received: T = value if self.rank == 0 else pickle.loads(content)
+        return received
+
+    def serve(self) -> None:
+        self._calls.serve()
+
+    @property
+    def serves(self) -> bool:
+        return not self._calls.direct
+
+    def communicator(self) -> Communicator:
+        return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
+
+    def end(self, status: int) -> NoReturn:
+        flush_streams()
+        time.sleep(_FORWARD_SECONDS)
+        aborting = threading.Thread(target=self._mpi.COMM_WORLD.Abort, args=(status,), daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_SECONDS)
+        super().end(status)
+
+    def _wait(self, request: Any) -> None:
+        while not request.Test():
+            if self.serves:
+                self.serve()
+            self.while_waiting()
+            time.sleep(_POLL)
