@@ -21,7 +21,7 @@ from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import World
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.solvers import Solver
 
 Description: TypeAlias = "dict[str, str]"
@@ -115,6 +115,18 @@ def check_alike(world: World, description: Description) -> None:
             sentence = difference.sentence(world.name(0), world.name(rank))
             advice = "all ranks must train alike: give them the same files and options"
             world.raise_on_all(ConfigError(f"{sentence}; {advice}"))
+
+
+def agree_on_start(world: World, solver: Solver) -> SolverState | None:
+    """What the root has restored, for all ranks; called by the main thread of all ranks with one of their solvers.
+
+    Raises:
+        ConfigError: ranks have read different files under the same name; on the root, see `World.raise_on_all`.
+    """
+    if world.size > 1:
+        check_alike(world, world.run_on_all(lambda: describe_nets(solver)))
+    restored = world.broadcast(None if solver.restored is None else solver.restored.SerializeToString())
+    return None if restored is None else SolverState.FromString(restored)
 
 
 # -- what is compared ----------------------------------------------------------------------------------

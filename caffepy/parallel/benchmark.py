@@ -1,40 +1,32 @@
 """Times all-reduces with the communicators that training uses, and checks their results.
 
-Owns the threads and the timing; the numbers are those of nccl-tests: algorithm bandwidth is bytes of the array a
+The numbers are those of nccl-tests: algorithm bandwidth is bytes of the array a
 second, bus bandwidth that times 2 (n - 1) / n, what each of n devices sends and receives in a ring.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, ConfigError, PeerError
+from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.control.failure import describe_error, exit_status
-from caffepy.parallel.hardware.affinity import bind_near_gpu, take_cores
-from caffepy.parallel.processes.gpu_assignment import refuse_shared
-from caffepy.parallel.processes.world import World, find_launcher
+from caffepy.parallel.connections import connect_devices
+from caffepy.parallel.device_spec import bind_rank
+from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
+from caffepy.parallel.failures import Failures
+from caffepy.parallel.processes.world import World
 
-logger = logging.getLogger(__name__)
-
-_POLL = 0.05
 _WARM_UP = 5
 _TOGETHER = 20
 """All-reduces that a GPU gets at once: a launch takes as long as a small one, and training puts them in graphs."""
-_JOIN_SECONDS = 2.0
 _PATTERN = 7
 
 
@@ -164,14 +156,15 @@ def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], 
     return median(seconds[_WARM_UP:])
 
 
-class _Device(threading.Thread):
-    """One device's part.
+class _BenchmarkThread(DeviceThread):
+    """Measures all sizes on one device.
 
     Args:
-        index: which of this rank's.
+        index: the device's number in this process.
         options: what to measure.
         connect: makes a device's communicator; called in the thread.
-        on_timing: told each result.
+        on_timing: called with each result.
+        on_change: called when the thread has failed or finished.
     """
 
     def __init__(
@@ -180,43 +173,23 @@ class _Device(threading.Thread):
         options: BenchmarkOptions,
         connect: Callable[[int], Communicator],
         on_timing: Callable[[Timing], None],
+        on_change: Callable[[], None],
     ) -> None:
-        super().__init__(name=f"bench {index}", daemon=True)
-        self.error: BaseException | None = None
-        self.finished = threading.Event()
-        self.communicator: Communicator | None = None
+        device = options.local_devices[index]
+        super().__init__(f"bench {index}", device, str(device), on_change)
         self._index = index
         self._options = options
         self._connect = connect
         self._on_timing = on_timing
 
-    def run(self) -> None:
-        """Connect, measure all sizes, close."""
-        device = self._options.local_devices[self._index]
-        backend: Backend | None = None
-        try:
-            if device is not None:
-                from caffepy.backend.cuda.device import device_properties
+    def _create_backend(self) -> Backend:
+        return create_backend(self._device, 1)
 
-                bind_near_gpu(device_properties(device).pci_bus_id, str(device))
-            backend = create_backend(device, 1)
-            with backend.activate():
-                self.communicator = self._connect(self._index)
-                self._measure(backend, self.communicator)
-        except BaseException as error:
-            self.error = error
-        finally:
-            if self.communicator is not None:
-                self.communicator.abort() if self.error is not None else self.communicator.close()
-            if backend is not None:
-                backend.close()
-            self.finished.set()
-
-    def _measure(self, backend: Backend, communicator: Communicator) -> None:
+    def _work(self, backend: Backend) -> None:
         options = self._options
+        self._communicator = communicator = self._connect(self._index)
         for size in options.sizes:
-            timing = measure_size(backend, communicator, size, options.iterations, options.dtype)
-            self._on_timing(timing)
+            self._on_timing(measure_size(backend, communicator, size, options.iterations, options.dtype))
         communicator.barrier()
 
 
@@ -226,15 +199,15 @@ class AllReduceBenchmark:
     Args:
         world: the processes.
         options: what to measure, the same on all ranks but for the GPUs.
-        on_timing: told each result, in a thread, on every rank.
+        on_timing: called with each result, in a thread, on every rank.
     """
 
     def __init__(self, world: World, options: BenchmarkOptions, on_timing: Callable[[Timing], None]) -> None:
         self._world = world
         self._options = options
         self._on_timing = on_timing
-        self._devices: list[_Device] = []
-        self._heard = awake_seconds()
+        self._threads: DeviceThreads[_BenchmarkThread] = DeviceThreads()
+        self._last_result = awake_seconds()
 
     def run(self) -> None:
         """Measure.
@@ -243,89 +216,46 @@ class AllReduceBenchmark:
             ConfigError: what is asked for does not go together.
             CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
         """
-        world = self._world
-        world.run_on_all(lambda: self._options.check(world.size))
-        if find_launcher() is not None:
-            take_cores(world.local_rank, world.local_size, divide=self._options.devices is None)
-        self._make_devices()
+        world, options = self._world, self._options
+        world.run_on_all(lambda: options.check(world.size))
+        bind_rank(world, gpus=options.devices is not None)
+        if options.devices is not None:
+            refuse_common_gpus(world, options.devices)
+        self._make_threads()
         try:
-            self._wait()
+            self._threads.start()
+            self._threads.wait(lambda thread: thread.finished.is_set(), world, self._check)
+            self._raise_error()
         except BaseException as error:
-            self._end(error)
+            Failures(world, self._threads).end(error)
             raise
 
-    def _make_devices(self) -> None:
-        options, world = self._options, self._world
+    def _make_threads(self) -> None:
+        options, threads = self._options, self._threads
         count = len(options.local_devices)
-        group = LocalGroup(count, options.timeout)
-        ranks = world.communicator()
-        unique_id = self._unique_id()
+        connect = connect_devices(self._world, count, options.devices is not None, options.timeout)
+        for index in range(count):
+            # All devices have the same results; the first one of each process reports them.
+            on_timing = self._report if index == 0 else _ignore
+            threads.add(_BenchmarkThread(index, options, connect, on_timing, threads.changed))
 
-        def connect(index: int) -> Communicator:
-            local = LocalCommunicator(group, index)
-            host: Communicator = local if ranks is None else HierarchicalCommunicator(local, ranks)
-            if unique_id is None:
-                return host
-            from caffepy.parallel.communicators.nccl import NcclCommunicator
-
-            return NcclCommunicator(host.size, unique_id, host.rank, host)
-
-        self._devices = [_Device(i, options, connect, self._hear if i == 0 else _ignore) for i in range(count)]
-        for device in self._devices:
-            device.start()
-
-    def _unique_id(self) -> Any:
-        """What connects GPUs; None on the CPU."""
-        devices = self._options.devices
-        if devices is None:
-            return None
-        from caffepy.parallel.communicators.nccl import check_nccl, gpu_identity, new_unique_id
-
-        self._world.run_on_all(check_nccl)
-        refuse_shared(self._world, self._world.run_on_all(lambda: [gpu_identity(device) for device in devices]))
-        return self._world.broadcast(new_unique_id() if self._world.rank == 0 else None)
-
-    def _hear(self, timing: Timing) -> None:
-        self._heard = awake_seconds()
+    def _report(self, timing: Timing) -> None:
+        self._last_result = awake_seconds()
         self._on_timing(timing)
 
-    def _wait(self) -> None:
-        """Serve and wait until all threads have ended.
+    def _check(self) -> None:
+        """Raise a thread's error, or PeerError if there was no result for too long."""
+        self._raise_error()
+        seconds = self._options.timeout
+        if awake_seconds() - self._last_result > seconds:
+            raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")
 
-        Raises:
-            PeerError: nothing has ended for too long.
-        """
-        while not all(device.finished.is_set() for device in self._devices):
-            failed = [device.error for device in self._devices if device.error is not None]
-            if failed:
-                raise _culprit(failed)
-            if awake_seconds() - self._heard > self._options.timeout:
-                seconds = self._options.timeout
-                raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")
-            if self._world.serves:
-                self._world.serve()
-            else:
-                next(device for device in self._devices if not device.finished.is_set()).finished.wait(_POLL)
-        if failed := [device.error for device in self._devices if device.error is not None]:
-            raise _culprit(failed)
-
-    def _end(self, error: BaseException) -> None:
-        """Release this process's threads, and end the others."""
-        for device in self._devices:
-            if device.communicator is not None:
-                device.communicator.abort()
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for device in self._devices:
-            device.join(max(0.0, deadline - time.monotonic()))
-        if self._world.size > 1:
-            logger.error("%s: %s", self._world.name(self._world.rank), describe_error(error))
-            self._world.end(exit_status(error))
-
-
-def _culprit(errors: list[BaseException]) -> BaseException:
-    """The error that came first: the others were released because of it."""
-    return next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
+    def _raise_error(self) -> None:
+        """Raise the error that came first: AbortedError is that of threads that were released because of it."""
+        errors = [thread.error for thread in self._threads if thread.error is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
 
 
 def _ignore(timing: Timing) -> None:
-    """All devices have the same results; one of each process tells them."""
+    """Drop the result."""

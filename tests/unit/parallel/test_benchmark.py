@@ -15,7 +15,7 @@ from laboratory import find_mpirun, program_environment
 from caffepy.cli import bench as command
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, PeerError, RunError
-from caffepy.parallel import benchmark as bench
+from caffepy.parallel import connections
 from caffepy.parallel.benchmark import AllReduceBenchmark, BenchmarkOptions, Timing
 from caffepy.parallel.communicators.local import LocalCommunicator
 from caffepy.parallel.processes.world import World
@@ -77,7 +77,7 @@ class Broken(LocalCommunicator):
 
 
 def test_wrong_results_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "LocalCommunicator", Broken)
+    monkeypatch.setattr(connections, "LocalCommunicator", Broken)
     options = ["--cpu", "--cpu-solvers=2", "--sizes=64", "--iterations=2"]
     assert main(["bench", "allreduce", *options]) == RunError.exit_status
     output = capsys.readouterr()
@@ -99,7 +99,7 @@ class Failing(LocalCommunicator):
 
 
 def test_a_device_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "LocalCommunicator", Failing)
+    monkeypatch.setattr(connections, "LocalCommunicator", Failing)
     begin = time.monotonic()
     with pytest.raises(RunError, match="the cable was cut"):
         AllReduceBenchmark(World(), SMALL, lambda timing: None).run()
@@ -107,7 +107,7 @@ def test_a_device_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_device_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "LocalCommunicator", Failing)
+    monkeypatch.setattr(connections, "LocalCommunicator", Failing)
     monkeypatch.setattr(Failing, "seconds", 15.0)
     begin = time.monotonic()
     options = BenchmarkOptions(None, 2, "local", (64, 4096), iterations=3, timeout=1.0)
