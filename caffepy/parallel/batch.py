@@ -21,7 +21,7 @@ def batch_sizes(net: NetParameter) -> Iterator[tuple[str, int]]:
 
 
 def division_warning(layer: str, batch_size: int, shard: Shard) -> str | None:
-    """What to tell the user where a rank's devices cannot share its batch evenly."""
+    """The warning if a rank's batch is not divisible by its devices, or None."""
     devices = shard.devices_per_rank
     device_batch = shard.device_batch(batch_size)
     if shard.per_device_batch or device_batch * devices == batch_size:

@@ -32,7 +32,7 @@ _PATTERN = 7
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """What is to be measured.
+    """Options of `caffepy bench allreduce`.
 
     Args:
         devices: this rank's GPUs; None: the CPU.
@@ -58,13 +58,13 @@ class BenchmarkOptions:
         return [None] * self.solvers if self.devices is None else list(self.devices)
 
     def check(self, ranks: int) -> None:
-        """Refuse what cannot be measured.
+        """Refuse options that do not go together.
 
         Args:
             ranks: processes in all.
 
         Raises:
-            ConfigError: a communicator that does not connect these devices, or a single device.
+            ConfigError: the communicator does not connect these devices, or there is only one device.
         """
         kind = self.communicator
         if (kind == "nccl") != (self.devices is not None):
@@ -82,14 +82,14 @@ class BenchmarkOptions:
 
 @dataclass(frozen=True)
 class Timing:
-    """One size's result.
+    """The result for one size.
 
     Args:
         size: bytes of the array.
         count: its elements.
         seconds: the median of an all-reduce on the slowest device.
-        wrong: elements with a wrong result, on all devices together.
-        devices: how many took part.
+        wrong: wrong elements, on all devices together.
+        devices: the number of devices.
     """
 
     size: int
@@ -136,7 +136,7 @@ def measure_size(backend: Backend, communicator: Communicator, size: int, iterat
 
 
 def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], iterations: int) -> float:
-    """The median seconds of `work`: by itself where it has happened on return, else many of them at once, captured."""
+    """The median seconds of `work`; asynchronous work is captured and launched `_TOGETHER` times at once."""
     together = _TOGETHER if backend.asynchronous else 1
 
     def several() -> None:
@@ -233,7 +233,7 @@ class AllReduceBenchmark:
     def _make_threads(self) -> None:
         options, threads = self._options, self._threads
         count = len(options.local_devices)
-        connect = connect_devices(self._world, count, options.devices is not None, options.timeout)
+        connect = connect_devices(self._world, count, options.devices is not None, timeout=options.timeout)
         for index in range(count):
             # All devices have the same results; the first one of each process reports them.
             on_timing = self._report if index == 0 else _ignore

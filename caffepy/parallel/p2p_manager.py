@@ -112,11 +112,8 @@ class P2PManager:
         return SignalRequests(effects, self._failures.interrupted_again, lambda: self._failures.failed)
 
     def _make_syncs(self, options: TrainOptions, cores: Cores, signals: SignalRequests) -> None:
-        world, count, gpus = self._world, len(options.local_devices), options.devices is not None
-        if options.compression != "none" and world.size == 1 and (count == 1 or not gpus):
-            text = "--compression %s changes nothing: there is no other rank to send gradients to"
-            logger.info(text, options.compression)
-        connect = connect_devices(world, count, gpus, options.timeout, options.compression)
+        world, count, on_gpus = self._world, len(options.local_devices), options.devices is not None
+        connect = connect_devices(world, count, on_gpus, options.compression, options.timeout)
         specs = device_specs(world, options, cores)
         names = device_names(world, specs)
         for spec in specs:

@@ -1,4 +1,4 @@
-"""One device's part in training together: a solver thread, and the callback by which its solver meets the others."""
+"""A device's solver thread, and the callback through which its solver communicates with the other devices."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from caffepy.trace import NO_TRACE, NoTrace, Trace
 logger = logging.getLogger(__name__)
 
 _DATA_SECONDS = 90.0
-"""How much longer than the watchdog's timeout a thread waits for its data: the watchdog names process and device."""
-_LOOK_SECONDS = 1.0
-"""How long a thread that is ready waits before it looks how long it has waited."""
+"""How much longer than the watchdog a thread waits for its data: the watchdog's message names process and device."""
+_CHECK_SECONDS = 1.0
+"""How often a thread that is ready checks for how long it has waited."""
 
 
 class P2PSync(DeviceThread):
@@ -49,7 +49,7 @@ class P2PSync(DeviceThread):
         options: the run; `solver.random_seed` is set.
         connect: makes the thread's communicator; called in the thread, with the device current, after all devices are
             ready.
-        request: what signals ask for.
+        request: takes the oldest request made by signals.
         on_change: called in the thread when it is ready, has failed or has finished.
         names: what messages call each of all devices; by default their numbers.
     """
@@ -279,7 +279,7 @@ class P2PSync(DeviceThread):
         """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
         seconds = self._options.timeout + PATIENCE
         end = awake_seconds() + seconds
-        while not self._go.wait(_LOOK_SECONDS):
+        while not self._go.wait(_CHECK_SECONDS):
             if awake_seconds() > end:
                 raise PeerError(f"training has not begun for {seconds:.0f} s: other devices are not ready")
         if self._cancelled:

@@ -176,6 +176,16 @@ def test_what_the_watchdog_found_is_printed_once_and_ends_the_process(
     assert world.ended == [3, 3] and len(errors(caplog)) == (0 if reported else 1)
 
 
+def test_a_failure_is_not_printed_after_another_rank_has_printed_one(caplog: pytest.LogCaptureFixture) -> None:
+    failures, world, _ = make(2)
+    watchdog = Watchdog()
+    failures.watch(watchdog)
+    failures.device_failed(PeerError("the connection broke"), "")
+    failures.peer_failed(Failure("rank 1 on h1: broken", 3, reported=True))
+    failures.end(PeerError("the connection broke"))
+    assert errors(caplog) == [] and watchdog.told == [] and world.ended == [PeerError.exit_status]
+
+
 def test_a_second_interrupt_ends_the_world_at_once(caplog: pytest.LogCaptureFixture) -> None:
     failures, world, _ = make(2)
     watchdog = Watchdog()
