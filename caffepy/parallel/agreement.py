@@ -1,7 +1,7 @@
-"""What all ranks must have alike before they train together, and the sentence about the first thing that differs.
+"""Compares options, solver, nets and data of all ranks before training, and names the first field that differs.
 
-Owns the list of what counts. Paths, numbers of devices and folders may differ from host to host and are left out; what
-the files hold is compared instead. The random seed, the snapshot and weights to start from are the root's.
+Paths, device numbers and folders may differ from host to host and are not compared; the content of the files is. The
+random seed, and the snapshot and weights to start from, are the root's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import World
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.solvers import Solver
 
 Description: TypeAlias = "dict[str, str]"
-"""What a rank has: a field, as messages call it, and its value; in the order in which differences are looked for."""
+"""A rank's fields, as messages call them, and their values; compared in this order."""
 
 PATHS = frozenset(
     {
@@ -59,7 +59,7 @@ PATHS = frozenset(
         "TRTParameter.calibrator",
     }
 )
-"""Fields that name a file or folder, by message: each host has its own."""
+"""Fields that name a file or folder, which may differ from host to host."""
 _OF_THE_ROOT = frozenset({"random_seed"})
 _OF_THE_HOST = frozenset({"device_id", "solver_mode"})
 _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
@@ -70,7 +70,7 @@ _OWN_OPTIONS = frozenset(
         "sigint_effect", "sighup_effect", "sigterm_effect", "threads", "trace", "single_rate",
     }
 )  # fmt: skip
-"""Options that each rank may have its own of, that are the root's, or that are looked at elsewhere."""
+"""Options that may differ from rank to rank, that are the root's, or that are compared elsewhere."""
 _SPELLINGS = {
     "per_device_batch": "--batch per-device",
     "engine.fuse": "fusing of layers (--no-fuse)",
@@ -95,7 +95,7 @@ class Difference:
 
 
 def first_difference(roots: Description, other: Description) -> Difference | None:
-    """The first field, in the root's order, that another rank has otherwise or lacks; else one that it alone has."""
+    """The first field, in the root's order, that differs or is missing on the other rank; else one that only it has."""
     for field in (*roots, *(field for field in other if field not in roots)):
         mine, theirs = (description.get(field, _NOT_GIVEN) for description in (roots, other))
         if mine != theirs:
@@ -109,12 +109,24 @@ def check_alike(world: World, description: Description) -> None:
     Raises:
         ConfigError: the first difference of the first rank that has one; on the root, see `World.raise_on_all`.
     """
-    found = world.all_gather(first_difference(world.broadcast(description), description))
-    for rank, difference in enumerate(found):
+    differences = world.all_gather(first_difference(world.broadcast(description), description))
+    for rank, difference in enumerate(differences):
         if difference is not None:
             sentence = difference.sentence(world.name(0), world.name(rank))
             advice = "all ranks must train alike: give them the same files and options"
             world.raise_on_all(ConfigError(f"{sentence}; {advice}"))
+
+
+def agree_on_start(world: World, solver: Solver) -> SolverState | None:
+    """What the root has restored, for all ranks; called by the main thread of all ranks with one of their solvers.
+
+    Raises:
+        ConfigError: ranks have read different files under the same name; on the root, see `World.raise_on_all`.
+    """
+    if world.size > 1:
+        check_alike(world, world.run_on_all(lambda: describe_nets(solver)))
+    restored = world.broadcast(None if solver.restored is None else solver.restored.SerializeToString())
+    return None if restored is None else SolverState.FromString(restored)
 
 
 # -- what is compared ----------------------------------------------------------------------------------
@@ -140,7 +152,7 @@ def _describe_gpus(options: TrainOptions) -> Description:
 
 
 def describe_options(options: TrainOptions) -> Description:
-    """Every option but those that `_OWN_OPTIONS` names."""
+    """All options except `_OWN_OPTIONS`."""
     described = {"--trace": "given" if options.trace is not None else _NOT_GIVEN}
     for name, value in _flat_options(options):
         if name.partition(".")[0] not in _OWN_OPTIONS:
@@ -212,7 +224,7 @@ def _describe_data(name: str, net: Net) -> Description:
 
 
 def _flatten(message: Message, prefix: str = "", skipped: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """The fields that a message has, by path, with their values; neither `PATHS` nor those called as in `skipped`."""
+    """The fields that are set, by path, with their values; without `PATHS` and the names in `skipped`."""
     for field, value in message.ListFields():
         if f"{message.DESCRIPTOR.name}.{field.name}" in PATHS or field.name in skipped:
             continue
@@ -228,7 +240,7 @@ def _flatten(message: Message, prefix: str = "", skipped: Iterable[str] = ()) ->
 
 
 def _flatten_part(message: Message, path: str) -> Iterator[tuple[str, str]]:
-    """A field that is a message; that it is there may mean something even where it is empty."""
+    """A field that is a message; its presence counts even if it is empty."""
     yield path, "given"
     yield from _flatten(message, f"{path}.")
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from caffepy.data.schedule import Shard
 from caffepy.proto.caffe_pb2 import NetParameter
-
-if TYPE_CHECKING:
-    from caffepy.parallel.p2p_sync import P2PSync
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +21,7 @@ def batch_sizes(net: NetParameter) -> Iterator[tuple[str, int]]:
 
 
 def division_warning(layer: str, batch_size: int, shard: Shard) -> str | None:
-    """What to tell the user where a rank's devices cannot share its batch evenly."""
+    """The warning if a rank's batch is not divisible by its devices, or None."""
     devices = shard.devices_per_rank
     device_batch = shard.device_batch(batch_size)
     if shard.per_device_batch or device_batch * devices == batch_size:
@@ -36,14 +32,17 @@ def division_warning(layer: str, batch_size: int, shard: Shard) -> str | None:
     )
 
 
-def describe_batch(sync: P2PSync) -> None:
-    """Log the batch per device, per rank and in all, with a warning for each batch that was rounded up."""
-    assert sync.solver is not None
-    shard = sync.place.shard
-    for layer, batch_size in batch_sizes(sync.solver.net.param):
+def describe_batch(net: NetParameter, batch: int, shard: Shard) -> None:
+    """Log the batch per device, per rank and in all, with a warning for each batch that was rounded up.
+
+    Args:
+        net: with each layer's `batch_size` as written.
+        batch: samples that a device takes in one iteration.
+        shard: the device's.
+    """
+    for layer, batch_size in batch_sizes(net):
         if warning := division_warning(layer, batch_size, shard):
             logger.warning("%s", warning)
-    batch = sync.solver.performance.batch
     logger.info(
         "Batch: %d per device, %d per rank, %d in all", batch, batch * shard.devices_per_rank, batch * shard.world_size
     )

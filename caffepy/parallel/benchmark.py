@@ -1,14 +1,11 @@
 """Times all-reduces with the communicators that training uses, and checks their results.
 
-Owns the threads and the timing; the numbers are those of nccl-tests: algorithm bandwidth is bytes of the array a
+The numbers are those of nccl-tests: algorithm bandwidth is bytes of the array a
 second, bus bandwidth that times 2 (n - 1) / n, what each of n devices sends and receives in a ring.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,27 +16,23 @@ import numpy as np
 from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, ConfigError, PeerError
+from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.factory import DeviceCommunicators
-from caffepy.parallel.control.failure import describe_error, exit_status
-from caffepy.parallel.hardware.affinity import bind_near_gpu, take_cores
-from caffepy.parallel.processes.gpu_assignment import refuse_shared
-from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.parallel.device_spec import bind_rank
+from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
+from caffepy.parallel.failures import Failures
 from caffepy.parallel.processes.world import World
 
-logger = logging.getLogger(__name__)
-
-_POLL = 0.05
 _WARM_UP = 5
 _TOGETHER = 20
 """All-reduces that a GPU gets at once: a launch takes as long as a small one, and training puts them in graphs."""
-_JOIN_SECONDS = 2.0
 _PATTERN = 7
 
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """What is to be measured.
+    """Options of `caffepy bench allreduce`.
 
     Args:
         devices: this rank's GPUs; None: the CPU.
@@ -65,13 +58,13 @@ class BenchmarkOptions:
         return [None] * self.solvers if self.devices is None else list(self.devices)
 
     def check(self, ranks: int) -> None:
-        """Refuse what cannot be measured.
+        """Refuse options that do not go together.
 
         Args:
             ranks: processes in all.
 
         Raises:
-            ConfigError: a communicator that does not connect these devices, or a single device.
+            ConfigError: the communicator does not connect these devices, or there is only one device.
         """
         kind = self.communicator
         if (kind == "nccl") != (self.devices is not None):
@@ -89,14 +82,14 @@ class BenchmarkOptions:
 
 @dataclass(frozen=True)
 class Timing:
-    """One size's result.
+    """The result for one size.
 
     Args:
         size: bytes of the array.
         count: its elements.
         seconds: the median of an all-reduce on the slowest device.
-        wrong: elements with a wrong result, on all devices together.
-        devices: how many took part.
+        wrong: wrong elements, on all devices together.
+        devices: the number of devices.
     """
 
     size: int
@@ -143,7 +136,7 @@ def measure_size(backend: Backend, communicator: Communicator, size: int, iterat
 
 
 def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], iterations: int) -> float:
-    """The median seconds of `work`: by itself where it has happened on return, else many of them at once, captured."""
+    """The median seconds of `work`; asynchronous work is captured and launched `_TOGETHER` times at once."""
     together = _TOGETHER if backend.asynchronous else 1
 
     def several() -> None:
@@ -163,14 +156,15 @@ def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], 
     return median(seconds[_WARM_UP:])
 
 
-class _Device(threading.Thread):
-    """One device's part.
+class _BenchmarkThread(DeviceThread):
+    """Measures all sizes on one device.
 
     Args:
-        index: which of this rank's.
+        index: the device's number in this process.
         options: what to measure.
         connect: makes a device's communicator; called in the thread.
-        on_timing: told each result.
+        on_timing: called with each result.
+        on_change: called when the thread has failed or finished.
     """
 
     def __init__(
@@ -179,43 +173,23 @@ class _Device(threading.Thread):
         options: BenchmarkOptions,
         connect: Callable[[int], Communicator],
         on_timing: Callable[[Timing], None],
+        on_change: Callable[[], None],
     ) -> None:
-        super().__init__(name=f"bench {index}", daemon=True)
-        self.error: BaseException | None = None
-        self.finished = threading.Event()
-        self.communicator: Communicator | None = None
+        device = options.local_devices[index]
+        super().__init__(f"bench {index}", device, str(device), on_change)
         self._index = index
         self._options = options
         self._connect = connect
         self._on_timing = on_timing
 
-    def run(self) -> None:
-        """Connect, measure all sizes, close."""
-        device = self._options.local_devices[self._index]
-        backend: Backend | None = None
-        try:
-            if device is not None:
-                from caffepy.backend.cuda.device import device_properties
+    def _create_backend(self) -> Backend:
+        return create_backend(self._device, 1)
 
-                bind_near_gpu(device_properties(device).pci_bus_id, str(device))
-            backend = create_backend(device, 1)
-            with backend.activate():
-                self.communicator = self._connect(self._index)
-                self._measure(backend, self.communicator)
-        except BaseException as error:
-            self.error = error
-        finally:
-            if self.communicator is not None:
-                self.communicator.abort() if self.error is not None else self.communicator.close()
-            if backend is not None:
-                backend.close()
-            self.finished.set()
-
-    def _measure(self, backend: Backend, communicator: Communicator) -> None:
+    def _work(self, backend: Backend) -> None:
         options = self._options
+        self._communicator = communicator = self._connect(self._index)
         for size in options.sizes:
-            timing = measure_size(backend, communicator, size, options.iterations, options.dtype)
-            self._on_timing(timing)
+            self._on_timing(measure_size(backend, communicator, size, options.iterations, options.dtype))
         communicator.barrier()
 
 
@@ -225,15 +199,15 @@ class AllReduceBenchmark:
     Args:
         world: the processes.
         options: what to measure, the same on all ranks but for the GPUs.
-        on_timing: told each result, in a thread, on every rank.
+        on_timing: called with each result, in a thread, on every rank.
     """
 
     def __init__(self, world: World, options: BenchmarkOptions, on_timing: Callable[[Timing], None]) -> None:
         self._world = world
         self._options = options
         self._on_timing = on_timing
-        self._devices: list[_Device] = []
-        self._heard = awake_seconds()
+        self._threads: DeviceThreads[_BenchmarkThread] = DeviceThreads()
+        self._last_result = awake_seconds()
 
     def run(self) -> None:
         """Measure.
@@ -242,74 +216,46 @@ class AllReduceBenchmark:
             ConfigError: what is asked for does not go together.
             CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
         """
-        world = self._world
-        world.run_on_all(lambda: self._options.check(world.size))
-        if find_launcher() is not None:
-            take_cores(world.local_rank, world.local_size, divide=self._options.devices is None)
-        self._make_devices()
+        world, options = self._world, self._options
+        world.run_on_all(lambda: options.check(world.size))
+        bind_rank(world, gpus=options.devices is not None)
+        if options.devices is not None:
+            refuse_common_gpus(world, options.devices)
+        self._make_threads()
         try:
-            self._wait()
+            self._threads.start()
+            self._threads.wait(lambda thread: thread.finished.is_set(), world, self._check)
+            self._raise_error()
         except BaseException as error:
-            self._end(error)
+            Failures(world, self._threads).end(error)
             raise
 
-    def _make_devices(self) -> None:
-        options, world = self._options, self._world
+    def _make_threads(self) -> None:
+        options, threads = self._options, self._threads
         count = len(options.local_devices)
-        if options.devices is not None:
-            self._refuse_shared_gpus(options.devices)
-        connect = DeviceCommunicators(world, count, options.devices is not None, timeout=options.timeout).connect
-        self._devices = [_Device(i, options, connect, self._hear if i == 0 else _ignore) for i in range(count)]
-        for device in self._devices:
-            device.start()
+        connect = DeviceCommunicators(self._world, count, options.devices is not None, timeout=options.timeout).connect
+        for index in range(count):
+            # All devices have the same results; the first one of each process reports them.
+            on_timing = self._report if index == 0 else _ignore
+            threads.add(_BenchmarkThread(index, options, connect, on_timing, threads.changed))
 
-    def _refuse_shared_gpus(self, devices: list[int]) -> None:
-        from caffepy.parallel.communicators.nccl import check_nccl, gpu_identity
-
-        self._world.run_on_all(check_nccl)
-        refuse_shared(self._world, self._world.run_on_all(lambda: [gpu_identity(device) for device in devices]))
-
-    def _hear(self, timing: Timing) -> None:
-        self._heard = awake_seconds()
+    def _report(self, timing: Timing) -> None:
+        self._last_result = awake_seconds()
         self._on_timing(timing)
 
-    def _wait(self) -> None:
-        """Serve and wait until all threads have ended.
+    def _check(self) -> None:
+        """Raise a thread's error, or PeerError if there was no result for too long."""
+        self._raise_error()
+        seconds = self._options.timeout
+        if awake_seconds() - self._last_result > seconds:
+            raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")
 
-        Raises:
-            PeerError: nothing has ended for too long.
-        """
-        while not all(device.finished.is_set() for device in self._devices):
-            failed = [device.error for device in self._devices if device.error is not None]
-            if failed:
-                raise _culprit(failed)
-            if awake_seconds() - self._heard > self._options.timeout:
-                seconds = self._options.timeout
-                raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")
-            if self._world.serves:
-                self._world.serve()
-            else:
-                next(device for device in self._devices if not device.finished.is_set()).finished.wait(_POLL)
-        if failed := [device.error for device in self._devices if device.error is not None]:
-            raise _culprit(failed)
-
-    def _end(self, error: BaseException) -> None:
-        """Release this process's threads, and end the others."""
-        for device in self._devices:
-            if device.communicator is not None:
-                device.communicator.abort()
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for device in self._devices:
-            device.join(max(0.0, deadline - time.monotonic()))
-        if self._world.size > 1:
-            logger.error("%s: %s", self._world.name(self._world.rank), describe_error(error))
-            self._world.end(exit_status(error))
-
-
-def _culprit(errors: list[BaseException]) -> BaseException:
-    """The error that came first: the others were released because of it."""
-    return next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
+    def _raise_error(self) -> None:
+        """Raise the error that came first: AbortedError is that of threads that were released because of it."""
+        errors = [thread.error for thread in self._threads if thread.error is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
 
 
 def _ignore(timing: Timing) -> None:
-    """All devices have the same results; one of each process tells them."""
+    """Drop the result."""

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: filled in by the command line or by a script."""
+"""The options of a training run, from the command line or a script."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TrainOptions:
         return [None] * self.cpu_solvers if self.devices is None else list(self.devices)
 
     def check(self) -> None:
-        """Refuse what cannot be run.
+        """Refuse options that are invalid.
 
         Raises:
             ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive,

@@ -1,28 +1,27 @@
-"""One device's part in training together: a solver thread, and the callback by which its solver meets the others."""
+"""A device's solver thread, and the callback through which its solver communicates with the other devices."""
 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from caffepy.awake import awake_seconds
 from caffepy.backend import Array, Backend, create_backend
-from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError, PeerError
 from caffepy.net.parameters import bucket_count
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.control.heartbeat import Heartbeat
+from caffepy.parallel.device_spec import DeviceSpec
+from caffepy.parallel.device_threads import DeviceThread
 from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.parallel.gradients.reducer import Reducer
-from caffepy.parallel.hardware.affinity import bind_near_gpu
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
 from caffepy.proto.caffe_pb2 import SolverState
@@ -35,96 +34,62 @@ from caffepy.trace import NO_TRACE, Trace, Tracer
 logger = logging.getLogger(__name__)
 
 _DATA_SECONDS = 90.0
-"""How much longer than the watchdog's timeout a thread waits for its data: the watchdog names process and device."""
-_LOOK_SECONDS = 1.0
-"""How long a thread that is ready waits before it looks how long it has waited."""
+"""How much longer than the watchdog a thread waits for its data: the watchdog's message names process and device."""
+_CHECK_SECONDS = 1.0
+"""How often a thread that is ready checks for how long it has waited."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a solver thread stands.
-
-    Args:
-        index: its number in this process.
-        device: its GPU, or None for the CPU.
-        label: what messages and the report call the device.
-        threads: its CPU threads; None leaves it to the backend.
-        shard: its part of the data; holds its number among all devices.
-    """
-
-    index: int
-    device: int | None
-    label: str
-    threads: int | None
-    shard: Shard
-
-    @property
-    def full_name(self) -> str:
-        """The device as the trace calls it: ``rank 1 on host7: GPU 0``."""
-        device = self.label if self.device is None else f"GPU {self.label}"
-        return f"rank {self.shard.rank // self.shard.devices_per_rank} on {socket.gethostname()}: {device}"
-
-
-class P2PSync:
+class P2PSync(DeviceThread):
     """A solver thread; its solver's `SolverCallback`.
 
-    The thread builds backend and solver, says that it is `ready`, and trains once it was told to `go`.
+    The thread builds backend and solver, sets `ready`, and trains after `go`.
 
     Args:
-        place: which device this is.
+        spec: the device.
         options: the run; `solver.random_seed` is set.
         connect: makes the thread's communicator; called in the thread, with the device current, after all devices are
             ready.
-        request: what signals ask for.
+        request: takes the oldest request made by signals.
         on_change: called in the thread when it is ready, has failed or has finished.
         names: what messages call each of all devices; by default their numbers.
     """
 
     def __init__(
         self,
-        place: Place,
+        spec: DeviceSpec,
         options: TrainOptions,
         connect: Callable[[], Communicator],
         request: Callable[[], Action],
         on_change: Callable[[P2PSync], None],
         names: Sequence[str] = (),
     ) -> None:
-        self.place = place
-        self.is_root = place.shard.rank == 0
-        self.world_size = place.shard.world_size
-        self.heartbeat = Heartbeat(place.label, self._iteration, begun=False)
+        super().__init__(f"solver {spec.shard.rank}", spec.device, spec.label, lambda: on_change(self))
+        self.spec = spec
+        self.is_root = spec.shard.rank == 0
+        self.world_size = spec.shard.world_size
+        self.heartbeat = Heartbeat(spec.label, self._iteration, begun=False)
         self.solver: Solver | None = None
-        self.error: BaseException | None = None
         self.trace: Tracer = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
         self.communication: CommTimer | None = None
         """Where the exchange of gradients is timed."""
         self.ready = threading.Event()
-        self.finished = threading.Event()
         self._options = options
         self._connect = connect
         self._request = request
-        self._on_change = on_change
         self._names = names or [f"device {number}" for number in range(self.world_size)]
         self._compared = -1
         """The iteration after which the parameters were compared last."""
         self._state: SolverState | None = None
         self._go = threading.Event()
         self._cancelled = False
-        self._communicator: Communicator | None = None
         self._exchange: Reducer | None = None
-        self._backend: Backend | None = None
-        self._thread = threading.Thread(target=self._run, name=f"solver {place.shard.rank}", daemon=True)
 
     # -- for the manager ----------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread (the seed documents' StartInternalThread)."""
-        self._thread.start()
-
     def go(self, state: SolverState | None = None) -> None:
-        """All devices are ready: train.
+        """Begin to train; called when all devices are ready.
 
         Args:
             state: what the root has restored; None: nothing.
@@ -133,23 +98,28 @@ class P2PSync:
         self._go.set()
 
     def abort(self) -> None:
-        """End all waits of the thread; callable from any thread."""
         self._cancelled = True
         self._go.set()
-        if self._communicator is not None:
-            self._communicator.abort()
-
-    def join(self, seconds: float) -> bool:
-        """Wait for the thread's end (WaitAll); whether it came."""
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
+        super().abort()
 
     @property
     def performance(self) -> Performance:
-        """What the solver did, under the device's name."""
+        """The solver's statistics, labelled with its device."""
         assert self.solver is not None
-        return replace(self.solver.performance, device=self.place.label)
+        return replace(self.solver.performance, device=self.spec.label)
+
+    @property
+    def completed(self) -> bool:
+        """Whether training has come to max_iter, or was stopped on request."""
+        solver = self.solver
+        return solver is not None and (solver.iteration >= solver.param.max_iter or solver.stopped_early)
+
+    @property
+    def location(self) -> str:
+        """``device CPU 0, iteration 2``, for messages; empty where there is one device."""
+        if self.world_size == 1:
+            return ""
+        return f"device {self.spec.label}, iteration {self.heartbeat.iteration()}"
 
     # -- for the solver: SolverCallback -------------------------------------------------------------
 
@@ -160,7 +130,7 @@ class P2PSync:
         with self._waiting("the root's weights"):
             for array in (self.solver.net.parameters.data, *self.solver.history):
                 self._connected.broadcast(array, root=0)
-            self._settle()
+            self._drain()
 
     def on_iteration(self) -> None:
         assert self.solver is not None
@@ -174,7 +144,7 @@ class P2PSync:
         assert self.solver is not None
         if self.world_size == 1 or self._compared == self.solver.iteration:
             return
-        check_replicas(self.solver.net, self.place.shard.rank, self._names, self._sum_hashes)
+        check_replicas(self.solver.net, self.spec.shard.rank, self._names, self._sum_hashes)
         self._compared = self.solver.iteration
 
     def _sum_hashes(self, values: Any) -> Any:
@@ -206,7 +176,7 @@ class P2PSync:
             return
         assert self._exchange is not None
         with self.heartbeat.collective(self._exchange.describe), self.trace.span("waits", "the gradients' all-reduce"):
-            self._settle(wait)
+            self._drain(wait)
 
     def average_over_devices(self, arrays: Sequence[Array]) -> None:
         if self.world_size == 1:
@@ -214,7 +184,7 @@ class P2PSync:
         with self._waiting("the average of running statistics"):
             for array in arrays:
                 self._connected.all_reduce(array, average=True)
-            self._settle()
+            self._drain()
 
     def sum_over_devices(self, values: Any) -> Any:
         if self.world_size == 1:
@@ -226,7 +196,7 @@ class P2PSync:
         if self.world_size == 1:
             return number
         numbers = np.zeros(self.world_size)
-        numbers[self.place.shard.rank] = number
+        numbers[self.spec.shard.rank] = number
         with self._waiting(what):
             return float(self._connected.sum(numbers).min())
 
@@ -237,21 +207,21 @@ class P2PSync:
             self._connected.barrier()
 
     def _average(self, array: Any) -> None:
-        """What layers call whose statistics are those of all devices."""
+        """All-reduce for sync-BN layers."""
         with self._waiting("BatchNorm's statistics"):
             self._connected.all_reduce(array, average=True)
 
     def _total(self, array: Any) -> None:
-        """What losses call that are divided by a number of labels."""
+        """Sum of a loss layer's label count, by which the loss is divided, over all devices."""
         with self._waiting("the number of labels that are not ignored"):
             self._connected.all_reduce(array, average=False)
             if self._captures and self._backend is not None and not self._backend.capturing:
                 # What follows may compile and allocate, which waits for the device, and so for the other devices.
-                self._settle()
+                self._drain()
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Event an operation that waits for all devices, for the watchdog and in the trace."""
+        """Mark a collective, for the watchdog and in the trace."""
         with self.heartbeat.collective(what), self.trace.span("waits", what):
             yield
 
@@ -261,50 +231,32 @@ class P2PSync:
             raise AbortedError("training was stopped")
         return self._communicator
 
-    def _settle(self, wait: Callable[[], None] | None = None) -> None:
-        """Let the device finish: a thread that launches eagerly must not run ahead of its peers, or they deadlock."""
+    def _drain(self, wait: Callable[[], None] | None = None) -> None:
+        """Wait for the device: a thread that launches eagerly must not run ahead of its peers, or they deadlock."""
         assert self._communicator is not None
         self._communicator.wait_on_device(wait)
 
     # -- the thread ---------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._bind()
-            math, engine = self._options.math, self._options.engine
-            self._backend = create_backend(
-                self.place.device, self.place.threads, math, engine.autotune, engine.deterministic
-            )
-            # Numbers that are not finite are counted or reported by training itself.
-            with self._backend.activate(), np.errstate(all="ignore"):
-                self._train(self._backend)
-        except BaseException as error:
-            self._fail(error)
-        try:
-            self._close()
-        except BaseException as error:
-            self._fail(error)
-        self.finished.set()
-        self._on_change(self)
+    def _create_backend(self) -> Backend:
+        math, engine = self._options.math, self._options.engine
+        return create_backend(self.spec.device, self.spec.threads, math, engine.autotune, engine.deterministic)
 
-    def _bind(self) -> None:
-        """Stay near the GPU, before memory is allocated and further threads are started."""
-        if self.place.device is not None:
-            from caffepy.backend.cuda.device import device_properties
-
-            bind_near_gpu(device_properties(self.place.device).pci_bus_id, self.place.label)
+    def _work(self, backend: Backend) -> None:
+        # Numbers that are not finite are counted or reported by training itself.
+        with np.errstate(all="ignore"):
+            self._train(backend)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the manager at once: what follows may have to be waited for."""
         self.error = self.error or error
         self.ready.set()
-        self._on_change(self)
+        self._on_change()
 
     def _train(self, backend: Backend) -> None:
         self.solver = self._build(backend)
         with self.heartbeat.collective("the start of training"):
             self.ready.set()
-            self._on_change(self)
+            self._on_change()
             self._wait_for_go()
         if self._state is not None and not self.is_root:
             self.solver.adopt(self._state)
@@ -327,20 +279,20 @@ class P2PSync:
         """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
         seconds = self._options.timeout + PATIENCE
         end = awake_seconds() + seconds
-        while not self._go.wait(_LOOK_SECONDS):
+        while not self._go.wait(_CHECK_SECONDS):
             if awake_seconds() > end:
                 raise PeerError(f"training has not begun for {seconds:.0f} s: other devices are not ready")
         if self._cancelled:
             raise AbortedError("training was stopped before it began")
 
     def _take_times(self, solver: Solver) -> None:
-        """Look at the device's clock, which is gone with the backend."""
+        """Read the device's timers, which `_close` releases."""
         if self.world_size > 1 and self.communication is not None:
             solver.performance.communication, solver.performance.exposed = self.communication.totals()
-        self.events = self.trace.events(self.place.shard.rank, self.place.full_name)
+        self.events = self.trace.events(self.spec.shard.rank, self.spec.full_name)
 
     def _place_gradients(self, solver: Solver) -> None:
-        """Where the communicator has them best, if it cares."""
+        """Let the communicator allocate the gradients, for example in memory that ranks share."""
         parameters = solver.net.parameters
         memory = self._connected.allocate_gradients(parameters.size)
         if memory is not None:
@@ -387,7 +339,7 @@ class P2PSync:
         solver = create_solver(
             options.solver,
             backend,
-            shard=self.place.shard,
+            shard=self.spec.shard,
             resolve=options.resolve,
             callback=self,
             request=self._request,
@@ -408,22 +360,16 @@ class P2PSync:
         return solver
 
     def _read_start(self, solver: Solver) -> None:
-        """What training starts from is read by the root alone: the others may have no such files."""
+        """Restore or load weights; only on the root, since the others may have no such files."""
         if self._options.snapshot is not None:
             solver.restore(self._options.snapshot)
         else:
             solver.load_weights(self._options.weights)
 
-    def _close(self) -> None:
-        """Solver first: graphs that captured the communicator's calls must go before it."""
-        if self.error is not None and self._communicator is not None:
-            self._communicator.abort()
+    def _release(self) -> None:
+        """Close the solver: its graphs have captured the communicator's calls."""
         if self.solver is not None:
             self.solver.close()
-        if self._communicator is not None:
-            self._communicator.close()
-        if self._backend is not None:
-            self._backend.close()
 
     def _iteration(self) -> int:
         return self.solver.iteration if self.solver is not None else 0

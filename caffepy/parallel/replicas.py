@@ -1,4 +1,4 @@
-"""Whether all devices hold the same parameters: each one's hashes are compared with the root's."""
+"""Checks that all devices hold the same parameters: hashes of each device's are compared with the root's."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _HASH_BYTES = 6
 _MOST_NAMES = 4
 
 Sum = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""The sum of an array over all devices, which all of them call."""
+"""An all-reduce; called by all devices."""
 
 
 def check_replicas(net: Net, device: int, names: Sequence[str], sum_over_devices: Sum) -> None:
-    """Compare the parameters of all devices; called by all of them, when they have done all that they were asked for.
+    """Compare the parameters of all devices; called by all of them, with no work pending on the device.
 
-    BatchNorm's running statistics are left out: they are each device's own until they are averaged.
+    BatchNorm's running statistics are not compared: they differ from device to device until they are averaged.
 
     Args:
         net: this device's.
-        device: its number among all devices.
+        device: its rank among all devices.
         names: what messages call each device.
-        sum_over_devices: connects them.
+        sum_over_devices: all-reduces float64 host arrays.
 
     Raises:
-        RunError: on all devices, where one's parameters are not the root's, with the first layer that differs.
+        RunError: on all devices, if a device's parameters differ from the root's; names the first layer that differs.
     """
     parameters = _replicated(net)
     flat = net.backend.to_host(net.parameters.data)
@@ -52,13 +52,13 @@ def check_replicas(net: Net, device: int, names: Sequence[str], sum_over_devices
 
 
 def _replicated(net: Net) -> list[Parameter]:
-    """The parameters that every device changes in the same way."""
+    """Parameters that are equal on all devices."""
     statistics = {layer.name for layer in net.layers if layer.type == "BatchNorm"}
     return [p for p in net.parameters.parameters if p.layer not in statistics or p.index >= STATISTICS]
 
 
 def _hash(values: NDArray[Any]) -> int:
-    if values.dtype.kind == "f" and np.isnan(values).any():  # which of its many patterns a NaN has is chance
+    if values.dtype.kind == "f" and np.isnan(values).any():  # NaNs have many bit patterns
         values = np.where(np.isnan(values), np.float32(np.nan), values)
     content = np.ascontiguousarray(values).data.cast("B")
     return int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "little")

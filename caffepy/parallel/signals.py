@@ -15,21 +15,20 @@ from caffepy.solvers.callbacks import Action
 logger = logging.getLogger(__name__)
 
 _REQUESTS: dict[str, tuple[Action, ...]] = {"stop": (Action.STOP,), "snapshot": (Action.SNAPSHOT,)}
-_SAID = {
+_MESSAGES = {
     Action.STOP: "training stops after this iteration",
     Action.SNAPSHOT: "a snapshot is written after this iteration",
 }
 
 
 class SignalRequests:
-    """What signals asked for; calling the object takes the oldest request.
+    """Requests made by signals; a call returns and removes the oldest one, or `Action.NONE`.
 
     Args:
-        effects: what each signal does: stop, snapshot or none; SIGTERM's stop writes a snapshot first, since whoever
-            sends it (a batch system) wants the machine back and the work kept.
-        interrupted_again: called at a SIGINT after one that asked for a stop. Where SIGINT asks for a snapshot every
-            one of them does, and none ends the run.
-        failed: whether training ends anyway; then signals are ignored: mpirun sends SIGTERM when a rank has died.
+        effects: of each signal: stop, snapshot or none; SIGTERM's stop writes a snapshot first, because batch systems
+            send SIGTERM before they take the machine back.
+        interrupted_again: called at the second SIGINT if the effect of SIGINT is stop.
+        failed: whether training has failed; signals are ignored then, as mpirun sends SIGTERM when a rank has died.
     """
 
     def __init__(
@@ -39,26 +38,26 @@ class SignalRequests:
         self._interrupted_again = interrupted_again
         self._failed = failed
         self._interrupted = False
-        """Whether a SIGINT has asked for a stop."""
+        """Whether a SIGINT has requested a stop."""
         self._requests: deque[Action] = deque()
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __call__(self) -> Action:
         return self._requests.popleft() if self._requests else Action.NONE
 
     def install(self) -> None:
-        """Take the signals over; Python lets the main thread alone do it, so elsewhere nothing happens."""
+        """Install the handlers. Does nothing outside the main thread, where Python does not allow it."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, effect in self._effects.items():
             if effect != "none":
-                self._before[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         effect = self._effects[number]
@@ -72,7 +71,7 @@ class SignalRequests:
         if number == signal.SIGTERM and effect == "stop":
             requests = (Action.SNAPSHOT, Action.STOP)
         for request in requests:
-            # What waits to be taken already is not asked for twice: a stop would wait behind many snapshots.
+            # A pending request is not queued again: a stop would wait behind many snapshots.
             if request not in self._requests:
                 self._requests.append(request)
-        logger.info("%s: %s", signal.Signals(number).name, " and ".join(_SAID[request] for request in requests))
+        logger.info("%s: %s", signal.Signals(number).name, " and ".join(_MESSAGES[request] for request in requests))

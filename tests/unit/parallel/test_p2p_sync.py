@@ -23,9 +23,10 @@ from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.solvers import Action
 from caffepy.solvers.execution_options import ExecutionOptions
@@ -111,8 +112,8 @@ def train(
             sync.weights = weights_of(sync.solver.net)  # type: ignore[attr-defined]
 
     for index in range(devices):
-        place = Place(index, None, f"CPU {index}", 1, Shard(index, devices, devices))
-        syncs.append(P2PSync(place, options, partial(connect, index), partial(request, index), keep_weights))
+        spec = DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, devices, devices))
+        syncs.append(P2PSync(spec, options, partial(connect, index), partial(request, index), keep_weights))
     for sync in syncs:
         sync.start()
     for sync in syncs:
@@ -136,9 +137,9 @@ def test_the_backend_is_made_as_the_options_say(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(p2p_sync, "create_backend", refuse)
     engine = ExecutionOptions(autotune=False, deterministic=False)
     options = TrainOptions(solver_param(SOLVER, NET), timeout=30, math="tf32", engine=engine)
-    place = Place(0, None, "CPU 0", 3, Shard(0, 1, 1))
+    spec = DeviceSpec(0, None, "CPU 0", 3, Shard(0, 1, 1))
     group = LocalGroup(1, 30)
-    sync = P2PSync(place, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
+    sync = P2PSync(spec, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
     sync.start()
     assert sync.join(30)
     assert isinstance(sync.error, DeviceError)
@@ -183,8 +184,8 @@ def test_the_log_says_into_how_many_parts_gradients_were_really_cut(
 def test_a_negative_number_of_parts_is_refused_when_the_net_is_built(devices: int) -> None:
     options = TrainOptions(solver_param(SOLVER, "reduce_buckets: -1 " + NET), timeout=30)
     group = LocalGroup(1, 30)
-    place = Place(0, None, "CPU 0", 1, Shard(0, devices, devices))
-    sync = P2PSync(place, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
+    spec = DeviceSpec(0, None, "CPU 0", 1, Shard(0, devices, devices))
+    sync = P2PSync(spec, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
     sync.start()
     assert sync.join(30)
     assert isinstance(sync.error, ConfigError) and "reduce_buckets is -1" in str(sync.error)

@@ -18,8 +18,9 @@ from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.net import Net
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.p2p_sync import P2PSync, Place
+from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.replicas import check_replicas
 from caffepy.solvers import Action, Solver
 
@@ -115,7 +116,7 @@ def train(
     monkeypatch.setattr(Solver, "_iterate", change)
     syncs = [
         P2PSync(
-            Place(index, None, f"CPU {index}", 1, Shard(index, 2, 2)), options, partial(kind, group, index),
+            DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, 2, 2)), options, partial(kind, group, index),
             lambda: Action.NONE, keep,
         )
         for index in range(2)

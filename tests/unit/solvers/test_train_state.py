@@ -15,7 +15,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import NonFiniteError
 from caffepy.report import Performance
-from caffepy.snapshot import binary
+from caffepy.snapshot.files import read_state
 from caffepy.solvers import Action, SingleDevice
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
@@ -121,7 +121,7 @@ def test_layers_without_records_have_no_position_in_a_snapshot(tmp_path: Path) -
     with CPU.activate():
         state = train_state(SOLVER + f'snapshot_prefix: "{tmp_path}/x"')
         state.iteration = 5
-        saved = binary.read_state(write_snapshot(state))
+        saved = read_state(write_snapshot(state))
         assert not saved.data_position
         resumed = train_state()
         adopt_state(resumed, saved)

@@ -1,0 +1,162 @@
+"""One thread for each device of this process, for training and for `caffepy bench`: start, wait, abort, join."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from caffepy.backend import Backend
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.hardware.affinity import bind_near_gpu
+from caffepy.parallel.processes.world import World
+
+_POLL = 0.2
+"""Seconds between two checks while no thread reports a change."""
+
+
+class DeviceThread(ABC):
+    """A thread that owns a device's backend and communicator.
+
+    Args:
+        name: the thread's.
+        device: its GPU, or None for the CPU.
+        label: what messages call the device.
+        on_change: called in the thread when it has failed or finished.
+    """
+
+    def __init__(self, name: str, device: int | None, label: str, on_change: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+        """The first error of the thread."""
+        self.finished = threading.Event()
+        self._device = device
+        self._label = label
+        self._on_change = on_change
+        self._communicator: Communicator | None = None
+        self._backend: Backend | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread (StartInternalThread in Caffe's `internal_thread.cpp`)."""
+        self._thread.start()
+
+    def abort(self) -> None:
+        """Wake the thread from all waits for other devices. Callable from any thread."""
+        if self._communicator is not None:
+            self._communicator.abort()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread's end (WaitAll); returns whether it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @abstractmethod
+    def _create_backend(self) -> Backend:
+        """The device's backend; `_run` closes it."""
+
+    @abstractmethod
+    def _work(self, backend: Backend) -> None:
+        """What the thread is for; called with the device current. Sets `_communicator`, which `_close` closes."""
+
+    def _release(self) -> None:  # noqa: B027 (a benchmark has nothing to release)
+        """Release what uses the communicator; called before that is closed."""
+
+    def _run(self) -> None:
+        try:
+            self._bind()
+            self._backend = self._create_backend()
+            with self._backend.activate():
+                self._work(self._backend)
+        except BaseException as error:
+            self._fail(error)
+        try:
+            self._close()
+        except BaseException as error:
+            self._fail(error)
+        self.finished.set()
+        self._on_change()
+
+    def _bind(self) -> None:
+        """Bind the thread to cores near its GPU, before it allocates memory and starts further threads."""
+        if self._device is not None:
+            from caffepy.backend.cuda.device import device_properties
+
+            bind_near_gpu(device_properties(self._device).pci_bus_id, self._label)
+
+    def _fail(self, error: BaseException) -> None:
+        """Report an error at once: closing may have to wait for other devices."""
+        self.error = self.error or error
+        self._on_change()
+
+    def _close(self) -> None:
+        if self._communicator is not None and self.error is not None:
+            self._communicator.abort()
+        self._release()
+        if self._communicator is not None:
+            self._communicator.close()
+        if self._backend is not None:
+            self._backend.close()
+
+
+ThreadT = TypeVar("ThreadT", bound=DeviceThread)
+
+
+class DeviceThreads(Generic[ThreadT]):
+    """The device threads of this process; the main thread starts them and waits for them."""
+
+    def __init__(self) -> None:
+        self._threads: list[ThreadT] = []
+        self._changed = threading.Event()
+
+    def __iter__(self) -> Iterator[ThreadT]:
+        return iter(self._threads)
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def __getitem__(self, index: int) -> ThreadT:
+        return self._threads[index]
+
+    def add(self, thread: ThreadT) -> None:
+        """Add a thread that is not yet started."""
+        self._threads.append(thread)
+
+    def start(self) -> None:
+        """Start all threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def changed(self) -> None:
+        """Wake the main thread in `wait`. Callable from any thread."""
+        self._changed.set()
+
+    def wait(self, reached: Callable[[ThreadT], bool], world: World, check: Callable[[], None]) -> None:
+        """Wait until all threads have reached a point; meanwhile make the MPI calls that they ask for.
+
+        Args:
+            reached: whether a thread has reached the point.
+            world: the processes.
+            check: called at least every 0.2 s; ends the wait by raising.
+        """
+        while not all(map(reached, self._threads)):
+            check()
+            self._changed.clear()
+            if world.serves:
+                world.serve()
+            elif not all(map(reached, self._threads)):
+                self._changed.wait(_POLL)
+
+    def abort(self) -> None:
+        """Wake all threads, and the main thread, from their waits. Callable from any thread."""
+        for thread in self._threads:
+            thread.abort()
+        self._changed.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of all threads, for at most `seconds` in all."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
