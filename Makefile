@@ -1,6 +1,6 @@
 # make demo   install caffepy with an MPI and train LeNet on two processes
 # make test   install caffepy with its tests' needs, check the style and run the tests
-# make lint   ruff and mypy alone
+# make lint   ruff, its formatter and mypy alone
 # make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
 # make clean  remove what these made
 #
@@ -46,6 +46,7 @@ test: lint
 
 lint: $(VENV)/test.stamp
 	ruff check .
+	ruff format --check .
 	mypy
 
 proto: $(VENV)/test.stamp

@@ -6,13 +6,26 @@ The names below are imported on first use, so that `import caffepy` itself loads
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from caffepy.version import __version__
+
+if TYPE_CHECKING:
+    from caffepy.backend import Backend, create_backend
+    from caffepy.config.load import read_net, read_solver, read_weights
+    from caffepy.config.paths import PathResolver
+    from caffepy.errors import CaffepyError, RunError, UserError
+    from caffepy.net import Net
+    from caffepy.solvers import Solver, create_solver
 
 _LAZY = {
+    "Backend": "caffepy.backend",
     "CaffepyError": "caffepy.errors",
     "Net": "caffepy.net",
+    "PathResolver": "caffepy.config.paths",
+    "RunError": "caffepy.errors",
+    "Solver": "caffepy.solvers",
+    "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",
     "read_net": "caffepy.config.load",
@@ -21,8 +34,13 @@ _LAZY = {
 }
 
 __all__ = [
+    "Backend",
     "CaffepyError",
     "Net",
+    "PathResolver",
+    "RunError",
+    "Solver",
+    "UserError",
     "__version__",
     "create_backend",
     "create_solver",
@@ -31,14 +49,14 @@ __all__ = [
     "read_weights",
 ]
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'caffepy' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'caffepy' has no attribute '{name}'")
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})

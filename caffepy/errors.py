@@ -73,9 +73,7 @@ class MissingExtraError(UserError):
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{package} is not installed and is needed {purpose}: pip install 'caffepy[{extra}]'"
-        )
+        super().__init__(f"{package} is not installed and is needed {purpose}: pip install 'caffepy[{extra}]'")
 
 
 class RunError(CaffepyError):

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import caffepy
+from caffepy import version
 from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.options import Parser, normalise
 from caffepy.errors import CaffepyError, ConfigError
@@ -70,7 +70,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
         ConfigError: there is no such command.
     """
     parser = Parser(prog="caffepy", description="Train Caffe's nets from their prototxt files.", epilog=_EPILOGUE)
-    parser.add_argument("--version", action="version", version=f"caffepy {caffepy.__version__}")
+    parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="caffepy")
     for name in _commands(arguments):
         importlib.import_module(f"caffepy.cli.{name}").add_parser(subparsers)

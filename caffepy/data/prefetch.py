@@ -123,7 +123,7 @@ class Prefetcher:
         timeout: seconds without a batch after which training fails.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword a setting
         self,
         loader: Loader,
         first_sample: Callable[[int], int],

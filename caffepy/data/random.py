@@ -55,7 +55,8 @@ def sample_words(seed: int, stream: int, samples: NDArray[np.int64]) -> NDArray[
 
 def below(words: NDArray[np.uint64], limit: int | NDArray[np.uint64]) -> NDArray[np.int64]:
     """Random words (32 bits) as integers in [0, limit)."""
-    return ((words * np.asarray(limit, np.uint64)) >> _HALF).astype(np.int64)
+    scaled: NDArray[np.uint64] = (words * np.asarray(limit, np.uint64)) >> _HALF
+    return scaled.astype(np.int64)
 
 
 def permutation(seed: int, stream: int, epoch: int, length: int) -> NDArray[np.int64]:

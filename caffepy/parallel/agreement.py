@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-import caffepy
+from caffepy import version
 from caffepy.errors import ConfigError
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
@@ -135,7 +135,7 @@ def agree_on_start(world: World, solver: Solver) -> SolverState | None:
 def describe_run(options: TrainOptions) -> Description:
     """Versions, options and the solver's fields: what is known before any net is built."""
     return {
-        "caffepy's version": caffepy.__version__,
+        "caffepy's version": version.__version__,
         "NumPy's version": np.__version__,
         **_describe_gpus(options),
         **describe_options(options),

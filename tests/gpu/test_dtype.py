@@ -59,9 +59,7 @@ def test_copy_and_add_between_storages(backend: Backend, old: str, new: str, sha
 @pytest.mark.parametrize(
     ("shape", "start", "stop"), [((8, 48, 9, 12), 2, 6), ((6, 48, 8, 16), 0, 4), ((5, 7, 6, 5), 1, 4)]
 )
-def test_slices(
-    backend: Backend, old: str, new: str, axis: int, shape: tuple[int, ...], start: int, stop: int
-) -> None:
+def test_slices(backend: Backend, old: str, new: str, axis: int, shape: tuple[int, ...], start: int, stop: int) -> None:
     """As Concat and Slice copy them, into and out of a larger array, and added."""
     start, stop = (start * 4, stop * 4) if axis == 1 and shape[1] > 40 else (start, stop)
     index = tuple(slice(start, stop) if a == axis else slice(None) for a in range(4))

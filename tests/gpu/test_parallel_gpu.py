@@ -190,9 +190,7 @@ def test_a_printed_score_is_that_of_the_snapshot(laboratory: Laboratory) -> None
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_compressed_gradients_train_nearly_the_same(
-    laboratory: Laboratory, alone: Outcome, compression: str
-) -> None:
+def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome, compression: str) -> None:
     need_gpus(2)
     outcome = laboratory.train("--compression", compression, devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log

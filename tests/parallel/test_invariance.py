@@ -69,9 +69,7 @@ def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_compressed_gradients_train_nearly_the_same(
-    laboratory: Laboratory, alone: Outcome, compression: str
-) -> None:
+def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome, compression: str) -> None:
     outcome = laboratory.train("--compression", compression, ranks=2, batch=32, iterations=20, snapshot=20)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, 20, 1e-2)
@@ -103,9 +101,7 @@ def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laborator
 
 
 def test_several_passes_are_exchanged_once(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(
-        ranks=2, batch=16, iterations=20, solver_text="iter_size: 2 layer_wise_reduce: true"
-    )
+    outcome = laboratory.train(ranks=2, batch=16, iterations=20, solver_text="iter_size: 2 layer_wise_reduce: true")
     single = laboratory.train(batch=32, iterations=20, solver_text="iter_size: 2")
     assert outcome.status == single.status == 0, outcome.log
     assert_same_weights(outcome, single, 20)
@@ -115,9 +111,7 @@ def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory)
     one = laboratory.train(iterations=30, net_text=NORMALISED_NET)
     assert one.status == 0, one.log
     results = [
-        laboratory.train(
-            "--cpu-solvers", "2", *extra, ranks=2, batch=32, iterations=30, net_text=NORMALISED_NET
-        )
+        laboratory.train("--cpu-solvers", "2", *extra, ranks=2, batch=32, iterations=30, net_text=NORMALISED_NET)
         for extra in (("--sync-bn",), ())
     ]
     assert results[0].status == 0, results[0].log

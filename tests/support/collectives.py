@@ -142,9 +142,7 @@ class Checker:
         tags = (0, 0, 0) if group.backend == "nccl" else (5, 7, 5)
         received = [self.zeros((2,), "int64") for _ in tags]
         handles = [group.irecv(array, before, tag) for array, tag in zip(received, tags, strict=True)]
-        sent = [
-            group.isend(self.to_device(np.full(2, 10 * rank + i)), after, tag) for i, tag in enumerate(tags)
-        ]
+        sent = [group.isend(self.to_device(np.full(2, 10 * rank + i)), after, tag) for i, tag in enumerate(tags)]
         for handle in [*reversed(handles), *sent]:
             handle.wait()
         self.compare_all(received, [np.full(2, 10 * before + i) for i in range(3)], "messages by tag")

@@ -1,6 +1,6 @@
 """Which module of the package imports which, read from the sources; run it to print the figures of the structure.
 
-    python tests/support/import_graph.py
+python tests/support/import_graph.py
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "caffepy"
@@ -20,7 +21,7 @@ class Import:
 
     Args:
         importer: the importing module's full name.
-        imported: the imported module's full name.
+        imported: the full name of what is imported: a module, or something in one; with leading dots if relative.
         line: where.
         typing_only: it stands under ``if TYPE_CHECKING``.
     """
@@ -31,6 +32,7 @@ class Import:
     typing_only: bool
 
 
+@cache
 def module_paths() -> dict[str, Path]:
     """Every module of the package by its full name; a folder's `__init__` has the folder's name."""
     found = {}
@@ -41,27 +43,43 @@ def module_paths() -> dict[str, Path]:
     return found
 
 
+@cache
+def _trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(path.read_text()) for module, path in module_paths().items()}
+
+
+@cache
+def all_imports() -> tuple[Import, ...]:
+    """All imports of the package's modules, other libraries' and relative ones included."""
+    return tuple(
+        Import(importer, *found) for importer, tree in _trees().items() for found in _imported_names(tree, False)
+    )
+
+
 def imports() -> list[Import]:
-    """All imports between modules of the package."""
+    """All imports between modules of the package; `imported` is always a module."""
     modules = module_paths()
     found = []
-    for importer, path in modules.items():
-        for name, line, typing_only in _imported_names(ast.parse(path.read_text()), False):
-            imported = name if name in modules else name.rpartition(".")[0]
-            if imported in modules and imported != importer:
-                found.append(Import(importer, imported, line, typing_only))
+    for one in all_imports():
+        imported = one.imported if one.imported in modules else one.imported.rpartition(".")[0]
+        if imported in modules and imported != one.importer:
+            found.append(Import(one.importer, imported, one.line, one.typing_only))
     return found
 
 
 def _imported_names(tree: ast.AST, typing_only: bool) -> Iterator[tuple[str, int, bool]]:
     """Dotted names: of a module, or of something in a module."""
     for node in ast.iter_child_nodes(tree):
-        inside = typing_only or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from _imported_names(ast.Module(node.body, []), True)
+            yield from _imported_names(ast.Module(node.orelse, []), typing_only)
+            continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, inside) for alias in node.names)
+            yield from ((alias.name, node.lineno, typing_only) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ((f"{node.module}.{alias.name}", node.lineno, inside) for alias in node.names)
-        yield from _imported_names(node, inside)
+            source = "." * node.level + (node.module or "")
+            yield from ((f"{source}.{alias.name}", node.lineno, typing_only) for alias in node.names)
+        yield from _imported_names(node, typing_only)
 
 
 def circles() -> list[list[str]]:
@@ -101,7 +119,7 @@ def modules_in_folders() -> dict[str, int]:
     """How many modules each folder holds, its `__init__` not counted."""
     counts: dict[str, int] = {}
     for path in module_paths().values():
-        if path.name != "__init__.py":
+        if not _is_folder(path):
             folder = str(path.parent.relative_to(ROOT.parent))
             counts[folder] = counts.get(folder, 0) + 1
     return counts
@@ -112,11 +130,21 @@ def lines_of_modules() -> dict[str, int]:
     return {name: len(path.read_text().splitlines()) for name, path in module_paths().items()}
 
 
+def without_docstring() -> list[str]:
+    """Folders whose `__init__` does not say what they own."""
+    modules = module_paths()
+    return [name for name, tree in _trees().items() if _is_folder(modules[name]) and not ast.get_docstring(tree)]
+
+
+def _is_folder(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
 def lengths_of_functions() -> list[int]:
     """How many lines each function and method has, in ascending order."""
     lengths = []
-    for path in module_paths().values():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in _trees().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
     return sorted(lengths)

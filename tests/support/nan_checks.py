@@ -129,9 +129,7 @@ def check_normalised(backend: Backend, shape: tuple[int, ...], dtype: str, resid
     assert (found[~np.isnan(x)] >= 0).all()
 
 
-def check_convolution(
-    backend: Backend, x_shape: tuple[int, ...], outputs: int, geometry: Geometry, dtype: str
-) -> None:
+def check_convolution(backend: Backend, x_shape: tuple[int, ...], outputs: int, geometry: Geometry, dtype: str) -> None:
     """A convolution with ReLU, as it is chosen: NaN in one image is in every output that it reaches."""
     x = normal(1, x_shape)
     x[(0,) * len(x_shape)] = np.nan

@@ -166,9 +166,7 @@ def check_backward(
     before = s.before_relu(host)
     on = normal(5, shape) > 0 if mask else before > 0
     doubtful = np.abs(before) < DOUBTFUL
-    pairs = [
-        placed(backend, np.where(doubtful, 0, normal(10 + k, shape)), gradients or dtype) for k in range(sources)
-    ]
+    pairs = [placed(backend, np.where(doubtful, 0, normal(10 + k, shape)), gradients or dtype) for k in range(sources)]
     dys = [array for array, _ in pairs]
     g = sum(values for _, values in pairs) * (on if relu else 1.0)
     where = {"": None, "own": dirty(backend, shape, gradients or dtype), "first": dys[0], "last": dys[-1]}[total]

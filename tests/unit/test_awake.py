@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,8 @@ def test_a_process_that_is_not_suspended_has_the_systems_seconds() -> None:
     assert any(thread.name == "clock" for thread in threading.enumerate())
 
 
+# From Python 3.12 on; what the thread does in the child is what is tested.
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_has_a_clock_of_its_own() -> None:
     awake_seconds()
     child = os.fork()

@@ -111,3 +111,21 @@ def test_the_cudnn_frontend_brings_no_compilers_with_it(extra: str):
     wanted = settings["options.extras_require"][extra].split()
     assert [line for line in wanted if "frontend" in line] == ["nvidia-cudnn-frontend>=1.18,<1.29"]
     assert all(extra.removeprefix("cuda") in line or "frontend" in line for line in wanted)
+
+
+def test_every_file_of_the_package_is_installed():
+    """Kernels, digits and py.typed, without which type checkers do not look into the package."""
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    files = (path for path in (REPOSITORY / "caffepy").rglob("*") if path.is_file())
+    wanted = {
+        str(path.relative_to(REPOSITORY)) for path in files if path.suffix != ".py" and "__pycache__" not in path.parts
+    }
+    installed = {
+        str(path.relative_to(REPOSITORY))
+        for package, patterns in settings["options.package_data"].items()
+        for pattern in patterns.split()
+        for path in (REPOSITORY / package.replace(".", "/")).glob(pattern)
+    }
+    assert "caffepy/py.typed" in installed
+    assert wanted <= installed, wanted - installed

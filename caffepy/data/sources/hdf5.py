@@ -66,7 +66,7 @@ class Hdf5Source:
                 f"HDF5 file '{path}': rows of shape {row_shapes}, but those of '{self.files[0]}' are {self.row_shapes}"
             )
         self.row_shapes = row_shapes
-        return next(iter(rows.values()))
+        return int(next(iter(rows.values())))
 
     def arrays(self, number: int) -> list[NDArray[np.float32]]:
         """Each top's whole dataset in file `number`.

@@ -154,7 +154,7 @@ class LmdbSource:
 
     def read(self, number: int) -> memoryview:
         self._check_size()
-        index = self.__dict__.get("index")
+        index: LmdbIndex | None = self.__dict__.get("index")
         found = None if index is None else index.record(number)
         if found is not None:
             return found

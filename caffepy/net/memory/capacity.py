@@ -38,7 +38,7 @@ def written_batch(param: caffe_pb2.NetParameter) -> int:
         param: the net, filtered.
     """
     for layer in param.layer:
-        sizes = [getattr(layer, field).batch_size for field in READERS if layer.HasField(field)]
+        sizes: list[int] = [getattr(layer, field).batch_size for field in READERS if layer.HasField(field)]
         sizes += [shape.dim[0] for shape in (*layer.dummy_data_param.shape, *layer.input_param.shape) if shape.dim]
         sizes += layer.dummy_data_param.num
         if sizes:
@@ -46,7 +46,7 @@ def written_batch(param: caffe_pb2.NetParameter) -> int:
     return 0
 
 
-def largest_batch(
+def largest_batch(  # noqa: PLR0913 -- one keyword a setting
     param: caffe_pb2.NetParameter,
     context: LayerContext,
     state: caffe_pb2.NetState | None,

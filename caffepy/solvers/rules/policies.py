@@ -93,7 +93,7 @@ def momentum(param: SolverParameter, iteration: int, rate: float) -> float:
     opt: (1 - sqrt(rate) / 2)^2, at most max_momentum where that is given.
     """
     if param.momentum_policy == "poly":
-        way = (iteration / max(param.max_iter, 1)) ** param.momentum_power
+        way: float = (iteration / max(param.max_iter, 1)) ** param.momentum_power
         return param.momentum + (param.max_momentum - param.momentum) * way
     if param.momentum_policy == "opt":
         best = (1 - 0.5 * math.sqrt(rate)) ** 2
@@ -108,6 +108,6 @@ def weight_decay(param: SolverParameter, iteration: int) -> float:
     max_iter)^weight_decay_power.
     """
     if param.weight_decay_policy == "poly":
-        way = (iteration / max(param.max_iter, 1)) ** param.weight_decay_power
+        way: float = (iteration / max(param.max_iter, 1)) ** param.weight_decay_power
         return param.weight_decay + (param.max_weight_decay - param.weight_decay) * way
     return param.weight_decay

@@ -96,9 +96,7 @@ def run_script(rank: int, port: int, code: str) -> subprocess.Popen[str]:
     environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), environment["PYTHONPATH"]))
     begin = "import numpy as np\nfrom caffepy import distributed as d\nd.init_process_group(timeout=20)\n"
     command = [sys.executable, "-c", begin + code]
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def run_scripts(first: str, second: str) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from process_groups import run_threads
 from training import build_solver, solver_param
 
-import caffepy
+from caffepy import version
 from caffepy.errors import ConfigError
 from caffepy.parallel.agreement import (
     PATHS,
@@ -165,7 +165,7 @@ def test_options_of_the_ranks_own_are_not() -> None:
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     options = TrainOptions(solver_param(SOLVER))
     before = describe_run(options)
-    monkeypatch.setattr(caffepy, "__version__", "7.7")
+    monkeypatch.setattr(version, "__version__", "7.7")
     assert first_difference(before, describe_run(options)) == Difference(
         "caffepy's version", before["caffepy's version"], "7.7"
     )

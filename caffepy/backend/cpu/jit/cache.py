@@ -29,7 +29,7 @@ from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
-import caffepy
+from caffepy import version
 from caffepy.caches import version_folder
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def kernels_folder() -> Path | None:
         cpu_target.target_context.codegen().magic_tuple(),
     )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-    return version_folder("kernels", f"{caffepy.__version__}-{digest}")
+    return version_folder("kernels", f"{version.__version__}-{digest}")
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc,unused-ignore]
