@@ -1,10 +1,11 @@
-"""What the README shows works as it stands there."""
+"""What the README and the documents show works as it stands there, and the links and files that they name exist."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,35 @@ from caffepy.cli.options import normalise
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line[line.index("caffepy ") :].split("#")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if "caffepy " in line.split("#")[0]
-]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", *DOCS]
+FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "parallel")
+"""Where pages may begin the path of a source file."""
+WIDTH = 120
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def commands_of(lines: list[str]) -> list[str]:
+    """The calls of caffepy among lines of a shell; those with brackets show a syntax, not a command."""
+    shown = [line.split("#")[0].split(" > ")[0].strip() for line in lines]
+    return [line[line.index("caffepy ") :] for line in shown if "caffepy " in line and "[" not in line]
+
+
+COMMANDS = commands_of("".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).split("\n"))
+DOCUMENTED = sorted(
+    {
+        command
+        for page in DOCS
+        for command in commands_of([line for line in page.read_text().split("\n") if line.startswith("    ")])
+        if re.match(r"caffepy (?!import)[a-z]", command)
+    }
+)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *DOCUMENTED])
 def test_commands_are_understood(command: str):
     arguments = normalise(shlex.split(command)[1:])
     assert build_parser(arguments).parse_strictly(arguments).command == arguments[0]
@@ -30,6 +51,7 @@ def test_commands_are_understood(command: str):
 
 def test_there_are_commands():
     assert len(COMMANDS) >= 8
+    assert len(DOCUMENTED) >= 20
 
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -42,8 +64,34 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert 0 < float(capsys.readouterr().out) < 5
 
 
-def test_links_lead_somewhere():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "models" / "README.md"]
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_the_example_of_a_process_group_runs(capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (example,) = re.findall(r"(?m)^    import numpy.*\n(?:(?:    .*)?\n)*", page)
+    exec(compile(textwrap.dedent(example), "distributed.md", "exec"), {})
+    assert capsys.readouterr().out == "0 0.0\n"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    headings = [line.lstrip("#").strip().lower() for line in page.read_text().split("\n") if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path):
+    for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#?)([^):]*)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+def test_source_files_that_are_named_exist(page: Path):
+    for path in re.findall(r"`(\w+/[\w/]+\.(?:py|cu|proto))`", page.read_text()):
+        assert any((folder / path).exists() for folder in FOLDERS), f"{page.name} names {path}, which is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short_but_in_tables(page: Path):
+    long = [line for line in page.read_text().split("\n") if len(line) > WIDTH and not line.startswith("|")]
+    assert not long, f"{page.name}: {long[0]}"
