@@ -1,4 +1,4 @@
-"""What a process group is apart from its operations: its beginning and end, its errors, and the ranks to blame."""
+"""A process group without its operations: start and end, errors, and stragglers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BaseGroup:
         self.backend = backend
         self.timeout = timeout
         self.failure: str | None = None
-        """What another rank died of; nothing works after it."""
+        """The error of another rank that failed; every later operation raises it."""
         self.communicator = communicator
         self._membership = membership
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class BaseGroup:
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """From 0."""
         return self._membership.rank
 
     @property
@@ -71,7 +71,7 @@ class BaseGroup:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._membership.size
 
     @property
@@ -161,7 +161,7 @@ class BaseGroup:
             raise _StragglerError(f"waits for {gone}")
 
     def give_up(self, collective: Collective, waits_for: Sequence[int], seconds: float) -> NoReturn:
-        """Say for whom an operation has waited in vain.
+        """Raise the error of a wait that timed out, with the stragglers.
 
         Raises:
             PeerError: always.
@@ -173,11 +173,11 @@ class BaseGroup:
     # -- for operations -----------------------------------------------------------------------------
 
     def start(self, collective: Collective, buffers: Sequence[Buffer], async_op: bool) -> Handle:
-        """Begin an operation, and unless `async_op` wait for its end.
+        """Start an operation, and unless `async_op` wait until it is done.
 
         Args:
-            collective: the operation.
-            buffers: arguments that receive something.
+            collective: what to start.
+            buffers: of the arguments that are written.
             async_op: do not wait.
         """
         with self.reporting(collective):
@@ -195,7 +195,7 @@ class BaseGroup:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """While arguments are checked."""
+        """Put rank and operation before the message of a UserError about arguments."""
         try:
             yield
         except UserError as error:

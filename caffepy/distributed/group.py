@@ -136,7 +136,7 @@ class ProcessGroup(BaseGroup):
         return take_parts(parts, name, like, self.size, communicator.memory, communicator.empty, written)
 
     def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> list[Buffer]:
-        """What the root alone gives."""
+        """Arrays that only the root passes."""
         if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
         return [] if parts is None else [self._parts(parts, name, like, written)]
@@ -162,7 +162,7 @@ class ProcessGroup(BaseGroup):
         return number
 
     def _check_message(self, peer: int, tag: int) -> tuple[int, int]:
-        """Peer and tag as Python's own numbers: what carries them may take no others."""
+        """Peer and tag as Python integers: transports may take no others."""
         other, number = self._check_rank(peer, "rank"), whole_number(tag)
         if other == self.rank:
             raise UserError("a rank cannot send to itself")

@@ -1,4 +1,4 @@
-"""What an operation that was started is to a script."""
+"""The handle that a script has of a started operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from caffepy.distributed.arrays import Buffer
 from caffepy.parallel.communicators.collectives import Collective, Work
 
 _LOOK_SECONDS = 2.0
-"""Between looks at who has left, in a long wait."""
+"""Seconds between checks for ranks that have left."""
 
 
 class HandleOwner(Protocol):
@@ -34,13 +34,13 @@ class HandleOwner(Protocol):
 
 
 class Handle:
-    """An operation that goes on. Its arrays belong to it until it has ended.
+    """A pending operation. Its arrays must be left alone until it is done.
 
     Args:
         group: where it was started.
         collective: what was called.
         work: the communicator's.
-        buffers: where results have to be brought to their arrays at the end.
+        buffers: unpacked into their arrays when it is done.
     """
 
     def __init__(self, group: HandleOwner, collective: Collective, work: Work, buffers: Sequence[Buffer]) -> None:
@@ -49,10 +49,10 @@ class Handle:
         self._work = work
         self._buffers = buffers
         self._lock = threading.Lock()
-        self._ended = False
+        self._done = False
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end; results are in their arrays then.
+        """Block until it is done; results are in their arrays then.
 
         Args:
             timeout: seconds; None: the group's. The operation goes on after a wait that was too short.
@@ -64,7 +64,7 @@ class Handle:
         seconds = self._group.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         with self._lock:
-            if self._ended:
+            if self._done:
                 return
             with self._group.waiting(self._collective):
                 while not self._finish(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
@@ -73,17 +73,17 @@ class Handle:
                     self._group.look(self._work.waits_for)
 
     def is_completed(self) -> bool:
-        """Whether it has ended; does not wait. Errors as in `wait`."""
+        """Whether it is done; does not block. Errors as in `wait`."""
         with self._lock:
-            if not self._ended:
+            if not self._done:
                 with self._group.reporting(self._collective):
                     self._finish(0.0)
-            return self._ended
+            return self._done
 
     def _finish(self, seconds: float) -> bool:
         if self._work.wait(seconds):
             for buffer in self._buffers:
                 buffer.unpack()
             self._buffers = ()
-            self._ended = True
-        return self._ended
+            self._done = True
+        return self._done

@@ -112,8 +112,8 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
         def work() -> None:
             backend.fill(array, 1 / 3)
             works = [communicator.all_reduce_async(array[start : start + 500], nullcontext()) for start in (0, 500)]
-            for work in works:
-                work.synchronize()
+            for bucket in works:
+                bucket.synchronize()
             backend.add(array, array)
 
         work()

@@ -18,7 +18,7 @@ _POLL = 0.002
 
 
 class MainThreadDispatcher:
-    """Lets solver threads call MPI, themselves or, where MPI forbids that, through the main thread.
+    """Runs MPI calls of solver threads: in the caller, or on the main thread where MPI allows no other.
 
     Args:
         direct: MPI provides MPI_THREAD_MULTIPLE.
@@ -50,7 +50,7 @@ class MainThreadDispatcher:
                     raise AbortedError("training was stopped") from None
 
     def serve(self) -> None:
-        """On the main thread: run what is asked for, until nothing has been for a moment."""
+        """Run queued calls until the queue stays empty for a moment; called by the main thread."""
         while True:
             try:
                 function, future = self._calls.get(timeout=_POLL)
@@ -62,5 +62,5 @@ class MainThreadDispatcher:
                 future.set_exception(error)
 
     def abort(self) -> None:
-        """Refuse further calls and let go those who wait."""
+        """Wake all callers with AbortedError, now and later."""
         self._aborted.set()

@@ -19,11 +19,11 @@ PATIENCE = 120.0
 """Seconds by which a wait outlasts the watchdog's timeout and what it allows for the first iteration besides, so that
 the watchdog speaks first: it knows whom the others wait for."""
 _LOOK_SECONDS = 1.0
-"""How long a thread waits before it looks how long it has waited."""
+"""Seconds between checks of the timeout."""
 
 
 class LocalGroup:
-    """What the threads of one process share: a barrier that can be broken, and each other's arrays.
+    """What the threads of one process share: a barrier that can be aborted, and each other's arrays.
 
     Args:
         size: the number of threads.
@@ -147,7 +147,7 @@ class LocalCommunicator(StoreCommunicator):
         self.group.arrays[self.rank] = None
 
     def _publish(self, array: Array) -> list[Any]:
-        """Show the others this thread's array and return all of theirs."""
+        """Exchange arrays with the other threads; one for each, in rank order."""
         self.group.arrays[self.rank] = array
         self.group.wait()
         return self.group.arrays

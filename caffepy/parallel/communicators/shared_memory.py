@@ -1,4 +1,4 @@
-"""Sums of arrays that lie in memory which all ranks of a machine see: each rank adds up its share of them in place.
+"""Sums of arrays in memory that all ranks of a machine share: each rank adds up its share of the elements.
 
 Owns that memory, and the order in which ranks read and write it. What a rank waits for goes through barriers of MPI,
 which also make one rank's writes visible to the others; nobody waits before the end, so that ranks need not keep pace.

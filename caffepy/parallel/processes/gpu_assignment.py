@@ -1,4 +1,4 @@
-"""Who trains on which GPUs of a machine, where the command line leaves that open."""
+"""Which rank takes which GPUs of a machine, where the command line does not say."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def share_gpus(world: World, seen: Sequence[tuple[int, str]]) -> list[int]:
 
     Args:
         world: the processes.
-        seen: number and identity of each GPU that this process sees.
+        seen: index and identity of each GPU that is visible to this process.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks, or the ranks see different ones that overlap; on the root, see
             `World.raise_on_all`.
     """
-    everybody = world.all_gather([identity for _, identity in seen])
+    views_of_all = world.all_gather([identity for _, identity in seen])
     kernels = [kernel_of(machine) for machine in world.machines]
     neighbours = [rank for rank in range(world.size) if kernels[rank] == kernels[world.rank]]
-    views = [everybody[rank] for rank in neighbours]
+    views = [views_of_all[rank] for rank in neighbours]
     own = neighbours.index(world.rank)
     part = world.run_on_all(lambda: own_part(views, own, [world.name(rank) for rank in neighbours]))
     numbers = {identity: number for number, identity in seen}
@@ -89,14 +89,14 @@ def refuse_shared(world: World, own: Sequence[str]) -> None:
 
 
 def _log(world: World, devices: list[int], seen: int) -> None:
-    """Say on the root which rank has which GPUs, a line a machine."""
-    taken = world.all_gather(devices)
+    """Log which rank has which GPUs, one line for each machine."""
+    devices_of_all = world.all_gather(devices)
     machines: dict[str, list[int]] = {}
     for rank, machine in enumerate(world.machines):
         machines.setdefault(machine, []).append(rank)
     for ranks in machines.values():
-        parts = (f"rank {rank} takes {','.join(map(str, taken[rank]))}" for rank in ranks)
+        parts = (f"rank {rank} takes {','.join(map(str, devices_of_all[rank]))}" for rank in ranks)
         logger.info("GPUs of %s: %s", world.hosts[ranks[0]], "; ".join(parts))
-    left = seen - len(devices) * world.local_size
-    if left > 0:
-        logger.warning("%d of the %d GPUs of %s stay idle: ranks get equal parts", left, seen, world.host)
+    idle = seen - len(devices) * world.local_size
+    if idle > 0:
+        logger.warning("%d of the %d GPUs of %s stay idle: ranks get equal parts", idle, seen, world.host)

@@ -16,7 +16,7 @@ _LAUNCHERS = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("a PMIx launcher", "PMIX_RANK", "PMIX_SIZE"),
 )
-"""What each launcher tells the processes that it starts. Slurm sets SLURM_NTASKS in a batch script too, where nothing
+"""The variables that each launcher sets. Slurm sets SLURM_NTASKS in a batch script too, where nothing
 was launched, so the step's variable is the one to ask."""
 
 
@@ -26,9 +26,9 @@ class Launcher:
 
     Args:
         name: the launcher, for messages.
-        rank: the number that it gave this process.
-        size: how many it started; None where it does not say.
-        options: what it was told beside their number, where it says so.
+        rank: of this process.
+        size: the number of processes; None where it does not say.
+        options: its other command-line options, as far as the environment has them.
     """
 
     name: str

@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 def machine_identity(system: Path = Path("/proc")) -> str:
-    """Tells machines apart, whatever they are called: which boot of which kernel, and which network of it.
+    """The boot of the kernel and its network namespace, which tell machines apart whatever their host names.
 
     Containers of one machine have a network each unless they share the host's: their loopback addresses are not the
-    same. Where the system says neither, the host name has to do.
+    same. The host name where the system tells neither.
 
     Args:
         system: where Linux keeps what it says of itself.

@@ -20,7 +20,7 @@ from caffepy.parallel.processes.world import World, flush_streams
 T = TypeVar("T")
 
 _POLL = 0.002
-"""Seconds between looks at an exchange that other ranks have not joined: MPI itself would burn the core."""
+"""Seconds between polls of a collective that other ranks have not joined: MPI itself would burn the core."""
 _FORWARD_SECONDS = 0.3
 """What the launcher is given to pass on what was printed: at an abort it drops the rest, or mixes it with its own."""
 _ABORT_SECONDS = 3.0
@@ -31,7 +31,7 @@ class MpiWorld(World):
     """The processes of MPI_COMM_WORLD.
 
     Args:
-        launcher: who started them.
+        launcher: what the environment says about who started them.
 
     Raises:
         MissingExtraError: no mpi4py or no MPI library.

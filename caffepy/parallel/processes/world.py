@@ -24,18 +24,17 @@ class World:
         self.hosts = [socket.gethostname()]
         """The host of each rank."""
         self.machines = [machine_identity()]
-        """What tells the ranks' machines apart, whatever they are called."""
+        """The `machine_identity` of each rank."""
         self.local_rank = 0
-        """This process's number among those of its host."""
+        """This process's index among those of its machine."""
         self.local_size = 1
         self.while_waiting: Callable[[], None] = lambda: None
-        """Called while an exchange waits for other ranks; it may raise."""
+        """Called while a collective of this class waits for other ranks; it may raise."""
         self.ended_together = False
         """Whether all ranks have agreed to end."""
 
     @property
     def host(self) -> str:
-        """This process's host name."""
         return self.hosts[self.rank]
 
     @property
@@ -56,7 +55,7 @@ class World:
         return self.all_gather(value)[0]
 
     def serve(self) -> None:
-        """Run what solver threads ask the main thread to do for them; returns when there is nothing more to do."""
+        """Run the calls that solver threads have dispatched to the main thread; returns when none is queued."""
 
     @property
     def serves(self) -> bool:
@@ -64,33 +63,33 @@ class World:
         return False
 
     def communicator(self) -> Communicator | None:
-        """A new connection among all ranks, one device a rank; None where there is one rank."""
+        """A new communicator of all ranks; None where there is one rank."""
         return None
 
     def raise_on_all(self, error: Exception | None) -> None:
-        """End all ranks in the same way if any of them met an error; called by all with what they met.
+        """End all ranks in the same way if any of them failed. Called by all ranks, each with its own error or None.
 
-        The root raises the error, for its caller to print; where not all ranks met the same, the message says which
-        did.
+        The root raises the error, for its caller to print; where not all ranks have the same error, the message says
+        which rank failed.
 
         Raises:
             SystemExit: on the other ranks, silently, with the error's exit status.
         """
-        found = self.all_gather(_describe(error))
-        culprits = [rank for rank, entry in enumerate(found) if entry is not None]
-        if not culprits:
+        errors = self.all_gather(_describe(error))
+        failed = [rank for rank, entry in enumerate(errors) if entry is not None]
+        if not failed:
             return
         self.ended_together = True
-        entry = found[culprits[0]]
+        entry = errors[failed[0]]
         assert entry is not None
         text, status = entry
         if self.rank != 0:
             raise SystemExit(status)
-        everybody = all(other is not None and other[0] == text for other in found)
-        if everybody and error is not None:
+        on_all = all(other is not None and other[0] == text for other in errors)
+        if on_all and error is not None:
             raise error
         kind = UserError if status == UserError.exit_status else RunError
-        raise kind(f"{self.name(culprits[0])}: {text}") from error
+        raise kind(f"{self.name(failed[0])}: {text}") from error
 
     def run_on_all(self, action: Callable[[], T]) -> T:
         """The result of `action`, which every rank calls, or the error that `raise_on_all` makes of it."""
@@ -110,7 +109,7 @@ class World:
 
 
 def flush_streams() -> None:
-    """Let nothing that was printed be lost in a process that ends without the interpreter's shutdown."""
+    """Flush stdout and stderr: `os._exit` does not."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
