@@ -263,8 +263,8 @@ class Net:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             self._reshape(node)
-        lending = self.backend.lending(node.forward_workspace)
-        with self.trace.span("forward", node.layer.name), _named(node.layer), lending:
+        lease = self.backend.workspace_lease(node.forward_workspace)
+        with self.trace.span("forward", node.layer.name), _named(node.layer), lease:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
                 node.layer.check()
@@ -293,8 +293,8 @@ class Net:
         """Run one layer of the schedule backward, if it has to."""
         if node.need_backward:
             self._put_loss_weights(node)
-            lending = self.backend.lending(node.backward_workspace)
-            with self.trace.span("backward", node.layer.name), _named(node.layer), lending:
+            lease = self.backend.workspace_lease(node.backward_workspace)
+            with self.trace.span("backward", node.layer.name), _named(node.layer), lease:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:
                 debug.log_backward(node)

@@ -118,7 +118,7 @@ class MemoryPlan:
         """
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
-            slot.place.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
+            slot.place.bind(net, net.backend.view_at(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
         rooms = [arena[begin:end] for begin, end in self.gaps]
         for node, room in zip(net.schedule, rooms, strict=False):
             node.forward_workspace = room
