@@ -41,7 +41,7 @@ from typing import Any
 import cupy
 
 from caffepy.backend.cuda.backend import CudaBackend
-from caffepy.backend.types import Normalisation, mask_bytes
+from caffepy.backend.types import BatchNormState, mask_bytes
 
 try:
     import torch
@@ -67,7 +67,7 @@ class Case:
         channel = self._random((shape[1],), "float32")
         ones = backend.zeros((shape[1],))
         backend.fill(ones, 1)
-        self.n = Normalisation(channel, ones, ones, channel, *self.per_channel(2), backend.zeros((1,)), 1e-5, 0.9)
+        self.n = BatchNormState(channel, ones, ones, channel, *self.per_channel(2), backend.zeros((1,)), 1e-5, 0.9)
         self.sums = self.per_channel(2)
 
     def per_channel(self, count: int) -> list[Any]:
@@ -88,7 +88,7 @@ class Case:
 
     def kernels(self) -> Iterator[tuple[str, Callable[[dict[str, Any]], None], float]]:
         """Name, work on one set of arrays, and the bytes that it must move, in arrays' sizes."""
-        b, n, (dscale, dbias) = self.backend, self.n, self.sums
+        b, n, dbias = self.backend, self.n, self.sums[1]
         bit = self.size / 8 / self.bytes
         yield "measure", lambda s: b.batch_norm_measure(s["a"], n), 1
         yield "forward", lambda s: b.batch_norm_forward(s["a"], n, s["b"], relu=True), 2
@@ -96,16 +96,16 @@ class Case:
             "forward, residual and mask",
             lambda s: b.batch_norm_forward(s["a"], n, s["b"], s["c"], True, s["mask"]), 3 + bit,
         )  # fmt: skip
-        yield "sums", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, dscale, dbias), 2
-        yield "sums, ReLU", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, dscale, dbias, True), 2
+        yield "sums", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, self.sums), 2
+        yield "sums, ReLU", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, self.sums, True), 2
         yield (
             "sums, two gradients and mask",
             lambda s: b.batch_norm_backward_sums(
-                s["a"], [s["b"], s["c"]], n, dscale, dbias, True, s["mask"], s["d"]
+                s["a"], [s["b"], s["c"]], n, self.sums, True, s["mask"], s["d"]
             ), 4 + bit,
         )  # fmt: skip
-        yield "data", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, dscale, dbias, s["c"]), 3
-        yield "data, ReLU", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, dscale, dbias, s["c"], True), 3
+        yield "data", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, self.sums, s["c"]), 3
+        yield "data, ReLU", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, self.sums, s["c"], True), 3
         yield "ReLU's gradient", lambda s: b.relu_backward(s["a"], s["b"], s["c"], None, False), 3
         yield "ReLU's gradient and bias", lambda s: b.relu_backward(s["a"], s["b"], s["c"], dbias, False), 3
         yield "total of two", lambda s: b.add_n([s["a"], s["b"]], s["c"]), 3

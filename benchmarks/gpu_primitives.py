@@ -35,7 +35,7 @@ from typing import Any
 
 import cupy
 
-from caffepy.backend import Channel, Each, Geometry, RandomStream, Scalar, expression
+from caffepy.backend import Channel, Each, Geometry, LrnWindow, RandomStream, Scalar, expression
 from caffepy.backend.cuda.backend import CudaBackend
 from caffepy.backend.types import DTYPES
 
@@ -223,12 +223,12 @@ def normalisation(table: Table, dtype: str, shape: tuple[int, ...]) -> None:
     tx = peer(x)
     table.line(
         f"LRN of {shape}", dtype, 2 * x.nbytes,
-        lambda: backend.lrn_across_forward(x, y, None, 5, 1e-4, 0.75, 1.0),
+        lambda: backend.lrn_across_forward(x, y, None, LrnWindow(5, 1e-4, 0.75)),
         lambda: F.local_response_norm(tx, 5, 1e-4, 0.75, 1.0),
     )  # fmt: skip
     table.line(
         "  backward", dtype, 3 * x.nbytes,
-        lambda: backend.lrn_across_backward(x, None, None, dy, y, 5, 1e-4, 0.75, 1.0),
+        lambda: backend.lrn_across_backward(x, None, None, dy, y, LrnWindow(5, 1e-4, 0.75)),
     )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def loss(backend: CudaBackend, table: Table, shape: tuple[int, ...]) -> None:
     x, labels, totals = normal(backend, shape), backend.zeros(shape[:1]), backend.zeros((2,))
     probabilities, bad, tx = backend.zeros(shape), backend.zeros((1,), "int32"), peer(x)
     forward = (x, labels, probabilities, totals, bad, 1, None)
-    backward = (probabilities, labels, x, totals, 1, None, 1.0, True)
+    backward = (probabilities, labels, x, totals, 1, None, 1.0)
     targets = None if torch is None else torch.zeros(shape[0], dtype=torch.int64, device="cuda")
     table.line(
         f"softmax with loss of {shape}", "float32", 2 * x.nbytes, lambda: backend.softmax_loss_forward(*forward),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import MATH_MODES, Array, Geometry, RandomStream
+from caffepy.backend.types import MATH_MODES, Array, Geometry, LrnWindow, RandomStream
 
 __all__ = [
     "MATH_MODES",
@@ -16,6 +16,7 @@ __all__ = [
     "Each",
     "Expression",
     "Geometry",
+    "LrnWindow",
     "RandomStream",
     "Scalar",
     "create_backend",

@@ -12,7 +12,7 @@ from math import sqrt
 
 from caffepy.backend.elementwise import Channel, Each, Scalar, expression
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, Counter, Normalisation, RandomStream
+from caffepy.backend.types import Array, BatchNormState, Counter, RandomStream
 
 _Draw = tuple[int, tuple[int, ...]]
 """Which random numbers a buffer holds: the stream's number and the shape."""
@@ -89,7 +89,7 @@ def gradient_sums(x: Each, dy: Each, mean: Channel, inverse: Channel) -> tuple[E
 
 
 @expression
-def input_gradient(
+def input_gradient(  # noqa: PLR0913 -- a formula
     x: Each, dy: Each, mean: Channel, inverse: Channel, scale: Channel,
     sum_dy_x: Channel, sum_dy: Channel, per_element: Scalar,
 ) -> Each:  # fmt: skip
@@ -108,7 +108,6 @@ def drop(x: Each, chance: Each, ratio: Scalar, scale: Scalar) -> Each:
 
 
 def _address(array: Array) -> int:
-    """Where an array's memory begins."""
     interface = getattr(array, "__array_interface__", None) or array.__cuda_array_interface__
     return int(interface["data"][0])
 
@@ -129,7 +128,7 @@ class Composite(Backend):
 
     # -- batch normalisation --------------------------------------------------------------------------
 
-    def batch_norm_measure(self, x: Array, n: Normalisation) -> None:
+    def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
         # Two passes: E(x^2) - E(x)^2 loses all digits where the mean is large.
         elements = math.prod(x.shape) // max(x.shape[1], 1)
         per_element = 1 / max(elements, 1)
@@ -138,23 +137,23 @@ class Composite(Backend):
         self.reduce(squared_distance, (x, n.mean, per_element), (variance,))
         self.batch_norm_finish(variance, elements, n)
 
-    def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
         variance = self._buffer("variance", n.mean.shape)
         self.apply(moments, (sums[0], sums[1], 1 / max(elements, 1)), (n.mean, variance), axis=0)
         self.batch_norm_finish(variance, elements, n)
 
-    def batch_norm_finish(self, variance: Array, elements: int, n: Normalisation) -> None:
+    def batch_norm_finish(self, variance: Array, elements: int, n: BatchNormState) -> None:
         correction = elements / (elements - 1) if elements > 1 else 1.0
         inputs = (n.mean, variance, n.sum_mean, n.sum_variance, n.fraction, correction, n.epsilon)
         self.apply(finished, inputs, (n.inverse, n.sum_mean, n.sum_variance), axis=0)
         self.apply(running_count, (n.count, n.fraction), (n.count,), axis=0)
 
-    def batch_norm_load(self, n: Normalisation) -> None:
+    def batch_norm_load(self, n: BatchNormState) -> None:
         count = self.view(n.count, ())
         self.apply(stored_statistics, (n.sum_mean, n.sum_variance, count, n.epsilon), (n.mean, n.inverse))
 
     def batch_norm_forward(
-        self, x: Array, n: Normalisation, y: Array, residual: Array | None = None, relu: bool = False,
+        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
         mask: Array | None = None,
     ) -> None:  # fmt: skip
         inputs = (x, n.mean, n.inverse, n.scale, n.bias)
@@ -187,12 +186,12 @@ class Composite(Backend):
         return array
 
     def batch_norm_backward_sums(
-        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool = False,
+        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
         mask: Array | None = None, total: Array | None = None,
     ) -> None:  # fmt: skip
         g = dys[0]
         if len(dys) > 1:
-            assert total is not None, "several gradients need a place for their sum"
+            assert total is not None, "several gradients need an array for their sum"
             self.add_n(dys, total)
             g = total
         if relu:
@@ -204,16 +203,16 @@ class Composite(Backend):
             g = out
         elif total is not None and g is not total:
             self.copy(g, total)
-        self.reduce(gradient_sums, (x, g, n.mean, n.inverse), (sum_dy_x, sum_dy))
+        self.reduce(gradient_sums, (x, g, n.mean, n.inverse), sums)
 
     def batch_norm_backward_data(
-        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool = False
+        self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool = False
     ) -> None:
         if relu:
             self.apply(where_normal_positive, (x, dy, n.mean, n.inverse, n.scale, n.bias), (dx,))
             dy = dx
         per_element = x.shape[1] / max(math.prod(x.shape), 1)
-        inputs = (x, dy, n.mean, n.inverse, n.scale, sum_dy_x, sum_dy, per_element)
+        inputs = (x, dy, n.mean, n.inverse, n.scale, *sums, per_element)
         self.apply(input_gradient, inputs, (dx,))
 
     # -- activation -----------------------------------------------------------------------------------
@@ -225,9 +224,9 @@ class Composite(Backend):
 
     def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
         key = (stream.stream, tuple(source.shape))
-        held = self._chances.get(key)
-        chances = self.zeros(source.shape) if held is None else held[2]
-        if held is None or held[:2] != (counter, stream):
+        cached = self._chances.get(key)
+        chances = self.zeros(source.shape) if cached is None else cached[2]
+        if cached is None or cached[:2] != (counter, stream):
             self.random_uniform(chances, stream, counter)
             self._chances[key] = (counter, stream, chances)
         self.apply(drop, (source, chances, ratio, 1 / (1 - ratio)), (destination,))

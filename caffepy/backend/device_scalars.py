@@ -1,4 +1,4 @@
-"""What a backend hands out whose primitives have finished when they return: the CPU's, and a dry run's."""
+"""What a backend hands out whose primitives have finished when they return: the CPU's, and the meta backend's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostScalars:
         self.counters: Sequence[Counter | None] = [None] * counters
 
     def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
-        """Let the next work see these."""
+        """Set the numbers for the work that follows."""
         self.array[:] = values
         self.values = list(values)
 
@@ -37,7 +37,6 @@ class HostAsyncCopy:
         self._copy = np.array(array)
 
     def get(self) -> Array:
-        """The array."""
         return self._copy
 
 
@@ -48,7 +47,6 @@ class HostTimedEvent:
         self._time = time.perf_counter()
 
     def seconds_since(self, earlier: HostTimedEvent) -> float:
-        """Seconds between the two."""
         return self._time - earlier._time
 
 
@@ -56,41 +54,36 @@ class HostTimer:
     """A `DeviceTimer` of work that is finished when it was asked for.
 
     Args:
-        places: how many times are taken.
+        count: how many stopwatches.
         now: the clock, in seconds.
     """
 
-    def __init__(self, places: int, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, count: int, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._started = [now()] * places
-        self._totals = [0.0] * places
+        self._started = [now()] * count
+        self._totals = [0.0] * count
 
-    def start(self, place: int) -> None:
-        """From here on time passes for a place."""
-        self._started[place] = self._now()
+    def start(self, index: int) -> None:
+        self._started[index] = self._now()
 
-    def stop(self, place: int) -> None:
-        """Up to here it has passed."""
-        self._totals[place] += self._now() - self._started[place]
+    def stop(self, index: int) -> None:
+        self._totals[index] += self._now() - self._started[index]
 
     def reset(self) -> None:
-        """Begin with totals of 0."""
         self._totals = [0.0] * len(self._totals)
 
     def totals(self) -> list[float]:
-        """Seconds of each place."""
         return list(self._totals)
 
     def times(self) -> list[float]:
-        """When each place was started last."""
         return list(self._started)
 
 
 class Done:
-    """A `Event` of work that is finished already."""
+    """An `Event` of work that is finished already."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once."""
 
 
 class Synchronous:
@@ -108,5 +101,5 @@ class Synchronous:
     def record_timed_event(self) -> TimedEvent:
         return HostTimedEvent()
 
-    def device_timer(self, places: int) -> DeviceTimer:
-        return HostTimer(places)
+    def device_timer(self, count: int) -> DeviceTimer:
+        return HostTimer(count)

@@ -130,13 +130,13 @@ class Expression:
         return list(value.elts) if isinstance(value, ast.Tuple) else [value]
 
     def _assignments(self) -> list[tuple[str, ast.expr]]:
-        found = []
+        assignments = []
         for statement in self._statements[:-1]:
             assert isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name), (
                 f"{self.name}: only assignments to one name may come before return"
             )
-            found.append((statement.targets[0].id, statement.value))
-        return found
+            assignments.append((statement.targets[0].id, statement.value))
+        return assignments
 
     def python_lines(self, outputs: list[str]) -> list[str]:
         """The formula as Python statements on scalars that assign `outputs`, numbers as float32 for numba."""

@@ -1,4 +1,4 @@
-"""What a backend hands out: captured work, places in its work, numbers on their way, planned convolutions.
+"""What a backend hands out: graphs, events, timers, asynchronous copies, planned convolutions.
 
 Each backend has classes of its own for them (`device_scalars.py` and `cuda/graph.py`; the convolutions beside
 their kernels).
@@ -13,57 +13,57 @@ from caffepy.backend.types import Array, Counter
 
 
 class Graph(Protocol):
-    """Captured work."""
+    """A captured graph."""
 
     def launch(self) -> None:
-        """Replay it on the backend's stream; returns at once."""
+        """Launch it on the backend's stream; does not wait for it."""
 
 
 class Event(Protocol):
-    """A place in the backend's work."""
+    """A point in the stream of the backend's work."""
 
     def wait(self) -> None:
         """Wait until everything before it is done."""
 
 
 class TimedEvent(Protocol):
-    """A place in the backend's work, with the time at which it came there."""
+    """An event with timing enabled."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Seconds from an earlier stamp of the same backend to this one; waits until this place is reached."""
+        """Seconds from an earlier event of the same backend to this one; waits until this one is reached."""
 
 
 class DeviceTimer(Protocol):
-    """Times at places in the backend's work, and between them, added up; `start` and `stop` may be captured.
+    """Stopwatches on the device; `start` and `stop` may be captured.
 
-    Both count where the current stream comes to them, which may be another than the backend's.
+    Both are queued on the current stream, which may be another than the backend's.
     """
 
-    def start(self, place: int) -> None:
-        """From here on time passes for a place."""
+    def start(self, index: int) -> None:
+        """Start a stopwatch."""
 
-    def stop(self, place: int) -> None:
-        """Up to here it has passed."""
+    def stop(self, index: int) -> None:
+        """Stop it and add the time since its start to its total."""
 
     def reset(self) -> None:
-        """Begin with totals of 0."""
+        """Set the totals to 0."""
 
     def totals(self) -> list[float]:
-        """Seconds of each place; waits for the device."""
+        """Total seconds of each stopwatch; waits for the device."""
 
     def times(self) -> list[float]:
-        """When each place was started last, in seconds of the device's clock; waits for the device."""
+        """When each stopwatch was started last, in seconds of the device's clock; waits for the device."""
 
 
 class AsyncCopy(Protocol):
-    """An array on its way to the host."""
+    """An asynchronous copy of an array to the host."""
 
     def get(self) -> Any:
         """The NumPy array; waits for it."""
 
 
 class DeviceScalars(Protocol):
-    """Numbers that change from iteration to iteration, where captured work finds them."""
+    """Numbers that change from iteration to iteration, in memory that captured work reads."""
 
     @property
     def array(self) -> Array:
@@ -78,7 +78,7 @@ class DeviceScalars(Protocol):
         """Each counter, as `dropout` takes it; None where host numbers do."""
 
     def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
-        """Let the work that is put on the stream from now on see these."""
+        """Set the numbers for the work that is queued from now on."""
 
 
 class Convolution(Protocol):

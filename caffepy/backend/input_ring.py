@@ -47,14 +47,14 @@ class ImageSlot:
         return self.count, self.channels, self.height, self.width
 
     @property
-    def places_at(self) -> int:
-        """The byte at which the mirrors and places begin."""
+    def crops_at(self) -> int:
+        """Byte offset of the mirrors and crop offsets."""
         return aligned_size(4 * self.count)
 
     @property
     def pixels_at(self) -> int:
         """The byte at which the pixels begin."""
-        return self.places_at + aligned_size(12 * self.count)
+        return self.crops_at + aligned_size(12 * self.count)
 
     @property
     def size(self) -> int:
@@ -62,11 +62,11 @@ class ImageSlot:
         return self.pixels_at + aligned_size(math.prod(self.shape))
 
     def parts(self, memory: Any) -> tuple[Any, Any, Any]:
-        """Labels, places and pixels as views of a slot's bytes (a NumPy array)."""
+        """Labels, crops and pixels as views of a slot's bytes (a NumPy array)."""
         n, size = self.count, math.prod(self.shape)
         return (
             memory[: 4 * n].view("float32"),
-            memory[self.places_at : self.places_at + 12 * n].view("int32").reshape(n, 3),
+            memory[self.crops_at : self.crops_at + 12 * n].view("int32").reshape(n, 3),
             memory[self.pixels_at : self.pixels_at + size].reshape(self.shape),
         )
 
@@ -95,7 +95,7 @@ class InputRing(ABC):
     Args:
         slot_size: bytes of a slot, a multiple of SLOT_ALIGNMENT.
         block: passes that are brought together at most, a power of two.
-        blocks: how many blocks there are room for, a power of two.
+        blocks: how many blocks the ring holds, a power of two.
     """
 
     def __init__(self, slot_size: int, block: int, blocks: int) -> None:
@@ -109,7 +109,7 @@ class InputRing(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether there is room for one more `put`; looks at what the device has done and does not wait."""
+        """Whether one more `put` fits in the ring now; does not wait for the device."""
 
     @abstractmethod
     def put(self, number: int, passes: int, parts: Sequence[tuple[int, Any]], done: Callable[[], None]) -> None:
@@ -120,8 +120,8 @@ class InputRing(ABC):
         Args:
             number: the first pass.
             passes: how many there are.
-            parts: places in its slot and the bytes that go there (NumPy, uint8, 1-D); those of the following passes
-                follow at once.
+            parts: byte offsets in its slot and the bytes to copy there (NumPy, uint8, 1-D); the following passes' bytes
+                follow directly.
             done: called when the bytes may be written again.
         """
 
@@ -166,9 +166,9 @@ class HostRing(InputRing):
         """`size` bytes of the slot of pass `number`, from `offset` on."""
         for first, stop, parts, _ in self._held:
             if first <= number < stop:
-                place = (number - first) * self.slot_size + offset
-                begin, memory = next(part for part in reversed(parts) if part[0] <= place)
-                return memory[place - begin : place - begin + size]
+                position = (number - first) * self.slot_size + offset
+                begin, memory = next(part for part in reversed(parts) if part[0] <= position)
+                return memory[position - begin : position - begin + size]
         raise AssertionError(f"pass {number} was not put")
 
 
@@ -201,19 +201,19 @@ class InputPrimitives:
         import numpy as np
 
         assert isinstance(ring, HostRing)
-        found, places, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
+        label_values, crops, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
         means = self.to_host(mean)  # type: ignore[attr-defined]
         result = np.empty(slot.shape, np.float32)
-        for image, (mirror, top, left), out in zip(pixels, places, result, strict=True):
+        for image, (mirror, top, left), out in zip(pixels, crops, result, strict=True):
             part = means if means[0].size == 1 else means[:, top : top + slot.height, left : left + slot.width]
             values = (image.astype(np.float32) - part) * np.float32(scale)
             out[...] = values[:, :, ::-1] if mirror else values
         self.from_host(result, images)  # type: ignore[attr-defined]
         if labels is not None:
-            self.from_host(found, labels)  # type: ignore[attr-defined]
+            self.from_host(label_values, labels)  # type: ignore[attr-defined]
 
     def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
         """values = the float32 numbers, in the memory order of `values`, from byte `offset` of the pass's slot on."""
         assert isinstance(ring, HostRing)
-        found = ring.bytes_of(counter[0], offset, 4 * values.size).view("float32")
-        self.copy(self.view(found, values.shape), values)  # type: ignore[attr-defined]
+        source = ring.bytes_of(counter[0], offset, 4 * values.size).view("float32")
+        self.copy(self.view(source, values.shape), values)  # type: ignore[attr-defined]

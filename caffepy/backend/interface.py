@@ -10,7 +10,7 @@ one backend therefore have the same strides, and a primitive may treat them as f
 slice of another (Concat, Slice) may only be given to `copy` and `add`.
 
 Elements are float32, or where a net asks for it float16 or bfloat16 (`DTYPES`); a bfloat16 array has the dtype uint16
-and holds the upper halves of float32 numbers. Whatever they are stored in, primitives compute and sum in float32 or
+and holds the upper halves of float32 numbers. Whatever the dtype, primitives compute and sum in float32 or
 better and round once, at the end. Parameters, their gradients and every array of shape (C,) are float32.
 
 Everything on a CUDA backend is ordered on the backend's stream and may be captured: primitives do not synchronise,
@@ -28,7 +28,7 @@ from typing import Any
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.input_ring import InputPrimitives
-from caffepy.backend.types import Array, Counter, Geometry, Normalisation, RandomStream, element_dtype
+from caffepy.backend.types import Array, BatchNormState, Counter, Geometry, LrnWindow, RandomStream, element_dtype
 
 
 class Backend(InputPrimitives, ABC):
@@ -50,13 +50,13 @@ class Backend(InputPrimitives, ABC):
     """Which of DTYPES its blobs can be kept in."""
 
     mask_dtype: str = "int32"
-    """dtype of max pooling's mask where nobody reads it: int32, or uint8 for windows of up to 255 places."""
+    """dtype of max pooling's mask where nobody reads it: int32, or uint8 for windows of up to 255 elements."""
 
     keeps_lrn_scale: bool = True
     """Whether LRN's backward pass needs the scale of its forward pass."""
 
     holds_values: bool = True
-    """Whether arrays hold numbers; false where a net is only planned, so that nobody need fill them."""
+    """Whether arrays hold numbers; false on the meta device, where filling them is needless."""
 
     # -- the device ---------------------------------------------------------------------------------
 
@@ -85,23 +85,23 @@ class Backend(InputPrimitives, ABC):
 
     @abstractmethod
     def device_scalars(self, values: int, counters: int) -> DeviceScalars:
-        """Room for so many numbers and counters."""
+        """Storage for so many numbers and counters, which captured work reads."""
 
     @abstractmethod
     def record_event(self) -> Event:
-        """This place in the backend's work."""
+        """An event after the work that was queued so far."""
 
     @abstractmethod
     def record_timed_event(self) -> TimedEvent:
-        """This place of the current stream, with its time; cannot be captured."""
+        """An event on the current stream, with its time; cannot be captured."""
 
     @abstractmethod
-    def device_timer(self, places: int) -> DeviceTimer:
-        """A clock for so many times that are taken again and again, also in captured work."""
+    def device_timer(self, count: int) -> DeviceTimer:
+        """`count` stopwatches that captured work can start and stop."""
 
     @abstractmethod
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
-        """Copy a small array to the host as it is at this place in the backend's work, without waiting for it."""
+        """Queue a copy of a small array to the host; does not wait for it."""
 
     @abstractmethod
     def device_description(self) -> str:
@@ -130,14 +130,14 @@ class Backend(InputPrimitives, ABC):
         return 0
 
     def arena(self, size: int) -> Array:
-        """Memory of `size` bytes, 1-D uint8, for many arrays at `place`s of their own.
+        """Memory of `size` bytes, 1-D uint8, for many arrays, see `view_at`.
 
         Raises:
             OutOfMemoryError: there is not so much.
         """
         return self.zeros((size,), "uint8")
 
-    def place(self, arena: Array, offset: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+    def view_at(self, arena: Array, offset: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         """An array of undefined values within an arena, from byte `offset` on, in the memory order of `zeros`."""
         import numpy as np  # not above: the command line's options read constants of this package
 
@@ -145,8 +145,8 @@ class Backend(InputPrimitives, ABC):
         size = math.prod(shape) * np.dtype(element).itemsize
         return self.view(arena[offset : offset + size].view(element), shape)
 
-    def lending(self, room: Array | None) -> AbstractContextManager[None]:
-        """Let primitives keep in `room`, 1-D uint8, what they need within a call, for the time of a `with` block."""
+    def workspace_lease(self, buffer: Array | None) -> AbstractContextManager[None]:
+        """In a `with` block, primitives take workspaces from `buffer` (1-D uint8) as long as they fit."""
         return nullcontext()
 
     @abstractmethod
@@ -228,7 +228,7 @@ class Backend(InputPrimitives, ABC):
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         """y = maximum over each window of x (N, C, H, W), clipped to the image; the first maximum or NaN wins.
 
-        mask (shape of y) becomes its place: h * W + w in the plane if int32; if uint8, its number in the window, whose
+        mask (shape of y) becomes its index: h * W + w in the plane if int32; if uint8, its index in the window, whose
         rows and columns are counted from the window's own beginning, padding included. Windows: Caffe's
         `pooling_layer.cpp`.
         """
@@ -246,9 +246,7 @@ class Backend(InputPrimitives, ABC):
         """dx = each dy / area, spread over its window."""
 
     @abstractmethod
-    def lrn_across_forward(
-        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
-    ) -> None:
+    def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         """scale = k + alpha / size * (sum of x^2 over `size` channels around); y = x * scale^-beta.
 
         `scale` is kept for the backward pass where the backend `keeps_lrn_scale`, else None.
@@ -256,9 +254,8 @@ class Backend(InputPrimitives, ABC):
 
     @abstractmethod
     def lrn_across_backward(
-        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
-        beta: float, k: float,
-    ) -> None:  # fmt: skip
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
+    ) -> None:
         """dx = dy * scale^-beta - 2 alpha beta / size * x * sum over the channels around of (dy * y / scale).
 
         `y` and `scale` are None where the backend does not keep the scale and works both out again from x.
@@ -267,7 +264,7 @@ class Backend(InputPrimitives, ABC):
     # -- normalisation and activation ---------------------------------------------------------------
 
     @abstractmethod
-    def batch_norm_measure(self, x: Array, n: Normalisation) -> None:
+    def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
         """n.mean and n.inverse = those of x (N, C, ...) for each channel; the running sums take them in.
 
         With f = n.fraction and m elements a channel: sum_mean = f * sum_mean + mean,
@@ -276,20 +273,20 @@ class Backend(InputPrimitives, ABC):
         """
 
     @abstractmethod
-    def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
         """The same from a convolution's `sums`, each over so many elements."""
 
     @abstractmethod
-    def batch_norm_finish(self, variance: Array, elements: int, n: Normalisation) -> None:
+    def batch_norm_finish(self, variance: Array, elements: int, n: BatchNormState) -> None:
         """n.inverse, and the running sums as above, from n.mean and a variance (C,) over so many elements a channel."""
 
     @abstractmethod
-    def batch_norm_load(self, n: Normalisation) -> None:
+    def batch_norm_load(self, n: BatchNormState) -> None:
         """n.mean and n.inverse = the running sums over their count; 0 and 1 / sqrt(epsilon) if the count is 0."""
 
     @abstractmethod
     def batch_norm_forward(
-        self, x: Array, n: Normalisation, y: Array, residual: Array | None = None, relu: bool = False,
+        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
         mask: Array | None = None,
     ) -> None:  # fmt: skip
         """y = (x - mean) * inverse * scale + bias (+ residual), or max(that, 0).
@@ -300,18 +297,19 @@ class Backend(InputPrimitives, ABC):
 
     @abstractmethod
     def batch_norm_backward_sums(
-        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool = False,
+        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
         mask: Array | None = None, total: Array | None = None,
     ) -> None:  # fmt: skip
-        """First pass: g = the sum of `dys`, 0 where the ReLU was off; sum_dy = sum of g, sum_dy_x = sum of g * normal.
+        """First pass: `sums` (sum_dy_x, sum_dy) = (sum of g * normal, sum of g).
 
-        normal = (x - mean) * inverse. Where the ReLU was off is in `mask` or, without one, worked out from x. `total`
-        gets g; it may be one of `dys`, and must be given if there are several of them. There may be any number.
+        g = the sum of `dys`, 0 where the ReLU was off; normal = (x - mean) * inverse. `mask` says where it was off;
+        without one that is computed from x. `total` gets g; it may be one of `dys`, and must be given if there are
+        several.
         """
 
     @abstractmethod
     def batch_norm_backward_data(
-        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool = False
+        self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool = False
     ) -> None:
         """Second pass: dx = scale * inverse * (g - (sum_dy + normal * sum_dy_x) / m), m elements a channel.
 
@@ -333,7 +331,7 @@ class Backend(InputPrimitives, ABC):
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         """destination = the sum of two or more arrays of its shape; it may be one of them."""
 
-    # -- classes ------------------------------------------------------------------------------------
+    # -- softmax ------------------------------------------------------------------------------------
 
     @abstractmethod
     def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
@@ -356,7 +354,7 @@ class Backend(InputPrimitives, ABC):
     ) -> None:
         """probabilities = softmax(x); totals[0] = sum of -log max(p[label], FLT_MIN); totals[1] = labels counted.
 
-        labels: float32, one for each place, in the logical order of x without `axis`. totals: float32 (2,).
+        labels: float32, one for each position, in the logical order of x without `axis`. totals: float32 (2,).
         bad_label: int32 (1,): set to the index of some label outside [0, classes), which is then not counted;
         left alone (callers set -1) if there is none.
         """
@@ -367,13 +365,12 @@ class Backend(InputPrimitives, ABC):
         probabilities: Array,
         labels: Array,
         dx: Array,
-        totals: Array,
+        totals: Array | None,
         axis: int,
         ignore_label: int | None,
         scale: float,
-        divide_by_valid: bool,
     ) -> None:
-        """dx = (probabilities - onehot(label)) * scale, 0 where ignored; over max(totals[1], 1) if divide_by_valid."""
+        """dx = (probabilities - onehot(label)) * scale, 0 where ignored; over max(totals[1], 1) if given."""
 
     @abstractmethod
     def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:

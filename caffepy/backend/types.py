@@ -1,4 +1,4 @@
-"""What primitives are given: arrays and how these are stored, windows, random sequences, normalisations; their sizes.
+"""What primitives take: arrays and their dtypes, geometry of windows, random sequences, batch normalisation; sizes.
 
 Nothing here computes or belongs to a device. The sizes are those that a net must know before there are arrays: of
 outputs, of masks, and of what a GPU takes for itself.
@@ -16,11 +16,11 @@ MATH_MODES = ("fp32", "tf32")
 """How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
 
 DTYPES = ("float32", "float16", "bfloat16")
-"""What a blob's elements can be kept in."""
+"""dtypes of a blob."""
 
 Counter = Any
-"""Place in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of the two
-in device memory, which a captured graph reads anew each time it runs."""
+"""Position in a random sequence: the pair (pass number, global number of the first sample), or a uint64 array of both
+in device memory, which a captured graph reads at each launch."""
 
 PRODUCT_WORKSPACE = 32 * 2**20
 """Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
@@ -51,6 +51,23 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class LrnWindow:
+    """Parameters of local response normalisation across channels; formula: `Backend.lrn_across_forward`.
+
+    Args:
+        size: channels of a window, odd.
+        alpha: factor of the window's sum of squares, divided by `size`.
+        beta: exponent.
+        k: constant of the base.
+    """
+
+    size: int
+    alpha: float
+    beta: float
+    k: float = 1.0
+
+
+@dataclass(frozen=True)
 class RandomStream:
     """Key of a counter-based random sequence (Philox 4x32-10, Salmon et al., SC11).
 
@@ -67,8 +84,8 @@ class RandomStream:
 
 
 @dataclass
-class Normalisation:
-    """The arrays of one batch normalisation, float32 of shape (C,) but for the count.
+class BatchNormState:
+    """Statistics and parameters of one batch normalisation: float32 arrays of shape (C,), but for the count.
 
     Args:
         mean: of the present batch, or the stored one.

@@ -178,7 +178,7 @@ class Net:
         """Run one layer of the schedule forward."""
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             node.reshape()
-        workspace = self.backend.lending(node.forward_workspace)
+        workspace = self.backend.workspace_lease(node.forward_workspace)
         with self.trace.span("forward", node.layer.name), node.named_errors(), workspace:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
@@ -208,7 +208,7 @@ class Net:
         """Run one layer of the schedule backward, if it needs that, and the `after_backward` callbacks in any case."""
         if node.need_backward:
             self._fill_loss_weights(node)
-            workspace = self.backend.lending(node.backward_workspace)
+            workspace = self.backend.workspace_lease(node.backward_workspace)
             with self.trace.span("backward", node.layer.name), node.named_errors(), workspace:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:

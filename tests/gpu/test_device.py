@@ -18,8 +18,8 @@ GEOMETRY = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
 def _small_net(backend: Backend, seed: int) -> list[Any]:
     """A bit of everything on one backend, as host arrays."""
     with backend.activate():
-        x = checks.place(backend, checks.normal(seed, (8, 16, 12, 12)))
-        weights = checks.place(backend, checks.normal(seed + 1, (32, 16, 3, 3)))
+        x = checks.to_device(backend, checks.normal(seed, (8, 16, 12, 12)))
+        weights = checks.to_device(backend, checks.normal(seed + 1, (32, 16, 3, 3)))
         y, pooled = backend.zeros((8, 32, 12, 12)), backend.zeros((8, 32, 6, 6))
         mask, sums = backend.zeros((8, 32, 6, 6), "int32"), backend.zeros((32,))
         plan = backend.plan_convolution(x.shape, weights.shape, GEOMETRY)
@@ -134,8 +134,8 @@ def test_out_of_memory_says_how_much(backend: Backend) -> None:
 
 def test_primitives_can_be_captured(backend: Any) -> None:
     """A second run of the same work neither allocates nor waits, so that it can become a CUDA graph."""
-    x = checks.place(backend, checks.normal(1, (8, 16, 12, 12)))
-    weights = checks.place(backend, checks.normal(2, (32, 16, 3, 3)))
+    x = checks.to_device(backend, checks.normal(1, (8, 16, 12, 12)))
+    weights = checks.to_device(backend, checks.normal(2, (32, 16, 3, 3)))
     y, dx, dweights = backend.zeros((8, 32, 12, 12)), backend.zeros(x.shape), backend.zeros(weights.shape)
     sums, product = backend.zeros((16,)), backend.zeros((32, 32))
     plan = backend.plan_convolution(x.shape, weights.shape, GEOMETRY)

@@ -38,7 +38,7 @@ def test_awkward_numbers(backend: Backend, dtype: str, target: str) -> None:
     """Ties, overflow, numbers below the normal range, infinities and NaN."""
     host = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65519, 65520, 1e-7, 6e-8, 3.4e38, -0.0, 0,
                      np.inf, -np.inf, np.nan, -1e-40, 77], np.float32)  # fmt: skip
-    array, result = checks.place(backend, host, dtype), checks.dirty(backend, host.shape, target)
+    array, result = checks.to_device(backend, host, dtype), checks.dirty(backend, host.shape, target)
     backend.copy(array, result)
     np.testing.assert_array_equal(backend.to_host(result), rounded(rounded(host, dtype), target))
 
@@ -105,20 +105,20 @@ def test_arrays_with_more_axes_than_a_kernel_walks_along(backend: Backend, dtype
 def test_whole_numbers_become_any_dtype(backend: Backend, dtype: str, integer: str) -> None:
     host = np.arange(2 * 24 * 3 * 5).reshape(2, 24, 3, 5) % 200
     target = checks.dirty(backend, host.shape, dtype)
-    backend.copy(checks.place(backend, host, integer), target)
+    backend.copy(checks.to_device(backend, host, integer), target)
     assert np.array_equal(backend.to_host(target), host)
-    assert backend.to_host(checks.place(backend, host, integer)).dtype == integer
+    assert backend.to_host(checks.to_device(backend, host, integer)).dtype == integer
 
 
 @dtypes
 @pytest.mark.parametrize("shape", [(1,), (4001,), (3, 7, 5, 2), (200, 1000)])
 def test_all_finite(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
     host = normal(1, shape)
-    assert backend.all_finite(checks.place(backend, host, dtype))
+    assert backend.all_finite(checks.to_device(backend, host, dtype))
     for value, index in itertools.product((np.nan, np.inf, -np.inf), (0, host.size // 2, host.size - 1)):
         spoiled = host.copy()
         spoiled.reshape(-1)[index] = value
-        assert not backend.all_finite(checks.place(backend, spoiled, dtype))
+        assert not backend.all_finite(checks.to_device(backend, spoiled, dtype))
 
 
 @dtypes
@@ -130,7 +130,7 @@ def test_dropout(backend: Backend, dtype: str, shape: list[int], first_sample: i
     stream = RandomStream(2**40 + 5, 0xDEADBEEF)
     chances = oracle.random_uniform(tuple(shape), 2**40 + 5, 0xDEADBEEF, 7, first_sample)
     expected = rounded(np.where(chances >= 0.4, values * np.float32(1 / 0.6), 0).astype(np.float32), dtype)
-    on_device = checks.place(backend, np.array([7, first_sample], np.uint64), "uint64")
+    on_device = checks.to_device(backend, np.array([7, first_sample], np.uint64), "uint64")
     for counter in ((7, first_sample), on_device):
         out = checks.dirty(backend, tuple(shape), dtype)
         backend.dropout(x, out, 0.4, stream, counter)

@@ -10,22 +10,22 @@ import backend_oracle as oracle
 import numpy as np
 from dtype_checks import stored
 
-from caffepy.backend import Backend, Geometry, RandomStream
+from caffepy.backend import Backend, Geometry, LrnWindow, RandomStream
 
 
 def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:
     """Work that calls the primitives in all the ways that need memory of their own, and what it writes."""
     shape = (6, 16, 8, 8)
     x, dy = (stored(backend, seed, shape, "float16")[0] for seed in (1, 2))
-    rows, labels = stored(backend, 3, (4, 5, 6), "float32")[0], checks.place(backend, np.ones((4, 6)))
-    across, gain = checks.place(backend, np.ones((6, 8, 8))), stored(backend, 4, (16, 8), "float32")[0]
+    rows, labels = stored(backend, 3, (4, 5, 6), "float32")[0], checks.to_device(backend, np.ones((4, 6)))
+    across, gain = checks.to_device(backend, np.ones((6, 8, 8))), stored(backend, 4, (16, 8), "float32")[0]
     results = [checks.dirty(backend, shape, "bfloat16") for _ in range(4)] + [checks.dirty(backend, shape)]
     y, dx, wide, dropped, softmax = results
     pooled, mask = checks.dirty(backend, (6, 16, 4, 4), "float16"), checks.dirty(backend, (6, 16, 4, 4), "uint8")
     sums, places, total = checks.dirty(backend, (16,)), checks.dirty(backend, (16, 8)), checks.dirty(backend, ())
     flat, probabilities, totals = backend.zeros((6 * 1024,)), backend.zeros((4, 5, 6)), backend.zeros((2,))
-    bad, ranks = checks.place(backend, [-1], "int32"), backend.zeros((6, 8, 8))
-    counter, halves = checks.place(backend, np.array([1, 2], np.uint64), "uint64"), backend.zeros(shape, "float16")
+    bad, ranks = checks.to_device(backend, [-1], "int32"), backend.zeros((6, 8, 8))
+    counter, halves = checks.to_device(backend, np.array([1, 2], np.uint64), "uint64"), backend.zeros(shape, "float16")
     window = Geometry((2, 2), (2, 2), (0, 0), (1, 1))
 
     def work() -> None:
@@ -39,15 +39,15 @@ def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:
         backend.add(dy, wide)
         backend.pool_max_forward(x, pooled, mask, window)
         backend.pool_max_backward(pooled, mask, halves, window)
-        backend.lrn_across_forward(x, halves, None, 5, 1e-2, 0.75, 1.0)
-        backend.lrn_across_backward(x, None, None, dy, halves, 5, 1e-2, 0.75, 1.0)
+        backend.lrn_across_forward(x, halves, None, LrnWindow(5, 1e-2, 0.75))
+        backend.lrn_across_backward(x, None, None, dy, halves, LrnWindow(5, 1e-2, 0.75))
         backend.dropout(halves, dropped, 0.5, RandomStream(1, 2), counter)
         backend.copy(halves, dx)
         backend.copy(halves, softmax)
         backend.softmax_forward(softmax, softmax, 2)
         backend.label_ranks(softmax, across, ranks, bad, 1)
         backend.softmax_loss_forward(rows, labels, probabilities, totals, bad, 1, None)
-        backend.softmax_loss_backward(probabilities, labels, probabilities, totals, 1, None, 1.0, True)
+        backend.softmax_loss_backward(probabilities, labels, probabilities, totals, 1, None, 1.0)
 
     return work, [*results, pooled, mask, sums, places, total, flat, probabilities, totals, ranks, halves]
 
@@ -72,8 +72,8 @@ def test_everything_can_be_captured(backend: Any) -> None:
 
 
 def test_a_captured_dropout_follows_its_counter(backend: Any) -> None:
-    x, out = checks.place(backend, np.ones((8, 64))), backend.zeros((8, 64))
-    counter = checks.place(backend, np.array([0, 0], np.uint64), "uint64")
+    x, out = checks.to_device(backend, np.ones((8, 64))), backend.zeros((8, 64))
+    counter = checks.to_device(backend, np.array([0, 0], np.uint64), "uint64")
     stream = RandomStream(3, 4)
     backend.dropout(x, out, 0.5, stream, counter)
     backend.stream.begin_capture()

@@ -108,7 +108,7 @@ def test_an_update_with_rates_for_each_block_and_a_copy_in_half(backend: Backend
     shape = (blocks, 64)
     (data, w), (diff, g), (history, h) = (stored(backend, seed, shape, "float32") for seed in (1, 2, 3))
     (rate, r), (decay, d) = (stored(backend, seed, (blocks,), "float32") for seed in (4, 5))
-    half, momentum = checks.dirty(backend, shape, "float16"), checks.place(backend, np.float32(0.9))
+    half, momentum = checks.dirty(backend, shape, "float16"), checks.to_device(backend, np.float32(0.9))
     backend.apply(update, (data, diff, history, rate, decay, momentum), (data, history, half), 0)
     step = 0.9 * h.astype(float) + r[:, None].astype(float) * (g + d[:, None].astype(float) * w)
     checks.close(backend.to_host(history), step)

@@ -12,7 +12,7 @@ from backend_checks import normal
 from dtype_checks import agrees, dtypes, rounded, some, stored
 from hypothesis import given
 
-from caffepy.backend import Backend, Geometry
+from caffepy.backend import Backend, Geometry, LrnWindow
 
 POOLINGS = [
     ((2, 8, 13, 12), (6, 6), Geometry((3, 3), (2, 2), (0, 0), (1, 1))),
@@ -60,7 +60,7 @@ def check_pool_max(
         return
     expected, places = oracle.pool_max(host, y_shape, geometry)
     y, mask = checks.dirty(backend, y_shape, dtype), checks.dirty(backend, y_shape, mask_dtype)
-    backend.pool_max_forward(checks.place(backend, host, dtype), y, mask, geometry)
+    backend.pool_max_forward(checks.to_device(backend, host, dtype), y, mask, geometry)
     assert np.array_equal(backend.to_host(y), expected)
     numbers = places if mask_dtype == "int32" else numbers_in_windows(places, x_shape[3], geometry)
     assert np.array_equal(backend.to_host(mask), numbers)
@@ -93,8 +93,8 @@ def test_lrn(backend: Backend, dtype: str, channels: int, size: int, beta: float
     x, x_host = stored(backend, 1, shape, dtype)
     dy, dy_host = stored(backend, 2, shape, dtype)
     y, dx = checks.dirty(backend, shape, dtype), checks.dirty(backend, shape, dtype)
-    backend.lrn_across_forward(x, y, None, size, 1.3, beta, 1.5)
+    backend.lrn_across_forward(x, y, None, LrnWindow(size, 1.3, beta, 1.5))
     agrees(backend, y, oracle.lrn(x_host.astype(float), size, 1.3, beta, 1.5)[0], dtype)
-    backend.lrn_across_backward(x, None, None, dy, dx, size, 1.3, beta, 1.5)
+    backend.lrn_across_backward(x, None, None, dy, dx, LrnWindow(size, 1.3, beta, 1.5))
     expected = oracle.lrn_gradient(x_host.astype(float), dy_host.astype(float), size, 1.3, beta, 1.5)
     agrees(backend, dx, expected, dtype)

@@ -105,7 +105,7 @@ def test_an_arena_that_is_too_large(backend: Backend):
     assert 0 < (caught.value.available or 0) < 2**42
 
 
-def test_large_buffers_lie_in_lent_memory(backend: Backend):
+def test_large_workspaces_are_taken_from_the_lease(backend: Backend):
     from caffepy.backend.cuda.memory import LARGE, Scratch
 
     scratch, room = Scratch(), backend.zeros((5 * LARGE,), "uint8")
@@ -119,7 +119,7 @@ def test_large_buffers_lie_in_lent_memory(backend: Backend):
     with backend.activate():
         own = place(LARGE)
         assert not begin <= own < end
-        scratch.lend(room)
+        scratch.lease(room)
         assert place(LARGE // 4 + 1) == begin
         assert place(LARGE // 4) == begin  # a purpose keeps its place
         assert place(LARGE // 2, "b", "float16") == begin + LARGE + 512
@@ -127,5 +127,5 @@ def test_large_buffers_lie_in_lent_memory(backend: Backend):
         assert not begin <= place(LARGE - 1, "c", "uint8") < end  # too small to be worth it
         assert not begin <= scratch.tickets(LARGE).data.ptr < end  # kept from call to call
         assert place(LARGE // 2) == begin + 2 * LARGE + 512  # what grows moves behind the others
-        scratch.lend(None)
+        scratch.lease(None)
         assert place(LARGE // 4 + 1) == own

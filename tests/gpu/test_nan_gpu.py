@@ -78,9 +78,9 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
     problem = Problem(x_shape, weights_shape, geometry, dtype)
     host = checks.normal(1, x_shape)
     host[(0,) * len(x_shape)] = np.nan
-    x = checks.place(backend, host, dtype)
-    weights = checks.place(backend, np.abs(checks.normal(2, weights_shape)) + 0.1, dtype)
-    bias = checks.place(backend, checks.normal(3, (outputs,)))
+    x = checks.to_device(backend, host, dtype)
+    weights = checks.to_device(backend, np.abs(checks.normal(2, weights_shape)) + 0.1, dtype)
+    bias = checks.to_device(backend, checks.normal(3, (outputs,)))
     tried = 0
     for with_bias in (False, True):
         task = Task(problem, Direction.FORWARD, with_bias, True, False)

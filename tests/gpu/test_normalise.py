@@ -7,7 +7,7 @@ from typing import Any
 import normalise_checks as checks
 import numpy as np
 import pytest
-from backend_checks import close, dirty, normal, place
+from backend_checks import close, dirty, normal, to_device
 from normalise_checks import SHAPES
 
 from caffepy.backend import Backend
@@ -32,13 +32,13 @@ def test_measure_where_the_mean_is_large(backend: Backend, shape: tuple[int, ...
 
 
 def test_measure_where_the_first_numbers_are_far_away(backend: Backend) -> None:
-    from caffepy.backend.types import Normalisation
+    from caffepy.backend.types import BatchNormState
 
     host = normal(1, (8, 64, 56, 56)) + 100
     host[0, :, 0] = 0
     arrays = [backend.zeros((64,)) for _ in range(6)]
-    n = Normalisation(*arrays, backend.zeros((1,)), epsilon=1e-5, fraction=0.9)
-    backend.batch_norm_measure(place(backend, host), n)
+    n = BatchNormState(*arrays, backend.zeros((1,)), epsilon=1e-5, fraction=0.9)
+    backend.batch_norm_measure(to_device(backend, host), n)
     exact = host.astype(float)
     close(backend.to_host(n.mean), exact.mean(axis=(0, 2, 3)), 1e-6)
     close(backend.to_host(n.inverse), 1 / np.sqrt(exact.var(axis=(0, 2, 3)) + 1e-5), 1e-5)
@@ -130,7 +130,7 @@ def test_forward_and_backward_agree_on_where_the_relu_was_on(backend: Backend, d
     s = checks.statistics(backend, shape[1])
     for name, value in (("mean", 0.0), ("bias", 0.0)):
         backend.fill(getattr(s.device, name), value)
-    x, _ = checks.placed(backend, normal(1, shape) * 1e-3, dtype)
+    x, _ = checks.rounded_to_device(backend, normal(1, shape) * 1e-3, dtype)
     y, mask = dirty(backend, shape, dtype), dirty(backend, (checks.mask_bytes(x.size),), "uint8")
     backend.batch_norm_forward(x, s.device, y, relu=True, mask=mask)
     ones = dirty(backend, shape, dtype)
@@ -138,7 +138,7 @@ def test_forward_and_backward_agree_on_where_the_relu_was_on(backend: Backend, d
     for bits in (mask, None):
         total = dirty(backend, shape, dtype)
         sums = dirty(backend, (shape[1],)), dirty(backend, (shape[1],))
-        backend.batch_norm_backward_sums(x, [ones], s.device, *sums, True, bits, total)
+        backend.batch_norm_backward_sums(x, [ones], s.device, sums, True, bits, total)
         results.append([backend.to_host(a) for a in (total, *sums)])
     for masked, recomputed in zip(*results, strict=True):
         assert np.array_equal(masked, recomputed)
@@ -150,8 +150,8 @@ def test_arrays_without_elements(backend: Backend, shape: tuple[int, ...]) -> No
     x, sums = backend.zeros(shape), [dirty(backend, (shape[1],)) for _ in range(3)]
     backend.batch_norm_measure(x, s.device)
     backend.batch_norm_forward(x, s.device, x, x, True, backend.zeros((checks.mask_bytes(0),), "uint8"))
-    backend.batch_norm_backward_sums(x, [x], s.device, *sums[:2], True)
-    backend.batch_norm_backward_data(x, x, s.device, *sums[:2], x, True)
+    backend.batch_norm_backward_sums(x, [x], s.device, sums[:2], True)
+    backend.batch_norm_backward_data(x, x, s.device, sums[:2], x, True)
     backend.relu_backward(x, x, x, sums[2], False)
     backend.add_n([x, x], x)
     for zero in (s.device.mean, *sums):
@@ -159,7 +159,7 @@ def test_arrays_without_elements(backend: Backend, shape: tuple[int, ...]) -> No
 
 
 def test_slices_of_flat_buffers_at_any_offset(backend: Backend) -> None:
-    buffer = place(backend, normal(1, (40000,)), "float16")
+    buffer = to_device(backend, normal(1, (40000,)), "float16")
     for offset in (1, 2, 4, 6):
         x = backend.view(buffer[offset : offset + 9 * 64 * 25], (9, 64, 5, 5))
         s = checks.statistics(backend, 64)
@@ -175,8 +175,8 @@ def test_slices_of_flat_buffers_at_any_offset(backend: Backend) -> None:
 @in_each_storage
 def test_a_captured_graph_gives_the_same_bits_each_time(backend: Any, dtype: str) -> None:
     shape = (8, 64, 56, 56)
-    x, _ = checks.placed(backend, normal(1, shape), dtype)
-    dy, _ = checks.placed(backend, normal(2, shape), dtype)
+    x, _ = checks.rounded_to_device(backend, normal(1, shape), dtype)
+    dy, _ = checks.rounded_to_device(backend, normal(2, shape), dtype)
     s = checks.statistics(backend, 64)
     y, dx, dbias = dirty(backend, shape, dtype), dirty(backend, shape, dtype), dirty(backend, (64,))
     sums = dirty(backend, (64,)), dirty(backend, (64,))
@@ -184,8 +184,8 @@ def test_a_captured_graph_gives_the_same_bits_each_time(backend: Any, dtype: str
     def work() -> None:
         backend.batch_norm_measure(x, s.device)
         backend.batch_norm_forward(x, s.device, y, relu=True)
-        backend.batch_norm_backward_sums(x, [dy], s.device, *sums, True)
-        backend.batch_norm_backward_data(x, dy, s.device, *sums, dx, True)
+        backend.batch_norm_backward_sums(x, [dy], s.device, sums, True)
+        backend.batch_norm_backward_data(x, dy, s.device, sums, dx, True)
         backend.relu_backward(y, dy, dx, dbias, False)
 
     def outcome() -> list[Any]:

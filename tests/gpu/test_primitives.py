@@ -69,14 +69,14 @@ def test_apply_and_reduce_over_many_blocks(backend: Backend, shape: tuple[int, .
 def test_a_scalar_may_lie_on_the_device(backend: Backend) -> None:
     x, y = checks.normal(1, (5, 8, 3, 3)), checks.normal(2, (5, 8, 3, 3))
     out = checks.dirty(backend, x.shape)
-    slope = checks.place(backend, np.float32(0.25))
-    backend.apply(checks.plain, (checks.place(backend, x), checks.place(backend, y), slope), (out,))
+    slope = checks.to_device(backend, np.float32(0.25))
+    backend.apply(checks.plain, (checks.to_device(backend, x), checks.to_device(backend, y), slope), (out,))
     checks.close(backend.to_host(out), x - 0.25 * y)
 
 
 def test_slices_of_flat_buffers_at_any_offset(backend: Backend) -> None:
     x = checks.normal(1, (4001,))
-    buffer, out = checks.place(backend, x), checks.dirty(backend, x.shape)
+    buffer, out = checks.to_device(backend, x), checks.dirty(backend, x.shape)
     for start, stop in [(0, 4000), (1, 4001), (4, 4000), (2, 5)]:
         backend.apply(checks.plain, (buffer[start:stop], buffer[start:stop], 0.5), (out[start:stop],))
         checks.close(backend.to_host(out[start:stop]), 0.5 * x[start:stop])

@@ -12,7 +12,7 @@ import backend_oracle as oracle
 import numpy as np
 from hypothesis import strategies as st
 
-from caffepy.backend import Backend, Channel, Each, Geometry, RandomStream, Scalar, expression
+from caffepy.backend import Backend, Channel, Each, Geometry, LrnWindow, RandomStream, Scalar, expression
 from caffepy.backend.types import spatial_output
 
 TOLERANCE = 1e-5
@@ -33,7 +33,7 @@ def normal(seed: int, shape: tuple[int, ...]) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
-def place(backend: Backend, host: Any, dtype: str = "float32") -> Any:
+def to_device(backend: Backend, host: Any, dtype: str = "float32") -> Any:
     """The numbers on the backend."""
     array = backend.zeros(np.shape(host), dtype)
     backend.from_host(np.asarray(host), array)
@@ -53,7 +53,7 @@ def dirty(backend: Backend, shape: tuple[int, ...], dtype: str = "float32") -> A
 def check_memory(backend: Backend, shape: tuple[int, ...]) -> None:
     """zeros, from_host, to_host, flat, view, copy, add, fill."""
     host = normal(1, shape)
-    array = place(backend, host)
+    array = to_device(backend, host)
     assert np.array_equal(backend.to_host(array), host)
     assert backend.to_host(array).flags.c_contiguous
     again = backend.view(backend.flat(array), shape)
@@ -70,7 +70,7 @@ def check_memory(backend: Backend, shape: tuple[int, ...]) -> None:
 def check_reshaped(backend: Backend, old: tuple[int, ...], new: tuple[int, ...]) -> None:
     """The logical order of the elements survives a reshape."""
     host = normal(2, old)
-    result = backend.reshaped(place(backend, host), new)
+    result = backend.reshaped(to_device(backend, host), new)
     assert np.array_equal(backend.to_host(result), host.reshape(new))
     backend.flat(result)
 
@@ -79,7 +79,7 @@ def check_slices(backend: Backend, shape: tuple[int, int, int, int], axis: int, 
     """copy and add of a slice along an axis."""
     index = tuple(slice(start, stop) if a == axis else slice(None) for a in range(4))
     host, part = normal(3, shape), normal(4, shape)[index]
-    array, piece = place(backend, host), place(backend, part)
+    array, piece = to_device(backend, host), to_device(backend, part)
     backend.add(piece, array[index])
     expected = host.copy()
     expected[index] += part
@@ -122,7 +122,7 @@ def check_apply(backend: Backend, shape: tuple[int, ...], axis: int, axes: int) 
     """Formulas with channels, without, with two results and in place."""
     own, spread = _channels(shape, axis, axes)
     x, y, gain = normal(1, shape), normal(2, shape), normal(3, own)
-    dx, dy, dgain = place(backend, x), place(backend, y), place(backend, gain)
+    dx, dy, dgain = to_device(backend, x), to_device(backend, y), to_device(backend, gain)
     out = dirty(backend, shape)
     backend.apply(mixed, (dx, dy, dgain, 0.1), (out,), axis)
     value = gain.reshape(spread).astype(float) * x + y
@@ -140,7 +140,7 @@ def check_reduce(backend: Backend, shape: tuple[int, ...], axis: int, axes: int)
     """Sums over all axes but some, with channels and without, overwriting and adding, twice the same bits."""
     own, spread = _channels(shape, axis, axes)
     x, y, mean = normal(1, shape), normal(2, shape), normal(3, own)
-    dx, dy, dmean = place(backend, x), place(backend, y), place(backend, mean)
+    dx, dy, dmean = to_device(backend, x), to_device(backend, y), to_device(backend, mean)
     summed = tuple(i for i in range(len(shape)) if not axis <= i < axis + axes)
     products, sums = x.astype(float) * y, x.astype(float) + y
     first, second = dirty(backend, own), dirty(backend, own)
@@ -199,7 +199,7 @@ def check_convolution(
     weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
     y_shape = convolution_shape(x_shape, outputs, geometry)
     x, weights, bias, dy = normal(1, x_shape), normal(2, weights_shape), normal(3, (outputs,)), normal(4, y_shape)
-    on_x, on_weights, on_bias, on_dy = (place(backend, a) for a in (x, weights, bias, dy))
+    on_x, on_weights, on_bias, on_dy = (to_device(backend, a) for a in (x, weights, bias, dy))
     plan = backend.plan_convolution(x_shape, weights_shape, geometry)
     expected = oracle.convolution(x.astype(float), weights.astype(float), bias, geometry, y_shape[2:])
     y = dirty(backend, y_shape)
@@ -227,12 +227,12 @@ def check_pool_max(
     if ties:
         x = np.round(x)
     expected, places = oracle.pool_max(x, y_shape, geometry)
-    on_x, y, mask = place(backend, x), dirty(backend, y_shape), dirty(backend, y_shape, "int32")
+    on_x, y, mask = to_device(backend, x), dirty(backend, y_shape), dirty(backend, y_shape, "int32")
     backend.pool_max_forward(on_x, y, mask, geometry)
     assert np.array_equal(backend.to_host(y), expected.astype(np.float32))
     assert np.array_equal(backend.to_host(mask), places)
     dx = dirty(backend, x_shape)
-    backend.pool_max_backward(place(backend, dy), mask, dx, geometry)
+    backend.pool_max_backward(to_device(backend, dy), mask, dx, geometry)
     close(backend.to_host(dx), oracle.pool_max_gradient(dy, places, x_shape))
 
 
@@ -241,45 +241,45 @@ def check_pool_average(backend: Backend, x_shape: tuple[int, ...], y_size: tuple
     y_shape = (*x_shape[:2], *y_size)
     x, dy = normal(1, x_shape), normal(2, y_shape)
     y, dx = dirty(backend, y_shape), dirty(backend, x_shape)
-    backend.pool_average_forward(place(backend, x), y, geometry)
+    backend.pool_average_forward(to_device(backend, x), y, geometry)
     close(backend.to_host(y), oracle.pool_average(x.astype(float), y_shape, geometry))
-    backend.pool_average_backward(place(backend, dy), dx, geometry)
+    backend.pool_average_backward(to_device(backend, dy), dx, geometry)
     close(backend.to_host(dx), oracle.pool_average_gradient(dy, x_shape, geometry))
 
 
 def check_lrn(backend: Backend, shape: tuple[int, ...], size: int, alpha: float, beta: float, k: float) -> None:
     """Normalisation across channels and its gradient."""
     x, dy = normal(1, shape), normal(2, shape)
-    on_x, y = place(backend, x), dirty(backend, shape)
+    on_x, y = to_device(backend, x), dirty(backend, shape)
     scale = dirty(backend, shape) if backend.keeps_lrn_scale else None
-    backend.lrn_across_forward(on_x, y, scale, size, alpha, beta, k)
+    backend.lrn_across_forward(on_x, y, scale, LrnWindow(size, alpha, beta, k))
     expected, expected_scale = oracle.lrn(x.astype(float), size, alpha, beta, k)
     close(backend.to_host(y), expected)
     if scale is not None:
         close(backend.to_host(scale), expected_scale)
     dx, kept = dirty(backend, shape), None if scale is None else y
-    backend.lrn_across_backward(on_x, kept, scale, place(backend, dy), dx, size, alpha, beta, k)
+    backend.lrn_across_backward(on_x, kept, scale, to_device(backend, dy), dx, LrnWindow(size, alpha, beta, k))
     close(backend.to_host(dx), oracle.lrn_gradient(x.astype(float), dy.astype(float), size, alpha, beta, k), 2e-5)
 
 
-# -- classes ----------------------------------------------------------------------------------------------
+# -- softmax ----------------------------------------------------------------------------------------------
 
 
 def check_softmax(backend: Backend, shape: tuple[int, ...], axis: int) -> None:
     """Softmax and its gradient, also far from zero."""
     x, dy = normal(1, shape) * 30 + 200, normal(2, shape)
     y, dx = dirty(backend, shape), dirty(backend, shape)
-    backend.softmax_forward(place(backend, x), y, axis)
+    backend.softmax_forward(to_device(backend, x), y, axis)
     expected = oracle.softmax(x.astype(float), axis)
     close(backend.to_host(y), expected)
-    backend.softmax_backward(y, place(backend, dy), dx, axis)
+    backend.softmax_backward(y, to_device(backend, dy), dx, axis)
     gradient = oracle.softmax_gradient(backend.to_host(y).astype(float), dy.astype(float), axis)
     np.testing.assert_allclose(backend.to_host(dx), gradient, rtol=0, atol=1e-6)
 
 
 def _labels(shape: tuple[int, ...], axis: int) -> Any:
-    places = shape[:axis] + shape[axis + 1 :]
-    return np.random.default_rng(5).integers(0, shape[axis], places).astype(np.float32)
+    positions = shape[:axis] + shape[axis + 1 :]
+    return np.random.default_rng(5).integers(0, shape[axis], positions).astype(np.float32)
 
 
 def check_softmax_loss(
@@ -287,16 +287,17 @@ def check_softmax_loss(
 ) -> None:
     """The loss, the number of labels that count, and the gradient."""
     x, labels = normal(1, shape) * 4, _labels(shape, axis)
-    on_labels, probabilities = place(backend, labels), dirty(backend, shape)
-    totals, bad = dirty(backend, (2,)), place(backend, [-1], "int32")
-    backend.softmax_loss_forward(place(backend, x), on_labels, probabilities, totals, bad, axis, ignore_label)
+    on_labels, probabilities = to_device(backend, labels), dirty(backend, shape)
+    totals, bad = dirty(backend, (2,)), to_device(backend, [-1], "int32")
+    backend.softmax_loss_forward(to_device(backend, x), on_labels, probabilities, totals, bad, axis, ignore_label)
     loss, counted, _ = oracle.softmax_loss(x.astype(float), labels, axis, ignore_label)
     measured = backend.to_host(totals)
     np.testing.assert_allclose(measured[0], loss, rtol=1e-5, atol=1e-6)
     assert measured[1] == counted
     assert backend.to_host(bad)[0] == -1
     dx = dirty(backend, shape)
-    backend.softmax_loss_backward(probabilities, on_labels, dx, totals, axis, ignore_label, 0.5, divide_by_valid)
+    divisor = totals if divide_by_valid else None
+    backend.softmax_loss_backward(probabilities, on_labels, dx, divisor, axis, ignore_label, 0.5)
     scale = 0.5 / max(counted, 1) if divide_by_valid else 0.5
     expected = oracle.softmax_loss_gradient(oracle.softmax(x.astype(float), axis), labels, axis, ignore_label, scale)
     # A probability near 1 less 1 leaves the rounding of 1, so the scale and not the largest gradient is the measure.
@@ -310,13 +311,13 @@ def check_bad_labels(backend: Backend, shape: tuple[int, ...], axis: int) -> Non
     if labels.size > 2:
         labels.reshape(-1)[1] = -3
     probabilities, totals = dirty(backend, shape), dirty(backend, (2,))
-    on_x, on_labels = place(backend, x), place(backend, labels)
+    on_x, on_labels = to_device(backend, x), to_device(backend, labels)
     _, counted, indices = oracle.softmax_loss(x.astype(float), labels, axis, None)
-    bad = place(backend, [-1], "int32")
+    bad = to_device(backend, [-1], "int32")
     backend.softmax_loss_forward(on_x, on_labels, probabilities, totals, bad, axis, None)
     assert backend.to_host(totals)[1] == counted
     assert int(backend.to_host(bad)[0]) in indices
-    ranks, bad = dirty(backend, labels.shape), place(backend, [-1], "int32")
+    ranks, bad = dirty(backend, labels.shape), to_device(backend, [-1], "int32")
     backend.label_ranks(on_x, on_labels, ranks, bad, axis)
     assert np.array_equal(backend.to_host(ranks), oracle.label_ranks(x, labels, axis))
     assert int(backend.to_host(bad)[0]) in indices
@@ -325,8 +326,8 @@ def check_bad_labels(backend: Backend, shape: tuple[int, ...], axis: int) -> Non
 def check_label_ranks(backend: Backend, shape: tuple[int, ...], axis: int) -> None:
     """How many classes score as high as the label's, with ties."""
     x, labels = np.round(normal(1, shape)), _labels(shape, axis)
-    ranks, bad = dirty(backend, labels.shape), place(backend, [-1], "int32")
-    backend.label_ranks(place(backend, x), place(backend, labels), ranks, bad, axis)
+    ranks, bad = dirty(backend, labels.shape), to_device(backend, [-1], "int32")
+    backend.label_ranks(to_device(backend, x), to_device(backend, labels), ranks, bad, axis)
     assert np.array_equal(backend.to_host(ranks), oracle.label_ranks(x, labels, axis))
     assert backend.to_host(bad)[0] == -1
 
@@ -348,12 +349,12 @@ def check_all_finite(backend: Backend, shape: tuple[int, ...]) -> None:
     """One NaN or infinity anywhere is found, the largest float32 is not one."""
     host = normal(1, shape)
     host.reshape(-1)[0] = np.finfo(np.float32).max
-    assert backend.all_finite(place(backend, host))
+    assert backend.all_finite(to_device(backend, host))
     for value in (np.nan, np.inf, -np.inf):
         for index in (0, host.size // 2, host.size - 1):
             spoiled = host.copy()
             spoiled.reshape(-1)[index] = value
-            assert not backend.all_finite(place(backend, spoiled))
+            assert not backend.all_finite(to_device(backend, spoiled))
 
 
 # -- strategies -------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ Array = Any
 def convolution(x: Array, weights: Array, bias: Array | None, geometry: Geometry, out: tuple[int, ...]) -> Array:
     """y for logical (N, C, spatial...) arrays; `out` is y's spatial shape."""
     y = np.zeros((x.shape[0], weights.shape[0], *out))
-    for n, o, place, value in _products(x, weights, geometry, out):
-        y[(n, o) + place] += value(x, weights)
+    for n, o, position, value in _products(x, weights, geometry, out):
+        y[(n, o) + position] += value(x, weights)
     if bias is not None:
         y += bias.reshape((-1,) + (1,) * len(out))
     return y
@@ -28,18 +28,18 @@ def _products(x: Array, weights: Array, geometry: Geometry, out: tuple[int, ...]
     for n in range(x.shape[0]):
         for o in range(weights.shape[0]):
             first = (o // outputs) * inputs
-            for place in np.ndindex(*out):
+            for position in np.ndindex(*out):
                 for k in np.ndindex(*geometry.kernel):
                     at = tuple(
                         p * s - pad + d * j
                         for p, s, pad, d, j in zip(
-                            place, geometry.stride, geometry.pad, geometry.dilation, k, strict=True
+                            position, geometry.stride, geometry.pad, geometry.dilation, k, strict=True
                         )
                     )
                     if all(0 <= a < size for a, size in zip(at, x.shape[2:], strict=True)):
                         image = (n, slice(first, first + inputs)) + at
                         filter_ = (o, slice(None)) + k
-                        yield n, o, place, _Product(image, filter_)
+                        yield n, o, position, _Product(image, filter_)
 
 
 class _Product:
@@ -56,8 +56,8 @@ class _Product:
 def convolution_gradients(x: Array, weights: Array, dy: Array, geometry: Geometry) -> tuple[Array, Array]:
     """(dx, dweights) given dy."""
     dx, dweights = np.zeros(x.shape), np.zeros(weights.shape)
-    for n, o, place, product in _products(x, weights, geometry, dy.shape[2:]):
-        g = dy[(n, o) + place]
+    for n, o, position, product in _products(x, weights, geometry, dy.shape[2:]):
+        g = dy[(n, o) + position]
         dx[product.image] += g * weights[product.filter]
         dweights[product.filter] += g * x[product.image]
     return dx, dweights

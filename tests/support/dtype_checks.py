@@ -16,7 +16,7 @@ from caffepy.backend.types import DTYPES
 some = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 STEP = {"float32": 2e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Allowed distance relative to the largest value: a rounding of the result, whose place in its binade is unknown."""
+"""Allowed distance relative to the largest value: a rounding of the result, wherever in its binade it is."""
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 5, 7), (3, 8, 4, 4), (1, 33, 6, 5), (4, 64, 7, 7), (5, 10), (7,), (2, 3, 4, 5, 6), ()]
 
@@ -36,7 +36,7 @@ def rounded(host: Any, dtype: str) -> Any:
 def stored(backend: Backend, seed: int, shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
     """Random numbers on the device, and what is stored there."""
     host = normal(seed, shape)
-    return checks.place(backend, host, dtype), rounded(host, dtype)
+    return checks.to_device(backend, host, dtype), rounded(host, dtype)
 
 
 def agrees(backend: Backend, array: Any, expected: Any, dtype: str) -> None:

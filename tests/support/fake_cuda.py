@@ -38,7 +38,7 @@ class Pointer:
         self.ptr = address
 
     def copy_from_device_async(self, *_: Any) -> None:
-        """Nothing."""
+        """Copies nothing."""
 
     copy_from_host_async = copy_from_device_async
     memset_async = copy_from_device_async
@@ -66,16 +66,16 @@ class Recorder:
     """The kernels that were asked for: their texts and names, and the sizes of the arguments of their launches."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        self.kernels: dict[tuple[str, str], set[tuple[int, ...]]] = {}
 
     def module(self, code: str, options: Sequence[str]) -> Any:
         """CuPy's RawModule."""
         assert tuple(options) == ("--std=c++17",)
-        return types.SimpleNamespace(get_function=lambda name: Kernel(self.found.setdefault((code, name), set())))
+        return types.SimpleNamespace(get_function=lambda name: Kernel(self.kernels.setdefault((code, name), set())))
 
     def as_list(self) -> list[dict[str, Any]]:
         """For a file."""
-        return [{"text": text, "name": name, "calls": sorted(calls)} for (text, name), calls in self.found.items()]
+        return [{"text": text, "name": name, "calls": sorted(calls)} for (text, name), calls in self.kernels.items()]
 
 
 class Kernel:
@@ -203,13 +203,13 @@ def all_expressions() -> list[Any]:
     for module in pkgutil.walk_packages(caffepy.__path__, "caffepy."):
         if not module.name.endswith(("__main__", ".mpi", "_pb2")) and "nccl" not in module.name:
             importlib.import_module(module.name)
-    found = [value for value in gc.get_objects() if isinstance(value, Expression)]
-    return sorted(found, key=lambda e: (e.name, repr(e.parameters)))
+    formulas = [value for value in gc.get_objects() if isinstance(value, Expression)]
+    return sorted(formulas, key=lambda e: (e.name, repr(e.parameters)))
 
 
 # -- what is run -----------------------------------------------------------------------------------------
 
-STORAGES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
+BLOB_DTYPES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 SHAPES = ((2, 16, 4, 8), (3, 5, 7, 3), (6, 40))
 """Of the arrays of formulas: with wide loads, without, and matrices."""
 
@@ -242,7 +242,7 @@ layer { name: "accuracy" type: "Accuracy" bottom: "j" bottom: "label" top: "accu
 def run_formulas(backend: Any) -> None:
     """Every formula over arrays of each dtype, as numbers and as sums, its scalars on the host and on the device."""
     for formula in all_expressions():
-        for dtype in STORAGES.values():
+        for dtype in BLOB_DTYPES.values():
             for shape in SHAPES:
                 run_formula(backend, formula, shape, dtype)
 
@@ -271,7 +271,7 @@ def run_nets(backend: Any) -> None:
 
     for path in sorted((ROOT / "tests" / "golden" / "layers").glob("*.npz")):
         case = np.load(path)
-        for kind in STORAGES:
+        for kind in BLOB_DTYPES:
             param = text_format.Parse(str(case["prototxt"]), caffe_pb2.NetParameter())
             param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
             net = Net(param, LayerContext(backend, caffe_pb2.Phase.Value(str(case["phase"]))))
@@ -288,7 +288,7 @@ def run_training(backend: Any) -> None:
     from caffepy.solvers.execution_options import ExecutionOptions
 
     text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1'
-    for kind in STORAGES:
+    for kind in BLOB_DTYPES:
         types = f"default_forward_type: {kind} default_backward_type: {kind}\n"
         solver = create_solver(solver_param(text, types + NET), backend, engine=ExecutionOptions(eager=True))
         solver.step(2)
@@ -297,7 +297,7 @@ def run_training(backend: Any) -> None:
 
 def run_windows(backend: Any, dtype: str) -> None:
     """Pooling by windows of several sizes, and LRN, with wide loads and without."""
-    from caffepy.backend import Geometry
+    from caffepy.backend import Geometry, LrnWindow
 
     def zeros(shape: tuple[int, ...], dtype: str = dtype) -> Any:
         return backend.zeros(shape, dtype)
@@ -313,28 +313,29 @@ def run_windows(backend: Any, dtype: str) -> None:
         backend.pool_average_forward(x, y, geometry)
         backend.pool_average_backward(y, x, geometry)
         for size in (3, 40):
-            backend.lrn_across_forward(x, x, None, size, 0.1, 0.75, 1.0)
-            backend.lrn_across_backward(x, None, None, x, x, size, 0.1, 0.75, 1.0)
+            backend.lrn_across_forward(x, x, None, LrnWindow(size, 0.1, 0.75))
+            backend.lrn_across_backward(x, None, None, x, x, LrnWindow(size, 0.1, 0.75))
 
 
-def run_classes(backend: Any) -> None:
-    """Softmax, its loss and label ranks: few places, many classes side by side, and classes far apart."""
+def run_softmax(backend: Any) -> None:
+    """Softmax, its loss and label ranks: few positions, many neighbouring classes, and classes far apart."""
     for shape in ((8, 10), (2000, 10), (3000, 1500), (2, 5, 40, 40), (2, 2000, 30, 30)):
         x, labels = backend.zeros(shape), backend.zeros((shape[0], *shape[2:]))
         totals, bad = backend.zeros((2,)), backend.zeros((1,), "int32")
         backend.softmax_forward(x, x, 1)
         backend.softmax_backward(x, x, x, 1)
         backend.softmax_loss_forward(x, labels, x, totals, bad, 1, 3)
-        backend.softmax_loss_backward(x, labels, x, totals, 1, None, 1.0, True)
+        backend.softmax_loss_backward(x, labels, x, totals, 1, None, 1.0)
+        backend.softmax_loss_backward(x, labels, x, None, 1, None, 1.0)
         backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1)
 
 
-def run_normalisation(backend: Any, dtype: str) -> None:
+def run_batch_norm(backend: Any, dtype: str) -> None:
     """Batch normalisation with everything that may be part of its launches, ReLU's gradient and sums of arrays."""
-    from caffepy.backend.types import Normalisation, mask_bytes
+    from caffepy.backend.types import BatchNormState, mask_bytes
 
     for shape in ((4, 32, 8, 8), (4, 5, 7, 7), (16, 24)):
-        n = Normalisation(*(backend.zeros((shape[1],)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
+        n = BatchNormState(*(backend.zeros((shape[1],)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
         x, sums = backend.zeros(shape, dtype), [backend.zeros((shape[1],)) for _ in range(2)]
         mask = backend.zeros((mask_bytes(x.size),), "uint8")
         backend.batch_norm_measure(x, n)
@@ -346,9 +347,9 @@ def run_normalisation(backend: Any, dtype: str) -> None:
         for sources, relu, bits in itertools.product((1, 2, 3, 4, 5), (False, True), (None, mask)):
             dys = [backend.zeros(shape, dtype) for _ in range(sources)]
             if relu or bits is None:
-                backend.batch_norm_backward_sums(x, dys, n, *sums, relu, bits, x if sources > 1 else None)
+                backend.batch_norm_backward_sums(x, dys, n, sums, relu, bits, x if sources > 1 else None)
         for relu in (False, True):
-            backend.batch_norm_backward_data(x, x, n, *sums, x, relu)
+            backend.batch_norm_backward_data(x, x, n, sums, x, relu)
         for bias in (None, sums[0]):
             backend.relu_backward(x, x, x, bias, False)
         for count in (2, 3, 5, 11):
@@ -359,7 +360,7 @@ def run_copies(backend: Any) -> None:
     """Copies and sums from each dtype to each, in one order and from one order to the other; random numbers."""
     from caffepy.backend import RandomStream
 
-    for source, target in itertools.product(STORAGES.values(), repeat=2):
+    for source, target in itertools.product(BLOB_DTYPES.values(), repeat=2):
         for shape in ((2, 32, 8, 8), (2, 5, 7, 3), (6, 40)):
             x, y = backend.zeros(shape, source), backend.zeros(shape, target)
             backend.copy(x, y)
@@ -380,7 +381,7 @@ def run_input(backend: Any) -> None:
     """Images and other values that become blobs, and clocks."""
     from caffepy.backend.input_ring import ImageSlot
 
-    for dtype, channels in itertools.product(STORAGES.values(), (1, 3, 5)):
+    for dtype, channels in itertools.product(BLOB_DTYPES.values(), (1, 3, 5)):
         slot = ImageSlot(8, channels, 96, 96)
         ring = backend.input_ring(slot.size, 1, 2)
         images, labels = backend.zeros(slot.shape, dtype), backend.zeros((8,))
@@ -399,10 +400,10 @@ def main() -> int:
         with fake_backend(math_mode) as backend:
             run_nets(backend)
             run_training(backend)
-    for dtype in STORAGES.values():
+    for dtype in BLOB_DTYPES.values():
         run_windows(backend, dtype)
-        run_normalisation(backend, dtype)
-    run_classes(backend)
+        run_batch_norm(backend, dtype)
+    run_softmax(backend)
     run_copies(backend)
     run_input(backend)
     run_formulas(backend)

@@ -34,7 +34,7 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,\[]*(
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordedKernel:
     """A kernel that the backend asked for.
 
     Args:
@@ -104,7 +104,7 @@ def installed() -> list[Nvrtc]:
     return sorted(map(Nvrtc, sorted(paths)), key=lambda nvrtc: nvrtc.major)
 
 
-def record() -> list[Source]:
+def record() -> list[RecordedKernel]:
     """Every kernel that `fake_cuda.py` saw; in a process of its own, since it replaces CuPy."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernels.json"
@@ -113,8 +113,8 @@ def record() -> list[Source]:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
         if result.returncode != 0:
             raise AssertionError(result.stdout + result.stderr)
-        found = json.loads(out.read_text())
-    return [Source(kernel["text"], kernel["name"], tuple(map(tuple, kernel["calls"]))) for kernel in found]
+        recorded = json.loads(out.read_text())
+    return [RecordedKernel(k["text"], k["name"], tuple(map(tuple, k["calls"]))) for k in recorded]
 
 
 def parameter_sizes(ptx: str, name: str) -> tuple[int, ...]:
@@ -124,17 +124,17 @@ def parameter_sizes(ptx: str, name: str) -> tuple[int, ...]:
     return tuple(int(bits) // 8 * int(count or 1) for _, bits, count in _PARAMETER.findall(entries[name]))
 
 
-def check(nvrtc: Nvrtc, source: Source, architecture: str) -> None:
+def check(nvrtc: Nvrtc, kernel: RecordedKernel, architecture: str) -> None:
     """Compile a kernel to PTX; all its launches must have handed over as many bytes as it takes.
 
     Raises:
         ValueError: it does not compile.
         AssertionError: a launch differs.
     """
-    ptx = nvrtc.compile(source.text, architecture, source.name).decode()
-    wanted = parameter_sizes(ptx, source.name)
-    for call in source.calls:
-        assert call == wanted, f"{source.name} takes {wanted}, was launched with {call}:\n{source.text[-3000:]}"
+    ptx = nvrtc.compile(kernel.text, architecture, kernel.name).decode()
+    wanted = parameter_sizes(ptx, kernel.name)
+    for call in kernel.calls:
+        assert call == wanted, f"{kernel.name} takes {wanted}, was launched with {call}:\n{kernel.text[-3000:]}"
 
 
 @cache
@@ -144,16 +144,16 @@ def _file_texts() -> dict[str, str]:
 
 def file_kernels() -> set[tuple[str, str]]:
     """File and name of every kernel in the backend's .cu files."""
-    found = set()
+    names = set()
     for file, text in _file_texts().items():
         plain = re.sub(r"__launch_bounds__\([^)]*\)", "", text)
-        found |= {(file, name) for name in re.findall(r'extern "C" __global__ void\s+(\w+)\(', plain)}
-    return found
+        names |= {(file, name) for name in re.findall(r'extern "C" __global__ void\s+(\w+)\(', plain)}
+    return names
 
 
-def files_of(source: Source) -> list[str]:
+def files_of(kernel: RecordedKernel) -> list[str]:
     """The .cu files that a kernel's text consists of."""
-    return [file for file, text in _file_texts().items() if text in source.text]
+    return [file for file, text in _file_texts().items() if text in kernel.text]
 
 
 def architectures(nvrtc: Nvrtc) -> Iterator[str]:
@@ -172,7 +172,7 @@ def main() -> int:
     compilers = [nvrtc for nvrtc in installed() if args.cuda in (None, nvrtc.major)]
     if not compilers:
         raise SystemExit("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc")
-    sources = record()[:: args.every]
+    kernels = record()[:: args.every]
     failures = 0
     for nvrtc in compilers:
         for architecture in ("compute_80", *architectures(nvrtc)):
@@ -180,23 +180,23 @@ def main() -> int:
                 continue
             begin = time.monotonic()
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                found = list(pool.map(lambda source, n=nvrtc, a=architecture: _outcome(n, source, a), sources))
-            for text in sorted({text for text in found if text}):
+                outcomes = list(pool.map(lambda kernel, n=nvrtc, a=architecture: _outcome(n, kernel, a), kernels))
+            for text in sorted({text for text in outcomes if text}):
                 print(text, flush=True)
-            failures += sum(bool(text) for text in found)
+            failures += sum(bool(text) for text in outcomes)
             took = time.monotonic() - begin
-            print(f"NVRTC {nvrtc.version}, {architecture}: {len(sources)} kernels, {took:.0f} s", flush=True)
+            print(f"NVRTC {nvrtc.version}, {architecture}: {len(kernels)} kernels, {took:.0f} s", flush=True)
     return int(failures > 0)
 
 
-def _outcome(nvrtc: Nvrtc, source: Source, architecture: str) -> str:
-    if not source.runs_on(architecture):
+def _outcome(nvrtc: Nvrtc, kernel: RecordedKernel, architecture: str) -> str:
+    if not kernel.runs_on(architecture):
         return ""
     try:
         if architecture.startswith("compute"):
-            check(nvrtc, source, architecture)
+            check(nvrtc, kernel, architecture)
         else:
-            nvrtc.compile(source.text, architecture, source.name)
+            nvrtc.compile(kernel.text, architecture, kernel.name)
     except (ValueError, AssertionError) as error:
         return str(error)
     return ""

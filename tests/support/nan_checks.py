@@ -8,7 +8,7 @@ import backend_checks as checks
 import backend_oracle as oracle
 import normalise_checks
 import numpy as np
-from backend_checks import dirty, normal, place
+from backend_checks import dirty, normal, to_device
 
 from caffepy.backend import Backend, Channel, Each, Geometry, expression
 from caffepy.backend.types import mask_bytes
@@ -48,7 +48,7 @@ def with_nan(host: Any, seed: int = 9, share: float = 0.2) -> Any:
 def check_formulas(backend: Backend, shape: tuple[int, ...], dtype: str = "float32") -> None:
     """min and max, whichever of the two is NaN, in place and not."""
     hosts = [with_nan(np.round(4 * normal(s, shape)) / 4, s) for s in (1, 2)]
-    x, y = (place(backend, host, dtype) for host in hosts)
+    x, y = (to_device(backend, host, dtype) for host in hosts)
     outs = [dirty(backend, shape, dtype) for _ in range(4)]
     backend.apply(extremes, (x, y), outs)
     a, b = hosts
@@ -64,7 +64,7 @@ def check_channel_formulas(backend: Backend, shape: tuple[int, ...], dtype: str 
     """The same with one value for each channel, and the epilogue of a fused InnerProduct and ReLU."""
     x_host, c_host = with_nan(np.round(4 * normal(1, shape)) / 4), with_nan(np.round(4 * normal(2, shape[1:2])) / 4)
     spread = c_host.reshape((1, -1) + (1,) * (len(shape) - 2))
-    x, c = place(backend, x_host, dtype), place(backend, c_host)
+    x, c = to_device(backend, x_host, dtype), to_device(backend, c_host)
     larger, smaller = dirty(backend, shape, dtype), dirty(backend, shape, dtype)
     backend.apply(extremes_with_channel, (x, c), (larger, smaller), 1)
     np.testing.assert_array_equal(backend.to_host(larger), np.maximum(x_host, spread))
@@ -84,10 +84,10 @@ def check_pooling(
     y_shape = (*x_shape[:2], *y_size)
     expected, places = oracle.pool_max(host, y_shape, geometry)
     y, mask = dirty(backend, y_shape, dtype), dirty(backend, y_shape, mask_dtype)
-    backend.pool_max_forward(place(backend, host, dtype), y, mask, geometry)
+    backend.pool_max_forward(to_device(backend, host, dtype), y, mask, geometry)
     np.testing.assert_array_equal(backend.to_host(y), expected.astype(np.float32))
     dy, dx = np.round(normal(2, y_shape)), dirty(backend, x_shape, dtype)
-    backend.pool_max_backward(place(backend, dy, dtype), mask, dx, geometry)
+    backend.pool_max_backward(to_device(backend, dy, dtype), mask, dx, geometry)
     np.testing.assert_array_equal(backend.to_host(dx), oracle.pool_max_gradient(dy, places, x_shape))
 
 
@@ -96,10 +96,10 @@ def check_softmax_loss(backend: Backend, shape: tuple[int, ...], axis: int) -> N
     scores = normal(1, shape)
     scores[(0,) * len(shape)] = np.nan
     labels = np.zeros(shape[:axis] + shape[axis + 1 :], np.float32)
-    totals, bad = dirty(backend, (2,)), place(backend, [-1], "int32")
+    totals, bad = dirty(backend, (2,)), to_device(backend, [-1], "int32")
     probabilities = dirty(backend, shape)
     backend.softmax_loss_forward(
-        place(backend, scores), place(backend, labels), probabilities, totals, bad, axis, None
+        to_device(backend, scores), to_device(backend, labels), probabilities, totals, bad, axis, None
     )  # fmt: skip
     assert np.isnan(backend.to_host(totals)[0])
     assert backend.to_host(totals)[1] == labels.size
@@ -110,7 +110,7 @@ def check_statistics_of_sums(backend: Backend, channels: int) -> None:
     sums = np.ones((2, channels), np.float32)
     sums[:, 0] = np.inf
     state = normalise_checks.statistics(backend, channels)
-    backend.batch_norm_measure_sums(place(backend, sums), 12, state.device)
+    backend.batch_norm_measure_sums(to_device(backend, sums), 12, state.device)
     inverse = backend.to_host(state.device.inverse)
     assert np.isnan(inverse[0]) and np.isfinite(inverse[1:]).all()
 
@@ -120,10 +120,10 @@ def check_normalised(backend: Backend, shape: tuple[int, ...], dtype: str, resid
     state = normalise_checks.statistics(backend, shape[1])
     x = normal(1, shape)
     x.reshape(-1)[::7] = np.nan
-    extra = place(backend, normal(2, shape), dtype) if residual else None
+    extra = to_device(backend, normal(2, shape), dtype) if residual else None
     bits = backend.zeros((mask_bytes(x.size),), "uint8") if mask else None
     y = dirty(backend, shape, dtype)
-    backend.batch_norm_forward(place(backend, x, dtype), state.device, y, extra, True, bits)
+    backend.batch_norm_forward(to_device(backend, x, dtype), state.device, y, extra, True, bits)
     found = backend.to_host(y)
     assert np.array_equal(np.isnan(found), np.isnan(x))
     assert (found[~np.isnan(x)] >= 0).all()
@@ -139,8 +139,8 @@ def check_convolution(backend: Backend, x_shape: tuple[int, ...], outputs: int, 
         checks.spatial_output(*w)
         for w in zip(x_shape[2:], geometry.kernel, geometry.stride, geometry.pad, geometry.dilation, strict=True)
     ))  # fmt: skip
-    on_x, on_weights = place(backend, x, dtype), place(backend, weights, dtype)
-    for bias in (None, place(backend, normal(3, (outputs,)))):
+    on_x, on_weights = to_device(backend, x, dtype), to_device(backend, weights, dtype)
+    for bias in (None, to_device(backend, normal(3, (outputs,)))):
         y = dirty(backend, y_shape, dtype)
         plan.forward(on_x, on_weights, bias, y, relu=True)
         found = backend.to_host(y)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from backend_checks import close, dirty, normal, place
+from backend_checks import close, dirty, normal, to_device
 
 from caffepy.backend import Backend
 from caffepy.backend.layout import memory_order
-from caffepy.backend.types import Normalisation, mask_bytes
+from caffepy.backend.types import BatchNormState, mask_bytes
 
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Allowed distance relative to an array's largest value."""
@@ -36,9 +36,9 @@ def over(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank))
 
 
-def placed(backend: Backend, host: Any, dtype: str) -> tuple[Any, Any]:
+def rounded_to_device(backend: Backend, host: Any, dtype: str) -> tuple[Any, Any]:
     """The numbers on the backend, and as float64 what is left of them in that dtype."""
-    array = place(backend, host, dtype)
+    array = to_device(backend, host, dtype)
     return array, backend.to_host(array).astype(np.float64)
 
 
@@ -62,9 +62,9 @@ def unpack(mask: Any, shape: tuple[int, ...]) -> Any:
 
 @dataclass
 class Statistics:
-    """A `Normalisation` on the backend beside the numbers in it."""
+    """A `BatchNormState` on the backend beside the numbers in it."""
 
-    device: Normalisation
+    device: BatchNormState
     host: dict[str, Any]
 
     def before_relu(self, x: Any) -> Any:
@@ -80,8 +80,8 @@ def statistics(backend: Backend, channels: int, count: float = 3.0) -> Statistic
     host["inverse"] = np.abs(host["inverse"]) + np.float32(0.5)
     host["sum_variance"] = np.abs(host["sum_variance"]) + np.float32(0.1)
     host["count"] = np.full((1,), count, np.float32)
-    arrays = {name: place(backend, value) for name, value in host.items()}
-    return Statistics(Normalisation(**arrays, epsilon=1e-5, fraction=0.9), host)
+    arrays = {name: to_device(backend, value) for name, value in host.items()}
+    return Statistics(BatchNormState(**arrays, epsilon=1e-5, fraction=0.9), host)
 
 
 # -- statistics -------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def check_measure(backend: Backend, shape: tuple[int, ...], dtype: str, offset: 
     channels, rank = shape[1], len(shape)
     deviation = 0.5 + np.abs(normal(3, (channels,)))
     host = normal(1, shape) * spread(deviation, rank) + spread(normal(2, (channels,)), rank) + offset
-    x, kept = placed(backend, host.astype(np.float32), dtype)
+    x, kept = rounded_to_device(backend, host.astype(np.float32), dtype)
     bits = []
     for _ in range(2):
         s = statistics(backend, channels)
@@ -102,7 +102,7 @@ def check_measure(backend: Backend, shape: tuple[int, ...], dtype: str, offset: 
     _check_measured(backend, s, kept.mean(axis=over(rank)), kept.var(axis=over(rank)), kept.size // channels)
 
 
-def _measured(n: Normalisation) -> tuple[Any, ...]:
+def _measured(n: BatchNormState) -> tuple[Any, ...]:
     return n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count
 
 
@@ -121,7 +121,7 @@ def check_measure_sums(backend: Backend, channels: int, elements: int) -> None:
     mean, variance = normal(1, (channels,)).astype(float), np.abs(normal(2, (channels,))).astype(float) + 0.5
     s = statistics(backend, channels)
     sums = np.stack([mean * elements, (variance + mean**2) * elements]).astype(np.float32)
-    backend.batch_norm_measure_sums(place(backend, sums), elements, s.device)
+    backend.batch_norm_measure_sums(to_device(backend, sums), elements, s.device)
     _check_measured(backend, s, mean, variance, elements)
 
 
@@ -144,8 +144,8 @@ def check_forward(
 ) -> None:  # fmt: skip
     """y and the mask."""
     s = statistics(backend, shape[1])
-    x, host = placed(backend, normal(1, shape), dtype)
-    other, other_host = placed(backend, normal(2, shape), dtype)
+    x, host = rounded_to_device(backend, normal(1, shape), dtype)
+    other, other_host = rounded_to_device(backend, normal(2, shape), dtype)
     y = x if in_place else dirty(backend, shape, to or dtype)
     bits = dirty(backend, (mask_bytes(x.size),), "uint8") if mask else None
     backend.batch_norm_forward(x, s.device, y, other if residual else None, relu, bits)
@@ -162,17 +162,20 @@ def check_backward(
 ) -> None:  # fmt: skip
     """Both passes; `total` is where g goes: nowhere, to an array of its "own" or to the "first" or "last" dy."""
     s = statistics(backend, shape[1])
-    x, host = placed(backend, normal(1, shape), dtype)
+    x, host = rounded_to_device(backend, normal(1, shape), dtype)
     before = s.before_relu(host)
     on = normal(5, shape) > 0 if mask else before > 0
     doubtful = np.abs(before) < DOUBTFUL
-    pairs = [placed(backend, np.where(doubtful, 0, normal(10 + k, shape)), gradients or dtype) for k in range(sources)]
+    pairs = [
+        rounded_to_device(backend, np.where(doubtful, 0, normal(10 + k, shape)), gradients or dtype)
+        for k in range(sources)
+    ]
     dys = [array for array, _ in pairs]
     g = sum(values for _, values in pairs) * (on if relu else 1.0)
     where = {"": None, "own": dirty(backend, shape, gradients or dtype), "first": dys[0], "last": dys[-1]}[total]
     sums = dirty(backend, (shape[1],)), dirty(backend, (shape[1],))
-    bits = place(backend, pack(on), "uint8") if mask else None
-    backend.batch_norm_backward_sums(x, dys, s.device, *sums, relu, bits, where)
+    bits = to_device(backend, pack(on), "uint8") if mask else None
+    backend.batch_norm_backward_sums(x, dys, s.device, sums, relu, bits, where)
     normal_x = (host - spread(s.host["mean"], host.ndim)) * spread(s.host["inverse"], host.ndim)
     elements, scale = host.size // shape[1], np.abs(g).sum(axis=over(g.ndim)).max(initial=1)
     # More than four are added up in two launches, and the first one's sum is rounded to the gradients' dtype.
@@ -187,12 +190,12 @@ def check_backward(
     dy = dys[0] if where is None else where
     g = g if again or where is not None or not relu else pairs[0][1]
     dx = dirty(backend, shape, gradients or dtype)
-    backend.batch_norm_backward_data(x, dy, s.device, *sums, dx, relu=again)
+    backend.batch_norm_backward_data(x, dy, s.device, sums, dx, relu=again)
     sum_dy_x, sum_dy = (spread(backend.to_host(a), host.ndim) for a in sums)
     factor = spread(s.host["scale"], host.ndim) * spread(s.host["inverse"], host.ndim)
     expected = factor * (g - (sum_dy + normal_x * sum_dy_x) / elements)
     close(backend.to_host(dx), expected, ROUNDING[gradients or dtype])
-    backend.batch_norm_backward_data(x, dy, s.device, *sums, dy, relu=again)
+    backend.batch_norm_backward_data(x, dy, s.device, sums, dy, relu=again)
     close(backend.to_host(dy), expected, ROUNDING[gradients or dtype])
 
 
@@ -203,15 +206,15 @@ def check_relu_backward(
     backend: Backend, shape: tuple[int, ...], dtype: str, bias: bool, in_place: bool = False, gradients: str = ""
 ) -> None:
     """dx, and the bias's gradient overwritten and added to."""
-    y, host = placed(backend, np.maximum(normal(1, shape), 0), dtype)
-    dy, dy_host = placed(backend, normal(2, shape), gradients or dtype)
+    y, host = rounded_to_device(backend, np.maximum(normal(1, shape), 0), dtype)
+    dy, dy_host = rounded_to_device(backend, normal(2, shape), gradients or dtype)
     expected = np.where(host > 0, dy_host, 0)
     start = normal(3, (shape[1],)) if bias else None
     for accumulate in (False, True) if bias else (False,):
         dx = dirty(backend, shape, gradients or dtype)
         if in_place:
             backend.copy(dy, dx)
-        dbias = place(backend, start) if bias else None
+        dbias = to_device(backend, start) if bias else None
         backend.relu_backward(y, dx if in_place else dy, dx, dbias, accumulate)
         assert np.array_equal(backend.to_host(dx), expected)
         if bias:
@@ -224,7 +227,7 @@ def check_total(
     backend: Backend, shape: tuple[int, ...], dtype: str, sources: int, at: int | None = None, to: str = ""
 ) -> None:
     """A sum of several arrays, to an array of its own or to one of them."""
-    pairs = [placed(backend, normal(k, shape), dtype) for k in range(sources)]
+    pairs = [rounded_to_device(backend, normal(k, shape), dtype) for k in range(sources)]
     destination = dirty(backend, shape, to or dtype) if at is None else pairs[at][0]
     backend.add_n([array for array, _ in pairs], destination)
     close(backend.to_host(destination), sum(values for _, values in pairs), ROUNDING[to or dtype])

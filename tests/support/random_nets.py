@@ -430,18 +430,18 @@ class RandomNet:
 
 
 class SpoilingBackend(CpuBackend):
-    """Leaves what it is lent as no blob must find it."""
+    """Overwrites the leased workspace before and after each layer."""
 
     @contextmanager
-    def lending(self, room: Any) -> Iterator[None]:
-        self._spoil(room)
+    def workspace_lease(self, buffer: Any) -> Iterator[None]:
+        self._spoil(buffer)
         yield
-        self._spoil(room)
+        self._spoil(buffer)
 
     @staticmethod
-    def _spoil(room: Any) -> None:
-        if room is not None:
-            room.view(np.uint8)[...] = 0xFF
+    def _spoil(buffer: Any) -> None:
+        if buffer is not None:
+            buffer.view(np.uint8)[...] = 0xFF
 
 
 def parse(random_net: RandomNet, kind: str = "FLOAT") -> caffe_pb2.NetParameter:

@@ -28,7 +28,7 @@ from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.handles import AsyncCopy, Convolution
 from caffepy.backend.layout import is_plain, memory_order
-from caffepy.backend.types import Array, Counter, Geometry, RandomStream
+from caffepy.backend.types import Array, Counter, Geometry, LrnWindow, RandomStream
 from caffepy.errors import DeviceError, OutOfMemoryError
 
 
@@ -264,24 +264,21 @@ class CpuBackend(CpuInput, Synchronous, Composite):
         self._check_dense(dy, dx)
         cpu_pooling.pool_average_backward(self.threads, dy, dx, geometry)
 
-    def lrn_across_forward(
-        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
-    ) -> None:
+    def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         self._check_dense(x, y, scale)
-        cpu_lrn.lrn_forward(self.threads, x, y, scale, size, alpha, beta, k)
+        cpu_lrn.lrn_forward(self.threads, x, y, scale, window)
 
     def lrn_across_backward(
-        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
-        beta: float, k: float,
-    ) -> None:  # fmt: skip
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
+    ) -> None:
         self._check_dense(x, y, scale, dy, dx)
-        cpu_lrn.lrn_backward(self.threads, x, y, scale, dy, dx, size, alpha, beta)
+        cpu_lrn.lrn_backward(self.threads, x, y, scale, dy, dx, window)
 
     def _check_dense(self, *arrays: Array) -> None:
         for array in arrays:
             assert self._dense(array), f"shape {array.shape}, strides {array.strides}: a slice or foreign order"
 
-    # -- classes ------------------------------------------------------------------------------------
+    # -- softmax ------------------------------------------------------------------------------------
 
     def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
         cpu_softmax.softmax_forward(self.threads, x, y, axis)
@@ -307,13 +304,12 @@ class CpuBackend(CpuInput, Synchronous, Composite):
         probabilities: Array,
         labels: Array,
         dx: Array,
-        totals: Array,
+        totals: Array | None,
         axis: int,
         ignore_label: int | None,
         scale: float,
-        divide_by_valid: bool,
     ) -> None:
-        if divide_by_valid:
+        if totals is not None:
             scale = scale / max(float(totals[1]), 1.0)
         cpu_softmax.loss_gradient(self.threads, probabilities, labels, dx, axis, ignore_label, scale)
 

@@ -47,8 +47,8 @@ Same = tuple[int, ...]
 
 def _same(inputs: Sequence[Any], outputs: Sequence[Any]) -> Same:
     """Which outputs are inputs. Told so, the compiler sees that they do not overlap with a shift, and vectorises."""
-    places = [address_of(x) if type(x) is np.ndarray else 0 for x in inputs]
-    return tuple(places.index(at) if (at := address_of(output)) in places else -1 for output in outputs)
+    addresses = [address_of(x) if type(x) is np.ndarray else 0 for x in inputs]
+    return tuple(addresses.index(at) if (at := address_of(output)) in addresses else -1 for output in outputs)
 
 
 def _unpack(expression: Expression, outputs: str, count: int, same: Same = ()) -> list[str]:

@@ -12,13 +12,13 @@ from caffepy.backend.types import Array, Counter
 
 
 @kernel
-def image_rows(
-    begin: Int, end: Int, pixels: Bytes, places: Ints, means: Floats, out: Floats, channels: Int, height: Int,
+def image_rows(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, pixels: Bytes, crops: Ints, means: Floats, out: Floats, channels: Int, height: Int,
     width: Int, mean_height: Int, mean_width: Int, moves: Int, scale: Float,
 ) -> None:  # fmt: skip
     """Items are rows (n, h); out[n, h, w, c] = (pixels[n, c, h, w'] - means[c, top + h, left + w']) * scale.
 
-    Without `moves` the means begin at the crop's own corner. Places are unsigned where values go from right to left:
+    Without `moves` the means begin at the crop's own corner. Indices are unsigned where values go from right to left:
     signed ones may wrap, and LLVM would not make vectors of them.
     """
     plane = height * width
@@ -27,9 +27,9 @@ def image_rows(
     for row in range(begin, end):
         n = row // height
         h = row - n * height
-        mirrored = places[3 * n] != 0
+        mirrored = crops[3 * n] != 0
         v = np.uintp((n * channels * height + h) * width)
-        m = np.uintp((moves * places[3 * n + 1] + h) * mean_width + moves * places[3 * n + 2])
+        m = np.uintp((moves * crops[3 * n + 1] + h) * mean_width + moves * crops[3 * n + 2])
         o = np.uintp(row * width * channels)
         if channels == 3:
             v1 = v + np.uintp(plane)
@@ -77,16 +77,16 @@ class CpuInput(InputPrimitives):
         labels: Array | None,
     ) -> None:  # fmt: skip
         assert isinstance(ring, HostRing)
-        found, places, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
+        label_values, crops, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
         height, width = slot.height, slot.width
         moves = mean.shape[1:] != (1, 1)
         means: Any = mean if moves else np.ascontiguousarray(np.broadcast_to(mean, (slot.channels, height, width)))
-        if not moves and not places[:, 0].any():
+        if not moves and not crops[:, 0].any():
             height, width = 1, height * width  # whole images: one long row each
             means = means.reshape(slot.channels, 1, width)
         image_rows.run(
-            self.threads, slot.count * height, max(1, 65536 // (slot.channels * width)), pixels, places, means, images,
+            self.threads, slot.count * height, max(1, 65536 // (slot.channels * width)), pixels, crops, means, images,
             slot.channels, height, width, means.shape[1], means.shape[2], int(moves), float(np.float32(scale)),
         )  # fmt: skip
         if labels is not None:
-            labels[...] = found
+            labels[...] = label_values

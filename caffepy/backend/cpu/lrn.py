@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, device_function, kernel
+from caffepy.backend.types import LrnWindow
 
 GRAIN = 4096
 """Elements below which a second thread costs more than it saves."""
@@ -21,7 +22,7 @@ def _power(scale: Any, beta: Any) -> Any:
 
 
 @kernel
-def forward(
+def forward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, y: Floats, scale: Floats,
     channels: Int, before: Int, after: Int, factor: Float, beta: Float, k: Float,
 ) -> None:  # fmt: skip
@@ -41,7 +42,7 @@ def forward(
 
 
 @kernel
-def backward(
+def backward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, y: Floats, scale: Floats, dy: Floats, dx: Floats,
     channels: Int, before: Int, after: Int, factor: Float, beta: Float,
 ) -> None:  # fmt: skip
@@ -60,7 +61,7 @@ def backward(
 
 
 def _grain(x: Any) -> int:
-    return max(1, GRAIN // max(1, x.shape[1]))
+    return max(1, GRAIN // max(1, int(x.shape[1])))
 
 
 def _sides(size: int) -> tuple[int, int]:
@@ -68,18 +69,16 @@ def _sides(size: int) -> tuple[int, int]:
     return before, size - 1 - before
 
 
-def lrn_forward(threads: int, x: Any, y: Any, scale: Any, size: int, alpha: float, beta: float, k: float) -> None:
+def lrn_forward(threads: int, x: Any, y: Any, scale: Any, window: LrnWindow) -> None:
     """See `Backend.lrn_across_forward`."""
-    channels = x.shape[1]
+    channels, w = x.shape[1], window
     pixels = x.size // max(1, channels)
-    forward.run(threads, pixels, _grain(x), x, y, scale, channels, *_sides(size), alpha / size, beta, k)
+    forward.run(threads, pixels, _grain(x), x, y, scale, channels, *_sides(w.size), w.alpha / w.size, w.beta, w.k)
 
 
-def lrn_backward(
-    threads: int, x: Any, y: Any, scale: Any, dy: Any, dx: Any, size: int, alpha: float, beta: float
-) -> None:
+def lrn_backward(threads: int, x: Any, y: Any, scale: Any, dy: Any, dx: Any, window: LrnWindow) -> None:
     """See `Backend.lrn_across_backward`."""
-    channels = x.shape[1]
+    channels, w = x.shape[1], window
     pixels = x.size // max(1, channels)
-    factor = 2 * alpha * beta / size
-    backward.run(threads, pixels, _grain(x), x, y, scale, dy, dx, channels, *_sides(size), factor, beta)
+    factor = 2 * w.alpha * w.beta / w.size
+    backward.run(threads, pixels, _grain(x), x, y, scale, dy, dx, channels, *_sides(w.size), factor, w.beta)

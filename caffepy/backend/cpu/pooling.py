@@ -19,42 +19,42 @@ GRAIN = 8192
 class _WindowWriter(Writer):
     """Writes the search for the maxima of a window in WIDTH channels at once."""
 
-    def write(
-        self, x: Any, rows: Any, row: Any, columns: Any, column: Any, place: Any, width: Any, y: Any, mask: Any,
+    def write(  # noqa: PLR0913 -- a kernel
+        self, x: Any, rows: Any, row: Any, columns: Any, column: Any, index: Any, width: Any, y: Any, mask: Any,
         wanted: Any,
     ) -> None:  # fmt: skip
         lanes = self.lanes(wanted)
-        best, where = self._better(None, self.masked_load(self.vector_at(x, self.word(0)), lanes), place)
+        best, where = self._better(None, self.masked_load(self.vector_at(x, self.word(0)), lanes), index)
 
-        def over_rows(h: Any, _: Any, found: list[Any]) -> list[Any]:
+        def over_rows(h: Any, _: Any, best: list[Any]) -> list[Any]:
             def over_columns(w: Any, _: Any, inner: list[Any]) -> list[Any]:
                 offset = self.builder.add(self.builder.mul(h, row), self.builder.mul(w, column))
                 value = self.masked_load(self.vector_at(x, offset), lanes)
-                at = self.builder.add(place, self.builder.add(self.builder.mul(h, width), w))
+                at = self.builder.add(index, self.builder.add(self.builder.mul(h, width), w))
                 return self._better(inner, value, at)
 
-            return self.loop(columns, found, [], over_columns)
+            return self.loop(columns, best, [], over_columns)
 
         best, where = self.loop(rows, [best, where], [], over_rows)
         self.store(best, self.vector_at(y, self.word(0)), wanted, lanes)
         self.store(self.builder.bitcast(where, VECTOR), self.vector_at(mask, self.word(0)), wanted, lanes)
 
-    def _better(self, found: list[Any] | None, value: Any, at: Any) -> list[Any]:
-        """The larger of what was found and `value` at place `at`, and its place; the first one or first NaN wins."""
+    def _better(self, best: list[Any] | None, value: Any, at: Any) -> list[Any]:
+        """The larger of what was best and `value` at index `at`, and its index; the first one or first NaN wins."""
         where = self.splat(self.builder.trunc(at, ir.IntType(32)))
-        if found is None:
+        if best is None:
             return [value, where]
-        number = self.builder.fcmp_ordered("==", found[0], found[0])
-        larger = self.builder.and_(self.builder.fcmp_unordered(">", value, found[0]), number)
-        return [self.builder.select(larger, value, found[0]), self.builder.select(larger, where, found[1])]
+        number = self.builder.fcmp_ordered("==", best[0], best[0])
+        larger = self.builder.and_(self.builder.fcmp_unordered(">", value, best[0]), number)
+        return [self.builder.select(larger, value, best[0]), self.builder.select(larger, where, best[1])]
 
 
 @intrinsic
-def window_maximum(
-    typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, place: Any, width: Any, y: Any,
+def window_maximum(  # noqa: PLR0913 -- a kernel
+    typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, index: Any, width: Any, y: Any,
     mask: Any, wanted: Any,
 ) -> Any:  # fmt: skip
-    """Maxima of a window whose elements are `row` and `column` apart, and their places `place + h * width + w`."""
+    """Maxima of a window whose elements are `row` and `column` apart, and their indices `index + h * width + w`."""
     word, numbers = types.int64, types.CPointer(types.float32)
     signature = types.void(
         numbers, word, word, word, word, word, word, numbers, types.CPointer(types.int32), word
@@ -68,7 +68,7 @@ def window_maximum(
 
 
 @kernel
-def max_forward(
+def max_forward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, vector: Int,
@@ -84,17 +84,17 @@ def max_forward(
             w1 = min(w0 + kernel_w, width)
             w0 = max(w0, 0)
             out = (item * out_width + ow) * channels
-            place = h0 * width + w0
-            source = (n * height * width + place) * channels
+            index = h0 * width + w0
+            source = (n * height * width + index) * channels
             for c in range(0, channels, vector):
                 window_maximum(
-                    ahead(x, source + c), h1 - h0, width * channels, w1 - w0, channels, place, width,
+                    ahead(x, source + c), h1 - h0, width * channels, w1 - w0, channels, index, width,
                     ahead(y, out + c), ahead_int(mask, out + c), channels - c,
                 )  # fmt: skip
 
 
 @kernel
-def max_backward(
+def max_backward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, dy: Floats, mask: Ints, dx: Floats, channels: Int, block: Int, blocks: Int, pixels: Int,
     out_pixels: Int,
 ) -> None:  # fmt: skip
@@ -113,7 +113,7 @@ def max_backward(
 
 
 @kernel
-def average_forward(
+def average_forward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, y: Floats,
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
@@ -145,7 +145,7 @@ def average_forward(
 
 
 @kernel
-def average_backward(
+def average_backward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, dy: Floats, dx: Floats,
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,

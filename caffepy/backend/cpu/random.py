@@ -33,7 +33,7 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 
 @kernel
-def uniform(
+def uniform(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, out: Floats, count: Int, pixels: Int, channels: Int, quads: Int, first_sample: Int,
     pass_number: Int, key0: Int, key1: Int,
 ) -> None:  # fmt: skip

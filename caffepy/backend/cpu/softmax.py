@@ -17,7 +17,7 @@ SMALLEST = 1.1754943508222875e-38
 
 @kernel
 def forward(begin: Int, end: Int, x: Floats, y: Floats, classes: Int, inner: Int) -> None:
-    """Items are places (outer, inner)."""
+    """Items are positions (outer, inner)."""
     for item in range(begin, end):
         base = (item // inner) * classes * inner + item % inner
         largest = x[base]
@@ -34,7 +34,7 @@ def forward(begin: Int, end: Int, x: Floats, y: Floats, classes: Int, inner: Int
 
 @kernel
 def backward(begin: Int, end: Int, y: Floats, dy: Floats, dx: Floats, classes: Int, inner: Int) -> None:
-    """Items are places (outer, inner)."""
+    """Items are positions (outer, inner)."""
     for item in range(begin, end):
         base = (item // inner) * classes * inner + item % inner
         total = 0.0
@@ -46,11 +46,11 @@ def backward(begin: Int, end: Int, y: Floats, dy: Floats, dx: Floats, classes: I
 
 
 @kernel
-def loss(
+def loss(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles, counted: Ints,
     classes: Int, inner: Int, ignoring: Int, ignored: Int,
 ) -> None:  # fmt: skip
-    """Items are places. counted becomes 1, 0 (ignored) or -1 (no such class)."""
+    """Items are positions. counted becomes 1, 0 (ignored) or -1 (no such class)."""
     for item in range(begin, end):
         label = int(labels[item])
         losses[item] = 0
@@ -65,11 +65,11 @@ def loss(
 
 
 @kernel
-def loss_backward(
+def loss_backward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, probabilities: Floats, labels: Floats, dx: Floats,
     classes: Int, inner: Int, ignoring: Int, ignored: Int, scale: Float,
 ) -> None:  # fmt: skip
-    """Items are places."""
+    """Items are positions."""
     for item in range(begin, end):
         label = int(labels[item])
         base = (item // inner) * classes * inner + item % inner
@@ -84,7 +84,7 @@ def loss_backward(
 
 @kernel
 def ranks(begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int) -> None:
-    """Items are places; -1 where the label is no class."""
+    """Items are positions; -1 where the label is no class."""
     for item in range(begin, end):
         label = int(labels[item])
         base = (item // inner) * classes * inner + item % inner
@@ -100,7 +100,7 @@ def ranks(begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes:
 
 
 def _extents(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
-    """(outer, classes, inner) in memory order, with places in logical order; None if the two disagree."""
+    """(outer, classes, inner) in memory order, with positions in logical order; None if the two disagree."""
     if len(shape) == 4:
         if axis == 1 or shape[2] * shape[3] == 1:
             shape = (shape[0] * shape[2] * shape[3], shape[1]) if axis == 1 else (shape[0], shape[1], *shape[2:])
@@ -110,7 +110,7 @@ def _extents(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
-class _Places:
+class _ClassView:
     """Arrays seen as (outer, classes, inner), copied to the plain order where memory has another, and back."""
 
     def __init__(self, threads: int, axis: int, shape: tuple[int, ...]) -> None:
@@ -122,7 +122,7 @@ class _Places:
         )  # fmt: skip
 
     def of(self, array: Any) -> Any:
-        """The array, or a copy in the plain order."""
+        """The array, or a C-ordered copy."""
         return np.ascontiguousarray(array) if self.plain else array
 
     def back(self, result: Any, array: Any) -> None:
@@ -131,24 +131,24 @@ class _Places:
             array[...] = result
 
     def run(self, entry: Kernel, *arguments: Any) -> None:
-        """Call a kernel whose items are the places."""
+        """Call a kernel whose items are the positions."""
         entry.run(self.threads, self.outer * self.inner, GRAIN // self.classes, *arguments)
 
 
 def softmax_forward(threads: int, x: Any, y: Any, axis: int) -> None:
     """See `Backend.softmax_forward`."""
-    places = _Places(threads, axis, x.shape)
-    result = places.of(y)
-    places.run(forward, places.of(x), result, places.classes, places.inner)
-    places.back(result, y)
+    view = _ClassView(threads, axis, x.shape)
+    result = view.of(y)
+    view.run(forward, view.of(x), result, view.classes, view.inner)
+    view.back(result, y)
 
 
 def softmax_backward(threads: int, y: Any, dy: Any, dx: Any, axis: int) -> None:
     """See `Backend.softmax_backward`."""
-    places = _Places(threads, axis, y.shape)
-    result = places.of(dx)
-    places.run(backward, places.of(y), places.of(dy), result, places.classes, places.inner)
-    places.back(result, dx)
+    view = _ClassView(threads, axis, y.shape)
+    result = view.of(dx)
+    view.run(backward, view.of(y), view.of(dy), result, view.classes, view.inner)
+    view.back(result, dx)
 
 
 def _ignored(ignore_label: int | None) -> tuple[int, int]:
@@ -165,13 +165,11 @@ def loss_forward(
     threads: int, probabilities: Any, labels: Any, totals: Any, bad_label: Any, axis: int, ignore_label: int | None
 ) -> None:
     """See `Backend.softmax_loss_forward`, from the probabilities on."""
-    places = _Places(threads, axis, probabilities.shape)
-    count = places.outer * places.inner
+    view = _ClassView(threads, axis, probabilities.shape)
+    count = view.outer * view.inner
     losses, counted = np.empty(count), np.empty(count, np.int32)
     labels = np.ascontiguousarray(labels)
-    places.run(
-        loss, places.of(probabilities), labels, losses, counted, places.classes, places.inner, *_ignored(ignore_label)
-    )
+    view.run(loss, view.of(probabilities), labels, losses, counted, view.classes, view.inner, *_ignored(ignore_label))
     totals[0] = losses.sum()
     totals[1] = np.count_nonzero(counted > 0)
     _note_bad(counted < 0, bad_label)
@@ -181,20 +179,20 @@ def loss_gradient(
     threads: int, probabilities: Any, labels: Any, dx: Any, axis: int, ignore_label: int | None, scale: float
 ) -> None:
     """See `Backend.softmax_loss_backward`."""
-    places = _Places(threads, axis, probabilities.shape)
-    result = places.of(dx)
+    view = _ClassView(threads, axis, probabilities.shape)
+    result = view.of(dx)
     labels = np.ascontiguousarray(labels)
-    places.run(
-        loss_backward, places.of(probabilities), labels, result, places.classes, places.inner,
+    view.run(
+        loss_backward, view.of(probabilities), labels, result, view.classes, view.inner,
         *_ignored(ignore_label), scale,
     )  # fmt: skip
-    places.back(result, dx)
+    view.back(result, dx)
 
 
 def label_ranks(threads: int, x: Any, labels: Any, out: Any, bad_label: Any, axis: int) -> None:
     """See `Backend.label_ranks`."""
-    places = _Places(threads, axis, x.shape)
-    result = np.empty(places.outer * places.inner, np.float32)
-    places.run(ranks, places.of(x), np.ascontiguousarray(labels), result, places.classes, places.inner)
+    view = _ClassView(threads, axis, x.shape)
+    result = np.empty(view.outer * view.inner, np.float32)
+    view.run(ranks, view.of(x), np.ascontiguousarray(labels), result, view.classes, view.inner)
     out[...] = result.reshape(out.shape)
     _note_bad(result < 0, bad_label)

@@ -17,8 +17,7 @@ from caffepy.backend.cuda import lrn as cuda_lrn
 from caffepy.backend.cuda import memory as cuda_memory
 from caffepy.backend.cuda import pooling as cuda_pooling
 from caffepy.backend.cuda import random as cuda_random
-from caffepy.backend.cuda import softmax as cuda_softmax
-from caffepy.backend.cuda.batch_norm import Normaliser
+from caffepy.backend.cuda.batch_norm import BatchNormKernels
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.autotune import Autotuner
 from caffepy.backend.cuda.convolution.plan import CudaConvolution
@@ -38,6 +37,7 @@ from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
 from caffepy.backend.cuda.gemm.cublas import Blas
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
+from caffepy.backend.cuda.softmax import SoftmaxKernels
 from caffepy.backend.cuda.timer import CudaTimer
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
@@ -45,9 +45,10 @@ from caffepy.backend.types import (
     DTYPES,
     MATH_MODES,
     Array,
+    BatchNormState,
     Counter,
     Geometry,
-    Normalisation,
+    LrnWindow,
     RandomStream,
     gpu_workspace,
 )
@@ -91,7 +92,8 @@ class CudaBackend(CudaInput, Composite):
             self.stream = cupy.cuda.Stream(non_blocking=True)
         with self.activate():
             self._scratch = cuda_memory.Scratch()
-            self._normaliser = Normaliser(self._scratch)
+            self._batch_norm = BatchNormKernels(self._scratch)
+            self._softmax = SoftmaxKernels(self._scratch)
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
@@ -144,8 +146,8 @@ class CudaBackend(CudaInput, Composite):
     def record_timed_event(self) -> TimedEvent:
         return CudaTimedEvent(cupy.cuda.get_current_stream())
 
-    def device_timer(self, places: int) -> DeviceTimer:
-        return CudaTimer(places, self.stream)
+    def device_timer(self, count: int) -> DeviceTimer:
+        return CudaTimer(count, self.stream)
 
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
         return CudaAsyncCopy(self.stream, array)
@@ -165,12 +167,12 @@ class CudaBackend(CudaInput, Composite):
         return super().arena(size)
 
     @contextmanager
-    def lending(self, room: Array | None) -> Iterator[None]:
-        self._scratch.lend(room)
+    def workspace_lease(self, buffer: Array | None) -> Iterator[None]:
+        self._scratch.lease(buffer)
         try:
             yield
         finally:
-            self._scratch.lend(None)
+            self._scratch.lease(None)
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         array = cuda_memory.allocate(shape, dtype)
@@ -251,63 +253,60 @@ class CudaBackend(CudaInput, Composite):
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
         cuda_pooling.average_backward(dy, dx, geometry)
 
-    def lrn_across_forward(
-        self, x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
-    ) -> None:
+    def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         assert scale is None, "the backward pass works the scale out again"
-        cuda_lrn.lrn_forward(x, y, size, alpha, beta, k)
+        cuda_lrn.lrn_forward(x, y, window)
 
     def lrn_across_backward(
-        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float,
-        beta: float, k: float,
-    ) -> None:  # fmt: skip
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
+    ) -> None:
         assert y is None and scale is None, "they are worked out again"
-        cuda_lrn.lrn_backward(x, dy, dx, size, alpha, beta, k)
+        cuda_lrn.lrn_backward(x, dy, dx, window)
 
     # -- normalisation and activation ---------------------------------------------------------------
 
-    def batch_norm_measure(self, x: Array, n: Normalisation) -> None:
-        self._normaliser.measure(x, n)
+    def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
+        self._batch_norm.measure(x, n)
 
-    def batch_norm_measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
-        self._normaliser.measure_sums(sums, elements, n)
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
+        self._batch_norm.measure_sums(sums, elements, n)
 
-    def batch_norm_load(self, n: Normalisation) -> None:
-        self._normaliser.load(n)
+    def batch_norm_load(self, n: BatchNormState) -> None:
+        self._batch_norm.load(n)
 
     def batch_norm_forward(
-        self, x: Array, n: Normalisation, y: Array, residual: Array | None = None, relu: bool = False,
+        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
         mask: Array | None = None,
     ) -> None:  # fmt: skip
-        self._normaliser.forward(x, n, y, residual, relu, mask)
+        self._batch_norm.forward(x, n, y, residual, relu, mask)
 
     def batch_norm_backward_sums(
-        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool = False,
+        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
         mask: Array | None = None, total: Array | None = None,
     ) -> None:  # fmt: skip
-        self._normaliser.backward_sums(x, dys, n, sum_dy_x, sum_dy, relu, mask, total)
+        self._batch_norm.backward_sums(x, dys, n, sums, relu, mask, total)
 
     def batch_norm_backward_data(
-        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool = False
+        self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool = False
     ) -> None:
-        self._normaliser.backward_data(x, dy, n, sum_dy_x, sum_dy, dx, relu)
+        self._batch_norm.backward_data(x, dy, n, sums, dx, relu)
 
     def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
-        self._normaliser.relu_backward(y, dy, dx, dbias, accumulate)
+        self._batch_norm.relu_backward(y, dy, dx, dbias, accumulate)
 
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
-        self._normaliser.add_n(sources, destination)
+        self._batch_norm.add_n(sources, destination)
 
     def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
         cuda_random.dropout(source, destination, ratio, stream, counter)
 
-    # -- classes ------------------------------------------------------------------------------------
+    # -- softmax ------------------------------------------------------------------------------------
 
     def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
-        cuda_softmax.softmax_forward(x, y, axis, self._scratch)
+        self._softmax.forward(x, y, axis)
 
     def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
-        cuda_softmax.softmax_backward(y, dy, dx, axis, self._scratch)
+        self._softmax.backward(y, dy, dx, axis)
 
     def softmax_loss_forward(
         self,
@@ -319,25 +318,22 @@ class CudaBackend(CudaInput, Composite):
         axis: int,
         ignore_label: int | None,
     ) -> None:
-        cuda_softmax.loss_forward(x, labels, probabilities, totals, bad_label, axis, ignore_label, self._scratch)
+        self._softmax.loss_forward(x, labels, probabilities, totals, bad_label, axis, ignore_label)
 
     def softmax_loss_backward(
         self,
         probabilities: Array,
         labels: Array,
         dx: Array,
-        totals: Array,
+        totals: Array | None,
         axis: int,
         ignore_label: int | None,
         scale: float,
-        divide_by_valid: bool,
     ) -> None:
-        cuda_softmax.loss_backward(
-            probabilities, labels, dx, totals, axis, ignore_label, scale, divide_by_valid, self._scratch
-        )
+        self._softmax.loss_backward(probabilities, labels, dx, totals, axis, ignore_label, scale)
 
     def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        cuda_softmax.label_ranks(x, labels, ranks, bad_label, axis, self._scratch)
+        self._softmax.label_ranks(x, labels, ranks, bad_label, axis)
 
     # -- random numbers -----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from caffepy.backend.cuda.compiler import C_TYPES, argument, compiled, kernel_te
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.indexing import find_period
 from caffepy.backend.cuda.memory import Scratch, raw
-from caffepy.backend.types import Array, Normalisation
+from caffepy.backend.types import Array, BatchNormState
 
 SUM_BLOCKS = 132
 """Blocks that add up channels; fixed, so that the order of a sum depends on no device."""
@@ -27,7 +27,7 @@ SUM_GROUPS = 32
 """Most groups of columns that a block adds up: the fewer, the less is left to do for the block that finishes them."""
 
 MOST_SOURCES = 8
-"""Arrays that one launch of `total` adds up."""
+"""Arrays that one launch of `add_n` adds up."""
 
 MOST_GRADIENTS = 4
 """Gradients that one launch of `backward_sums` adds up; each takes registers of every thread."""
@@ -98,8 +98,8 @@ class Plan:
 
     def launch(self, *arguments: Any) -> None:
         """Run it; rows, columns and inner follow the arguments."""
-        place = (self.layout.rows, self.layout.columns, self.layout.inner)
-        self.kernel(self.grid, self.block, tuple(map(argument, (*arguments, *place))))
+        sizes = (self.layout.rows, self.layout.columns, self.layout.inner)
+        self.kernel(self.grid, self.block, tuple(map(argument, (*arguments, *sizes))))
 
 
 def find_layout(arrays: Sequence[Array], per_channel: Sequence[Array], widest: int) -> Layout:
@@ -167,7 +167,7 @@ def _cut(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, in
     return (column_blocks, max(1, min(tiles, most))), (across, down)
 
 
-class Normaliser:
+class BatchNormKernels:
     """The primitives of one backend.
 
     Args:
@@ -177,7 +177,7 @@ class Normaliser:
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
 
-    def measure(self, x: Array, n: Normalisation) -> None:
+    def measure(self, x: Array, n: BatchNormState) -> None:
         """See `Backend.batch_norm_measure`."""
         plan = make_plan("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
         plan.launch(
@@ -185,20 +185,20 @@ class Normaliser:
             float(n.epsilon), float(n.fraction),
         )  # fmt: skip
 
-    def measure_sums(self, sums: Array, elements: int, n: Normalisation) -> None:
+    def measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
         """See `Backend.batch_norm_measure_sums`."""
         arrays = (n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count)
         numbers = (float(n.epsilon), float(n.fraction), elements, n.mean.size)
         launch(library_kernel("statistics", "measure_sums"), n.mean.size, (raw(sums), *arrays, *numbers))
 
-    def load(self, n: Normalisation) -> None:
+    def load(self, n: BatchNormState) -> None:
         """See `Backend.batch_norm_load`."""
         arrays = (n.sum_mean, n.sum_variance, n.count, n.mean, n.inverse)
         kernel = library_kernel("statistics", "load_statistics")
         launch(kernel, n.mean.size, (*arrays, float(n.epsilon), n.mean.size))
 
     def forward(
-        self, x: Array, n: Normalisation, y: Array, residual: Array | None, relu: bool, mask: Array | None
+        self, x: Array, n: BatchNormState, y: Array, residual: Array | None, relu: bool, mask: Array | None
     ) -> None:
         """See `Backend.batch_norm_forward`."""
         other = x if residual is None else residual
@@ -220,14 +220,14 @@ class Normaliser:
             plan.launch(*inputs)
 
     def backward_sums(
-        self, x: Array, dys: Sequence[Array], n: Normalisation, sum_dy_x: Array, sum_dy: Array, relu: bool,
+        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool,
         mask: Array | None, total: Array | None,
     ) -> None:  # fmt: skip
         """See `Backend.batch_norm_backward_sums`."""
         dys = self._at_most_four(dys, total)
         arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
-        assert total is not None or len(dys) == 1, "several gradients need a place for their sum"
+        assert total is not None or len(dys) == 1, "several gradients need an array for their sum"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
         few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
         tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
@@ -237,14 +237,14 @@ class Normaliser:
         )  # fmt: skip
         sources = [*dys, *[dys[0]] * (MOST_GRADIENTS - len(dys))]
         out = dys[0] if total is None else total
-        place = x if mask is None else mask
-        plan.launch(x, *sources, *per_channel, place, out, sum_dy_x, sum_dy, *plan.between_blocks(self._scratch))
+        relu_source = x if mask is None else mask
+        plan.launch(x, *sources, *per_channel, relu_source, out, *sums, *plan.between_blocks(self._scratch))
 
     def _at_most_four(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
         """As many gradients as one launch adds up: the surplus is added up in `total`, which then is one of them."""
         if len(dys) <= MOST_GRADIENTS:
             return dys
-        assert total is not None, "several gradients need a place for their sum"
+        assert total is not None, "several gradients need an array for their sum"
         here = total.data.ptr
         # What lies in the total already must be in it afterwards.
         first, *others = sorted(dys, key=lambda a: a.data.ptr != here)
@@ -252,10 +252,10 @@ class Normaliser:
         return [total, *others[: MOST_GRADIENTS - 1]]
 
     def backward_data(
-        self, x: Array, dy: Array, n: Normalisation, sum_dy_x: Array, sum_dy: Array, dx: Array, relu: bool
+        self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool
     ) -> None:
         """See `Backend.batch_norm_backward_data`."""
-        per_channel = (n.mean, n.inverse, n.scale, n.bias, sum_dy_x, sum_dy)
+        per_channel = (n.mean, n.inverse, n.scale, n.bias, *sums)
         layout = find_layout((raw(x), raw(dy), raw(dx)), per_channel, DATA.width)
         plan = make_plan("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
         plan.launch(x, dy, *per_channel, dx, 1.0 / max(layout.rows, 1))
@@ -275,10 +275,10 @@ class Normaliser:
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         """See `Backend.add_n`."""
         here = destination.data.ptr
-        left = sorted(map(raw, sources), key=lambda a: a.data.ptr != here)
-        assert len({a.dtype for a in left}) == 1, "sources are of one dtype"
-        while len(left) > 1:
-            now, left = left[:MOST_SOURCES], [destination, *left[MOST_SOURCES:]]
+        remaining = sorted(map(raw, sources), key=lambda a: a.data.ptr != here)
+        assert len({a.dtype for a in remaining}) == 1, "sources are of one dtype"
+        while len(remaining) > 1:
+            now, remaining = remaining[:MOST_SOURCES], [destination, *remaining[MOST_SOURCES:]]
             tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
             layout = flat_layout((*now, raw(destination)), tuning.width)
             plan = make_plan("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))

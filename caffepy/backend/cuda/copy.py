@@ -29,7 +29,7 @@ TILE = 32
 """Rows and columns of a tile that is turned."""
 
 MOST_PACKS = 2**31 - 1
-STORED = ("f", "e", "H")
+FLOATS = ("f", "e", "H")
 """dtype characters of what can be rounded to."""
 
 
@@ -61,7 +61,7 @@ def copy(source: Array, destination: Array) -> None:
     if same and is_dense(source) and is_dense(destination):
         stream = cupy.cuda.get_current_stream()
         destination.data.copy_from_device_async(source.data, source.nbytes, stream)
-    elif destination.dtype.char in STORED and source.dtype.char in C_TYPES or same:
+    elif destination.dtype.char in FLOATS and source.dtype.char in C_TYPES or same:
         _move(source, destination, add=False)
     else:
         cupy.copyto(destination, source, casting="unsafe")
@@ -75,7 +75,7 @@ def add(source: Array, destination: Array) -> None:
 
 def upload(host: Any, destination: Array, scratch: Scratch) -> None:
     """Copy a NumPy array to the device and there into the destination's memory order and dtype."""
-    kind = np.dtype(np.float32) if destination.dtype.char in STORED else destination.dtype
+    kind = np.dtype(np.float32) if destination.dtype.char in FLOATS else destination.dtype
     host = np.asarray(host, dtype=kind)
     assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)
     if host.size == 0:
@@ -85,9 +85,9 @@ def upload(host: Any, destination: Array, scratch: Scratch) -> None:
     if kind == destination.dtype and is_dense(destination) and ordered.flags.c_contiguous:
         destination.data.copy_from_host_async(ordered.ctypes.data, ordered.nbytes, stream)
         return
-    lying = np.ascontiguousarray(host)
+    contiguous = np.ascontiguousarray(host)
     staged = scratch.get("upload", host.size, kind.name).reshape(host.shape)
-    staged.data.copy_from_host_async(lying.ctypes.data, lying.nbytes, stream)
+    staged.data.copy_from_host_async(contiguous.ctypes.data, contiguous.nbytes, stream)
     copy(staged, destination)
 
 
@@ -138,8 +138,8 @@ def _plan(ends: Ends) -> Launch | None:
 
 
 def _kernel(name: str, ends: Ends, width: int, dims: int) -> Any:
-    source, stored = (C_TYPES[char] for char in ends.dtypes)
-    text = defines(SOURCE=source, STORED=stored, WIDTH=width, DIMS=dims, ADD=int(ends.add))
+    source, target = (C_TYPES[char] for char in ends.dtypes)
+    text = defines(SOURCE=source, STORED=target, WIDTH=width, DIMS=dims, ADD=int(ends.add))
     return library_kernel("copy", name, text)
 
 

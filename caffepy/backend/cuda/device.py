@@ -1,4 +1,4 @@
-"""Which GPUs there are: the only place that imports CuPy and cuDNN for the first time and explains what is missing.
+"""Which GPUs there are: the only module that imports CuPy and cuDNN for the first time and explains what is missing.
 
 Owns the translation of their errors into caffepy's.
 """
@@ -88,13 +88,13 @@ def device_properties(number: int) -> DeviceProperties:
     """
     check_device(number)
     runtime = cupy.cuda.runtime
-    found = runtime.getDeviceProperties(number)
+    properties = runtime.getDeviceProperties(number)
     return DeviceProperties(
         number=number,
-        name=found["name"].decode(),
-        memory=int(found["totalGlobalMem"]),
-        compute_capability=f"{found['major']}.{found['minor']}",
-        multiprocessors=int(found["multiProcessorCount"]),
+        name=properties["name"].decode(),
+        memory=int(properties["totalGlobalMem"]),
+        compute_capability=f"{properties['major']}.{properties['minor']}",
+        multiprocessors=int(properties["multiProcessorCount"]),
         pci_bus_id=str(runtime.deviceGetPCIBusId(number)),
         driver_version=_version(runtime.driverGetVersion()),
         runtime_version=_version(runtime.runtimeGetVersion()),

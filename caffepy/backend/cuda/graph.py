@@ -44,7 +44,7 @@ class CudaGraph:
         self._graph.upload(stream)
 
     def launch(self) -> None:
-        """Replay the work once; returns at once."""
+        """Launch the captured graph; does not wait for it."""
         self._graph.launch(self._stream)
 
 
@@ -97,7 +97,7 @@ class CudaScalars:
 
 
 class CudaEvent:
-    """A place on a stream."""
+    """A CUDA event."""
 
     def __init__(self, stream: Any) -> None:
         self.event = cupy.cuda.Event(disable_timing=True)
@@ -109,8 +109,6 @@ class CudaEvent:
 
 
 class CudaTimedEvent:
-    """A place on a stream whose time is taken."""
-
     def __init__(self, stream: Any) -> None:
         self.event = cupy.cuda.Event()
         self.event.record(stream)

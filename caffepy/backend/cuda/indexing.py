@@ -1,4 +1,4 @@
-"""Where an element of one array is found from the place of an element of another in memory.
+"""Index arithmetic: the offset of an element of one array from that of an element of another.
 
 Owns the arithmetic behind `axis`: Channel arguments, reductions and classes all see a large array in memory as
 (outer, size, inner) and use (index / inner) % size. Owns the axes that a copy walks along as well.

@@ -61,9 +61,9 @@ class CudaRing(InputRing):
         self._arrived = [cupy.cuda.Event(disable_timing=True) for _ in range(self.blocks)]
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(self.blocks)]
         self._fed = [-1] * self.blocks
-        """Which block lies at each place."""
+        """Which block is in each part of the ring."""
         self._consumed = [-1] * self.blocks
-        """Which block was consumed last at each place."""
+        """Which block was consumed last in each part of the ring."""
         self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
         self._closed = False
         self.restart()
@@ -75,28 +75,28 @@ class CudaRing(InputRing):
 
     def put(self, number: int, passes: int, parts: Sequence[tuple[int, Any]], done: Callable[[], None]) -> None:
         block = number // self.block
-        place = block % self.blocks
-        assert len(self._under_way) < self.blocks, "put without room"
-        assert self._consumed[place] == self._fed[place] or self._fed[place] == block, (
+        position = block % self.blocks
+        assert len(self._under_way) < self.blocks, "put into a full ring"
+        assert self._consumed[position] == self._fed[position] or self._fed[position] == block, (
             f"pass {number} was fed {self.slots} passes after one that is not consumed"
         )
-        self._fed[place] = block
-        self._copies.wait_event(self._free[place])
+        self._fed[position] = block
+        self._copies.wait_event(self._free[position])
         begin = self.memory.data.ptr + number % self.slots * self.slot_size
         for offset, host in parts:
             cupy.cuda.runtime.memcpyAsync(
                 begin + offset, host.ctypes.data, host.nbytes, cupy.cuda.runtime.memcpyHostToDevice, self._copies.ptr
             )
-        arrived = self._arrived[place]
+        arrived = self._arrived[position]
         arrived.record(self._copies)
         self._stream.wait_event(arrived)
         self._under_way.append((arrived, done))
 
     def consumed(self, number: int) -> None:
         if (number + 1) % self.block == 0:
-            place = number // self.block % self.blocks
-            self._free[place].record(self._stream)
-            self._consumed[place] = number // self.block
+            position = number // self.block % self.blocks
+            self._free[position].record(self._stream)
+            self._consumed[position] = number // self.block
 
     def restart(self) -> None:
         for event in self._free:
@@ -150,7 +150,7 @@ class CudaInput(InputPrimitives):
             ELEMENT=c_type(images), WHOLE_MEAN=int(whole), CHANNELS=channels, PIXELS=max(pixels, 1), TILE=tile, WIDTH=1
         )
         arguments = (
-            *_place(ring, counter), np.uint64(slot.places_at), np.uint64(slot.pixels_at), slot.count, slot.channels,
+            *_place(ring, counter), np.uint64(slot.crops_at), np.uint64(slot.pixels_at), slot.count, slot.channels,
             slot.width, plane, mean.shape[2], mean.shape[1] * mean.shape[2], divider(plane), divider(slot.width),
             float(scale), cuda_memory.raw(mean), cuda_memory.raw(images),
             np.uint64(0) if labels is None else cuda_memory.raw(labels),

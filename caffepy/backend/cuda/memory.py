@@ -16,7 +16,7 @@ TICKETS = 1024
 """By how many the tickets of `Scratch` grow."""
 
 LARGE = 2**20
-"""Bytes from which `Scratch` looks for a buffer in the room that it was lent."""
+"""Bytes from which `Scratch` looks for a buffer in the leased memory."""
 
 
 def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
@@ -75,7 +75,6 @@ def download(array: Array, stream: Any) -> Any:
 
 
 def fill(array: Array, value: float) -> None:
-    """Set every element."""
     if is_dense(array):
         array = flat(array)
         if value == 0:
@@ -93,16 +92,16 @@ def _bfloat16(value: float) -> int:
 
 
 class Scratch:
-    """Device memory that primitives use within one call, kept from call to call.
+    """Workspaces that primitives use within one call, kept from call to call.
 
     All calls of a backend run on one stream, so each purpose needs one buffer however many layers use it. A buffer only
-    grows; what it held is lost then. A buffer that a captured graph uses is kept until the end, also when it was too
-    small for a later call. Large buffers lie in lent memory instead, while there is enough of it.
+    grows; its content is lost then. A buffer that a captured graph uses is kept until the end, also when it was too
+    small for a later call. Large buffers are taken from the leased memory instead, while there is enough of it.
     """
 
     def __init__(self) -> None:
-        self._room: Array | None = None
-        self._lent: dict[str, Array] = {}
+        self._free: Array | None = None
+        self._leased: dict[str, Array] = {}
         self._buffers: dict[str, Array] = {}
         self._views: dict[tuple[str, int, str], Array] = {}
         self._captured: set[str] = set()
@@ -114,36 +113,36 @@ class Scratch:
         Raises:
             DeviceError: out of memory.
         """
-        if self._room is not None and (size := count * np.dtype(dtype).itemsize) >= LARGE:
-            lent = self._from_room(purpose, size)
-            if lent is not None:
-                return lent[:size].view(dtype)
+        if self._free is not None and (size := count * np.dtype(dtype).itemsize) >= LARGE:
+            leased = self._from_lease(purpose, size)
+            if leased is not None:
+                return leased[:size].view(dtype)
         return self._kept(purpose, count, dtype)
 
-    def lend(self, room: Array | None) -> None:
-        """Let large buffers lie in `room`, 1-D uint8, until another is lent; None: in memory of their own."""
-        self._room = room
-        self._lent.clear()
+    def lease(self, buffer: Array | None) -> None:
+        """Take large workspaces from `buffer`, 1-D uint8, until the next lease; None: from memory of their own."""
+        self._free = buffer
+        self._leased.clear()
 
-    def _from_room(self, purpose: str, size: int) -> Array | None:
-        """The buffer of a purpose in the room, None if it does not fit; one that grows moves behind all others."""
-        assert self._room is not None
-        found = self._lent.get(purpose)
-        if found is None or found.size < size:
-            if self._room.size < size:
+    def _from_lease(self, purpose: str, size: int) -> Array | None:
+        """A workspace in leased memory, None if it does not fit; one that grows moves behind all others."""
+        assert self._free is not None
+        workspace = self._leased.get(purpose)
+        if workspace is None or workspace.size < size:
+            if self._free.size < size:
                 return None
-            found = self._lent[purpose] = self._room[:size]
-            self._room = self._room[aligned_bytes(size) :]
-        return found
+            workspace = self._leased[purpose] = self._free[:size]
+            self._free = self._free[aligned_bytes(size) :]
+        return workspace
 
     def _kept(self, purpose: str, count: int, dtype: str) -> Array:
-        """The same in memory of its own."""
-        found = self._views.get((purpose, count, dtype))
-        if found is None:
-            found = self._make(purpose, count, dtype)
+        """The workspace of a purpose in memory of its own."""
+        workspace = self._views.get((purpose, count, dtype))
+        if workspace is None:
+            workspace = self._make(purpose, count, dtype)
         if purpose not in self._captured and is_capturing():
             self._captured.add(purpose)
-        return found
+        return workspace
 
     def tickets(self, count: int) -> Array:
         """`count` uint32 zeros, with which blocks of a kernel count themselves; the kernel leaves them at zero."""
@@ -171,7 +170,6 @@ class Scratch:
             self._outgrown.append(buffer)
 
     def clear(self) -> None:
-        """Give all buffers back."""
         self._views.clear()
         self._buffers.clear()
         self._captured.clear()

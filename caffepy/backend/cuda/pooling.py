@@ -19,10 +19,10 @@ from caffepy.backend.cuda.memory import raw
 from caffepy.backend.types import Array, Geometry
 
 MOST_WINDOWS = 9
-"""Windows around a tile, and places in it, up to which gradients are gathered by tiles."""
+"""Windows around a tile, and pixels in it, up to which gradients are gathered by tiles."""
 
 SMALL_AREA = 9
-"""Places of a window up to which overlapping windows are taken two at a time."""
+"""Elements of a window up to which overlapping windows are computed two at a time."""
 
 FEW_CHANNELS = 4
 """Channels of a thread up to which it has registers for that."""
@@ -35,7 +35,7 @@ class Pooling(NamedTuple):
     image: tuple[int, ...]
     pooled: tuple[int, ...]
     geometry: Geometry
-    stored: str
+    element: str
     mask: str
     width: int
     device: int
@@ -73,21 +73,21 @@ def _plan(case: Pooling) -> Launch | None:
     assert len(case.image) == 4 and len(g.kernel) == 2, "pooling has two spatial axes"
     near = math.prod((k - 1) // s + 1 for k, s in zip(g.kernel, g.stride, strict=True))
     tiles = near <= MOST_WINDOWS and math.prod(g.stride) <= MOST_WINDOWS
-    rows, columns = _places(case, tiles)
+    rows, columns = _rows_and_columns(case, tiles)
     packs = case.image[1] // case.width
     count = case.image[0] * rows * columns * packs
     largest = max(math.prod(case.image), math.prod(case.pooled)) // case.width
     assert max(count, largest) <= MAX_INDEX, f"{case.image}: too large for pooling in one piece"
     if count == 0:
         return None
-    text = _geometry_text(g) + defines(STORED=case.stored, WIDTH=case.width, TILES=int(tiles))
+    text = _geometry_text(g) + defines(STORED=case.element, WIDTH=case.width, TILES=int(tiles))
     text += defines(MASK=case.mask, TOGETHER=_together(case)) if case.mask else ""
     walk = [argument for n in (packs, columns, rows) for argument in (np.uint32(n), divider(n))]
     sizes = tuple(np.int32(n) for n in (*case.image[2:], *case.pooled[2:]))
     return Launch(library_kernel("pooling", case.name, text), -(-count // THREADS), (*sizes, *walk, np.uint32(count)))
 
 
-def _places(case: Pooling, tiles: bool) -> tuple[int, int]:
+def _rows_and_columns(case: Pooling, tiles: bool) -> tuple[int, int]:
     """Rows and columns of a plane over which threads are spread."""
     g, (height, width) = case.geometry, case.image[2:]
     if case.name.endswith("backward"):

@@ -34,12 +34,12 @@ def _run(arrays: tuple[Array, ...], numbers: tuple[Any, ...], stream: RandomStre
     if out.size == 0:
         return
     elements = out.size // out.shape[0]
-    channels, places = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (elements, 1)
+    channels, pixels = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (elements, 1)
     axes: tuple[Any, ...]
     quads = False
-    if channels > 1 and places > 1:
-        groups = -(-places // 4)
-        axes = (np.uint32(channels), divider(channels), np.uint32(places), np.uint32(groups), divider(groups))
+    if channels > 1 and pixels > 1:
+        groups = -(-pixels // 4)
+        axes = (np.uint32(channels), divider(channels), np.uint32(pixels), np.uint32(groups), divider(groups))
         name, count = "fill_planes", out.shape[0] * groups * channels
     else:
         groups = -(-elements // 4)
@@ -58,7 +58,7 @@ def _defines(*types: str, quads: bool) -> str:
 
 
 def _sequence(stream: RandomStream, counter: Counter) -> tuple[Any, ...]:
-    """Key and place of a sequence; a counter in device memory is read by the kernel."""
+    """Key and position of a sequence; a counter in device memory is read by the kernel."""
     keys = ((stream.seed & LOW) ^ stream.stream, (stream.seed >> 32) & LOW)
     if isinstance(counter, cupy.ndarray):
         assert counter.dtype == np.uint64 and counter.size == 2, counter

@@ -1,4 +1,4 @@
-"""Times that a GPU takes itself, so that captured work can be timed as well."""
+"""Stopwatches on the GPU's own clock, which work in captured graphs."""
 
 from __future__ import annotations
 
@@ -14,39 +14,35 @@ class CudaTimer:
     """A `DeviceTimer` on one GPU's clock; its calls go on the current stream.
 
     Args:
-        places: how many times are taken.
+        count: how many stopwatches.
         stream: the backend's.
     """
 
-    def __init__(self, places: int, stream: Any) -> None:
-        self._places = places
+    def __init__(self, count: int, stream: Any) -> None:
+        self._count = count
         self._stream = stream
-        self._times = cupy.zeros(2 * places, "int64")
+        self._times = cupy.zeros(2 * count, "int64")
         # Kernels are loaded now: within a capture that may be refused.
         self.start(0)
         self.stop(0)
         self.reset()
 
-    def start(self, place: int) -> None:
-        """From here on time passes for a place."""
-        launch_blocks(library_kernel("timer", "start"), (1,), (1,), (self._times, np.int32(place)))
+    def start(self, index: int) -> None:
+        launch_blocks(library_kernel("timer", "start"), (1,), (1,), (self._times, np.int32(index)))
 
-    def stop(self, place: int) -> None:
-        """Up to here it has passed."""
-        arguments = (self._times, np.int32(place), np.int32(self._places))
+    def stop(self, index: int) -> None:
+        arguments = (self._times, np.int32(index), np.int32(self._count))
         launch_blocks(library_kernel("timer", "stop"), (1,), (1,), arguments)
 
     def reset(self) -> None:
-        """Begin with totals of 0."""
         self._times.data.memset_async(0, self._times.nbytes, self._stream)
 
     def totals(self) -> list[float]:
-        """Seconds of each place; waits for the device."""
-        return self._seconds()[self._places :]
+        return self._seconds()[self._count :]
 
     def times(self) -> list[float]:
-        """When each place was started last, in seconds of the GPU's clock; waits for the device."""
-        return self._seconds()[: self._places]
+        """When each stopwatch was started last, in seconds of the GPU's clock; waits for the device."""
+        return self._seconds()[: self._count]
 
     def _seconds(self) -> list[float]:
         return [float(nanoseconds) * 1e-9 for nanoseconds in cupy.asnumpy(self._times, stream=self._stream)]

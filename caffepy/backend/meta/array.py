@@ -42,12 +42,10 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return math.prod(self.shape) * np.dtype(element_dtype(self.dtype)).itemsize
 
     @property
     def whole(self) -> Box:
-        """All of it."""
         return tuple((0, size) for size in self.shape)
 
     def read(self, step: int, part: Box | None) -> None:
@@ -95,27 +93,22 @@ class MetaArray:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As NumPy's."""
         return np.dtype(element_dtype(self.memory.dtype))
 
     @property
     def ndim(self) -> int:
-        """As NumPy's."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """As NumPy's."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """As NumPy's."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """As NumPy's."""
         return self.size * self.itemsize
 
     def reshape(self, *shape: Any) -> MetaArray:
@@ -127,13 +120,11 @@ class MetaArray:
         return MetaArray(self.memory, tuple(sizes), self.part)
 
     def transpose(self, *axes: int) -> MetaArray:
-        """As NumPy's."""
         order = axes or tuple(reversed(range(self.ndim)))
         return MetaArray(self.memory, tuple(self.shape[axis] for axis in order), self.part)
 
     @property
     def T(self) -> MetaArray:
-        """As NumPy's."""
         return self.transpose()
 
     def __getitem__(self, key: Any) -> MetaArray:

@@ -101,10 +101,10 @@ class MetaBackend(Synchronous, Backend):
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Returns at once."""
 
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
-        raise AssertionError("a dry run computes nothing that could be fetched")
+        raise AssertionError("the meta backend computes nothing that could be copied")
 
     def device_description(self) -> str:
         return "no device"
@@ -169,12 +169,8 @@ class MetaBackend(Synchronous, Backend):
     batch_norm_finish = _primitive("batch_norm_finish", ["variance", "mean", *_RUNNING], ["inverse", *_RUNNING])
     batch_norm_load = _primitive("batch_norm_load", _RUNNING, _STATISTICS)
     batch_norm_forward = _primitive("batch_norm_forward", ["x", *_NORMAL, "residual"], ["y", "mask"])
-    batch_norm_backward_sums = _primitive(
-        "batch_norm_backward_sums", ["x", "dys", *_NORMAL, "mask"], ["sum_dy_x", "sum_dy", "total"]
-    )
-    batch_norm_backward_data = _primitive(
-        "batch_norm_backward_data", ["x", "dy", *_NORMAL, "sum_dy_x", "sum_dy"], ["dx"]
-    )
+    batch_norm_backward_sums = _primitive("batch_norm_backward_sums", ["x", "dys", *_NORMAL, "mask"], ["sums", "total"])
+    batch_norm_backward_data = _primitive("batch_norm_backward_data", ["x", "dy", *_NORMAL, "sums"], ["dx"])
     relu_backward = _primitive("relu_backward", ["y", "dy"], ["dx"], sums=["dbias"])
     dropout = _primitive("dropout", ["source"], ["destination"])
     add_n = _primitive("add_n", ["sources"], ["destination"])
@@ -208,20 +204,17 @@ class MetaConvolution:
         self._own = own
 
     def _note(self, read: Iterable[Any], written: Iterable[Any]) -> None:
-        found, step = self._backend.convolutions, self._backend.step
-        found[step] = max(found.get(step, 0), self._own)
+        largest, step = self._backend.convolutions, self._backend.step
+        largest[step] = max(largest.get(step, 0), self._own)
         self._backend.note(read, written)
 
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
     ) -> None:
-        """Read x, weights and bias, write y and sums."""
         self._note([x, weights, bias], [y, sums])
 
     def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
-        """Read dy and weights, write dx."""
         self._note([dy, weights], [dx])
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
-        """Read x and dy, write dweights or add to them."""
         self._note([x, dy, dweights if accumulate else None], [dweights])

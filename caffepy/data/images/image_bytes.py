@@ -182,7 +182,7 @@ def copy_records(
     """
     left_over = np.ones(records.size, np.uint8)
     numbers: tuple[Any, ...] = (
-        slot.count, slot.size, slot.places_at, slot.pixels_at, slot.channels, slot.height, slot.width,
+        slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels, slot.height, slot.width,
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.whole_size,
         *key_of(transformer.seed(seed), stream),
     )  # fmt: skip

@@ -60,8 +60,8 @@ class SoftmaxWithLossLayer(LossLayer):
         by_count = self._divisor is None
         scale = self.scale()
         self.backend.softmax_loss_backward(
-            self._probabilities(bottom, top), self._labels.kept(), bottom[0].diff, self._totals, self._axis,
-            self.ignored, scale, by_count,
+            self._probabilities(bottom, top), self._labels.kept(), bottom[0].diff, self._totals if by_count else None,
+            self._axis, self.ignored, scale,
         )  # fmt: skip
         self.finish(top, bottom[0].diff)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.composite import scaled, squared_distance
-from caffepy.backend.types import Normalisation
+from caffepy.backend.types import BatchNormState
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
@@ -96,7 +96,7 @@ class BatchNormLayer(Layer):
         """Mean and variance, sums over all passes; their factor counts the passes, which is alike everywhere."""
         return () if self._use_stored or self.context.all_reduce_mean is not None else (0, 1)
 
-    def compute_statistics(self, x: Array, n: Normalisation) -> None:
+    def compute_statistics(self, x: Array, n: BatchNormState) -> None:
         """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""
         all_reduce_mean = self.context.all_reduce_mean
         if all_reduce_mean is None:
@@ -123,14 +123,14 @@ class BatchNormLayer(Layer):
             self.context.all_reduce_mean(total)
         return self._sum_dy_x, self._sum_dy
 
-    def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> Normalisation:
+    def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> BatchNormState:
         """The layer's arrays, with a Scale layer's parameters where there is one."""
         param = self.param.batch_norm_param
         own = (self.blobs[3].data, self.blobs[4].data) if self._scale_bias else (self._one, self._zero)
         scale, bias = own[0] if scale is None else scale, own[1] if bias is None else bias
         mean, variance, count = (blob.data for blob in self.blobs[:STATISTICS])
         stored = (mean, variance, count, param.eps, param.moving_average_fraction)
-        return Normalisation(self._mean, self._inverse, scale, bias, *stored)
+        return BatchNormState(self._mean, self._inverse, scale, bias, *stored)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape
@@ -158,7 +158,7 @@ class BatchNormLayer(Layer):
         x, n = bottom[0].data if self._saved_bottom is None else self._saved_bottom.array, self.normalisation()
         dy, dx = top[0].diff, bottom[0].diff
         if not self._use_stored or self._wants(3) or self._wants(4):
-            self.backend.batch_norm_backward_sums(x, [dy], n, self._sum_dy_x, self._sum_dy)
+            self.backend.batch_norm_backward_sums(x, [dy], n, (self._sum_dy_x, self._sum_dy))
         for index, total in ((3, self._sum_dy_x), (4, self._sum_dy)):
             if self._wants(index):
                 put = self.backend.add if self.accumulate(index) else self.backend.copy
@@ -168,7 +168,7 @@ class BatchNormLayer(Layer):
         if self._use_stored:
             self.backend.apply(stored_input_gradient, (dy, n.inverse, n.scale), (dx,))
         else:
-            self.backend.batch_norm_backward_data(x, dy, n, *self.all_reduced(self._sum_dy_x, self._sum_dy), dx)
+            self.backend.batch_norm_backward_data(x, dy, n, self.all_reduced(self._sum_dy_x, self._sum_dy), dx)
 
     def _wants(self, index: int) -> bool:
         return self._scale_bias and self.propagate_to_params[index]

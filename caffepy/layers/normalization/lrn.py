@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Each, Geometry, Scalar, expression
+from caffepy.backend import Each, Geometry, LrnWindow, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.formulas import product
@@ -58,7 +58,7 @@ class LRNLayer(Layer):
         x, y = bottom[0].data, top[0].data
         scale = None if self._scale is None else self._scale.array
         if self._across:
-            self.backend.lrn_across_forward(x, y, scale, param.local_size, param.alpha, param.beta, param.k)
+            self.backend.lrn_across_forward(x, y, scale, self._window())
             if scale is not None:
                 self.save_top(top)
             return
@@ -66,6 +66,10 @@ class LRNLayer(Layer):
         self.backend.apply(product, (x, x), (squares,))
         self.backend.pool_average_forward(squares, scale, self._geometry)
         self.backend.apply(normalised, (x, scale, param.alpha, param.beta), (y,))
+
+    def _window(self) -> LrnWindow:
+        param = self.param.lrn_param
+        return LrnWindow(param.local_size, param.alpha, param.beta, param.k)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
@@ -75,8 +79,7 @@ class LRNLayer(Layer):
         scale = None if self._scale is None else self._scale.array
         if self._across:
             y = None if scale is None else self.saved_top(top)
-            settings = (param.local_size, param.alpha, param.beta, param.k)
-            self.backend.lrn_across_backward(x, y, scale, dy, dx, *settings)
+            self.backend.lrn_across_backward(x, y, scale, dy, dx, self._window())
             return
         # Pooling keeps the dtype, and these products may be too small for half precision.
         part = dx if bottom[0].dtype == "float32" else self.scratch("part", x.shape).array

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, expression
-from caffepy.backend.types import Normalisation, mask_bytes
+from caffepy.backend.types import BatchNormState, mask_bytes
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.buffer import ScratchBuffer
@@ -131,7 +131,7 @@ class FusedNormalisation(FusedLayer):
         masked = self._adds and self._relu and training
         self._mask = self.scratch("mask", (size,), "uint8") if masked else None
 
-    def _normalisation(self) -> Normalisation:
+    def _normalisation(self) -> BatchNormState:
         if self._scale is None:
             return self._norm.normalisation()
         blobs = self._scale.blobs
@@ -161,13 +161,13 @@ class FusedNormalisation(FusedLayer):
         total = self._total(dys, bottom, propagate_down)
         scale, bias = self._gradient_places()
         mask = None if self._mask is None else self._mask.array
-        self.backend.batch_norm_backward_sums(x, dys, n, scale, bias, self._relu, mask, total)
+        self.backend.batch_norm_backward_sums(x, dys, n, (scale, bias), self._relu, mask, total)
         self._add_to_parameters(scale, bias)
         if propagate_down[0]:
             dy = dys[0] if total is None else total
             masked = self._relu and total is None
             sums = self._norm.all_reduced(scale, bias)
-            self.backend.batch_norm_backward_data(x, dy, n, *sums, bottom[0].diff, masked)
+            self.backend.batch_norm_backward_data(x, dy, n, sums, bottom[0].diff, masked)
 
     def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:
         """Where the gradient before the ReLU goes; None: nowhere, it can be worked out again from the one top's."""

@@ -126,7 +126,7 @@ class MemoryPlan:
         """
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
-            slot.ref.bind(net, net.backend.place(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
+            slot.ref.bind(net, net.backend.view_at(arena, slot.offset, slot.shape, slot.dtype), slot.dtype)
         workspaces = [arena[begin:end] for begin, end in self.gaps]
         for node, workspace in zip(net.schedule, workspaces, strict=False):
             node.forward_workspace = workspace

@@ -7,29 +7,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 import kernel_compiler
 import pytest
-from kernel_compiler import Nvrtc, Source
+from kernel_compiler import Nvrtc, RecordedKernel
 
 COMPILERS = kernel_compiler.installed()
 WITHOUT = "no NVRTC: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc"
 
 
 @pytest.fixture(scope="module")
-def sources() -> list[Source]:
+def kernels() -> list[RecordedKernel]:
     """Every kernel that a run of the whole backend asked for."""
     return kernel_compiler.record()
 
 
-def kind_of(source: Source) -> str:
+def kind_of(kernel: RecordedKernel) -> str:
     """The kernel's name, and of a formula's kernel the formula: its text is the kernel's own."""
-    begin = source.text.find("void formula_(")
-    return f"{source.name} {source.text[begin : source.text.find('}', begin)] if begin >= 0 else ''}"
+    begin = kernel.text.find("void formula_(")
+    return f"{kernel.name} {kernel.text[begin : kernel.text.find('}', begin)] if begin >= 0 else ''}"
 
 
-def some_of_each(sources: list[Source]) -> list[Source]:
+def some_of_each(kernels: list[RecordedKernel]) -> list[RecordedKernel]:
     """Of each kernel the variants with the shortest and the longest text; one of each formula, fewer of its sums."""
-    kinds: dict[str, list[Source]] = {}
-    for source in sorted(sources, key=lambda source: (len(source.text), source.text)):
-        kinds.setdefault(kind_of(source), []).append(source)
+    kinds: dict[str, list[RecordedKernel]] = {}
+    for kernel in sorted(kernels, key=lambda kernel: (len(kernel.text), kernel.text)):
+        kinds.setdefault(kind_of(kernel), []).append(kernel)
     chosen = []
     for number, (kind, variants) in enumerate(sorted(kinds.items())):
         if kind.startswith("apply_ ") or (kind.startswith("reduce_ ") and number % 4 == 0):
@@ -39,37 +39,37 @@ def some_of_each(sources: list[Source]) -> list[Source]:
     return chosen
 
 
-def test_every_kernel_was_asked_for(sources: list[Source]) -> None:
+def test_every_kernel_was_asked_for(kernels: list[RecordedKernel]) -> None:
     """A kernel that is new must be run by fake_cuda.py, or nothing would compile it here."""
     declared = kernel_compiler.file_kernels()
     assert len(declared) > 40
-    assert declared <= {(file, source.name) for source in sources for file in kernel_compiler.files_of(source)}
+    assert declared <= {(file, kernel.name) for kernel in kernels for file in kernel_compiler.files_of(kernel)}
 
 
 @pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
 @pytest.mark.parametrize("nvrtc", COMPILERS, ids=lambda nvrtc: f"CUDA {nvrtc.major}")
-def test_kernels_compile_and_take_what_they_are_launched_with(nvrtc: Nvrtc, sources: list[Source]) -> None:
+def test_kernels_compile_and_take_what_they_are_launched_with(nvrtc: Nvrtc, kernels: list[RecordedKernel]) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda source: kernel_compiler.check(nvrtc, source, "compute_80"), some_of_each(sources)))
+        list(pool.map(lambda kernel: kernel_compiler.check(nvrtc, kernel, "compute_80"), some_of_each(kernels)))
 
 
 @pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
 @pytest.mark.parametrize("nvrtc", COMPILERS, ids=lambda nvrtc: f"CUDA {nvrtc.major}")
-def test_machine_code_for_every_supported_gpu(nvrtc: Nvrtc, sources: list[Source]) -> None:
+def test_machine_code_for_every_supported_gpu(nvrtc: Nvrtc, kernels: list[RecordedKernel]) -> None:
     """Inline assembly is read and shared memory is counted only here; kernels with either are compiled."""
-    assembled = [s for s in some_of_each(sources) if s.name in ("gather", "product", "softmax_rows", "normalise_sums")]
+    assembled = [s for s in some_of_each(kernels) if s.name in ("gather", "product", "softmax_rows", "normalise_sums")]
     assert len(assembled) > 3
-    for source in assembled:
-        for architecture in filter(source.runs_on, kernel_compiler.architectures(nvrtc)):
-            assert nvrtc.compile(source.text, architecture, source.name)
+    for kernel in assembled:
+        for architecture in filter(kernel.runs_on, kernel_compiler.architectures(nvrtc)):
+            assert nvrtc.compile(kernel.text, architecture, kernel.name)
 
 
 @pytest.mark.skipif(not COMPILERS, reason=WITHOUT)
 def test_what_is_wrong_is_found() -> None:
     nvrtc = COMPILERS[0]
     text = 'extern "C" __global__ void f(float *x, float y, int n, unsigned long long m) { *x = y + n + m; }'
-    kernel_compiler.check(nvrtc, Source(text, "f", ((8, 4, 4, 8),)), "compute_80")
+    kernel_compiler.check(nvrtc, RecordedKernel(text, "f", ((8, 4, 4, 8),)), "compute_80")
     with pytest.raises(AssertionError, match=r"f takes \(8, 4, 4, 8\), was launched with \(8, 4, 4\)"):
-        kernel_compiler.check(nvrtc, Source(text, "f", ((8, 4, 4),)), "compute_80")
+        kernel_compiler.check(nvrtc, RecordedKernel(text, "f", ((8, 4, 4),)), "compute_80")
     with pytest.raises(ValueError, match=r"(?s)g for compute_80 under NVRTC .*identifier \"undefined\" is undefined"):
         nvrtc.compile('extern "C" __global__ void g() { undefined(); }', "compute_80", "g")

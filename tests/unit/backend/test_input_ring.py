@@ -18,7 +18,7 @@ def test_parts_of_a_slot_do_not_overlap(count, channels, height, width):
     assert (places == 7).all()
     assert pixels.shape == (count, channels, height, width)
     assert int((memory == 9).sum()) == pixels.size
-    assert [at % SLOT_ALIGNMENT for at in (slot.places_at, slot.pixels_at, slot.size)] == [0, 0, 0]
+    assert [at % SLOT_ALIGNMENT for at in (slot.crops_at, slot.pixels_at, slot.size)] == [0, 0, 0]
 
 
 def fill(slot, whole, mirror, seed=0):

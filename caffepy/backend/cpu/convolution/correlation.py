@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
-from caffepy.backend.cpu.gemm.packing import Panels, pack_weights
+from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
@@ -20,7 +20,7 @@ SPARE = 8
 
 
 @kernel
-def pad_images(
+def pad_images(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, padded: Floats, row: Int, height: Int, top: Int, left: Int,
     padded_height: Int, padded_row: Int,
 ) -> None:  # fmt: skip
@@ -43,7 +43,7 @@ def pad_images(
 
 
 @kernel
-def correlate(
+def correlate(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, image: Int, x_group: Int, pixels_at: Words, taps_at: Words, taps: Int, inner: Int,
     packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats, y_image: Int, y_group: Int,
     y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
@@ -81,7 +81,7 @@ def correlate(
 
 @dataclass(frozen=True)
 class Padding:
-    """Where an image (H, W, C) lies in a padded one."""
+    """The position of an image (H, W, C) within its padded form."""
 
     height: int
     width: int
@@ -169,34 +169,62 @@ def _tile_cuts(cuts: Any, rows: int) -> Any:
     return extended(tiles)
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """The output pixels of a correlation.
+
+    Args:
+        h: row of the image, before padding, at which each pixel's window begins.
+        w: column likewise.
+        offsets: of each pixel in an output image.
+        image: elements of an output image.
+    """
+
+    h: Any
+    w: Any
+    offsets: Any
+    image: int
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The weights of a correlation.
+
+    Args:
+        rows: offset of each (tap, element) in one group's weights.
+        step: elements from one output channel to the next.
+        columns: output channels of a group.
+        groups: how many of them.
+    """
+
+    rows: Any
+    step: int
+    columns: int
+    groups: int
+
+
 class Correlation:
     """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
     Args:
         padding: of the image that is read.
-        h, w: where each output pixel's window begins in the image.
-        taps: what is read from there.
-        weight_rows: place of each (tap, element) in one group's weights, and `weight_step` from column to column.
-        y_at: offset of each output pixel.
-        y_image: elements of an output image.
-        columns: output channels of a group.
-        groups: how many of them.
+        taps: what is read from each window.
+        pixels: where windows begin and results go.
+        filters: how the weights lie in memory.
     """
 
-    def __init__(
-        self, padding: Padding, h: Any, w: Any, taps: Taps, weight_rows: Any, weight_step: int,
-        y_at: Any, y_image: int, columns: int, groups: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, padding: Padding, taps: Taps, pixels: Pixels, filters: Filters) -> None:
         self.padding = padding
+        h, w = pixels.h, pixels.w
         self._group_channels = taps.channels
         self._pixels = len(h)
-        self._pixels_at, self._y_at = extended(padding.at(h, w)), extended(y_at)
+        self._pixels_at, self._y_at = extended(padding.at(h, w)), extended(pixels.offsets)
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
         self._taps_at = extended(padding.shift(taps.rows, taps.columns))
-        self._weight_rows = extended(weight_rows)
-        self._weight_step = weight_step
-        self._y_image, self._columns, self._groups = y_image, columns, groups
-        self.panels = Panels(np.size(weight_rows), columns, self._pixels)
+        self._weight_rows = extended(filters.rows)
+        self._weight_step = filters.step
+        self._y_image, self._columns, self._groups = pixels.image, filters.columns, filters.groups
+        self.panels = Panels(np.size(filters.rows), filters.columns, self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
         self._cutting = padding.needed and self._taps > 0
@@ -204,11 +232,9 @@ class Correlation:
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
 
     def pack(self, threads: int, weights: Any, group_step: int, workspace: Workspace) -> Any:
-        """The weights in panel order."""
         packed = workspace.take("weights", self.panels.size * self._groups)
-        pack_weights(
-            threads, self.panels, weights, self._weight_rows, self._weight_step, self._groups, group_step, packed
-        )
+        packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
+        pack_weights(threads, self.panels, weights, packing, packed)
         return packed
 
     def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any) -> None:

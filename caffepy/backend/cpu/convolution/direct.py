@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Padding, Taps
+from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Padding, Pixels, Taps
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
 from caffepy.backend.cpu.jit.kernel import ConstantTable
@@ -52,7 +52,6 @@ class TileConvolution:
     # -- forward ------------------------------------------------------------------------------------
 
     def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
-        """y = weights * x (+ bias), or max(that, 0)."""
         assert sums is None, "gives no sums"
         if self._forward is None:
             self._forward = _plan_forward(self.shape)
@@ -78,7 +77,6 @@ class TileConvolution:
     # -- gradient of the image ----------------------------------------------------------------------
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        """dx = the transposed convolution of dy with weights."""
         if self._backward is None:
             self._backward = _plan_backward(self.shape)
         for first, stop, padded in self._padded(dy, self._backward[0].padding):
@@ -89,7 +87,6 @@ class TileConvolution:
     # -- gradient of the weights --------------------------------------------------------------------
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        """dweights (+)= correlation of x with dy."""
         if self._gradient is None:
             self._gradient = WeightGradient(self.shape, self.threads, self.workspace)
         for first, stop, padded in self._padded(x, self.shape.padding):
@@ -102,10 +99,10 @@ def _plan_forward(shape: ConvolutionShape) -> Correlation:
         np.arange(shape.out_height) * g.stride[0] - p.top, np.arange(shape.out_width) * g.stride[1] - p.left,
         indexing="ij",
     )  # fmt: skip
+    pixels = Pixels(h.reshape(-1), w.reshape(-1), np.arange(h.size) * shape.outputs, h.size * shape.outputs)
     return Correlation(
-        p, h.reshape(-1), w.reshape(-1), shape.taps, np.arange(shape.depth), shape.depth,
-        np.arange(h.size) * shape.outputs, h.size * shape.outputs, shape.group_outputs, g.group,
-    )  # fmt: skip
+        p, shape.taps, pixels, Filters(np.arange(shape.depth), shape.depth, shape.group_outputs, g.group)
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,5 @@ def _plan_phase(shape: ConvolutionShape, padding: Padding, h: _Axis, w: _Axis) -
     weight_rows = tap.reshape(-1, 1) * shape.group_channels + np.arange(outputs)[None, :] * shape.depth
     at_h, at_w = np.meshgrid(h.indices, w.indices, indexing="ij")
     y_at = (h.pixels[:, None] * shape.width + w.pixels[None, :]) * shape.channels
-    return Correlation(
-        padding, at_h.reshape(-1), at_w.reshape(-1), taps, weight_rows, 1, y_at,
-        shape.height * shape.width * shape.channels, shape.group_channels, shape.geometry.group,
-    )  # fmt: skip
+    pixels = Pixels(at_h.reshape(-1), at_w.reshape(-1), y_at, shape.height * shape.width * shape.channels)
+    return Correlation(padding, taps, pixels, Filters(weight_rows, 1, shape.group_channels, shape.geometry.group))

@@ -37,13 +37,13 @@ class GeneralConvolution:
         return padded[(slice(None),) + tuple(spatial)]
 
     def _windows(self, padded: Any) -> list[Any]:
-        """For each place in the kernel, the view (N, out..., C) of the elements that meet it."""
+        """For each kernel element, the view (N, out..., C) of the elements that meet it."""
         g = self._geometry
         views = []
-        for place in np.ndindex(*g.kernel):
+        for element in np.ndindex(*g.kernel):
             index = [
                 slice(k * d, k * d + (o - 1) * s + 1, s)
-                for k, d, o, s in zip(place, g.dilation, self._out, g.stride, strict=True)
+                for k, d, o, s in zip(element, g.dilation, self._out, g.stride, strict=True)
             ]
             views.append(padded[(slice(None),) + tuple(index)])
         return views
@@ -68,7 +68,6 @@ class GeneralConvolution:
         return np.split(rows, self._geometry.group, axis=1)
 
     def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
-        """y = weights * x (+ bias), or max(that, 0)."""
         assert sums is None, "gives no sums"
         parts = [c @ w.T for c, w in zip(self._columns(x), self._matrices(weights), strict=True)]
         result = np.concatenate(parts, axis=1)
@@ -79,18 +78,16 @@ class GeneralConvolution:
         np.moveaxis(y, 1, -1)[...] = result.reshape(self._x_shape[0], *self._out, -1)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        """dx = the transposed convolution of dy with weights."""
         kernel, size = math.prod(self._geometry.kernel), self._weights_shape[1]
         shape = (self._x_shape[0], *self._out, kernel, size)
         parts = [(d @ w).reshape(shape) for d, w in zip(self._groups_of(dy), self._matrices(weights), strict=True)]
         columns = np.concatenate(parts, axis=-1)
         padded = self._padded()
-        for place, view in enumerate(self._windows(padded)):
-            view += columns[..., place, :]
+        for element, view in enumerate(self._windows(padded)):
+            view += columns[..., element, :]
         np.moveaxis(dx, 1, -1)[...] = self._inside(padded)
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        """dweights (+)= correlation of x with dy."""
         parts = [d.T @ c for d, c in zip(self._groups_of(dy), self._columns(x), strict=True)]
         shape = (self._weights_shape[0], *self._geometry.kernel, self._weights_shape[1])
         result = np.concatenate(parts, axis=0).reshape(shape)

@@ -20,7 +20,7 @@ _ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
 
 
 @kernel
-def correlate_weights(
+def correlate_weights(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, a: Floats, a_image: Int, a_lines: Words, a_step: Int,
     b: Floats, b_image: Int, b_lines: Words, b_step: Int, images: Int, lines: Int, line: Int, block: Int,
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Words, units: Words, count: Int, items: Int,
@@ -29,7 +29,7 @@ def correlate_weights(
     """c[r, j] (+)= sum over images and pixels of a * b. Items are parts of the units: tiles of c (`WeightGradient`).
 
     The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
-    power of two, for which caches have few places.
+    power of two, which map to the same few cache lines.
     """
     for item in range(begin, end):
         panel = ahead(panels, item * panel_size)

@@ -24,7 +24,7 @@ from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
 LONG = 32
 """Inner steps from which each outer step has a sum of its own: sums of sums lose fewer bits than one long sum."""
 ROWS = {1: 8, 2: 6, 3: 4}
-"""Rows of a tile, given its vectors: 12 sums (8 for the narrow one) leave room in 16 registers for the factors."""
+"""Rows of a tile, given its vectors: 12 sums (8 for the narrow one) leave registers, of 16, for the factors."""
 
 
 class _TileWriter(Writer):
@@ -51,11 +51,11 @@ class _TileWriter(Writer):
             index = self.builder.select(there, self.word(row), self.word(0))
             offset = self.builder.mul(self.keep, self.table(self.c_rows, index))
             for vector in range(self.vectors):
-                place = self.vector_at(self.start, self.builder.add(offset, self.word(vector * WIDTH)))
+                address = self.vector_at(self.start, self.builder.add(offset, self.word(vector * WIDTH)))
                 if vector == self.vectors - 1:
-                    sums.append(self.masked_load(place, mask))
+                    sums.append(self.masked_load(address, mask))
                 else:
-                    sums.append(self.builder.load(place, align=4))
+                    sums.append(self.builder.load(address, align=4))
         return sums
 
     def _step(self, a_places: list[Any], a_at: Any, b_at: Any, sums: list[Any]) -> list[Any]:
@@ -70,23 +70,23 @@ class _TileWriter(Writer):
                 result.append(self._multiply_add(factor, columns[vector], sums[row * self.vectors + vector]))
         return result
 
-    def _inner(self, places: list[Any]) -> Callable[..., Any]:
+    def _inner(self, addresses: list[Any]) -> Callable[..., Any]:
         def body(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
             at = [self.table(self.a_outer, index), self.table(self.b_outer, index)]
 
             def step(_: Any, at: list[Any], inside: list[Any]) -> list[Any]:
-                result = self._step(places, at[0], at[1], inside)
+                result = self._step(addresses, at[0], at[1], inside)
                 return [*result, self.builder.add(at[0], self.a_inner), self.builder.add(at[1], self.b_inner)]
 
             return self.loop(self.inner, sums, at, step)
 
-        def apart(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
+        def strided(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
             part = body(index, extra, self._zeros())
             return [self.builder.fadd(total, more) for total, more in zip(sums, part, strict=True)]
 
         def either(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
             long = self.builder.icmp_signed(">=", self.inner, self.word(LONG))
-            return self._choose(long, lambda: apart(index, extra, sums), lambda: body(index, extra, sums))
+            return self._choose(long, lambda: strided(index, extra, sums), lambda: body(index, extra, sums))
 
         return either
 
@@ -109,17 +109,16 @@ class _TileWriter(Writer):
     def _store_row(self, row: int, sums: list[Any], mask: Any) -> None:
         offset = self.table(self.c_rows, self.word(row))
         for vector in range(self.vectors - 1):
-            place = self.vector_at(self.c, self.builder.add(offset, self.word(vector * WIDTH)))
-            self.builder.store(sums[row * self.vectors + vector], place, align=4)
+            address = self.vector_at(self.c, self.builder.add(offset, self.word(vector * WIDTH)))
+            self.builder.store(sums[row * self.vectors + vector], address, align=4)
         last = self.vector_at(self.c, self.builder.add(offset, self.word((self.vectors - 1) * WIDTH)))
         value = sums[(row + 1) * self.vectors - 1]
         self.store(value, last, self.last, mask)
 
     def write(self) -> None:
-        """The whole tile."""
         mask = self.lanes(self.last)
-        places = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in range(self.rows)]
-        sums = self.loop(self.outer, self._zeros(), [], self._inner(places))
+        addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in range(self.rows)]
+        sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
         sums = [self.builder.fadd(start, total) for start, total in zip(self._starts(mask), sums, strict=True)]
         for row in range(self.rows):
             with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
@@ -136,7 +135,7 @@ def _tile(vectors: int) -> Any:
         _TileWriter(builder, vectors, list(arguments)).write()
         return context.get_dummy_value()
 
-    def typed(
+    def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any,
         outer: Any, inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
     ) -> Any:  # fmt: skip
@@ -151,7 +150,7 @@ is either one row for all (zeros, bias) or c itself; `count` rows are written, a
 
 
 @device_function
-def tile(
+def tile(  # noqa: PLR0913 -- a kernel
     vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
     inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
 ) -> None:  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,7 @@ class Panels:
 
 
 @kernel
-def pack(
+def pack(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, rows: Words, depth: Int, step: Int, group_step: Int,
     packed: Floats, size: Int, table: Words, panels: Int, columns: Int, width: Int,
 ) -> None:  # fmt: skip
@@ -74,11 +75,27 @@ def pack(
                 packed[target + k * wide + j] = 0
 
 
-def pack_weights(
-    threads: int, panels: Panels, source: Any, rows: Any, step: int, groups: int, group_step: int, packed: Any
-) -> None:
+@dataclass(frozen=True)
+class WeightPacking:
+    """Where the weights to pack lie in their array, in elements.
+
+    Args:
+        rows: offset of each row (an element of the sum).
+        step: from one column to the next.
+        groups: how many groups of weights there are.
+        group_step: from one group to the next.
+    """
+
+    rows: Any
+    step: int
+    groups: int = 1
+    group_step: int = 0
+
+
+def pack_weights(threads: int, panels: Panels, source: Any, packing: WeightPacking, packed: Any) -> None:
     """Bring the weights of all groups into panel order."""
     pack.run(
-        threads, groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, rows, panels.depth, step,
-        group_step, packed, panels.size, panels.table, panels.count, panels.columns, WIDTH,
+        threads, packing.groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, packing.rows,
+        panels.depth, packing.step, packing.group_step, packed, panels.size, panels.table, panels.count,
+        panels.columns, WIDTH,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Matrix products on the CPU, in register tiles, on the threads of all other kernels: no second pool fights them.
 
-The smaller factor is packed into panels as wide as a tile, the larger one is read where it lies. Inner products of a
+The smaller factor is packed into panels as wide as a tile, the larger one is read without a copy. Inner products of a
 small batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
-from caffepy.backend.cpu.gemm.packing import COST, Panels, pack_weights
+from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
@@ -32,7 +32,7 @@ _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
 
 @kernel
-def product_by_rows(
+def product_by_rows(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, a: Floats, a_step: Int, a_rows: Words, strip: Floats, strip_rows: Words,
     packed: Floats, table: Words, panels: Int, width: Int, depth: Int, part: Int, no_offset: Words,
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Int, group: Int, groups: Int, items: Int,
@@ -68,7 +68,7 @@ def product_by_rows(
 
 
 @kernel
-def product_by_columns(
+def product_by_columns(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, a: Floats, a_rows: Words, a_step: Int, rows: Int, b: Floats, b_step: Int, columns: Int,
     packed: Floats, vectors: Int, width: Int, depth: Int, part: Int, no_offset: Words,
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, high: Int, block: Int, blocks: Int, items: Int,
@@ -114,7 +114,7 @@ def product_by_columns(
 
 
 @kernel
-def transpose(
+def transpose(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, source_row: Int, target: Floats, target_row: Int, rows: Int, accumulate: Int
 ) -> None:
     """target[j, r] (+)= source[r, j]. Items are blocks of 16 r."""
@@ -124,8 +124,8 @@ def transpose(
         for j in range(source_row):
             for r in range(first, stop):
                 value = source[r * source_row + j]
-                place = j * target_row + r
-                target[place] = target[place] + value if accumulate == 1 else value
+                offset = j * target_row + r
+                target[offset] = target[offset] + value if accumulate == 1 else value
 
 
 @lru_cache(maxsize=1024)
@@ -189,7 +189,7 @@ class Gemm:
         (a_row, a_step), (b_step, b_column) = _strides(a), _strides(b)
         panels = _panels(depth, columns, rows)
         packed = self._workspace.take("weights", panels.size)
-        pack_weights(self._threads, panels, b, _offsets(depth, b_step), b_column, 1, 0, packed)
+        pack_weights(self._threads, panels, b, WeightPacking(_offsets(depth, b_step), b_column), packed)
         groups = -(-rows // GROUP)
         items = min(self._threads, groups)
         part = min(depth, DEPTH)
@@ -204,7 +204,7 @@ class Gemm:
         (rows, depth), columns = a.shape, b.shape[1]
         (a_row, a_step), (b_row, _) = _strides(a), _strides(b)
         vectors = min((2, 3), key=lambda v: COST[v] * -(-rows // ROWS[v]) / v)
-        # Few rows read a panel once or twice: then it is read where it lies, in long pieces of few rows of b.
+        # Few rows read a panel once or twice: then it is read without a copy, in long pieces of few rows of b.
         direct = rows <= 2 * ROWS[vectors]
         block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
         rounds = -(-columns // (block * self._threads))

@@ -5,8 +5,8 @@ its default is the __pycache__ beside the source. Here the functions that this m
 own. A cache that cannot be read or written, now or later, costs time and nothing else.
 
 The folder's name changes with caffepy's version, with the kernels' sources, with numba, llvmlite and Python, and with
-the processor: machines of several kinds share home folders, and numba's index of a function is no place where two
-processes could write about two processors at once. Within one folder all writers of a file write the same.
+the processor: machines of several kinds share home folders, and in numba's index of a function two processes
+cannot write about two processors at once. Within one folder all writers of a file write the same.
 """
 
 from __future__ import annotations

@@ -140,7 +140,6 @@ class Entry:
 
     @cached_property
     def address(self) -> int:
-        """Where the machine code is."""
         return int(self._compiled.address)
 
     @cached_property

@@ -30,15 +30,14 @@ class Writer:
 
     def vector_at(self, pointer: Any, offset: Any) -> Any:
         """A pointer to the vector `offset` elements behind `pointer`."""
-        place = self.builder.gep(pointer, [offset])
-        return self.builder.bitcast(place, VECTOR.as_pointer())
+        address = self.builder.gep(pointer, [offset])
+        return self.builder.bitcast(address, VECTOR.as_pointer())
 
     def table(self, pointer: Any, index: Any) -> Any:
         """The entry `index` of an int64 table."""
         return self.builder.load(self.builder.gep(pointer, [index]))
 
     def word(self, value: int) -> Any:
-        """A constant."""
         return ir.Constant(WORD, value)
 
     def splat(self, scalar: Any) -> Any:
@@ -54,34 +53,33 @@ class Writer:
         return self.builder.icmp_signed("<", ir.Constant(INDICES, list(range(WIDTH))), counts)
 
     def call(self, name: str, kind: Any, arguments: list[Any]) -> Any:
-        """Call one of LLVM's intrinsic functions."""
         module = self.builder.module
         function = module.globals.get(name) or ir.Function(module, kind, name)
         return self.builder.call(function, arguments)
 
-    def masked_load(self, place: Any, mask: Any) -> Any:
+    def masked_load(self, address: Any, mask: Any) -> Any:
         """The wanted lanes of a vector in memory, zero in the others."""
         pointer = VECTOR.as_pointer()
         kind = ir.FunctionType(VECTOR, [pointer, ir.IntType(32), _MASK, VECTOR])
         zero = ir.Constant(VECTOR, [0.0] * WIDTH)
-        arguments = [place, ir.Constant(ir.IntType(32), 4), mask, zero]
+        arguments = [address, ir.Constant(ir.IntType(32), 4), mask, zero]
         return self.call(f"llvm.masked.load.{NAME}.{_POINTER_NAME}", kind, arguments)
 
-    def masked_store(self, value: Any, place: Any, mask: Any) -> None:
+    def masked_store(self, value: Any, address: Any, mask: Any) -> None:
         """Write the wanted lanes."""
         pointer = VECTOR.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [VECTOR, pointer, ir.IntType(32), _MASK])
-        arguments = [value, place, ir.Constant(ir.IntType(32), 4), mask]
+        arguments = [value, address, ir.Constant(ir.IntType(32), 4), mask]
         self.call(f"llvm.masked.store.{NAME}.{_POINTER_NAME}", kind, arguments)
 
-    def store(self, value: Any, place: Any, wanted: Any, mask: Any) -> None:
+    def store(self, value: Any, address: Any, wanted: Any, mask: Any) -> None:
         """Write the first `wanted` lanes, which `mask` marks: whole vectors plainly, as masked stores are slow."""
         whole = self.builder.icmp_signed(">=", wanted, self.word(WIDTH))
         with self.builder.if_else(whole) as (plain, part):
             with plain:
-                self.builder.store(value, place, align=4)
+                self.builder.store(value, address, align=4)
             with part:
-                self.masked_store(value, place, mask)
+                self.masked_store(value, address, mask)
 
     def loop(self, count: Any, sums: list[Any], extra: list[Any], body: Callable[..., Any]) -> list[Any]:
         """for index in range(count): sums, extra = body(index, extra, sums), with everything in registers."""
@@ -112,7 +110,7 @@ def _shift(element: types.Type) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.gep(arguments[0], [arguments[1]])
 
-    def typed(typing_context: Any, place: Any, offset: Any) -> Any:
+    def typed(typing_context: Any, address: Any, offset: Any) -> Any:
         return pointer(pointer, types.int64), generate
 
     return intrinsic(typed)

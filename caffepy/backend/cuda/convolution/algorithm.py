@@ -14,7 +14,7 @@ from caffepy.backend.cuda.memory import Scratch, flat
 from caffepy.backend.elementwise import Each, expression
 from caffepy.backend.types import Array
 
-UNFUSED = "apart"
+UNFUSED = "unfused"
 """Name of the candidate that computes bias, ReLU or sums in a kernel after the convolution."""
 
 

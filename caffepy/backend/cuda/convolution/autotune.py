@@ -34,7 +34,7 @@ FINALISTS = 4
 """How many of the fastest candidates are timed once more."""
 
 TOLERANCE = 0.02
-"""How far two candidates' results may be apart, relative to the largest: several roundings to eight bits."""
+"""How far two candidates' results may differ, relative to the largest: several roundings to eight bits."""
 
 SMALLEST_STEP = 2.0**-23
 """And how far besides: float16 numbers near zero are 2^-24 apart."""
@@ -139,7 +139,6 @@ class Trial:
         self._expected: list[Array] | None = None
 
     def add(self, family: AlgorithmFamily) -> None:
-        """Time a family's candidates."""
         if family.last_resort and self._times:
             return
         for candidate in family.candidates():
@@ -174,7 +173,9 @@ class Trial:
         return self._expected
 
     def _telling_results(self) -> list[Array]:
-        for operands in (lambda: self._operands, self._others):
+        first = self._operands
+        choices: tuple[Callable[[], Operands], ...] = (lambda: first, self._others)
+        for operands in choices:
             self._operands = operands()
             self._trusted[0].run(self._operands)
             kept = [result.copy() for result in map(flat, self._results())]
@@ -191,9 +192,9 @@ class Trial:
             result.data.memset_async(0xFF, result.nbytes, cupy.cuda.get_current_stream())
         candidate.run(self._operands)
         for result, kept in zip(self._results(), expected, strict=True):
-            apart, limit = difference(flat(result), kept), TOLERANCE * largest(kept) + SMALLEST_STEP
-            if apart > limit:
-                logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, apart, limit)
+            error, limit = difference(flat(result), kept), TOLERANCE * largest(kept) + SMALLEST_STEP
+            if error > limit:
+                logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, error, limit)
                 return False
         return True
 

@@ -1,8 +1,8 @@
-"""Which candidate was found to be the fastest for which task, in this process, in others and in earlier ones.
+"""The autotuning cache: which candidate is the fastest for which task, shared with other and earlier processes.
 
 Owns the file of decisions in the user's cache folder. All processes that share the file, at once or one after the
 other, decide alike: one of them looks into a task while the others wait, and where two have looked all the same, what
-came into the file first holds. So the bits of a run do not depend on whether it found its decisions or made them.
+came into the file first holds. So the bits of a run do not depend on whether its decisions were cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from caffepy.caches import cache_folder
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """To be raised when candidates change so that old decisions no longer hold."""
 
 WAIT = 120.0
@@ -40,7 +40,7 @@ _LOOK = 0.02
 
 @dataclass(frozen=True)
 class Decision:
-    """What was found for a task.
+    """The choice for a task.
 
     Args:
         name: the fastest candidate's.
@@ -76,7 +76,7 @@ class Decisions:
 
         Args:
             key: the task.
-            decision: what was found.
+            decision: the choice.
             instead: the candidate that was decided on before and is not there any more.
             lasting: other processes are to decide so too; else it holds in this one alone.
 
@@ -84,11 +84,11 @@ class Decisions:
             What holds from now on: the decision, or that of somebody who was faster.
         """
         with self._lock, self._locks.held(None, _WRITE_WAIT):
-            known = {name: held for name, held in self._known.items() if name != key or held.name != instead}
+            known = {name: d for name, d in self._known.items() if name != key or d.name != instead}
             self._known = {**self._read(), **known}
-            held = self._known.get(key) or self._passing.get(key)
-            if held is not None and held.name != instead:
-                return held
+            current = self._known.get(key) or self._passing.get(key)
+            if current is not None and current.name != instead:
+                return current
             self._known.pop(key, None)
             self._passing.pop(key, None)
             if not lasting:
@@ -106,7 +106,7 @@ class Decisions:
         """Let one thread at a time, of all processes, look into a task, so that the others find its decision."""
         with self._lock:
             lock = self._turns.setdefault(key, threading.Lock())
-        held = lock.acquire(timeout=WAIT)
+        acquired = lock.acquire(timeout=WAIT)
         try:
             if self.get(key) is not None:
                 yield
@@ -116,15 +116,15 @@ class Decisions:
                     self._known = {**self._read(), **self._known}
                 yield
         finally:
-            if held:
+            if acquired:
                 lock.release()
 
     def _read(self) -> dict[str, Decision]:
         if self._path is None:
             return {}
         try:
-            stored = json.loads(self._path.read_text(encoding="utf-8"))
-            return {str(key): Decision(_name(name), float(time)) for key, (name, time) in stored.items()}
+            entries = json.loads(self._path.read_text(encoding="utf-8"))
+            return {str(key): Decision(_name(name), float(time)) for key, (name, time) in entries.items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -136,8 +136,8 @@ class Decisions:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}")
-        stored = {key: (d.name, round(d.microseconds, 2)) for key, d in sorted(self._known.items())}
-        temporary.write_text(json.dumps(stored, indent=0), encoding="utf-8")
+        entries = {key: (d.name, round(d.microseconds, 2)) for key, d in sorted(self._known.items())}
+        temporary.write_text(json.dumps(entries, indent=0), encoding="utf-8")
         os.replace(temporary, self._path)
 
 
@@ -159,14 +159,14 @@ class _FileLocks:
 
         Of each lock a process may hold one at a time: locks belong to processes, not to threads.
         """
-        place = 0 if key is None else 1 + zlib.crc32(key.encode())
+        offset = 0 if key is None else 1 + zlib.crc32(key.encode())
         file = self._opened()
-        held = file is not None and _lock(file, place, seconds)
+        locked = file is not None and _lock(file, offset, seconds)
         try:
             yield
         finally:
-            if held and file is not None:
-                fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+            if locked and file is not None:
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, offset)
 
     def _opened(self) -> int | None:
         """The file, open; it stays so, because to close it would give all locks of the process back."""
@@ -180,12 +180,12 @@ class _FileLocks:
             return self._file
 
 
-def _lock(file: int, place: int, seconds: float) -> bool:
+def _lock(file: int, offset: int, seconds: float) -> bool:
     """Lock a byte of a file; False if that takes too long or cannot be done."""
     end = time.monotonic() + seconds
     while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
             return True
         except (BlockingIOError, PermissionError):  # another process holds it
             if time.monotonic() > end:

@@ -78,14 +78,14 @@ class CudnnPlan:
         workspace = self._workspace().data.ptr
         steps = {uid: self._step(uid) for uid in pointers}
         for group in range(graph.groups):
-            placed = {uid: pointer + group * steps[uid] for uid, pointer in pointers.items()}
-            graph.graph.execute_plan_at_index(placed, workspace, self._index, handle=graph.resources.handle)
+            addresses = {uid: pointer + group * steps[uid] for uid, pointer in pointers.items()}
+            graph.graph.execute_plan_at_index(addresses, workspace, self._index, handle=graph.resources.handle)
 
     def _step(self, uid: int) -> int:
         """Bytes from one group's part of a tensor to the next one's."""
         task, groups = self._graph.task, self._graph.groups
         problem = task.problem
-        item = cupy.dtype(problem.array_dtype).itemsize
+        item = int(cupy.dtype(problem.array_dtype).itemsize)
         x, y = problem.x[1] // groups, problem.weights[0] // groups
         weights = math.prod(problem.weights) // groups
         by_direction = {Direction.FORWARD: (x, weights, y), Direction.DATA: (y, weights, x)}
@@ -147,7 +147,6 @@ class CopiedCudnn:
         return self._plan is not None
 
     def run(self, operands: Operands) -> None:
-        """Copy the inputs, compute, copy the output back."""
         assert self._plan is not None
         scratch, task = self._resources.scratch, self._task
         first = channels_first(operands.first, scratch, "first NCHW copy")

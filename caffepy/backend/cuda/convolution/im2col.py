@@ -15,7 +15,7 @@ from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array
 
 COLUMNS_LIMIT = 2**26
-"""Elements of unrolled windows held at once; larger batches are taken in parts."""
+"""Elements of the column buffer; larger batches are computed in parts."""
 
 
 def _channels_last(array: Array) -> Array:
@@ -43,15 +43,14 @@ class Im2colConvolution:
         self._group = geometry.group
         self._channels = problem.x[1] // geometry.group
         self._outputs = problem.weights[0] // geometry.group
-        self._places = math.prod(problem.y[2:])
+        self._pixels = math.prod(problem.y[2:])
         self._columns = math.prod(geometry.kernel) * self._channels
         self._defines = _defines(problem)
         self._pointwise = is_pointwise(geometry)
-        limit = COLUMNS_LIMIT // max(self._places * self._columns, 1)
+        limit = COLUMNS_LIMIT // max(self._pixels * self._columns, 1)
         self._batch = problem.x[0] if self._pointwise else max(1, min(problem.x[0], limit))
 
     def prepare(self) -> bool:
-        """Always possible."""
         return True
 
     def run(self, operands: Operands) -> None:
@@ -71,12 +70,12 @@ class Im2colConvolution:
             cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
 
     def _scratch_windows(self, images: int, dtype: str) -> Array:
-        count = images * self._places * self._columns
+        count = images * self._pixels * self._columns
         windows = self._resources.scratch.get("unrolled windows", count, dtype)
-        return windows.reshape(images * self._places, self._columns)
+        return windows.reshape(images * self._pixels, self._columns)
 
     def _windows(self, x: Array, group: int) -> Array:
-        """The windows of some images, a row each; the images themselves where a window is one place."""
+        """The windows of some images, a row each; the images themselves where a window is one pixel."""
         if self._pointwise:
             return _columns_of(x, group, self._channels)
         columns = self._scratch_windows(x.shape[0], self._problem.array_dtype)
@@ -110,7 +109,7 @@ class Im2colConvolution:
 
 
 def _columns_of(array: Array, group: int, width: int) -> Array:
-    """A group's channels of a channels-last array, as a matrix with a row for each place."""
+    """A group's channels of a channels-last array, as a matrix with a row for each pixel."""
     return array.reshape(-1, array.shape[-1])[:, group * width : (group + 1) * width]
 
 

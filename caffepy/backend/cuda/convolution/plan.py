@@ -66,18 +66,15 @@ class CudaConvolution:
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
     ) -> None:
-        """y = weights * x (+ bias), or max(that, 0); sums of y and y^2."""
         assert sums is None or (self.gives_sums and bias is None and not relu), "sums are not for this convolution"
         task = Task(self.problem, Direction.FORWARD, bias is not None, relu, sums is not None)
         bias = None if bias is None else self._as_operand(bias.reshape(-1), bias.size, "aligned bias", "float32")
         self._convolve(task, Operands(x, weights, y, bias, sums))
 
     def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
-        """dx = the transposed convolution of dy with weights."""
         self._convolve(Task(self.problem, Direction.DATA), Operands(dy, weights, dx))
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
-        """dweights (+)= correlation of x with dy."""
         task = Task(self.problem, Direction.WEIGHTS)
         self._convolve(task, Operands(x, dy, dweights, accumulate=accumulate))
 

@@ -26,7 +26,7 @@ class Problem:
         x: (N, C, spatial...).
         weights: (num_output, C / group, kernel...).
         geometry: how the window moves.
-        dtype: what x, y and the weights are kept in.
+        dtype: of x, y and the weights.
     """
 
     x: tuple[int, ...]
@@ -77,6 +77,6 @@ class Task:
 
 
 def is_pointwise(geometry: Geometry) -> bool:
-    """Whether each window is one place and the windows are all places, so that nothing need be unrolled."""
+    """Whether the convolution is 1x1 with stride 1 and no padding: a matrix product without im2col."""
     g = geometry
     return all(k == 1 and s == 1 and p == 0 for k, s, p in zip(g.kernel, g.stride, g.pad, strict=True))

@@ -17,8 +17,8 @@ from caffepy.backend.layout import round_up
 SHARED_LIMIT = 220 * 1024
 """Bytes of shared memory that a block may have (of 227 KiB on Hopper; smaller GPUs have less and refuse)."""
 
-PLACES = (32, 64, 128, 256)
-"""How many places of a result a block may take at once, about."""
+PIXEL_COUNTS = (32, 64, 128, 256)
+"""About how many pixels of a result a block may compute at once."""
 
 WORDS_A_CLOCK = 5.5
 """What a multiprocessor of an H200 gets from the second-level cache while all others ask as well."""
@@ -32,7 +32,7 @@ class Shape:
         images: N.
         image: size of what the windows move over.
         channels: its channels.
-        out: size of what has a place for each window.
+        out: size of the result: a pixel for each window.
         outputs: its channels.
         kernel: size of a window.
         stride: its step.
@@ -84,12 +84,10 @@ class Tiling:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
         return self.warps_m * self.warps_n * self.warps_k
 
     @property
     def name(self) -> str:
-        """The candidate's."""
         numbers = (self.images, self.rows, self.tiles_m, self.tiles_n, self.warps_m, self.warps_n, self.warps_k)
         return "small " + " ".join(map(str, (*numbers, self.parts)))
 
@@ -122,7 +120,7 @@ class Layout:
         self.tiling = tiling
         self.weights = weights
         self.pixel = _pixel(shape.channels, weights)
-        self.places = tiling.images * tiling.rows * shape.out[1]
+        self.pixels = tiling.images * tiling.rows * shape.out[1]
         size = (
             (rows - 1) * stride + (kernel - 1) * dilation + 1
             for rows, stride, kernel, dilation in zip(
@@ -137,20 +135,19 @@ class Layout:
             rows = self.lines if weights else self.columns
             self.pitch = rows + 8 if rows % 16 == 0 else rows
         self.depth_steps = -(-shape.depth // 8)
-        self.place_steps = -(-self.places // 8)
+        self.pixel_steps = -(-self.pixels // 8)
         self.pieces = -(-shape.images // tiling.images) * -(-shape.out[0] // tiling.rows)
 
     @property
     def words(self) -> int:
         """Words of shared memory: patch, factors and table, or the warps' sums after them."""
-        steps = self.place_steps if self.weights else self.depth_steps
+        steps = self.pixel_steps if self.weights else self.depth_steps
         rows = steps * 8 if self.weights or self.shape.flipped else self.columns
         factors = rows * self.pitch
         return max(self.patch + factors + steps * 8, self.tiling.warps_k * self.lines * self.columns)
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Blocks."""
         if self.weights:
             tiles = -(-self.shape.depth // self.columns), -(-self.shape.outputs // self.lines)
             return min(self.tiling.parts, self.pieces), *tiles
@@ -163,9 +160,9 @@ class Layout:
         earlier form of the kernels: there the better of the model's first two is within 6 % of the fastest.
         """
         t, blocks = self.tiling, math.prod(self.grid)
-        factors = self.place_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth
+        factors = self.pixel_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth
         loading = (self.patch + factors) / WORDS_A_CLOCK
-        steps = -(-(self.place_steps if self.weights else self.depth_steps) // t.warps_k)
+        steps = -(-(self.pixel_steps if self.weights else self.depth_steps) // t.warps_k)
         products = t.tiles_m * t.tiles_n
         busy = t.warps * steps * max(2 * products, 4 * t.tiles_m + 2 * t.tiles_n + 2)
         waits = steps * (30 + 4 * products)
@@ -200,18 +197,18 @@ def _pixel(channels: int, weights: bool) -> int:
 
 def _pieces(shape: Shape) -> Iterator[tuple[int, int]]:
     """Images and rows that a block may take at once."""
-    found = set()
-    for places in PLACES:
-        images = max(1, min(places // math.prod(shape.out), shape.images))
-        rows = shape.out[0] if images > 1 else max(1, min(round(places / shape.out[1]), shape.out[0]))
+    choices = set()
+    for pixels in PIXEL_COUNTS:
+        images = max(1, min(pixels // math.prod(shape.out), shape.images))
+        rows = shape.out[0] if images > 1 else max(1, min(round(pixels / shape.out[1]), shape.out[0]))
         even = -(-shape.out[0] // -(-shape.out[0] // rows))
-        found.add((images, even))
-    yield from sorted(found)
+        choices.add((images, even))
+    yield from sorted(choices)
 
 
 def tilings(shape: Shape, weights: bool, multiprocessors: int) -> list[Layout]:
     """All tilings that fit, the likely fastest first."""
-    every = _for_weights(shape, multiprocessors) if weights else _for_places(shape)
+    every = _for_weights(shape, multiprocessors) if weights else _for_pixels(shape)
     layouts = [Layout(shape, tiling, weights) for tiling in every]
     fitting = [layout for layout in layouts if 4 * layout.words <= SHARED_LIMIT]
     return sorted(fitting, key=lambda layout: layout.time(multiprocessors))
@@ -222,7 +219,7 @@ def _fits_registers(tiles: int, warps: int) -> bool:
     return tiles <= (16 if warps > 8 else 28)
 
 
-def _for_places(shape: Shape) -> Iterator[Tiling]:
+def _for_pixels(shape: Shape) -> Iterator[Tiling]:
     columns = -(-shape.outputs // 8)
     choices = {min(columns, 8), -(-columns // 2)}
     for (images, rows), tiles_n in itertools.product(_pieces(shape), sorted(c for c in choices if c <= 8)):

@@ -1,8 +1,8 @@
 """CUDA C text of kernels that run a formula over arrays.
 
-Owns the text and nothing else: given a formula and how its arguments are stored and found it writes a kernel, which
-stands on kernels/common.cu; `launch.py` chooses which and launches it. Names ending in an underscore are ours,
- so no argument of a formula can clash with them.
+Given a formula, the dtypes of its arguments and how they are indexed, it writes a kernel that uses kernels/common.cu;
+`launch.py` chooses the variant and launches it. Names ending in an underscore are ours, so no argument of a formula can
+clash with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Access:
 
     Args:
         divides: the number is divided by the packs that share an element.
-        wraps: what that gives is taken modulo the argument's size.
+        wraps: that index is taken modulo the argument's size.
         packed: the part is as wide as a pack; else it is one element for the whole pack.
         once: all packs of a thread share it.
     """
@@ -33,7 +33,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Variant:
-    """What apart from the formula decides the text of a kernel.
+    """What beside the formula decides the text of a kernel.
 
     Args:
         inputs: C type of each Each argument, in the formula's order.
@@ -55,17 +55,14 @@ class Variant:
 
 
 def output_names(expression: Expression) -> list[str]:
-    """What the outputs are called within a kernel."""
     return [f"o{k}_" for k in range(expression.output_count)]
 
 
 def named(expression: Expression, kind: Kind) -> list[str]:
-    """The arguments of one kind."""
     return [name for name, k in zip(expression.parameters, expression.kinds, strict=True) if k is kind]
 
 
 def accesses(expression: Expression, variant: Variant) -> dict[str, Access]:
-    """The access of each Channel argument, by name."""
     return dict(zip(named(expression, Kind.CHANNEL), variant.channels, strict=True))
 
 
@@ -97,7 +94,6 @@ def argument_list(expression: Expression, variant: Variant) -> list[str]:
 
 
 def output_list(expression: Expression, variant: Variant) -> list[str]:
-    """Kernel parameters of the outputs."""
     return [f"{t} *{name}p_" for t, name in zip(variant.outputs, output_names(expression), strict=True)]
 
 
@@ -111,20 +107,20 @@ def part_type(access: Access, width: int) -> str:
     return f"Pack<float, {width}>" if access.packed else "float"
 
 
-def part(name: str, access: Access, width: int, place: str) -> str:
+def part(name: str, access: Access, width: int, offset: str) -> str:
     """A thread's part of a Channel argument."""
-    return f"load<{width}>({name}_p_, {place})" if access.packed else f"{name}_p_[{place}]"
+    return f"load<{width}>({name}_p_, {offset})" if access.packed else f"{name}_p_[{offset}]"
 
 
-def channel_place(name: str, access: Access, index: str, pack: str) -> str:
+def channel_offset(name: str, access: Access, index: str, pack: str) -> str:
     """Where the pack of a number finds its part of a Channel argument."""
     wide = index != "unsigned int"
-    place = pack
+    offset = pack
     if access.divides:
-        place = f"({place} / {name}_inner_)" if wide else f"{name}_by_inner_({place})"
+        offset = f"({offset} / {name}_inner_)" if wide else f"{name}_by_inner_({offset})"
     if access.wraps:
-        place = f"{place} % {name}_size_" if wide else f"remainder_({place}, {name}_size_, {name}_by_size_)"
-    return place
+        offset = f"{offset} % {name}_size_" if wide else f"remainder_({offset}, {name}_size_, {name}_by_size_)"
+    return offset
 
 
 HELPERS = """
@@ -136,14 +132,14 @@ __device__ __forceinline__ unsigned int remainder_(unsigned int n, unsigned int 
 
 def call(expression: Expression, variant: Variant, loaded: str) -> str:
     """A call of the formula on element k_ of the packs in registers; `loaded` tells those of one thread apart."""
-    found = accesses(expression, variant)
+    access_of = accesses(expression, variant)
     inputs = []
     for name, kind in zip(expression.parameters, expression.kinds, strict=True):
         value = cuda_name(name)
         if kind is Kind.EACH:
             value = f"to_float({value}{loaded}[k_])"
         elif kind is Kind.CHANNEL:
-            access = found[name]
+            access = access_of[name]
             value += ("" if access.once else loaded) + ("[k_]" if access.packed else "")
         inputs.append(value)
     return f"formula_({', '.join(inputs + [f'{name}[k_]' for name in output_names(expression)])});"
@@ -157,8 +153,8 @@ def load_lines(expression: Expression, variant: Variant, loaded: str, pack: str)
     ]
     for name, access in accesses(expression, variant).items():
         if not access.once:
-            place = channel_place(name, access, variant.index, pack)
-            lines.append(f"{cuda_name(name)}{loaded} = {part(name, access, variant.width, place)};")
+            offset = channel_offset(name, access, variant.index, pack)
+            lines.append(f"{cuda_name(name)}{loaded} = {part(name, access, variant.width, offset)};")
     return lines
 
 
@@ -179,8 +175,8 @@ def once_lines(expression: Expression, variant: Variant, pack: str) -> list[str]
     lines = []
     for name, access in accesses(expression, variant).items():
         if access.once:
-            place = f"{pack} % {name}_size_" if access.wraps else "0"
-            value = part(name, access, variant.width, place)
+            offset = f"{pack} % {name}_size_" if access.wraps else "0"
+            value = part(name, access, variant.width, offset)
             lines.append(f"const {part_type(access, variant.width)} {cuda_name(name)} = {value};")
     return lines
 

@@ -1,6 +1,6 @@
 """Formulas over arrays of any dtype: chooses the kernel for the arrays' geometry and launches it.
 
-Owns how many neighbours a thread takes at once and how Channel arguments are found: by nothing but the thread's
+Owns how many neighbours a thread takes at once and how Channel arguments are indexed: by nothing but the thread's
 number where a block's size is a multiple of their period, else by a division and a remainder; where they follow no
 period at all they are spread out over the whole shape first. The choice is remembered for each combination of formula,
 shapes, dtypes and alignment, so that a call costs little more than its launch.
@@ -49,7 +49,6 @@ class Signature(NamedTuple):
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
         return np.dtype(self.dtype).itemsize
 
     def allows(self, width: int) -> bool:
@@ -74,12 +73,11 @@ class Call(NamedTuple):
     device: int
 
     def of_kind(self, kind: Kind) -> dict[str, Signature]:
-        """The array arguments of one kind, by name."""
         named = zip(self.expression.parameters, self.expression.kinds, self.inputs, strict=True)
         return {name: s for name, k, s in named if k is kind and s is not None}
 
     def periods(self, shape: tuple[int, ...]) -> dict[str, Period | None]:
-        """Where each Channel argument is found from an element's index."""
+        """How the index of each Channel argument follows from an element's index."""
         return {name: find_period(shape, s.shape, self.axis) for name, s in self.of_kind(Kind.CHANNEL).items()}
 
     def check(self) -> None:
@@ -90,15 +88,12 @@ class Call(NamedTuple):
             assert s is None or s.dtype in ("f" if s in plain else "feH"), (self.expression, s)
 
     def device_scalars(self) -> frozenset[str]:
-        """Scalars that lie in device memory."""
         return frozenset(self.of_kind(Kind.SCALAR))
 
     def each_types(self) -> tuple[str, ...]:
-        """C types of the Each arguments."""
         return tuple(C_TYPES[s.dtype] for s in self.of_kind(Kind.EACH).values())
 
     def output_types(self) -> tuple[str, ...]:
-        """C types of the outputs."""
         return tuple(C_TYPES[s.dtype] for s in self.outputs)
 
 
@@ -128,7 +123,6 @@ class Launch:
     extras: tuple[tuple[Any, ...], ...]
 
     def run(self, inputs: Sequence[Argument], outputs: Sequence[Array], *tail: Any) -> None:
-        """Launch it for these arrays."""
         arguments = [*self.head]
         for value, extra in zip(inputs, self.extras, strict=True):
             arguments.append(value if isinstance(value, cupy.ndarray) else np.float32(value))
@@ -260,16 +254,16 @@ def access(period: Period, width: int, threads: int) -> Access:
 
 def extras(call: Call, periods: Mapping[str, Period], width: int) -> tuple[tuple[Any, ...], ...]:
     """Divisor and modulus of each Channel argument, counted in packs, nothing for others."""
-    found: list[tuple[Any, ...]] = []
+    dividers: list[tuple[Any, ...]] = []
     for name in call.expression.parameters:
         period = periods.get(name)
         if period is None:
-            found.append(())
+            dividers.append(())
             continue
         packed = _packed(period, width)
         inner, size = max(1, period.inner // width), period.size // width if packed else period.size
-        found.append((np.uint32(inner), divider(inner), np.uint32(size), divider(size)))
-    return tuple(found)
+        dividers.append((np.uint32(inner), divider(inner), np.uint32(size), divider(size)))
+    return tuple(dividers)
 
 
 def _unroll(call: Call, packs: int, channels: Sequence[Access]) -> int:

@@ -77,7 +77,6 @@ class Blas:
         self._zero = ctypes.byref(ctypes.c_float(0.0))
 
     def close(self) -> None:
-        """Give the handle back."""
         if self._handle:
             _library().cublasDestroy_v2(self._handle)
             self._handle = ctypes.c_void_p()
@@ -97,7 +96,7 @@ class Blas:
     def library_gemm(
         self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool
     ) -> None:
-        """The same, by cuBLAS whatever the size."""
+        """`gemm` by cuBLAS, whatever the size."""
         depth = a.shape[0] if transpose_a else a.shape[1]
         row_major, leading = _dtype(out)
         rows, columns = out.shape

@@ -1,4 +1,4 @@
-// Copies and sums of arrays of one shape and any strides, from one storage to another. The text before this file defines the
+// Copies and sums of arrays of one shape and any strides, from one dtype to another. The text before this file defines the
 // types SOURCE and STORED (the destination's), WIDTH, the elements that are neighbours in both arrays, DIMS, how many axes
 // there are, and ADD, whether the destination keeps what it has.
 

@@ -32,7 +32,7 @@ extern "C" __global__ void im2col(const Element *x, Element *columns, int first,
     }
 }
 
-// x (this group's channels) = sum over all windows that contain a place; one thread an element of x, so no atomics.
+// x (this group's channels) = sum over all windows that contain a pixel; one thread an element of x, so no atomics.
 extern "C" __global__ void col2im(const float *columns, Element *x, int first, unsigned int count) {
     const unsigned int window = product(KERNEL);
     EACH_INDEX(i, count) {

@@ -1,7 +1,7 @@
 // Local response normalisation across the channels of channels-last arrays (Krizhevsky et al., NIPS 2012). A window of SIZE
 // channels begins BEFORE channels before its middle. The text before defines STORED, WIDTH, SIZE and LARGE. Nothing but x is
 // kept for the gradient: scale and power cost less to work out than to load.
-// A thread takes WIDTH channels of one place and what it needs of its neighbours' channels, which lie in the cache; with LARGE
+// A thread takes WIDTH channels of one pixel and what it needs of its neighbours' channels, which lie in the cache; with LARGE
 // windows it takes one and reads the others in loops.
 
 constexpr int BEFORE = (SIZE - 1) / 2, AFTER = SIZE - 1 - BEFORE;

@@ -1,7 +1,7 @@
 // y = (x - mean) * inverse * scale + bias (+ residual), or the maximum of that and 0; and a bit an element: whether it
 // was above 0.
 //
-// Standing before, beside what columns.cu needs: X, R, Y (storage), RESIDUAL, RELU, MASK.
+// Standing before, beside what columns.cu needs: X, R, Y (dtype), RESIDUAL, RELU, MASK.
 
 // One bit an element. With four elements a thread, two threads make a byte; their elements begin at a multiple of 8.
 __device__ __forceinline__ void write_bits(unsigned char *mask, size_t at, unsigned int bits) {

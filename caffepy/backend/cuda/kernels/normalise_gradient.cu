@@ -1,6 +1,6 @@
 // dx = scale * inverse * (g - (sum_dy + normal * sum_dy_x) / m); g = dy, with RELU 0 where the ReLU was off.
 //
-// Standing before, beside what columns.cu needs: X, D (storage of dy), Y (of dx), RELU.
+// Standing before, beside what columns.cu needs: X, D (dtype of dy), Y (of dx), RELU.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     normalise_gradient(const X *x, const D *dy, const float *mean, const float *inverse, const float *scale,

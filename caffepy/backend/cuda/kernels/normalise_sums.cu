@@ -1,7 +1,7 @@
 // First pass of batch normalisation's gradient: g = the sum of SOURCES gradients, 0 where the ReLU was off; for each
 // channel the sums of g and of g * normal; with TOTAL g itself.
 //
-// Standing before, beside what columns.cu needs: X, D (storage of the gradients and the total), SOURCES (1 to 4),
+// Standing before, beside what columns.cu needs: X, D (dtype of the gradients and the total), SOURCES (1 to 4),
 // RELU (0 none, 1 as the mask says, 2 as x says), TOTAL.
 
 static_assert(SOURCES >= 1 && SOURCES <= 4, "the kernel has four arguments for gradients");

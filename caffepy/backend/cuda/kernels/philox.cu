@@ -71,8 +71,8 @@ extern "C" __global__ void fill_rows(TARGET, unsigned int elements, unsigned int
     }
 }
 
-// Arrays of (samples, places, channels) in memory, numbered as (samples, channels, places). One thread four places of one
-// channel; their numbers are those of one quad, or of two where places is no multiple of 4.
+// Arrays of (samples, pixels, channels) in memory, numbered as (samples, channels, pixels). One thread four pixels of one
+// channel; their numbers are those of one quad, or of two where pixels is no multiple of 4.
 extern "C" __global__ void fill_planes(TARGET, unsigned int channels, Divider by_channels, unsigned int places,
                                        unsigned int groups, Divider by_groups, SEQUENCE, unsigned int count) {
     MAKE_SEQUENCE

@@ -1,7 +1,7 @@
 // Pooling over channels-last arrays. Windows are Caffe's: clipped to the image for the maximum; for the average the area counts
 // padding but ends at size + pad. The text before defines STORED, WIDTH (the channels of a thread), TILES (whether gradients go
-// by tiles or by places), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum TOGETHER and
-// MASK (int: place in the plane; unsigned char: number in the window), without which the kernels are those of the average.
+// by tiles or by pixels), the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W) and for the maximum TOGETHER and
+// MASK (int: pixel in the plane; unsigned char: number in the window), without which the kernels are those of the average.
 // Loads come before what needs them, so that a thread has many on their way. Gradients are gathered: no atomics are needed.
 
 typedef Pack<STORED, WIDTH> Raw;
@@ -25,7 +25,7 @@ struct Place {
     int n, row, column, pack;
 };
 
-// The kernels' arguments, and how a thread's number becomes a place among `rows` x `columns` x `packs`.
+// The kernels' arguments, and how a thread's number becomes a pixel among `rows` x `columns` x `packs`.
 #define SIZES int height, int width, int out_height, int out_width, unsigned int packs, Divider by_packs, \
     unsigned int columns, Divider by_columns, unsigned int rows, Divider by_rows, unsigned int count
 #define FIND_PLACE                                                                                                     \
@@ -43,17 +43,17 @@ constexpr int UNROLL = SMALL ? KERNEL_H + STRIDE_H : 1;
 
 __device__ __forceinline__ bool within(int i, int size) { return (unsigned int)i < (unsigned int)size; }
 
-// The place nearest to i; loads from there need no branch, and nobody asks for more than a repetition or nothing.
+// The pixel nearest to i; loads from there need no branch, and nobody asks for more than a repetition or nothing.
 __device__ __forceinline__ int nearest(int i, int size) { return min(max(i, 0), size - 1); }
 
 #ifdef MASK
 
-// Whether a value takes the place of the best so far: the first maximum does, and the first NaN, which passes on.
+// Whether a value replaces the best so far: the first maximum does, and the first NaN, which passes on.
 __device__ __forceinline__ bool wins(float value, float best) { return !(value <= best) && best == best; }
 
 // TOGETHER output rows are one thread's: windows that overlap share what they load.
 
-// Number of a place in its window; without padding it is known before, as repetitions at the end are never the first maximum.
+// Number of a pixel in its window; without padding it is known before, as repetitions at the end are never the first maximum.
 __device__ __forceinline__ int number_of(int kernel_row, int kernel_column, int row, int column, int top, int left) {
     return (PAD_H ? row - top : kernel_row) * KERNEL_W + (PAD_W ? column - left : kernel_column);
 }
@@ -153,7 +153,7 @@ extern "C" __global__ void average_forward(const STORED *x, STORED *y, SIZES) {
 
 #if TILES
 
-// Gradients by tiles. A tile is as large as the stride and begins where a window begins, so which windows reach its places, and
+// Gradients by tiles. A tile is as large as the stride and begins where a window begins, so which windows reach its pixels, and
 // where, is known before: the NEAR windows that end with the tile's own.
 constexpr int NEAR_H = (KERNEL_H - 1) / STRIDE_H + 1, NEAR_W = (KERNEL_W - 1) / STRIDE_W + 1, NEAR = NEAR_H * NEAR_W;
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ void load_near(const T *from, Place p, Sizes s, Pack<
     }
 }
 
-// dx = for each place (h, w) of a tile what add(sum, a, number of the place in near window a, h, w) adds up.
+// dx = for each pixel (h, w) of a tile what add(sum, a, number of the pixel in near window a, h, w) adds up.
 template <typename F>
 __device__ __forceinline__ void gather(STORED *dx, Place p, Sizes s, F add) {
 #pragma unroll
@@ -232,7 +232,7 @@ extern "C" __global__ void average_backward(const STORED *dy, STORED *dx, SIZES)
 
 #else
 
-// Gradients by places, for large windows and strides. First and one past the last window that contains a place.
+// Gradients by pixels, for large windows and strides. First and one past the last window that contains a pixel.
 __device__ __forceinline__ int first_window(int place, int kernel, int stride) {
     return place < kernel ? 0 : (place - kernel) / stride + 1;
 }

@@ -1,7 +1,7 @@
 // dx = dy where y > 0, else 0; and the sums of dx for each channel if BIASED. Without it the arrays are seen as rows of
 // V columns.
 //
-// Standing before, beside what columns.cu needs: X (storage of y), D (of dy), Y (of dx), BIASED.
+// Standing before, beside what columns.cu needs: X (dtype of y), D (of dy), Y (of dx), BIASED.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     relu_gradient(const X *y, const D *dy, Y *dx, float *dbias, int accumulate, float2 *partial,

@@ -3,7 +3,7 @@
 //
 // The text before this file defines the type Element (of the blobs) and the constants
 //   HEIGHT, WIDTH, CHANNELS               of the image that windows move over (x; dy for a gradient to data),
-//   OUT_HEIGHT, OUT_WIDTH, OUTPUTS        of what has one place for each window (y; dx),
+//   OUT_HEIGHT, OUT_WIDTH, OUTPUTS        of what has one pixel for each window (y; dx),
 //   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W, FLIPPED   how they move; FLIPPED: the
 //                                         weights are read as a gradient to data needs them,
 //   IMAGES, ROWS                          what a block takes at once: rows of `out` of so many images,
@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_patch(const Element *image, unsigned int *p
     }
 }
 
-// Where the window of a place begins in the patch.
+// Where the window of a pixel begins in the patch.
 __device__ __forceinline__ int window_of(int place) {
     const int x = place % OUT_WIDTH, row = place / OUT_WIDTH;
     return ((row / ROWS * PATCH_H + row % ROWS * STRIDE_H) * PATCH_W + x * STRIDE_W) * PIXEL;
@@ -119,13 +119,13 @@ __device__ __forceinline__ int element_of(int k) {
     return (tap / KERNEL_W * DILATION_H * PATCH_W + tap % KERNEL_W * DILATION_W) * PIXEL + c;
 }
 
-// How many of a block's places there are: fewer than PLACES at the last rows and images. They follow each other in memory.
+// How many of a block's pixels there are: fewer than PLACES at the last rows and images. They follow each other in memory.
 __device__ __forceinline__ int places_there(int first_image, int images, int row) {
     return IMAGES > 1 ? min(IMAGES, images - first_image) * ROWS * OUT_WIDTH : min(ROWS, OUT_HEIGHT - row) * OUT_WIDTH;
 }
 
-// Adds up the tiles that WARPS_K warps have of the same places; afterwards warp number k of them has the sums of tiles k,
-// k + WARPS_K, ... `group` tells apart warps of different places.
+// Adds up the tiles that WARPS_K warps have of the same pixels; afterwards warp number k of them has the sums of tiles k,
+// k + WARPS_K, ... `group` tells apart warps of different pixels.
 __device__ __forceinline__ void add_warps(float (&sums)[TILES][4], float4 *shared, int group, int groups, int warp_k) {
     const int lane = threadIdx.x % 32;
     __syncthreads();
@@ -267,7 +267,7 @@ constexpr int OWN_OUTPUTS = TILES_M * 16;
 constexpr int COLUMNS = WARPS_N * TILES_N * 8;
 static_assert(WARPS_M == 1, "a warp takes all of the block's outputs");
 
-// gradient[place][output] in shared memory, 0 for places that there are not.
+// gradient[pixel][output] in shared memory, 0 for pixels that there are not.
 __device__ __forceinline__ void load_gradient(const Element *dy, unsigned int *gradient, int first, int there) {
     constexpr int V = width_for(OUTPUTS), PACKS = smaller(OWN_OUTPUTS, OUTPUTS) / V;
     copy_rounded<STEPS * 8 * PACKS, V>(
@@ -278,7 +278,7 @@ __device__ __forceinline__ void load_gradient(const Element *dy, unsigned int *g
         [=](int i) { return gradient + i / PACKS * PITCH + i % PACKS * V; });
 }
 
-// parts[block x][output][k] = sum over the places of some pieces of dy * the window's element k.
+// parts[block x][output][k] = sum over the pixels of some pieces of dy * the window's element k.
 // Blocks: (sums of their own, tiles of COLUMNS elements, tiles of OWN_OUTPUTS outputs).
 extern "C" __global__ void __launch_bounds__(THREADS)
 weights(const Element *image, const Element *dy, float *parts, int images, int pieces) {

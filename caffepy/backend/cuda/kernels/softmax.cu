@@ -1,6 +1,6 @@
-// Softmax, its loss and the rank of a label. An array is (outer, classes, inner) in memory; a place is one of outer * inner.
-// Two forms: `_rows` for inner == 1, one warp a place, so that neighbours load neighbours; `_columns` one thread a place, also
-// for small arrays of few classes, which then need but one block.
+// Softmax, its loss and the rank of a label. An array is (outer, classes, inner) in memory; a position is one of the
+// outer * inner. Two forms: `_rows` for inner == 1, one warp a position, so that neighbours load neighbours; `_columns`, one
+// thread a position, also for small arrays of few classes, which then need but one block.
 // The text before defines ITEMS: how many classes a lane of a warp keeps in registers, 0 if they are too many. Stands on
 // reduce.cu.
 
@@ -9,12 +9,12 @@ struct Line {
     int step, from, stride, classes;
 };
 
-// The classes of one place, dealt out to the lanes of a warp.
+// The classes of one position, dealt out to the lanes of a warp.
 __device__ __forceinline__ Line row_line(unsigned int place, int classes) {
     return {(size_t)place * classes, 32, (int)(threadIdx.x % 32), 1, classes};
 }
 
-// The classes of one place, all for one thread.
+// The classes of one position, all for one thread.
 __device__ __forceinline__ Line column_line(unsigned int place, int classes, int inner) {
     return {(size_t)(place / inner) * classes * inner + place % inner, 1, 0, inner, classes};
 }
@@ -183,7 +183,7 @@ __device__ __forceinline__ Loss block_loss(Loss loss) {
     return {warp_sum(loss.sum), warp_sum(loss.counted)};
 }
 
-// Adds the loss of one place; `own` is what x had there for the label's class before the softmax may have overwritten it.
+// Adds the loss of one position; `own` is x of the label's class there, read before the softmax may have overwritten it.
 __device__ __forceinline__ void add_loss(Loss &loss, Softmax s, float own, int label, bool ignored, int *bad_label,
                                          unsigned int place) {
     if (ignored) return;

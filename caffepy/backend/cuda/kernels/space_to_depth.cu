@@ -1,11 +1,12 @@
-// Channels-last arrays whose neighbouring places become channels of one place, and back; with STEP 1, arrays with more channels.
+// Space-to-depth: blocks of pixels of channels-last arrays become channels of one pixel, and back; with STEP 1, arrays get
+// more channels.
 //
 // The text before this file defines the types In and Out and the constants HEIGHT, WIDTH, CHANNELS of the plain array,
-// FOLDED_HEIGHT, FOLDED_WIDTH, FOLDED_CHANNELS of the folded one, STEP (places a side that become one), SHIFT_H, SHIFT_W (zeros
-// before the first place), TOGETHER (places that are put together) and PACK (folded channels a thread writes).
+// FOLDED_HEIGHT, FOLDED_WIDTH, FOLDED_CHANNELS of the folded one, STEP (side of a block), SHIFT_H, SHIFT_W (zeros before the
+// first pixel), TOGETHER (pixels of a row that are gathered) and PACK (folded channels a thread writes).
 
 // folded[n][i][j][(d, a, b, c)] = plain[n][i * STEP + a - SHIFT_H][(j + d) * STEP + b - SHIFT_W][c], 0 outside and for n >= rows;
-// d counts the places put together, (a, b, c) the channels of one, with zeros after the last. One thread for PACK channels.
+// d counts the pixels put together, (a, b, c) the channels of one, with zeros after the last. One thread for PACK channels.
 extern "C" __global__ void fold(const In *plain, Out *folded, unsigned int rows, unsigned int count) {
     constexpr unsigned int PACKS = FOLDED_CHANNELS / PACK, OWN = FOLDED_CHANNELS / TOGETHER;
     EACH_INDEX(i, count) {
@@ -28,7 +29,7 @@ extern "C" __global__ void fold(const In *plain, Out *folded, unsigned int rows,
     }
 }
 
-// plain (+)= what `fold` would have put into `folded`, 0 where that has no place for it. One thread an element of plain.
+// plain (+)= what `fold` would have put into `folded`, 0 where that has no pixel for it. One thread an element of plain.
 extern "C" __global__ void unfold(const In *folded, Out *plain, int accumulate, unsigned int count) {
     EACH_INDEX(i, count) {
         const unsigned int c = i % CHANNELS;

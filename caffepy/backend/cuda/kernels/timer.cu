@@ -1,5 +1,5 @@
 // Times on the device's own clock, taken where the stream comes to them; see cuda/timer.py.
-// times: nanoseconds at which each place was started, then each place's total.
+// times: nanoseconds at which each stopwatch was started, then each one's total.
 
 __device__ long long nanoseconds() {
     long long now;

@@ -74,7 +74,7 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
         backend = CpuBackend(threads)
         for shape in ((), (19,)):
             out = backend.zeros(shape)
-            backend.reduce(checks.two, (checks.place(backend, x),) * 2, (out, backend.zeros(shape)))
+            backend.reduce(checks.two, (checks.to_device(backend, x),) * 2, (out, backend.zeros(shape)))
             results.append(backend.to_host(out))
     assert np.array_equal(results[0], results[2])
     assert np.array_equal(results[1], results[3])

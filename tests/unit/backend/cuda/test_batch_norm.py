@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from caffepy.backend.types import Normalisation
+from caffepy.backend.types import BatchNormState
 
 
 class Placed(np.ndarray):
@@ -63,11 +63,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         importlib.import_module("cupy")
     except ImportError:
         monkeypatch.setitem(sys.modules, "cupy", MagicMock())
-    found = importlib.import_module("caffepy.backend.cuda.batch_norm")
-    monkeypatch.setattr(found, "find_layout", lambda *_: None)
-    monkeypatch.setattr(found, "flat_layout", lambda *_: None)
-    monkeypatch.setattr(found, "make_plan", lambda file, *_, **settings: FakePlan(file, settings["SOURCES"]))
-    yield found
+    batch_norm = importlib.import_module("caffepy.backend.cuda.batch_norm")
+    monkeypatch.setattr(batch_norm, "find_layout", lambda *_: None)
+    monkeypatch.setattr(batch_norm, "flat_layout", lambda *_: None)
+    monkeypatch.setattr(batch_norm, "make_plan", lambda file, *_, **settings: FakePlan(file, settings["SOURCES"]))
+    yield batch_norm
     for name in set(sys.modules) - before:
         if name.startswith("caffepy.backend.cuda.backend"):
             del sys.modules[name]
@@ -81,16 +81,16 @@ def test_any_number_of_gradients_are_added_up(module: ModuleType, sources: int, 
     wanted = sum(np.array(dy) for dy in dys)
     total = placed(np.full((2, 4, 5, 3), np.nan)) if isinstance(at, str) else dys[at]
     per_channel = [np.zeros(3, np.float32).view(Placed) for _ in range(9)]
-    n = Normalisation(*per_channel[:7], epsilon=1e-5, fraction=0.9)
+    n = BatchNormState(*per_channel[:7], epsilon=1e-5, fraction=0.9)
     x = placed(np.zeros((2, 4, 5, 3)))
-    module.Normaliser(MagicMock()).backward_sums(x, dys, n, *per_channel[7:], True, None, total)
+    module.BatchNormKernels(MagicMock()).backward_sums(x, dys, n, per_channel[7:], True, None, total)
     np.testing.assert_array_equal(np.array(total), wanted)
 
 
 def test_up_to_four_gradients_take_one_launch(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    normaliser = module.Normaliser(MagicMock())
-    monkeypatch.setattr(normaliser, "add_n", MagicMock(side_effect=AssertionError("a launch more")))
+    kernels = module.BatchNormKernels(MagicMock())
+    monkeypatch.setattr(kernels, "add_n", MagicMock(side_effect=AssertionError("a launch more")))
     arrays = [placed(np.zeros((2, 4, 5, 3))) for _ in range(6)]
     per_channel = [np.zeros(3, np.float32).view(Placed) for _ in range(9)]
-    n = Normalisation(*per_channel[:7], epsilon=1e-5, fraction=0.9)
-    normaliser.backward_sums(arrays[0], arrays[1:5], n, *per_channel[7:], False, None, arrays[5])
+    n = BatchNormState(*per_channel[:7], epsilon=1e-5, fraction=0.9)
+    kernels.backward_sums(arrays[0], arrays[1:5], n, per_channel[7:], False, None, arrays[5])

@@ -123,17 +123,17 @@ def poison(arena: np.ndarray) -> None:
 
 
 class SpoilingBackend(CpuBackend):
-    """Uses all that it is lent, and leaves it as no blob must find it."""
+    """Overwrites all of the leased workspace with NaN, before and after each layer."""
 
-    lent = 0
+    leased = 0
 
     @contextmanager
-    def lending(self, room: np.ndarray | None) -> Iterator[None]:
-        assert room is not None
-        self.lent = max(self.lent, room.nbytes)
-        poison(room)
+    def workspace_lease(self, buffer: np.ndarray | None) -> Iterator[None]:
+        assert buffer is not None
+        self.leased = max(self.leased, buffer.nbytes)
+        poison(buffer)
         yield
-        poison(room)
+        poison(buffer)
 
 
 def bind(plan: MemoryPlan, net: Net) -> np.ndarray:
@@ -163,7 +163,7 @@ def check_same(param: caffe_pb2.NetParameter, fuse: bool) -> MemoryPlan:
         arena = bind(plan, sharing)
         for wanted, got in zip(train(alone), train(sharing, lambda: poison(arena)), strict=True):
             np.testing.assert_array_equal(got, wanted)
-    assert backend.lent > plan.arena / 2
+    assert backend.leased > plan.arena / 2
     return plan
 
 

@@ -118,7 +118,7 @@ def test_same_input_same_bits(threads: int) -> None:
     for count in (1, threads):
         backend = CpuBackend(count)
         plan = backend.plan_convolution(x.shape, weights.shape, geometry)
-        on_x, on_weights = checks.place(backend, x), checks.place(backend, weights)
+        on_x, on_weights = checks.to_device(backend, x), checks.to_device(backend, weights)
         y, dx, dweights = backend.zeros((5, 20, 19, 19)), backend.zeros(x.shape), backend.zeros(weights.shape)
         plan.forward(on_x, on_weights, None, y)
         plan.backward_data(y, on_weights, dx)

@@ -46,7 +46,7 @@ def test_every_tiling_fits_and_covers(name: str, direction: Direction) -> None:
             assert layout.columns * layout.grid[1] >= shape.depth
             assert layout.grid[0] <= layout.pieces
         else:
-            assert t.warps_m * t.tiles_m * 16 >= layout.places
+            assert t.warps_m * t.tiles_m * 16 >= layout.pixels
             assert layout.columns * layout.grid[1] >= shape.outputs
         assert layout.pieces * t.images * t.rows >= shape.images * shape.out[0]
 
