@@ -43,18 +43,16 @@ class Blob:
     Args:
         backend: where the arrays live.
         shape: the dimensions; `()` is a scalar.
-        name: what messages call the blob.
-        dtype: what values and derivatives are kept in, one of `caffepy.backend.types.DTYPES`.
+        name: for messages.
+        dtype: of values and derivatives, one of `caffepy.backend.types.DTYPES`.
     """
 
-    def __init__(
-        self, backend: Backend, shape: tuple[int, ...] = (), name: str = "", dtype: str = "float32"
-    ) -> None:
+    def __init__(self, backend: Backend, shape: tuple[int, ...] = (), name: str = "", dtype: str = "float32") -> None:
         self.backend = backend
         self.name = name
         self.dtype = dtype
         self.copies: dict[str, Array] = {}
-        """A parameter's values in other dtypes; the net's ParameterBuffer keeps them up to date."""
+        """A parameter's values in other dtypes, refreshed by the net's ParameterBuffer."""
         self._shape: tuple[int, ...] = ()
         self._data: Array | None = None
         self._diff: Array | None = None
@@ -64,21 +62,19 @@ class Blob:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The dimensions."""
         return self._shape
 
     @property
     def gradient_owner(self) -> Blob:
-        """The blob whose `diff` this one's is: another one's where a parameter is shared across shapes."""
+        """The blob that holds the gradient: another one where a parameter is shared across shapes."""
         return self
 
     @property
     def count(self) -> int:
-        """The number of elements."""
         return math.prod(self._shape)
 
     def reshape(self, shape: tuple[int, ...]) -> None:
-        """Give the blob another shape; the arrays are dropped if it differs."""
+        """Change the shape; drops the arrays if it differs."""
         shape = tuple(int(d) for d in shape)
         if shape == self._shape:
             return
@@ -102,7 +98,7 @@ class Blob:
         return self._diff
 
     def bind(self, data: Array | None = None, diff: Array | None = None) -> None:
-        """Let `data` or `diff` be views of memory that somebody else owns (flat buffers, shared tops)."""
+        """Use `data` or `diff` from another owner: views of a flat buffer, or another blob's arrays."""
         for array in (data, diff):
             assert array is None or tuple(array.shape) == self._shape, (array.shape, self._shape)
         if data is not None:
@@ -111,11 +107,11 @@ class Blob:
             self._diff = diff
 
     def allocated(self, part: str) -> Array | None:
-        """The values (``data``) or derivatives (``diff``), None where nobody has asked for them yet."""
+        """`data` or `diff` by name; None before its first use."""
         return self._data if part == "data" else self._diff
 
     def values_as(self, dtype: str) -> Array:
-        """A parameter's values in another dtype, as they were when the parameters last changed."""
+        """A parameter's values in `dtype`, as of the last refresh of the copies."""
         return self.data if dtype == self.dtype else self.copies[dtype]
 
     def axis(self, index: int, where: str = "") -> int:

@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not at all."""
+"""Atomic writes: a file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from caffepy.errors import RunError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`; when the block ends it is synced and takes the name.
+    """Yield a temporary path beside `path`; after the block it is synced and renamed to `path`.
 
-    If the block fails, the temporary file is removed and what was at `path` stays.
+    If the block fails, the temporary file is removed and `path` is unchanged.
 
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
@@ -36,7 +36,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """fsync a file, or a folder after a rename in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Fillers: the numbers that parameters start with (Caffe's `filler.hpp`).
+"""Fillers: initial values of parameters (Caffe's `filler.hpp`).
 
-Numbers are drawn on the host by Philox, keyed by the solver's seed and the parameter, so they are the same on every
-device and in every world.
+Random numbers come from Philox on the host, keyed by the solver's seed and the parameter, so they are the same on every
+device and rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORD = 2**64 - 1
 
 
 def fill(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str) -> Values:
-    """The starting values of a parameter, float32 in logical order.
+    """The initial values of a parameter, float32 in logical order.
 
     Args:
         filler: type and settings.

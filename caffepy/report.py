@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARM_UP = 2
-"""Iterations at the start of a run that are left out: they allocate, compile and plan."""
+"""Iterations at the start that are not timed: they allocate, compile and tune."""
 
 
 @dataclass
 class Performance:
-    """What one solver did, its first `WARM_UP` iterations left out.
+    """One solver's throughput, measured after the first `WARM_UP` iterations.
 
     Args:
         batch: samples that this device takes in one iteration, all `iter_size` passes together.
         iterations: iterations that were timed.
-        seconds: what they took, tests and snapshots left out.
-        device: what the report calls the device: ``0`` for a GPU's number, ``CPU``, ``CPU 1`` for a second CPU solver.
-        communication: seconds of them in which gradients were exchanged, whether or not the device computed meanwhile;
-            None where nobody trains with it, or nobody knows.
-        exposed: those in which the device waited for the exchange.
+        seconds: their duration, without tests and snapshots.
+        device: its label in the report: ``0`` for a GPU's number, ``CPU``, ``CPU 1`` for a second CPU solver.
+        communication: seconds of them with an all-reduce in flight, overlapped or not; None on a single device, or
+            where it is not measured.
+        exposed: seconds of them in which the device waited for an all-reduce.
     """
 
     batch: int = 0
@@ -41,11 +41,11 @@ class Performance:
         return self.iterations_per_second * self.batch
 
     def single_rate(self, measured: float | None = None) -> float | None:
-        """Images a second of such a device alone.
+        """Images per second of this device when it trains alone.
 
         Args:
-            measured: what one device was seen to do; None: what this one would have done without waiting for others,
-                None again if that is not known.
+            measured: the measured rate of one device; None: an estimate from this device's time without `exposed`,
+                itself None if `exposed` is not known.
         """
         if measured is not None:
             return measured
@@ -55,7 +55,7 @@ class Performance:
 
 
 def format_performance(performance: Performance, measured: float | None = None) -> str:
-    """One device's line; columns that are not known are left out.
+    """One device's line; unknown columns are omitted.
 
     ``Solver performance on device 0: 51.2 * 64 = 3277 img/sec (998 itr in 19.5 sec), communication 3.1 sec, exposed
     0.5 sec, scaling 0.974``
@@ -89,10 +89,10 @@ def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None
             lines.append(f"{node}{root if node else root.capitalize()}{format_performance(performance, measured)}")
         if node and len(devices) > 1:
             lines.append(f"{node}performance: {_significant(_total(devices))} img/sec{_scaling(devices, measured)}")
-    everybody = [performance for devices in ranks for performance in devices]
-    if len(everybody) > 1:
-        rate = _significant(_total(everybody))
-        lines.append(f"Overall performance: {rate} img/sec{_scaling(everybody, measured)}")
+    all_devices = [performance for devices in ranks for performance in devices]
+    if len(all_devices) > 1:
+        rate = _significant(_total(all_devices))
+        lines.append(f"Overall performance: {rate} img/sec{_scaling(all_devices, measured)}")
     return lines
 
 
@@ -109,9 +109,9 @@ def _communication(performance: Performance) -> str:
 
 def _scaling(devices: Sequence[Performance], measured: float | None) -> str:
     """images/s of all devices / (their number * images/s of one alone)."""
-    alone = [performance.single_rate(measured) for performance in devices]
-    known = [rate for rate in alone if rate is not None]
-    if len(known) < len(alone) or not sum(known) > 0:
+    single = [performance.single_rate(measured) for performance in devices]
+    known = [rate for rate in single if rate is not None]
+    if len(known) < len(single) or not sum(known) > 0:
         return ""
     return f", scaling {_total(devices) / sum(known):.3f}"
 

@@ -117,12 +117,12 @@ def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
     from caffepy.cli.devices import check_gpus
     from caffepy.parallel.processes.gpu_assignment import share_gpus
 
-    found = world.run_on_all(lambda: check_gpus(requested or "all"))
+    available = world.run_on_all(lambda: check_gpus(requested or "all"))
     if requested is not None:
-        return found
+        return available
     from caffepy.parallel.communicators.nccl import gpu_identity
 
-    return share_gpus(world, world.run_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in found]))
+    return share_gpus(world, world.run_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in available]))
 
 
 def _head(options: BenchmarkOptions, ranks: int) -> str:

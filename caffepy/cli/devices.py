@@ -49,8 +49,8 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, orig
         origin: the solver's file, for messages.
 
     Raises:
-        DeviceError, MissingExtraError: a GPU is wanted and cannot be had. Training on the CPU instead, for hours
-            and without a word, is what nobody asked for.
+        DeviceError, MissingExtraError: a GPU is wanted and cannot be had. There is no silent
+            fallback to the CPU.
     """
     if args.cpu or (args.gpus is None and not gpu_mode):
         return None

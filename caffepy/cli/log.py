@@ -2,7 +2,7 @@
 
     I1121 11:29:00.123456 12345 solver.py:123] Iteration 100, loss = 0.25
 
-Level letter, month and day, time, thread, place. Under mpirun only the root rank logs; the others only report errors,
+Level letter, month and day, time, thread, source line. Under mpirun only the root rank logs; other ranks report errors,
 unless --verbose asks for all, each line then with its rank.
 """
 
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from caffepy.parallel.processes.launcher import find_launcher
 
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+
 
 def rank_prefix() -> str:
     """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing; MPI is not needed."""
@@ -42,8 +43,8 @@ class GlogFormatter(logging.Formatter):
         letter = _LETTERS.get(record.levelno, "I")
         stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         microseconds = int(record.created % 1 * 1e6)
-        place = f"{threading.get_native_id():5d} {record.filename}:{record.lineno}]"
-        line = f"{letter}{stamp}.{microseconds:06d} {place} {self._prefix}{record.getMessage()}"
+        source = f"{threading.get_native_id():5d} {record.filename}:{record.lineno}]"
+        line = f"{letter}{stamp}.{microseconds:06d} {source} {self._prefix}{record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -97,9 +97,9 @@ def _report(message: str, status: int, verbose: bool) -> int:
 
 
 def _describe(error: Exception, verbose: bool) -> str:
-    place = ""
+    location = ""
     if frames := traceback.extract_tb(error.__traceback__):
         own = [f for f in frames if Path(f.filename).is_relative_to(Path(__file__).parents[1])] or frames
-        place = f" at {own[-1].filename}:{own[-1].lineno}"
+        location = f" at {own[-1].filename}:{own[-1].lineno}"
     hint = "" if verbose else "; run again with --verbose for the traceback"
-    return f"{type(error).__name__}: {error}{place}{hint}"
+    return f"{type(error).__name__}: {error}{location}{hint}"

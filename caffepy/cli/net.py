@@ -26,15 +26,15 @@ Print a net's layers, or predict the GPU memory that it takes.
 LARGEST_BLOBS = 12
 """Rows in the table of blobs."""
 _REMARKS = {
-    "blobs": "outputs, and what holds something between passes",
-    "half copies": "parameters as products want them",
+    "blobs": "outputs, and blobs whose values outlive a pass",
+    "half copies": "half-precision copies of the parameters",
 }
-"""What is said of a kind of memory."""
+"""Remarks on a kind of memory in the table."""
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("net", help="show a model's layers and memory", description=_DESCRIPTION)
     parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (this or --solver is needed)")
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt, whose net is shown")
@@ -55,11 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 @dataclass
 class Subject:
-    """What the command is about.
+    """The net that the command describes.
 
     Args:
         param: the net as read, with --batch.
-        context: its surroundings on a GPU that is not there.
+        context: its context on the meta device.
         state: its phase, level and stages.
         histories: values that the solver keeps for each parameter.
     """
@@ -136,7 +136,7 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 
 
 def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, Sequence[tuple[int, ...]]]:
-    """The shape of a record of each data layer: as given, from the data, or from what is cut out of them."""
+    """The shape of one record of each data layer: from --shape, from the data, or from crop_size."""
     from caffepy.config.filter import filter_net
     from caffepy.net.memory.plan import read_sample_shapes
     from caffepy.proto import caffe_pb2
@@ -148,15 +148,15 @@ def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str,
             shapes[layer.name] = [given, *labels]
             continue
         try:
-            alone = caffe_pb2.NetParameter(layer=[layer])
-            shapes |= read_sample_shapes(alone, subject.context, subject.state)
+            single = caffe_pb2.NetParameter(layer=[layer])
+            shapes |= read_sample_shapes(single, subject.context, subject.state)
         except DataError as error:
             shapes[layer.name] = [_cropped(layer, error), *labels]
     return shapes
 
 
 def _cropped(layer: caffe_pb2.LayerParameter, error: DataError) -> tuple[int, ...]:
-    """The shape of what a layer cuts out of images that are not there."""
+    """The shape of a layer's crops, for data that do not exist on this machine."""
     transform = layer.transform_param
     if not transform.crop_size:
         raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
@@ -230,7 +230,7 @@ def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[st
         yield ("history", _mebibytes(plan.history(histories)), f"{histories} for each parameter")
     yield ("in all", _mebibytes(plan.total(histories, share)), "")
     workspace = _mebibytes(plan.workspace(share))
-    yield ("workspace", workspace, "at most; what single primitives take for themselves beside the blobs")
+    yield ("workspace", workspace, "at most; scratch memory of single primitives")
 
 
 def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:
@@ -242,7 +242,7 @@ def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:
 
 
 def _short_step(step: str) -> str:
-    """A step without the layer's type."""
+    """A step's name without the layer's type."""
     way, _, name = step.rpartition(" (")[0].partition(" of layer ")
     short = _short(name.strip("'"))
     return f"{way} {short}"
@@ -262,11 +262,11 @@ def _available(args: argparse.Namespace) -> int:
 def _print_largest_batch(subject: Subject, args: argparse.Namespace, histories: int, available: int) -> None:
     from caffepy.net.memory.capacity import largest_batch
 
-    found = largest_batch(
+    batch = largest_batch(
         subject.param, subject.context, subject.state, not args.no_fuse, not args.no_share, histories, available
     )
     device = "" if args.gpu is None else f" that are free on GPU {args.gpu}"
-    print(f"\nThe largest batch_size for the {available / GIBIBYTE:.1f} GiB{device}: {found or 'none'}")
+    print(f"\nThe largest batch_size for the {available / GIBIBYTE:.1f} GiB{device}: {batch or 'none'}")
 
 
 def _mebibytes(size: int) -> str:
@@ -274,7 +274,7 @@ def _mebibytes(size: int) -> str:
 
 
 def _print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Rows under each other in columns as wide as their widest entry."""
+    """Print rows with aligned columns; those in `right` are right-aligned."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

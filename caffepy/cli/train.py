@@ -232,12 +232,12 @@ def resuming(arguments: Sequence[str], state: Path) -> list[str]:
 
     `--weights` is left out, because a snapshot brings its own.
     """
-    kept: list[str] = []
+    result: list[str] = []
     given = iter(arguments)
     for argument in given:
         name, equals, _ = argument.partition("=")
         if name not in ("--snapshot", "--weights"):
-            kept.append(argument)
+            result.append(argument)
         elif not equals:
             next(given, None)
-    return [*kept, "--snapshot", str(state)]
+    return [*result, "--snapshot", str(state)]

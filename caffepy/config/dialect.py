@@ -48,14 +48,14 @@ def adopt_nvidia_fields(param: NetParameter) -> bool:
 
 
 def _adopt(layer: LayerParameter) -> bool:
-    found = False
+    adopted = False
     for field in cast("Iterable[UnknownField]", UnknownFieldSet(layer)):
         if field.field_number in TYPE_FIELDS and field.wire_type == VARINT and field.data in Type.values():
             setattr(layer, TYPE_FIELDS[field.field_number], field.data)
-            found = True
+            adopted = True
         elif field.field_number == RECURRENT and field.wire_type == LENGTH_DELIMITED:
             layer.recurrent_param.MergeFromString(field.data)
-            found = True
-    if found:
+            adopted = True
+    if adopted:
         layer.DiscardUnknownFields()
-    return found
+    return adopted

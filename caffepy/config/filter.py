@@ -35,10 +35,10 @@ def filter_net(param: NetParameter, state: NetState) -> NetParameter:
     for layer in param.layer:
         if not is_included(layer, state):
             continue
-        kept = filtered.layer.add()
-        kept.CopyFrom(layer)
-        if not kept.HasField("phase"):
-            kept.phase = state.phase
+        included = filtered.layer.add()
+        included.CopyFrom(layer)
+        if not included.HasField("phase"):
+            included.phase = state.phase
     return filtered
 
 

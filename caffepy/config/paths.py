@@ -23,7 +23,7 @@ class PathResolver:
         self._reported: set[str] = set()
 
     def __call__(self, written: str) -> Path:
-        """The file or folder that `written` names; what is nowhere comes back as Caffe would look for it."""
+        """The file or folder that `written` names; a path that does not exist is returned as Caffe would use it."""
         path = Path(written).expanduser()
         if self.folder is None or path.is_absolute() or path.exists():
             return path
@@ -37,7 +37,7 @@ class PathResolver:
         """Where to write what `written` names: always from the working directory, as in Caffe."""
         return Path(written).expanduser()
 
-    def _report(self, written: str, taken: Path) -> None:
+    def _report(self, written: str, used: Path) -> None:
         if written not in self._reported:
             self._reported.add(written)
-            log.info("'%s' is not in the working directory; using %s, beside the prototxt", written, taken)
+            log.info("'%s' is not in the working directory; using %s, beside the prototxt", written, used)

@@ -83,7 +83,7 @@ def refuse_unsupported(param: SolverParameter) -> None:
         if used:
             raise ConfigError(f"solver: {field} is not supported; remove it")
     if param.solver_data_type != FLOAT:
-        log.info("solver_data_type: parameters and history are kept in float32 all the same, which loses nothing")
+        log.info("solver_data_type is ignored: parameters and history are always float32")
 
 
 def _check_train_source(param: SolverParameter, origin: str) -> None:

@@ -81,30 +81,30 @@ def _bare(message: str) -> str:
     return _QUOTED_LINE.sub("", _POSITION.sub("", message)).rstrip(".")
 
 
-def _explain(found: str, root: str) -> str:
-    unknown_field = _UNKNOWN_FIELD.search(found)
+def _explain(message: str, root: str) -> str:
+    unknown_field = _UNKNOWN_FIELD.search(message)
     if unknown_field:
         return _unknown_field(_descriptor(unknown_field[1]), unknown_field[2], root)
-    unknown_value = _UNKNOWN_VALUE.search(found)
+    unknown_value = _UNKNOWN_VALUE.search(message)
     if unknown_value:
         return _unknown_value(unknown_value[1], unknown_value[2])
-    repeated = _REPEATED.search(found)
+    repeated = _REPEATED.search(message)
     if repeated:
         return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
-    if 'Expected "}"' in found:
+    if 'Expected "}"' in message:
         return "the text ends or continues where a '}' is expected; close the block that is still open"
-    if "got }" in found:
+    if "got }" in message:
         return "this '}' closes nothing; remove it or add the missing '{' above"
-    if "does not have extensions" in found:
+    if "does not have extensions" in message:
         return "extension names in [brackets] are not part of Caffe's format; remove them"
-    return found[:1].lower() + found[1:]
+    return message[:1].lower() + message[1:]
 
 
 def _descriptor(name: str) -> Descriptor:
-    found = caffe_pb2.DESCRIPTOR.message_types_by_name[name.split(".")[0]]
+    descriptor = caffe_pb2.DESCRIPTOR.message_types_by_name[name.split(".")[0]]
     for part in name.split(".")[1:]:
-        found = found.nested_types_by_name[part]
-    return found
+        descriptor = descriptor.nested_types_by_name[part]
+    return descriptor
 
 
 def _unknown_field(message: Descriptor, name: str, root: str) -> str:

@@ -55,7 +55,7 @@ TRANSFORM_HOLDERS = {
     V1LayerParameter.IMAGE_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
 }
-"""Where data layers kept what now stands in ``transform_param``."""
+"""Data layers whose own fields have moved to ``transform_param``."""
 
 TRANSFORM_FIELDS = ("scale", "mean_file", "crop_size", "mirror")
 

@@ -33,12 +33,12 @@ class ImageLoader(ABC):
 
     Args:
         source: the records.
-        order: in which order they are taken.
-        transformer: what is done with them.
+        order: the order in which they are read.
+        transformer: applied to each image.
         seed: of the solver.
         stream: of the layer.
-        where: what messages call the layer.
-        threads: how many read and decode batches of bytes.
+        where: the layer, for messages.
+        threads: threads that read and decode batches of bytes.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class ImageLoader(ABC):
         """The image of record `number` and its label.
 
         Raises:
-            DataError: with a message that goes on after the record's name.
+            DataError: its message continues a sentence that begins with the record's name.
         """
 
     @property
     def reading(self) -> str:
-        """What is being read now."""
+        """The record that is being read, for messages."""
         return f"record {self._record} of {self._source.description}"
 
     def close(self) -> None:
-        """End the threads that help. Callable twice."""
+        """Stop the worker threads. Idempotent."""
         self._workers.close()
         self._order.close()
 
     def describe(self, sample: int) -> str:
-        """What messages call a global sample; may be called by any thread."""
+        """The record of a global sample, for messages. Thread-safe."""
         number = int(self._order.another().records(sample, 1)[0])
         return f"{self._source.record_name(number)} of {self._source.description}"
 
@@ -94,7 +94,7 @@ class ImageLoader(ABC):
         return self._first_image()[1]
 
     def byte_images(self, count: int) -> ByteImages | None:
-        """How batches of `count` come if images like the first are bytes; None if they are floats.
+        """The layout of batches of `count` images if the first image is uint8; None if it is float32.
 
         Raises:
             DataError: the first record cannot be read or transformed.
@@ -123,12 +123,12 @@ class ImageLoader(ABC):
         choices = self._transformer.choose(self._seed, self._stream, np.arange(first, first + count, dtype=np.int64))
         labels = np.empty(count, np.float32)
         out: NDArray[np.float32] = np.empty(0, np.float32)
-        for place, number in enumerate(self._order.records(first, count).tolist()):
+        for index, number in enumerate(self._order.records(first, count).tolist()):
             self._record = number
             try:
-                image, labels[place] = self.parse(number)
+                image, labels[index] = self.parse(number)
                 result = self._transformer.output_shape(_shape_of(image))
-                if place == 0:
+                if index == 0:
                     check_shape((count, *result), self._where)
                     out = batch.array(0, (count, *result))
                 elif result != out.shape[1:]:
@@ -136,7 +136,7 @@ class ImageLoader(ABC):
                         f"is {_format(image.shape)} and makes {_format(result)}, but others of its batch make "
                         f"{_format(out.shape[1:])}; set crop_size, or batch_size: 1"
                     )
-                self._transformer.apply(image, choices, place, out[place])
+                self._transformer.apply(image, choices, index, out[index])
             except DataError as error:
                 raise self._named(error, number) from error
         if len(batch.arrays) > 1:
@@ -150,7 +150,7 @@ class ImageLoader(ABC):
     # -- batches of bytes ----------------------------------------------------------------------------
 
     def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
-        """Fill slots with the bytes of images, mirrored by nobody yet.
+        """Fill slots with cropped uint8 images; the device mirrors, subtracts the mean and scales.
 
         Args:
             firsts: the first global sample of each slot.
@@ -159,33 +159,33 @@ class ImageLoader(ABC):
             block: the slots' memory.
 
         Returns:
-            How many slots are filled. The one after them holds something that is no image of this layout or that
-            cannot be read: `load` takes it, or says what is wrong.
+            How many slots are filled. The next one has a record that does not fit the layout or cannot be read; `load`
+            reads it as float32 or raises the error.
         """
         samples = (np.array(firsts, np.int64)[:, None] + np.arange(count)).reshape(-1)
         records = self._order.records_of(samples)
         self._record = int(records[0])
-        left_over = self._copy_plain(records, samples, slot, block)
-        places = np.flatnonzero(left_over)
-        if places.size:
+        pending = self._copy_plain(records, samples, slot, block)
+        uncopied = np.flatnonzero(pending)
+        if uncopied.size:
             choices = self._transformer.choose(self._seed, self._stream, samples)
             workers = self._workers if self._source.concurrent(int(records.max()) + 1) else Workers(1)
-            workers.run(lambda i: self._copy_one(i, records, choices, slot, block, left_over), places.tolist())
-            places = np.flatnonzero(left_over)
+            workers.run(lambda i: self._copy_one(i, records, choices, slot, block, pending), uncopied.tolist())
+            uncopied = np.flatnonzero(pending)
         self._order.prepare()
-        return int(places[0]) // count if places.size else len(firsts)
+        return int(uncopied[0]) // count if uncopied.size else len(firsts)
 
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """Copy what can be copied without a look at each record; which samples are left over."""
+        """Copy records in bulk where possible. Returns for each sample 1 if it is still to be copied, else 0."""
         return np.ones(records.size, np.uint8)
 
     def _copy_one(
         self, i: int, records: NDArray[np.int64], choices: Choices, slot: ImageSlot, block: NDArray[np.uint8],
-        left_over: NDArray[np.uint8],
+        pending: NDArray[np.uint8],
     ) -> None:  # fmt: skip
-        """Read sample i's record and put it in its place, if it belongs there."""
+        """Read sample i's record into its slot; pending[i] stays 1 if it does not fit or cannot be read."""
         try:
             image, label = self.parse(int(records[i]))
             shape = self._transformer.output_shape(_shape_of(image))
@@ -193,13 +193,13 @@ class ImageLoader(ABC):
             return
         if image.dtype != np.uint8 or shape != slot.shape[1:]:
             return
-        number, place = divmod(i, slot.count)
+        number, index = divmod(i, slot.count)
         labels, places, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
         top, left = self._transformer.corner(image.shape[1], image.shape[2], choices, i)
-        pixels[place] = image[:, top : top + slot.height, left : left + slot.width]
-        places[place] = choices.mirror[i], top, left
-        labels[place] = label
-        left_over[i] = 0
+        pixels[index] = image[:, top : top + slot.height, left : left + slot.width]
+        places[index] = choices.mirror[i], top, left
+        labels[index] = label
+        pending[i] = 0
 
 
 class DatumLoader(ImageLoader):
@@ -238,8 +238,8 @@ class ImageFileLoader(ImageLoader):
     Args:
         source: the list of files, with their labels.
         color: decode to 3 channels, else to 1.
-        size: height and width to resize to; None: as they are.
-        others: as `ImageLoader`'s.
+        size: height and width to resize to; None: no resizing.
+        others: of `ImageLoader`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Reading ahead: one thread a data layer fills batches while the device works on earlier ones.
+"""Prefetching: each data layer has a thread that fills batches while the device computes on earlier ones.
 
-Owns the hand-over between the reading and the solver's thread. No wait is endless: the solver's ends with the batch,
-with the error that the reading thread met, with `close`, or after `timeout`.
+Owns the queue between the prefetch thread and the solver's. No wait is endless: the solver's ends with the batch,
+with the prefetch thread's error, with `close`, or after `timeout`.
 """
 
 from __future__ import annotations
@@ -24,48 +24,50 @@ from caffepy.errors import AbortedError, CaffepyError, RunError
 logger = logging.getLogger(__name__)
 
 
-_LOOK_SECONDS = 1.0
-"""How long a solver waits for a batch before it looks how long it has waited."""
+_POLL_SECONDS = 1.0
+"""Interval at which a waiting solver checks its timeout."""
 
 _waits: dict[int, tuple[Callable[[], str], float]] = {}
-"""What solver threads wait for at the moment, by their number, and since when."""
+"""By thread identifier: what a solver thread waits for, and since when."""
 
 
 def awaited_data(thread: int) -> tuple[str, float] | None:
-    """What a thread waits for, ``record 12 of LMDB 'x'``, and since when, as
-    `awake_seconds` counts; None: for no data.
+    """The record that a thread waits for, and since when; None if it waits for no data.
 
     Args:
-        thread: its number, `threading.get_ident`.
+        thread: its identifier, `threading.get_ident`.
+
+    Returns:
+        For example ``record 12 of LMDB 'x'``, and a time of `awake_seconds`.
     """
-    found = _waits.get(thread)
-    return None if found is None else (found[0](), found[1])
+    wait = _waits.get(thread)
+    return None if wait is None else (wait[0](), wait[1])
 
 
 Memory = Callable[[int], NDArray[np.uint8]]
-"""Gives so many bytes, 1-D."""
+"""Allocates so many bytes: a 1-D array."""
 
 
 def plain_memory(size: int) -> NDArray[np.uint8]:
-    """Memory like any other."""
+    """Pageable host memory."""
     return np.empty(size, np.uint8)
 
 
 class Batch:
-    """One device's samples of one pass as floats, or of some passes as bytes of images; filled again and again.
+    """One device's samples: of one pass as float32 arrays, or of several passes as uint8 images. Reused.
 
     Args:
-        tops: how many arrays of floats there are.
-        memory: where arrays come from.
+        tops: number of float32 arrays.
+        memory: allocates the arrays (for example in page-locked memory).
     """
 
     def __init__(self, tops: int, memory: Memory = plain_memory) -> None:
         self.number = -1
-        """The first pass that it belongs to."""
+        """The first pass of the batch."""
         self.passes = 1
-        """How many passes there are in it."""
+        """Number of passes in the batch."""
         self.slot: ImageSlot | None = None
-        """How each pass lies in `bytes`; None: it is in `arrays`."""
+        """The layout of each pass in `bytes`; None: the batch is in `arrays`."""
         self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.arrays: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * tops
         self._memory = memory
@@ -77,8 +79,8 @@ class Batch:
             self.arrays[top] = view(flat, shape)
         return self.arrays[top]
 
-    def room(self, slot: ImageSlot, passes: int) -> NDArray[np.uint8]:
-        """`bytes`, with room for so many slots."""
+    def reserve(self, slot: ImageSlot, passes: int) -> NDArray[np.uint8]:
+        """Return the byte buffer, grown to `passes` slots."""
         self.slot = slot
         if self.bytes.size != slot.size * passes:
             self.bytes = self._memory(slot.size * passes)
@@ -86,39 +88,37 @@ class Batch:
 
 
 class Loader(Protocol):
-    """What fills batches: a source, its order and its transformation. Used by one thread at a time."""
+    """Fills batches from a source. Used by one thread at a time."""
 
     @property
     def reading(self) -> str:
-        """What is being read now, for messages: ``record 12 of LMDB 'x'``."""
+        """The record that is being read, for messages: ``record 12 of LMDB 'x'``."""
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the floats of the global samples [first, first + count)."""
 
     def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
-        """Fill slots with `count` samples each, from these global ones on; how many slots could be filled."""
+        """Fill each slot with `count` samples from one of `firsts` on; returns how many slots are filled."""
 
     def close(self) -> None:
-        """End what helps with reading. Callable twice."""
+        """Stop worker threads. Idempotent."""
 
 
 class Prefetcher:
-    """Makes batches of consecutive passes ahead of their use.
-
-    The thread starts with the first `get`.
+    """Fills the batches of consecutive passes in a thread, which starts with the first `get`.
 
     Args:
         loader: fills the batches.
         first_sample: the global number of the first sample that this device takes in a pass.
         count: samples in a batch.
         tops: arrays in a batch.
-        first_pass: the pass that is asked for first.
-        depth: batches that may lie ready.
-        where: what messages call the layer.
-        slot: how a pass lies in memory if batches are bytes of images; None: they are floats. When the loader meets
-            something else, the batches from then on are floats.
+        first_pass: the pass of the first `get`.
+        depth: batches that are filled in advance.
+        where: the layer, for messages.
+        slot: the layout of a pass of uint8 images; None: batches are float32. From the first record on that does not
+            fit the layout, batches are float32.
         block: passes of a batch of bytes; each batch ends before a multiple of it.
-        memory: where batches get their memory.
+        memory: allocates the batches' memory.
         warn_after: seconds without a batch after which the log says what is being read.
         timeout: seconds without a batch after which training fails.
     """
@@ -160,7 +160,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def get(self, number: int) -> Batch:
-        """The batch that begins with pass `number`; batches must be asked for one after the other.
+        """The batch that begins with pass `number`; call with consecutive batches.
 
         Raises:
             AbortedError: `close` was called meanwhile.
@@ -178,12 +178,12 @@ class Prefetcher:
         return batch
 
     def release(self, batch: Batch) -> None:
-        """Give a batch's arrays back, to be filled again."""
+        """Return a batch to the prefetch thread, which fills it again."""
         with self._changed:
             self._free.append(batch)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """End the thread and release who waits; whether it ended within `timeout`. Callable twice."""
+        """Stop the thread and wake waiters; returns whether it ended within `timeout`. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -224,13 +224,13 @@ class Prefetcher:
                     "%s: waiting for data for %.0f s, reading %s", self._where, now - started, self._loader.reading
                 )
                 warn_at += self._warn_after
-            self._changed.wait(min(max(min(warn_at, started + self._timeout) - now, 0.001), _LOOK_SECONDS))
+            self._changed.wait(min(max(min(warn_at, started + self._timeout) - now, 0.001), _POLL_SECONDS))
 
-    # -- the reading thread --------------------------------------------------------------------------
+    # -- the prefetch thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while (batch := self._room()) is not None:
+            while (batch := self._next_batch()) is not None:
                 batch.number = self._next
                 self._fill(batch)
                 self._next += batch.passes
@@ -246,8 +246,8 @@ class Prefetcher:
         if self._slot is not None:
             passes = range(self._next, (self._next // self._block + 1) * self._block)
             firsts = [self._first_sample(number) for number in passes]
-            room = batch.room(self._slot, self._block)
-            batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, room)
+            block = batch.reserve(self._slot, self._block)
+            batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, block)
             if batch.passes:
                 return
             self._slot = None
@@ -263,8 +263,8 @@ class Prefetcher:
             self._error = error
             self._changed.notify_all()
 
-    def _room(self) -> Batch | None:
-        """A batch to fill, once fewer than `depth` lie ready; None to end."""
+    def _next_batch(self) -> Batch | None:
+        """Wait until fewer than `depth` batches are ready, then return one to fill; None after `close`."""
         with self._changed:
             while len(self._ready) >= self._depth and not self._closed:
                 self._changed.wait(60)

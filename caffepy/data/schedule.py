@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """A device's place among all devices that train together.
+    """A device's rank among all devices that train together.
 
     Args:
         rank: this device's number among all, from 0 (NVIDIA Caffe's universal rank).
@@ -47,7 +47,7 @@ class TrainSchedule:
     """Training samples of one device.
 
     Args:
-        shard: the device's place.
+        shard: the device's.
         batch_size: as in the prototxt.
         start: the global sample number at which pass `first_pass` begins (from a snapshot).
         first_pass: the pass that `start` belongs to.
@@ -73,7 +73,7 @@ class TestSchedule:
     """Test samples of one device.
 
     Args:
-        shard: the device's place.
+        shard: the device's.
         batch_size: as in the prototxt; a test batch is never divided.
         test_iter: batches in one whole test.
         start: the global sample number at which the device's pass `first_pass` begins a test.
@@ -82,9 +82,7 @@ class TestSchedule:
 
     __test__ = False  # not a test class, whatever pytest makes of the name
 
-    def __init__(
-        self, shard: Shard, batch_size: int, test_iter: int, start: int = 0, first_pass: int = 0
-    ) -> None:
+    def __init__(self, shard: Shard, batch_size: int, test_iter: int, start: int = 0, first_pass: int = 0) -> None:
         self.count = batch_size
         self._shard = shard
         self._test_iter = test_iter

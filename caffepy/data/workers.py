@@ -1,4 +1,4 @@
-"""A few threads that share work which lets go of the interpreter lock: decoding images, waiting for disks."""
+"""A thread pool for work that releases the GIL: image decoding and disk reads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 
 
 class _Job:
-    """Items that some threads take one after the other."""
+    """A queue of items, worked off by several threads."""
 
     def __init__(self, function: Callable[[int], None], items: Iterable[int]) -> None:
         self._function = function
         self._items = deque(items)
         self.error: BaseException | None = None
-        self.left = threading.Semaphore(0)
-        """Released by each thread that has nothing more to do."""
+        self.finished = threading.Semaphore(0)
+        """Released once by each thread."""
 
     def work(self) -> None:
         try:
@@ -25,7 +25,7 @@ class _Job:
         except BaseException as error:
             self.error = error
         finally:
-            self.left.release()
+            self.finished.release()
 
     def _next(self) -> int | None:
         try:
@@ -35,13 +35,13 @@ class _Job:
 
 
 class Workers:
-    """Threads that work for one other, which works with them; they start with the first work that is worth it.
+    """A pool in which the calling thread works too; its threads start with the first work that needs them.
 
-    They are daemons: one that is stuck in a dead network drive does not keep the process alive.
+    They are daemons, so that one that hangs in a dead network drive does not keep the process alive.
 
     Args:
-        threads: how many work, the caller included.
-        name: what the threads are called.
+        threads: their number, the caller included.
+        name: of the threads.
     """
 
     def __init__(self, threads: int, name: str = "worker") -> None:
@@ -51,7 +51,7 @@ class Workers:
         self._started: list[threading.Thread] = []
 
     def run(self, function: Callable[[int], None], items: Iterable[int]) -> None:
-        """Call `function` with each item; the order is not settled. The first error ends the work and is raised."""
+        """Call `function` with each item, in any order. The first error stops the work and is raised."""
         numbers = list(items)
         helpers = min(self.threads, len(numbers)) - 1
         while len(self._started) < helpers:
@@ -63,7 +63,7 @@ class Workers:
             self._jobs.put(job)
         job.work()
         for _ in range(max(helpers, 0) + 1):
-            job.left.acquire()
+            job.finished.acquire()
         if job.error is not None:
             raise job.error
 
@@ -72,7 +72,7 @@ class Workers:
             job.work()
 
     def close(self) -> None:
-        """End the threads. Callable twice."""
+        """Stop the threads. Idempotent."""
         for _ in self._started:
             self._jobs.put(None)
         for thread in self._started:

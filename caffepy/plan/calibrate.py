@@ -17,7 +17,7 @@ from caffepy.plan.model import ALGORITHMS, AUTO, Cluster, Link
 
 @dataclass(frozen=True)
 class Measurements:
-    """All-reduces that somebody timed.
+    """Measured times of all-reduces.
 
     Args:
         devices: how many took part.
@@ -56,7 +56,7 @@ def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> F
 
     Args:
         measured: at least two sizes.
-        algorithm: what the all-reduces are taken to have been.
+        algorithm: the algorithm that the all-reduces are assumed to have used.
         between: devices of different nodes, one in each; else all in one node.
 
     Raises:
@@ -104,8 +104,8 @@ class _Lines:
 
     def differences(self, start: int, end: int) -> np.ndarray:
         """The model's times over the measured ones, less 1."""
-        found: np.ndarray = self._columns[start:end] @ self.solve(start, end) - 1
-        return found
+        errors: np.ndarray = self._columns[start:end] @ self.solve(start, end) - 1
+        return errors
 
     def error(self, cuts: tuple[int, ...]) -> float:
         """The sum of all squares."""
@@ -137,9 +137,9 @@ def _non_negative(columns: np.ndarray) -> tuple[float, float]:
     both = np.linalg.lstsq(columns, ones, rcond=None)[0]
     if both.min() >= 0:
         return float(both[0]), float(both[1])
-    alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
-    left = [float(((column * x - 1) ** 2).sum()) for column, x in zip(columns.T, alone, strict=True)]
-    return (float(alone[0]), 0.0) if left[0] < left[1] else (0.0, float(alone[1]))
+    single = columns.sum(axis=0) / (columns**2).sum(axis=0)
+    residuals = [float(((column * x - 1) ** 2).sum()) for column, x in zip(columns.T, single, strict=True)]
+    return (float(single[0]), 0.0) if residuals[0] < residuals[1] else (0.0, float(single[1]))
 
 
 _SIZE = re.compile(r"(\d+)(?: ?(B|KiB|MiB|GiB))?")
@@ -160,7 +160,7 @@ def read_measurements(path: Path) -> Measurements:
         lines = [line.strip().lstrip("#").strip() for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; save what caffepy bench allreduce prints") from error
-    devices = next((int(found[1]) for line in lines if (found := _DEVICES.search(line))), None)
+    devices = next((int(match[1]) for line in lines if (match := _DEVICES.search(line))), None)
     head = next((i for i, line in enumerate(lines) if _columns(line) is not None), None)
     if devices is None or head is None:
         lacks = "how many devices took part" if devices is None else "a head with columns for size and time"

@@ -1,4 +1,4 @@
-"""Makes profiles: by training a net for a few iterations here, or from times that somebody knows."""
+"""Profiles of a net: measured over a few iterations on this machine, or made from known times."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def measure_profile(subject: Subject, backend: Backend, iterations: int) -> Prof
 
 
 def _time_iterations(solver: Solver, iterations: int) -> float:
-    """Milliseconds of a whole iteration, as `caffepy train` makes them: captured into graphs where the device can."""
+    """Milliseconds of an iteration, run as `caffepy train` does: with captured CUDA graphs where possible."""
     size = -(-iterations // GROUPS)
     samples = []
     for _ in range(GROUPS):
@@ -218,7 +218,7 @@ def _multiplications(node: Node) -> float:
 
 def _check_batch(net: Net) -> None:
     if not net.batch_size():
-        raise ConfigError(f"net '{net.name}' has no data layer, so that nobody can say how many images it takes")
+        raise ConfigError(f"net '{net.name}' has no data layer, so its batch size is unknown")
 
 
 def _profile(
@@ -241,15 +241,15 @@ def _profile(
 def gradients_of(net: Net) -> tuple[Gradient, ...]:
     """The gradients of a net in the order of its flat buffer."""
     learned = sorted((p for p in net.parameters.parameters if p.lr_mult != 0), key=lambda p: p.start)
-    places = {
+    node_index = {
         layer.name: index
         for index, node in enumerate(net.schedule)
         for layer in getattr(node.layer, "members", [node.layer])
     }
-    gradients, place = [], len(net.schedule)
+    gradients, last = [], len(net.schedule)
     for parameter in learned:
-        # Buckets are reduced in order, so that none counts as finished before those in front of it.
-        place = min(place, places[parameter.layer])
+        # Buckets are reduced in order, so a gradient counts as ready only when all before it in the buffer are.
+        last = min(last, node_index[parameter.layer])
         count = -(-parameter.blob.count // ALIGNMENT) * ALIGNMENT
-        gradients.append(Gradient(place, 4 * count))
+        gradients.append(Gradient(last, 4 * count))
     return tuple(gradients)

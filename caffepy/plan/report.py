@@ -26,10 +26,16 @@ def format_table(predictions: Sequence[Prediction]) -> list[str]:
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _row(found: Prediction) -> tuple[str, ...]:
-    times = (found.step_ms, found.compute_ms, found.communication_ms, found.exposed_ms)
-    rate = f"{found.images_per_second:,.{0 if found.images_per_second >= 1000 else 1}f}"
-    return (str(found.nodes), str(found.devices), *(f"{t:.3f}" for t in times), rate, f"{found.efficiency:.3f}")
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    times = (prediction.step_ms, prediction.compute_ms, prediction.communication_ms, prediction.exposed_ms)
+    rate = f"{prediction.images_per_second:,.{0 if prediction.images_per_second >= 1000 else 1}f}"
+    return (
+        str(prediction.nodes),
+        str(prediction.devices),
+        *(f"{t:.3f}" for t in times),
+        rate,
+        f"{prediction.efficiency:.3f}",
+    )
 
 
 def describe(profile: Profile, cluster: Cluster, exchange: Exchange) -> Iterator[str]:
@@ -100,9 +106,9 @@ def write_plot(path: Path, predictions: Sequence[Prediction], title: str) -> Non
     figure = load_figure()(figsize=(10, 4.5), layout="constrained")
     figure.suptitle(title)
     times, rates = figure.subplots(1, 2)
-    found = sorted(predictions, key=lambda prediction: prediction.devices)
-    _draw_times(times, found)
-    _draw_efficiency(rates, found)
+    by_devices = sorted(predictions, key=lambda prediction: prediction.devices)
+    _draw_times(times, by_devices)
+    _draw_efficiency(rates, by_devices)
     try:
         figure.savefig(path, dpi=120)
     except ValueError as error:
@@ -111,22 +117,22 @@ def write_plot(path: Path, predictions: Sequence[Prediction], title: str) -> Non
         raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _draw_times(axes: Any, found: Sequence[Prediction]) -> None:
-    places = range(len(found))
-    compute = [prediction.compute_ms for prediction in found]
-    exposed = [prediction.exposed_ms for prediction in found]
-    hidden = [max(prediction.communication_ms - prediction.exposed_ms, 0.0) for prediction in found]
-    axes.bar(places, compute, label="compute", color="tab:blue")
-    axes.bar(places, exposed, bottom=compute, label="exposed communication", color="tab:red")
-    axes.plot(places, hidden, "o", label="hidden communication", color="tab:green")
-    axes.set_xticks(places, [str(prediction.devices) for prediction in found])
+def _draw_times(axes: Any, predictions: Sequence[Prediction]) -> None:
+    positions = range(len(predictions))
+    compute = [prediction.compute_ms for prediction in predictions]
+    exposed = [prediction.exposed_ms for prediction in predictions]
+    hidden = [max(prediction.communication_ms - prediction.exposed_ms, 0.0) for prediction in predictions]
+    axes.bar(positions, compute, label="compute", color="tab:blue")
+    axes.bar(positions, exposed, bottom=compute, label="exposed communication", color="tab:red")
+    axes.plot(positions, hidden, "o", label="hidden communication", color="tab:green")
+    axes.set_xticks(positions, [str(prediction.devices) for prediction in predictions])
     axes.set(xlabel="devices", ylabel="ms an iteration")
     axes.legend()
 
 
-def _draw_efficiency(axes: Any, found: Sequence[Prediction]) -> None:
-    devices = [prediction.devices for prediction in found]
-    axes.plot(devices, [prediction.efficiency for prediction in found], "o-", color="tab:blue")
+def _draw_efficiency(axes: Any, predictions: Sequence[Prediction]) -> None:
+    devices = [prediction.devices for prediction in predictions]
+    axes.plot(devices, [prediction.efficiency for prediction in predictions], "o-", color="tab:blue")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="devices", ylabel="efficiency", ylim=(0, 1.05))
     axes.grid(True, alpha=0.3)

@@ -32,12 +32,12 @@ _QUOTED = "caffepy_quoted"
 
 
 MOST_PARAMETERS = 1000
-"""A layer's parameters have smaller numbers."""
+"""Exclusive upper bound of a parameter's index."""
 
 
 @contextmanager
 def _create(path: Path) -> Iterator[Any]:
-    """An HDF5 file to fill, made in memory and then written: the library itself does not get over a full disk."""
+    """An HDF5 file built in memory and then written, because h5py does not survive a full disk."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
         yield file
@@ -75,10 +75,10 @@ def write_weights_hdf5(path: Path, net: Net, write_diff: bool) -> None:
 
 
 def _layer_paths(net: Net) -> dict[str, str]:
-    """Where the groups of layers lie, by name: at the name itself if HDF5 keeps it apart from all others.
+    """The path of each layer's group, by layer name: the name itself where that is unambiguous in HDF5.
 
-    Quoted otherwise: `a//b`, `a/` and `.` would be other paths, `/a` would begin at the file's root, and `a/0` is where
-    the first parameter of a layer `a` lies.
+    Quoted otherwise: `a//b`, `a/` and `.` would be other paths, `/a` would begin at the file's root, and `a/0` is
+    the path of the first parameter of a layer `a`.
     """
     learned = [layer.name for layer in net.layers if layer.blobs]
     for name in learned:
@@ -87,16 +87,18 @@ def _layer_paths(net: Net) -> dict[str, str]:
                 f"two layers of the name '{name}' have parameters, which HDF5 cannot hold; rename one of them, or set "
                 "snapshot_format: BINARYPROTO"
             )
-    taken = {f"{layer.name}/{index}" for layer in net.layers for index in range(len(layer.blobs))}
-    return {layer.name: layer.name if _is_path(layer.name, taken) else _quoted(layer.name) for layer in net.layers}
+    parameter_paths = {f"{layer.name}/{index}" for layer in net.layers for index in range(len(layer.blobs))}
+    return {
+        layer.name: layer.name if _is_path(layer.name, parameter_paths) else _quoted(layer.name) for layer in net.layers
+    }
 
 
-def _is_path(name: str, taken: set[str]) -> bool:
-    """Whether HDF5 keeps a name as it is, and no parameter lies on the way."""
+def _is_path(name: str, parameter_paths: set[str]) -> bool:
+    """Whether a layer's name can be its path: HDF5 does not normalise it, and no prefix is a parameter."""
     parts = name.split("/")
-    ways = ("/".join(parts[: count + 1]) for count in range(len(parts)))
+    prefixes = ("/".join(parts[: count + 1]) for count in range(len(parts)))
     plain = "\0" not in name and not name.startswith("%") and not any(part in ("", ".") for part in parts)
-    return plain and not any(way in taken for way in ways)
+    return plain and not any(prefix in parameter_paths for prefix in prefixes)
 
 
 def _quoted(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Datum: Caffe's record of one image and its label, checked before anything is made of it (Caffe's `io.cpp`)."""
+"""Datum: Caffe's record of one image and its label, parsed and checked (Caffe's `io.cpp`)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from caffepy.errors import DataError
 from caffepy.proto import caffe_pb2
 
 LARGE = 1 << 14
-"""Records of more bytes than this are taken apart without copying their data."""
+"""Records of more bytes than this are parsed without copying their data."""
 _DATA_TAG = 0x22
 
 
 def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
-    """A record's bytes as Datum, and its `data`, which the Datum itself may then lack.
+    """Parse a record: the Datum and its `data`, which are left out of the Datum of a large record.
 
-    The data of a large record are a view of it: copying megabytes costs more than all else here.
+    There they are a view of the record, because copying megabytes would dominate the time of parsing.
 
     Raises:
-        DataError: they are not one. The message does not name the record: whoever read it adds that.
+        DataError: the record is no Datum. The message continues a sentence that begins with the record's name.
     """
     try:
-        if len(record) > LARGE and (place := _find_data(record)) is not None:
-            start, stop, following = place
+        if len(record) > LARGE and (span := _find_data(record)) is not None:
+            start, stop, following = span
             datum = caffe_pb2.Datum.FromString(bytes(record[:start]) + bytes(record[following:]))
             if not datum.data:
                 return datum, memoryview(record)[stop:following]
@@ -39,7 +39,7 @@ def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | me
 
 
 def _find_data(record: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Where the field `data` begins, where its bytes do, and where they end; None if only numbers are found before."""
+    """Offsets of the field `data`, of its bytes and of their end; None if another field than a number precedes it."""
     at = 0
     while at < len(record):
         tag = record[at]
@@ -53,7 +53,7 @@ def _find_data(record: bytes | memoryview) -> tuple[int, int, int] | None:
 
 
 def _varint(record: bytes | memoryview, at: int) -> tuple[int, int]:
-    """A number in protobuf's wire format, and what follows it."""
+    """A varint, and the offset behind it."""
     value = 0
     for shift, byte in enumerate(record[at : at + 10]):
         value |= (byte & 127) << (7 * shift)

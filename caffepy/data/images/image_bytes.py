@@ -1,7 +1,7 @@
 """Many Datums at once from a mapped file into a batch of bytes: found, checked, cropped and copied by one kernel.
 
-Owns the reading of Datum's wire format without protobuf. Records that are not plain images of the expected size, or not
-whole, are left to those who can say what is wrong with them.
+Owns the reading of Datum's wire format without protobuf. Records that are not uncompressed images of the expected
+size, or that are damaged, are left to the loader, which raises errors that name the record.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.transform import Transformer
 
 _GRAIN = 1 << 22
-"""Bytes that are worth another thread."""
+"""Bytes for each thread, at least."""
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -118,14 +118,14 @@ def _is_image(
 
 @kernel
 def _copy_records(
-    begin: Int, end: Int, file: Bytes, file_at: Int, places: Words, sizes: Words, records: Words, samples: Words,
-    block_at: Int, labels: Floats, spots: Ints, left_over: Bytes, count: Int, slot_size: Int, spots_at: Int,
+    begin: Int, end: Int, file: Bytes, file_at: Int, offsets: Words, sizes: Words, records: Words, samples: Words,
+    block_at: Int, labels: Floats, crops: Ints, pending: Bytes, count: Int, slot_size: Int, crops_at: Int,
     pixels_at: Int, channels: Int, height: Int, width: Int, crop: Int, random_crop: Int, mirror: Int,
     whole_height: Int, whole_width: Int, key0: Int, key1: Int,
 ) -> None:  # fmt: skip
-    """Items are samples, `count` in each slot; left_over[i] becomes 0 if sample i could be copied."""
+    """Items are samples, `count` in each slot; pending[i] becomes 0 when sample i is copied."""
     for i in range(begin, end):
-        first = places[records[i]]
+        first = offsets[records[i]]
         c, h, w, label, pixels, size = _parse(file, first, first + sizes[records[i]])
         if pixels < 0 or size <= 0:
             continue
@@ -155,9 +155,9 @@ def _copy_records(
                     copy_bytes(to, file_at + pixels + (channel * h + top + y) * w + left, width)
                     to += width
         labels[slot // 4 + n] = np.float32(label)
-        spot = (slot + spots_at) // 4 + 3 * n
-        spots[spot], spots[spot + 1], spots[spot + 2] = mirrored, top, left
-        left_over[i] = 0
+        crop_index = (slot + crops_at) // 4 + 3 * n
+        crops[crop_index], crops[crop_index + 1], crops[crop_index + 2] = mirrored, top, left
+        pending[i] = 0
 
 
 def copy_records(
@@ -167,10 +167,10 @@ def copy_records(
     """Cut the images of some records into the slots of a block.
 
     Args:
-        index: where the records are; they must have been found.
+        index: the records' offsets; `find` must have found them.
         records: their numbers, slot.count for each slot.
         samples: the global samples that they are.
-        transformer: what is cut and mirrored; mean and scale are left to whoever takes the bytes.
+        transformer: its crop and mirror settings; mean and scale are applied on the device.
         seed: of the solver.
         stream: of the layer.
         slot: the layout of a batch.
@@ -178,9 +178,9 @@ def copy_records(
         threads: how many share the work.
 
     Returns:
-        For each sample 0 if it is in its slot, 1 if its record has to be looked at in another way.
+        For each sample 0 if it was copied to its slot, 1 if its record has to be parsed one by one.
     """
-    left_over = np.ones(records.size, np.uint8)
+    pending = np.ones(records.size, np.uint8)
     numbers: tuple[Any, ...] = (
         slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels, slot.height, slot.width,
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.whole_size,
@@ -188,8 +188,8 @@ def copy_records(
     )  # fmt: skip
     image = slot.channels * slot.height * slot.width
     _copy_records.run(
-        threads, records.size, max(1, _GRAIN // image), index.memory, address_of(index.memory), index.places,
+        threads, records.size, max(1, _GRAIN // image), index.memory, address_of(index.memory), index.offsets,
         index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), address_of(block), block, block,
-        left_over, *numbers,
+        pending, *numbers,
     )  # fmt: skip
-    return left_over
+    return pending

@@ -1,6 +1,6 @@
-"""Where an LMDB's records lie in its file, so that many of them can be read at once without asking LMDB for each.
+"""The offsets of an LMDB's records in its file, for reading many of them without a call of LMDB for each.
 
-Owns the walk over the trees' leaves (format version 1, `mdb.c`), which trusts nothing that the file says.
+Owns the walk over the B+ tree's leaves (format version 1, `mdb.c`), which validates everything that it reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from caffepy.data.sources.lmdb_file import Tree, read_tree
 _DEPTH = 32
 """More than any tree of LMDB has levels."""
 _STACK, _FOUND, _PAGES, _DAMAGED = 0, 1, 2, 3
-"""Places in the state of a walk: the stack's height, records found, pages entered, whether something was wrong."""
+"""Indices in the state of a walk: the stack's height, records found, pages entered, whether the tree is damaged."""
 
 
 @device_function
@@ -43,9 +43,9 @@ def _is_page(file: Bytes, pages: Int, page_size: Int, page: Int, kinds: Int) -> 
 @kernel
 def _walk(
     begin: Int, end: Int, file: Bytes, pages: Int, page_size: Int, wanted: Int, state: Words, stack: Words,
-    places: Words, sizes: Words,
+    offsets: Words, sizes: Words,
 ) -> None:  # fmt: skip
-    """Go on until `wanted` records are found; the stack holds, for each level, a page and the node that comes next."""
+    """Walk until `wanted` records are found; the stack holds a page and its next node for each level."""
     height, found, entered = state[0], state[1], state[2]
     damaged = False
     while found < wanted and height > 0 and not damaged:
@@ -83,21 +83,19 @@ def _walk(
             if not _is_page(file, pages, page_size, page, 4) or size > (pages - page) * page_size - 16:
                 damaged = True
                 break
-            places[found] = page * page_size + 16
+            offsets[found] = page * page_size + 16
         else:
             if node_flags != 0 or data + size > page_size:
                 damaged = True
                 break
-            places[found] = first + data
+            offsets[found] = first + data
         sizes[found] = size
         found += 1
     state[0], state[1], state[2], state[3] = height, found, entered, int(damaged or found < wanted)
 
 
 class LmdbIndex:
-    """The places of an LMDB's records in the order of their keys, found as far as they are asked for.
-
-    Several threads may use one index.
+    """The offsets of an LMDB's records in the order of their keys, found on demand. Thread-safe.
 
     Args:
         file: the data file.
@@ -111,8 +109,8 @@ class LmdbIndex:
             )
         self._page_size = tree.page_size
         self._pages = self.memory.size // tree.page_size
-        self.places: NDArray[np.int64] = np.zeros(tree.entries, np.int64)
-        """The byte at which each record begins, as far as `find` was asked."""
+        self.offsets: NDArray[np.int64] = np.zeros(tree.entries, np.int64)
+        """Offset of each record in the file, valid for those that `find` has found."""
         self.sizes: NDArray[np.int64] = np.zeros(tree.entries, np.int64)
         """Bytes of each record."""
         self._lock = threading.Lock()
@@ -127,25 +125,25 @@ class LmdbIndex:
         return int.from_bytes(head[:8], "little") == page and head[10] & 3 in (1, 2)
 
     def find(self, count: int) -> bool:
-        """Find the first `count` records, unless that was done; False where the tree is not as it should be."""
+        """Find the first `count` records; False if the tree is damaged."""
         if self._state[_FOUND] >= count:
             return True
         with self._lock:
             if self._state[_FOUND] < count and not self._state[_DAMAGED]:
-                arguments: tuple[Any, ...] = (self._stack, self.places, self.sizes)
+                arguments: tuple[Any, ...] = (self._stack, self.offsets, self.sizes)
                 _walk.run(1, 1, 1, self.memory, self._pages, self._page_size, count, self._state, *arguments)
             return bool(self._state[_FOUND] >= count)
 
     def record(self, number: int) -> memoryview | None:
-        """The bytes of a record, if it was found already."""
+        """The bytes of a record; None if `find` has not reached it."""
         if number >= self._state[_FOUND]:
             return None
-        begin = int(self.places[number])
+        begin = int(self.offsets[number])
         return self.memory[begin : begin + int(self.sizes[number])].data
 
 
 def open_index(file: Path, entries: int) -> LmdbIndex | None:
-    """The index of a data file that is known to hold so many records; None if it is none that can be walked."""
+    """The index of a data file with `entries` records; None if its format is one that `LmdbIndex` does not walk."""
     try:
         tree = read_tree(file)
         if tree is None or tree.entries != entries or tree.entries * 10 > file.stat().st_size:

@@ -37,7 +37,7 @@ def test_an_order_that_was_prepared_is_the_one_that_is_made_at_need():
         assert prepared.records(first, 7).tolist() == plain.records(first, 7).tolist()
         prepared.prepare()
     prepared.close()
-    assert not any(t.name == "order of records" for t in threading.enumerate())
+    assert not any(t.name == "permutation" for t in threading.enumerate())
 
 
 def test_samples_need_not_be_neighbours():

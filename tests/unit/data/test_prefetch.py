@@ -208,8 +208,8 @@ def test_memory_comes_from_where_it_is_said():
     batch = Batch(2, memory)
     batch.array(0, (2, 3, 4, 5))
     batch.array(1, (2,))
-    room = batch.room(SLOT, 3)
-    assert batch.room(SLOT, 3) is room
+    block = batch.reserve(SLOT, 3)
+    assert batch.reserve(SLOT, 3) is block
     assert asked == [480, 8, 3 * SLOT.size]
 
 

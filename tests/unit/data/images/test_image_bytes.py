@@ -20,7 +20,7 @@ def index_of(records):
         memory += record + b"\xff\xff"
     sizes = [len(record) for record in records]
     return SimpleNamespace(
-        memory=np.frombuffer(memory, np.uint8), places=np.array(places, np.int64), sizes=np.array(sizes, np.int64)
+        memory=np.frombuffer(memory, np.uint8), offsets=np.array(places, np.int64), sizes=np.array(sizes, np.int64)
     )
 
 

@@ -103,8 +103,8 @@ def test_damaged_trees_end_the_walk_within_the_file(tmp_path_factory, data):
     complete = index.find(900)
     found = sum(index.record(n) is not None for n in range(900))
     assert complete == (found == 900)
-    assert (index.places[:found] >= 2 * 4096).all()
-    assert (index.places[:found] + index.sizes[:found] <= len(content)).all()
+    assert (index.offsets[:found] >= 2 * 4096).all()
+    assert (index.offsets[:found] + index.sizes[:found] <= len(content)).all()
     assert index.find(found)
     assert complete or not index.find(900)
 
