@@ -1,0 +1,1 @@
+"""From records to batches: the order of samples, transformation, prefetching. layers/input and cli import it."""
