@@ -55,13 +55,13 @@ def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:
     """How large each parameter is and how far the update moved it, given the flat values before the update."""
     after = parameters.backend.to_host(parameters.data)
     for parameter in parameters.parameters:
-        place = slice(parameter.start, parameter.stop)
+        elements = slice(parameter.start, parameter.stop)
         log.info(
             "    [Update] Layer %s, param %s data: %.6g; diff: %.6g",
             parameter.layer,
             parameter.index if parameter.name == f"{parameter.layer}[{parameter.index}]" else parameter.name,
-            mean_magnitude(before[place]),
-            mean_magnitude(before[place] - after[place]),
+            mean_magnitude(before[elements]),
+            mean_magnitude(before[elements] - after[elements]),
         )
 
 

@@ -185,7 +185,8 @@ class ParameterBuffer:
 
     Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What the blobs
     hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all others: they
-    too are broadcast and saved, but no update touches them. Between the two, gradients have room for a few flags.
+    too are broadcast and saved, but no update touches them. Between the two, the gradients' buffer has `FLAGS` elements
+    for flags.
 
     Args:
         backend: where the memory is.
@@ -193,7 +194,7 @@ class ParameterBuffer:
     """
 
     FLAGS = 64
-    """Elements behind the learned parameters' gradients; they travel with these."""
+    """Elements behind the learned parameters' gradients, all-reduced with them."""
 
     def __init__(self, backend: Backend, parameters: list[Parameter]) -> None:
         self.backend = backend
@@ -236,7 +237,7 @@ class ParameterBuffer:
             blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
 
     def refresh(self, dtypes: Iterable[str]) -> None:
-        """Bring the copies in these dtypes up to date with the parameters; they are made on first use."""
+        """Copy the parameters to their copies in these dtypes, allocated on first use."""
         for dtype in dtypes:
             if dtype not in self.copies:
                 self.copies[dtype] = self.backend.zeros(tuple(self.data.shape), dtype)
@@ -255,7 +256,7 @@ class ParameterBuffer:
         return self._diff
 
     def bind_gradients(self, memory: Array) -> Array:
-        """Keep the flat gradients and the flags in memory that somebody gives; what they were is lost.
+        """Use `memory` for the flat gradients and the flags; their values are lost.
 
         Args:
             memory: float32 zeros, (size,), on the backend's device.
@@ -274,16 +275,16 @@ class ParameterBuffer:
 
     @property
     def flags(self) -> Array:
-        """What travels behind the gradients: [0] stop requests, [1] snapshot requests."""
+        """All-reduced behind the gradients: [0] stop requests, [1] snapshot requests."""
         return self.diff[self.learned : self.learned + self.FLAGS]
 
     @property
     def reduced(self) -> Array:
-        """What devices that train together average: gradients and flags."""
+        """The range that devices all-reduce: gradients and flags."""
         return self.diff[: self.learned + self.FLAGS]
 
     def slices(self, blobs: Iterable[Blob]) -> list[slice]:
-        """The places of parameters in a flat array; those that lie side by side are one."""
+        """The ranges of parameters in a flat array; adjacent ones are merged."""
         wanted = set(blobs)
         chosen = [p for p in self.parameters if not wanted.isdisjoint([p.blob, *p.sharers])]
         slices: list[slice] = []
@@ -304,7 +305,7 @@ class ParameterBuffer:
 
 
 def _assign_offsets(parameters: list[Parameter], start: int) -> int:
-    """Give each parameter its place from `start` on; returns where the next would begin."""
+    """Set each parameter's range from `start` on; returns the next free offset."""
     for parameter in parameters:
         parameter.start, parameter.stop = start, start + parameter.blob.count
         start = -(-parameter.stop // ALIGNMENT) * ALIGNMENT

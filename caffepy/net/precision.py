@@ -1,6 +1,6 @@
-"""What each layer's blobs are kept in: NVIDIA Caffe's type fields, and which blobs are labels.
+"""The dtype of each layer's blobs: NVIDIA Caffe's type fields, and which blobs are labels.
 
-Owns the reading of `default_forward_type`, `forward_type` and their companions. Sums are kept in float32 whatever the
+Owns the reading of `default_forward_type`, `forward_type` and their companions. Sums are float32 whatever the
 `*_math` fields say: on the chips of today that costs nothing. Labels are float32 from where they come from: float16 has
 no whole numbers beyond 2,048 but the even ones.
 """
@@ -24,7 +24,7 @@ def dtype_name(kind: caffe_pb2.Type, where: str) -> str:
     """The dtype that a value of the schema's Type stands for.
 
     Raises:
-        ConfigError: a type that blobs cannot be kept in.
+        ConfigError: a type that blobs cannot have.
     """
     if kind not in _DTYPES:
         raise ConfigError(f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16")
@@ -32,7 +32,7 @@ def dtype_name(kind: caffe_pb2.Type, where: str) -> str:
 
 
 def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
-    """For each layer of a net with its Split layers the tops that have to be kept in float32, as labels come that way.
+    """For each layer of a net with its Split layers the tops that must be float32, because labels pass through them.
 
     A top does if it reaches a bottom that takes labels through layers that only move numbers or map each by itself, and
     if its own numbers may be exact: those of data, of layers that know float32 alone, or of another such top.
@@ -51,15 +51,15 @@ def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
 def _read_as_labels(
     net: caffe_pb2.NetParameter, classes: list[type[Layer]], sources: dict[tuple[int, int], Source]
 ) -> set[Source]:
-    """The tops that labels are made of, whatever these are made of."""
-    found: set[Source] = set()
+    """The tops that reach a label bottom through layers that keep labels."""
+    labels: set[Source] = set()
     for i in reversed(range(len(net.layer))):
         layer, kind = net.layer[i], classes[i]
         bottoms = range(len(layer.bottom))
-        found.update(sources[i, j] for j in bottoms if j in kind.no_gradient_bottoms)
-        if kind.keeps_labels and any((i, j) in found for j in range(len(layer.top))):
-            found.update(sources[i, j] for j in bottoms)
-    return found
+        labels.update(sources[i, j] for j in bottoms if j in kind.no_gradient_bottoms)
+        if kind.keeps_labels and any((i, j) in labels for j in range(len(layer.top))):
+            labels.update(sources[i, j] for j in bottoms)
+    return labels
 
 
 class Precision:
@@ -79,7 +79,7 @@ class Precision:
         self._told: set[str] = set()
 
     def dtype(self, layer: Layer, bottoms: list[str], in_place: str | None) -> str:
-        """What the blobs of a layer are kept in.
+        """The dtype of a layer's bottoms and tops.
 
         Args:
             layer: the layer.

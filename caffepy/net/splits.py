@@ -33,7 +33,7 @@ def insert_splits(param: caffe_pb2.NetParameter) -> caffe_pb2.NetParameter:
     result = caffe_pb2.NetParameter()
     result.CopyFrom(param)
     del result.layer[:]
-    taken = Counter(weights.keys())
+    used = Counter(weights.keys())
     for i, original in enumerate(param.layer):
         layer = result.layer.add()
         layer.CopyFrom(original)
@@ -41,8 +41,8 @@ def insert_splits(param: caffe_pb2.NetParameter) -> caffe_pb2.NetParameter:
             source = sources[i, j]
             if uses[source] > 1:
                 producer = param.layer[source[0]]
-                layer.bottom[j] = split_blob_name(producer, source[1], taken[source])
-                taken[source] += 1
+                layer.bottom[j] = split_blob_name(producer, source[1], used[source])
+                used[source] += 1
         for j in range(len(original.top)):
             if uses[i, j] > 1:
                 _add_split(result, original, j, uses[i, j], weights.get((i, j), 0.0))

@@ -16,7 +16,7 @@ Samples = list[float]
 
 @dataclass
 class Times:
-    """What `measure` found, in milliseconds.
+    """Milliseconds of each layer and of whole passes.
 
     Args:
         layers: how many layers the net's schedule has.

@@ -64,7 +64,7 @@ def proto_shape(blob: caffe_pb2.BlobProto) -> tuple[int, ...]:
 
 
 def is_stored(blob: caffe_pb2.BlobProto) -> bool:
-    """Whether a BlobProto holds anything: an empty one stands for a parameter that is stored with its owner alone."""
+    """Whether a BlobProto has values; an empty one is a shared parameter, stored with its owner only."""
     return bool(blob.data or blob.double_data or blob.raw_data) or blob.HasField("shape") or has_old_shape(blob)
 
 
@@ -93,14 +93,14 @@ def _packed_data(blob: caffe_pb2.BlobProto) -> np.ndarray:
 
 
 def _length_delimited(wire: bytes) -> Iterator[tuple[int, memoryview]]:
-    """The length-delimited fields of a serialised BlobProto, (tag, content); its varints are passed over."""
-    view, place = memoryview(wire), 0
-    while place < len(view):
-        tag, place = _read_varint(view, place)
-        number, place = _read_varint(view, place)
+    """The length-delimited fields of a serialised BlobProto, (tag, content); varints are skipped."""
+    view, offset = memoryview(wire), 0
+    while offset < len(view):
+        tag, offset = _read_varint(view, offset)
+        number, offset = _read_varint(view, offset)
         if tag & 7 == 2:
-            yield tag, view[place : place + number]
-            place += number
+            yield tag, view[offset : offset + number]
+            offset += number
 
 
 def _varint(number: int) -> bytes:
@@ -112,11 +112,11 @@ def _varint(number: int) -> bytes:
     return bytes(content)
 
 
-def _read_varint(view: memoryview, place: int) -> tuple[int, int]:
+def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:
     number, shift = 0, 0
     while True:
-        byte = view[place]
+        byte = view[offset]
         number |= (byte & 127) << shift
-        shift, place = shift + 7, place + 1
+        shift, offset = shift + 7, offset + 1
         if byte < 128:
-            return number, place
+            return number, offset

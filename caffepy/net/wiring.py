@@ -84,7 +84,7 @@ class Wiring:
         self._unused: set[str] = set()
 
     def connect(self, layer: Layer, precision: Precision) -> Node:
-        """Find a layer's bottoms, decide what its blobs are kept in and make its tops.
+        """Find a layer's bottoms, choose its dtype and make its tops.
 
         Raises:
             ConfigError: an unknown bottom, a top that another layer already made, or too few or many of them.
@@ -134,9 +134,9 @@ class Wiring:
 
 
 def insert_casts(node: Node, context: LayerContext) -> list[Node]:
-    """Cast layers for bottoms that are kept in another dtype than the layer wants; `node` then reads their tops.
+    """Cast layers for bottoms of another dtype than the layer computes in; `node` then reads their tops.
 
-    Labels are wanted in float32 by everybody.
+    Labels are always cast to float32.
     """
     layer = node.layer
     casts = []
@@ -156,22 +156,22 @@ def insert_casts(node: Node, context: LayerContext) -> list[Node]:
 def overwritten_tops(layers: Sequence[caffe_pb2.LayerParameter]) -> list[bool]:
     """For each layer whether a later one works in place on one of its tops."""
     names: set[str] = set()
-    found = []
+    overwritten = []
     for layer in reversed(layers):
-        found.append(any(top in names for top in layer.top))
+        overwritten.append(any(top in names for top in layer.top))
         for top in layer.top:
             (names.add if top in layer.bottom else names.discard)(top)
-    return found[::-1]
+    return overwritten[::-1]
 
 
-def _check_number(layer: Layer, what: str, found: int, limits: tuple[int, int | None]) -> None:
+def _check_number(layer: Layer, what: str, count: int, limits: tuple[int, int | None]) -> None:
     fewest, most = limits
-    if found >= fewest and (most is None or found <= most):
+    if count >= fewest and (most is None or count <= most):
         return
     wanted = f"at least {fewest}" if most is None else f"{fewest} to {most}"
     if fewest == most:
         wanted = str(fewest)
-    raise layer.error(f"takes {wanted} {what} blob{'s' * (wanted != '1')}, has {found}")
+    raise layer.error(f"takes {wanted} {what} blob{'s' * (wanted != '1')}, has {count}")
 
 
 def _loss_weights(layer: Layer, tops: int) -> list[float]:
@@ -201,13 +201,13 @@ def check_loss_weights(param: caffe_pb2.NetParameter) -> None:
 
 
 class GradientPlan:
-    """Finds out, while layers are added in order, which blobs depend on something learnable."""
+    """Propagates, layer by layer, which blobs depend on a learnable parameter."""
 
     def __init__(self) -> None:
         self._learnable: set[Blob] = set()
 
     def add(self, node: Node) -> None:
-        """Set what can be known of `node` from the layers before it; its parameters must be there."""
+        """Set `propagate_down` and `need_backward` from the layers before; call after the layer's `setup`."""
         param = node.layer.param
         if param.propagate_down and len(param.propagate_down) != len(node.bottoms):
             raise node.layer.error(
@@ -239,7 +239,7 @@ def prune_backward(nodes: list[Node]) -> None:
 
 
 def find_loss_readers(nodes: list[Node]) -> None:
-    """Tell losses whose first top has a weight that nobody wrote whether a later layer writes that top's gradient.
+    """Set `reader_propagates` of losses: whether a later layer writes the gradient of the first top.
 
     A weight that was written is on a Split's first top where there are readers, so that gradients are added up.
     """

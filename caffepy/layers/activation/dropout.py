@@ -34,7 +34,7 @@ class DropoutLayer(Layer):
         self._drop(bottom[0].data, top[0].data)
 
     def _stream(self) -> RandomStream:
-        """The layer's random numbers; asked for in each pass, as a snapshot may bring another seed."""
+        """The layer's random stream; read in each pass, because restoring a snapshot may change the seed."""
         stream, seed = self.random_stream(), self.param.dropout_param.random_seed
         return RandomStream(seed, stream.stream) if seed >= 0 else stream
 

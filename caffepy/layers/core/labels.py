@@ -22,31 +22,31 @@ class Labels:
         self._layer = layer
         self._backend = layer.backend
         self.bad = self._backend.zeros((1,), "int32")
-        """Place of a label outside the classes in its batch, -1 if there was none."""
+        """Index in the batch of a label outside the classes, -1 if there was none."""
         self._backend.fill(self.bad, -1)
         self._pulls = 0
         self._first = 0
-        """The first pass since the labels were last checked; replayed graphs do not come by here."""
+        """The first pass since the last check; replayed CUDA graphs do not update it."""
 
     def reshape(self, scores: Blob, labels: Blob, axis: int) -> None:
         """Check the shapes.
 
         Raises:
-            ShapeError: there is not one label for each place.
+            ShapeError: there is not one label for each position of the scores.
         """
         self.classes = scores.shape[axis]
         self.outer = math.prod(scores.shape[:axis])
-        self.places = self.outer * math.prod(scores.shape[axis + 1 :])
-        if labels.count != self.places:
+        self.size = self.outer * math.prod(scores.shape[axis + 1 :])
+        if labels.count != self.size:
             raise self._layer.shape_error(
-                f"needs one label for each place: {self.places} for classes along axis {axis}, not {labels.count}",
+                f"needs one label for each position: {self.size} for classes along axis {axis}, not {labels.count}",
                 scores, labels,
             )  # fmt: skip
         self._blob = labels
-        self._row = Reordered(self._backend, labels.shape, (self.places,))
+        self._row = Reordered(self._backend, labels.shape, (self.size,))
 
     def pull(self) -> Array:
-        """The labels of this pass, shape (places,), in the logical order of the scores without their axis."""
+        """The labels of this pass, shape (size,), in the logical order of the scores without their axis."""
         if self._pulls == 0:
             self._first = self._layer.context.passes.number
         self._pulls += 1
@@ -65,18 +65,18 @@ class Labels:
         now = self._layer.context.passes.number
         first, exact = self._first, self._pulls == 1 and now - self._first <= 1
         self._pulls, self._first = 0, now
-        place = int(self._backend.to_host(self.bad)[0])
-        if place < 0:
+        index = int(self._backend.to_host(self.bad)[0])
+        if index < 0:
             return
         self._backend.fill(self.bad, -1)
-        row = place * self._blob.shape[0] // self.places if self._blob.shape else 0
+        row = index * self._blob.shape[0] // self.size if self._blob.shape else 0
         if exact:
-            value = self._blob.host_data().reshape(-1)[place]
-            found = f"the label of {self._record(first, row)} is {value:g},"
+            value = self._blob.host_data().reshape(-1)[index]
+            what = f"the label of {self._record(first, row)} is {value:g},"
         else:
-            found = f"a label of the samples from {self._sample(first)} on, number {row} of its batch, is"
+            what = f"a label of the samples from {self._sample(first)} on, number {row} of its batch, is"
         raise DataError(
-            f"layer '{self._layer.name}' ({self._layer.type}): {found} outside the {self.classes} classes, 0 to "
+            f"layer '{self._layer.name}' ({self._layer.type}): {what} outside the {self.classes} classes, 0 to "
             f"{self.classes - 1}; correct the data, or give the blob '{self._layer.param.bottom[0]}' more classes"
         )
 

@@ -1,6 +1,6 @@
 """Elements of an array under another shape, in logical order, whatever the order in memory.
 
-Owns the one place where layers mind that 4-D arrays are channels last: Flatten, Reshape, InnerProduct, convolutions
+The only module where layers depend on 4-D arrays being channels last: Flatten, Reshape, InnerProduct, convolutions
 whose channels are not axis 1, and losses whose bottoms have different shapes of one count.
 """
 
@@ -13,7 +13,7 @@ from caffepy.backend import Array, Backend
 
 
 def memory_is_logical(shape: tuple[int, ...]) -> bool:
-    """Whether arrays of this shape lie in memory in logical order: all but 4-D ones that have channels and places."""
+    """Whether arrays of this shape lie in logical order: all but 4-D ones with several channels and pixels."""
     return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
 
 
@@ -24,7 +24,7 @@ class Reordered:
         backend: where the arrays live.
         shape: what arrays given to `pull`, `target` and `push` have.
         other: what they are seen as, of the same count.
-        dtype: what their elements are kept in.
+        dtype: of their elements.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Reordered:
         return self.target(array)
 
     def target(self, array: Array) -> Array:
-        """Where to compute what `array` shall hold, under the other shape; call `push` afterwards."""
+        """The array to write `array`'s elements to, under the other shape; call `push` afterwards."""
         if self.is_view:
             return self._backend.view(self._backend.flat(array), self._other)
         return self._buffer
 
     def push(self, array: Array) -> None:
-        """Bring what was computed in `target(array)` into `array`."""
+        """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self.is_view:
             self.transfer(self._buffer, array)
 
@@ -79,7 +79,7 @@ class Extended:
         backend: where the arrays live.
         shape: what arrays given to `pull`, `target` and `push` have.
         larger: what they are seen as, no shorter along any axis.
-        dtype: what their elements are kept in.
+        dtype: of their elements.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Extended:
         return self.target(array)
 
     def target(self, array: Array) -> Array:
-        """Where to compute what `array` shall hold, and more that is dropped; call `push` afterwards.
+        """The larger array to write `array`'s elements to; the rest is dropped. Call `push` afterwards.
 
         What was written behind the elements stays there: such an object cannot serve `pull` as well.
         """
         return array if self._is_same else self._buffer
 
     def push(self, array: Array) -> None:
-        """Bring what was computed in `target(array)` into `array`."""
+        """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self._is_same:
             self._backend.copy(self._own, array)
 

@@ -1,1 +1,1 @@
-"""Layers that bring data into a net. Found by name; net imports its prefetching."""
+"""Data layers: Input, DummyData, Data, ImageData, HDF5Data. Found by name; net imports its prefetching."""

@@ -7,7 +7,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 @register_layer("Input")
 class InputLayer(Layer):
-    """Tops that somebody else fills (Caffe's `input_layer.cpp`): one shape for each of them, or one for all."""
+    """Tops that the caller fills (Caffe's `input_layer.cpp`): one shape for each of them, or one for all."""
 
     supports_half = True
     float32_tops_from = 1

@@ -32,7 +32,7 @@ def without_ignored(label: Each, ignored: Scalar) -> Each:
 
 
 NONE_IGNORED = -1e30
-"""Stands for "no label is ignored": no label has this value."""
+"""The ignored label where the prototxt has none: no label has this value."""
 
 
 @register_layer("Accuracy")
@@ -63,15 +63,15 @@ class AccuracyLayer(Layer):
             raise self.shape_error(f"top_k is {param.top_k}, but there are {self._labels.classes} classes", bottom[0])
         top[0].reshape(())
         zeros = self.backend.zeros
-        self._ranks, self._safe_labels = zeros((self._labels.places,)), zeros((self._labels.places,))
+        self._ranks, self._safe_labels = zeros((self._labels.size,)), zeros((self._labels.size,))
         if len(top) > 1:
             top[1].reshape((self._labels.classes,))
-            self._make_class_buffers(self._labels.places, self._labels.classes)
+            self._make_class_buffers(self._labels.size, self._labels.classes)
 
-    def _make_class_buffers(self, places: int, classes: int) -> None:
+    def _make_class_buffers(self, size: int, classes: int) -> None:
         zeros = self.backend.zeros
         self._class_hits, self._class_counts = zeros((classes,)), zeros((classes,))
-        self._spread_ranks, self._spread_labels = zeros((places, classes)), zeros((places, classes))
+        self._spread_ranks, self._spread_labels = zeros((size, classes)), zeros((size, classes))
         self._numbers, self._ones = zeros((classes,)), zeros((1, classes))
         self.backend.from_host(np.arange(classes, dtype=np.float32), self._numbers)
         self.backend.fill(self._ones, 1)

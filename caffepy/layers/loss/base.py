@@ -61,14 +61,14 @@ class LossLayer(Layer):
         elif self.context.loss_scale is not None:
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
-    def divisor(self, default: int, places: int, batch: int) -> float | None:
-        """What the sum of losses is divided by; None: the number of places counted on the device.
+    def divisor(self, default: int, labels: int, batch: int) -> float | None:
+        """What the sum of losses is divided by; None: the number of valid labels, counted on the device.
 
         Where nothing is divided (NONE) it is 1 over the devices, since an average over these follows.
 
         Args:
             default: the mode where the prototxt has neither `normalization` nor the old `normalize`.
-            places: losses added up if none is ignored.
+            labels: losses added up if none is ignored.
             batch: samples.
         """
         param = self.param.loss_param
@@ -77,7 +77,7 @@ class LossLayer(Layer):
             mode = _Parameter.VALID if param.normalize else _Parameter.BATCH_SIZE
         if mode == _Parameter.VALID and param.HasField("ignore_label"):
             return None
-        counts = {_Parameter.FULL: places, _Parameter.VALID: places, _Parameter.BATCH_SIZE: batch}
+        counts = {_Parameter.FULL: labels, _Parameter.VALID: labels, _Parameter.BATCH_SIZE: batch}
         if mode not in counts:
             return 1 / self.context.shard.world_size if self.context.phase == caffe_pb2.TRAIN else 1.0
         return float(max(counts[mode], 1))  # type: ignore[index]

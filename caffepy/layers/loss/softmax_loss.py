@@ -15,7 +15,7 @@ _Parameter = caffe_pb2.LossParameter
 class SoftmaxWithLossLayer(LossLayer):
     """loss = sum of -log softmax(x)[label] / divisor (Caffe's `softmax_loss_layer.cpp`).
 
-    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, one label for each place. The divisor is the number
+    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, a label for each position. The divisor is the number
     of labels not ignored (VALID, the default), of all (FULL), of samples (BATCH_SIZE), or 1 (NONE). A second top gets
     the probabilities. dx = (softmax(x) - onehot(label)) * loss weight / divisor.
     """
@@ -34,7 +34,7 @@ class SoftmaxWithLossLayer(LossLayer):
         super().reshape(bottom, top)
         self._axis = bottom[0].axis(self.param.softmax_param.axis, f"layer '{self.name}' ({self.type})")
         self._labels.reshape(bottom[0], bottom[1], self._axis)
-        self._divisor = self.divisor(_Parameter.VALID, self._labels.places, self._labels.outer)
+        self._divisor = self.divisor(_Parameter.VALID, self._labels.size, self._labels.outer)
         if len(top) > 1:
             top[1].reshape(bottom[0].shape)
 

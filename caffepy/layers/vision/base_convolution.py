@@ -24,7 +24,7 @@ class Operand:
         shape: the blob's.
         planned: (N, C, spatial...) of the same count.
         larger: the same with the zeros.
-        dtype: what their elements are kept in.
+        dtype: of their elements.
     """
 
     def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
@@ -37,11 +37,11 @@ class Operand:
         return array if self._is_same else self._extended.pull(self._reordered.pull(array))
 
     def target(self, array: Array) -> Array:
-        """Where to compute what an array shall hold; call `push` afterwards."""
+        """The array to write the elements of `array` to; call `push` afterwards."""
         return array if self._is_same else self._extended.target(self._reordered.target(array))
 
     def push(self, array: Array) -> None:
-        """Bring what was computed in `target(array)` into the array."""
+        """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self._is_same:
             self._extended.push(self._reordered.target(array))
             self._reordered.push(array)

@@ -10,7 +10,7 @@ from caffepy.proto import caffe_pb2
 _Parameter = caffe_pb2.PoolingParameter
 
 SMALL_WINDOW = 255
-"""Places of a window that a mask of one byte an element can tell apart."""
+"""Largest window whose positions fit a mask of one byte an element."""
 
 
 @register_layer("Pooling")
@@ -19,7 +19,7 @@ class PoolingLayer(Layer):
 
     Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR`; with padding a last
     window that would begin past size + pad is left out. The average divides by the window's area, padding included up
-    to size + pad. MAX gives the place h * W + w of the maximum in a second top.
+    to size + pad. MAX gives the index h * W + w of the maximum in a second top.
     """
 
     supports_half = True

@@ -2,7 +2,7 @@
 
 Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise
 sum, ReLU and Split behind it, its statistics added up by the convolution before it. The layers themselves stay as they
-are, with their parameters; only the net's schedule changes. How a group computes stands in `fused.py`.
+are, with their parameters; only the net's schedule changes. `fused.py` has the fused layers.
 """
 
 from __future__ import annotations
@@ -64,26 +64,30 @@ class Fusion:
 
     def _next(self, chain: Chain, types: str) -> int | None:
         """The node behind the first top of a chain's last node, if it is of that type and may join the chain."""
-        found = self._reader(chain[-1], self._nodes[chain[-1]].tops[0])
-        if found is None or found in self._claimed or self._nodes[found].layer.type != types:
+        candidate = self._reader(chain[-1], self._nodes[chain[-1]].tops[0])
+        if candidate is None or candidate in self._claimed or self._nodes[candidate].layer.type != types:
             return None
         # What has a loss weight keeps its top's diff, which a group overwrites.
-        weighted = any(any(self._nodes[i].layer.loss_weights) for i in (*chain, found))
-        return None if weighted or self._cut_off(chain, found) or self._shares_on_the_way(chain, found) else found
+        weighted = any(any(self._nodes[i].layer.loss_weights) for i in (*chain, candidate))
+        return (
+            None
+            if weighted or self._blocks_gradient(chain, candidate) or self._shares_parameter_between(chain, candidate)
+            else candidate
+        )
 
-    def _cut_off(self, chain: Chain, found: int) -> bool:
-        """Whether `propagate_down: false` keeps node `found`'s gradient from parameters of the chain."""
-        if self._nodes[chain[-1]].need_backward or not self._nodes[found].need_backward:
+    def _blocks_gradient(self, chain: Chain, candidate: int) -> bool:
+        """Whether `propagate_down: false` keeps node `candidate`'s gradient from parameters of the chain."""
+        if self._nodes[chain[-1]].need_backward or not self._nodes[candidate].need_backward:
             return False
         return any(any(self._nodes[i].layer.propagate_to_params) for i in chain)
 
-    def _shares_on_the_way(self, chain: Chain, found: int) -> bool:
-        """Whether a node between the chain and node `found`, where it would be computed, has a parameter of the chain.
+    def _shares_parameter_between(self, chain: Chain, candidate: int) -> bool:
+        """Whether a node between the chain and node `candidate` has a parameter of the chain.
 
-        Running statistics would be updated in another order, and gradients be taken for complete too early.
+        Running statistics would be updated in another order, and gradients would count as complete too early.
         """
         names = set().union(*(self._parameter_names(i) for i in chain))
-        between = set(range(chain[0] + 1, found)) - set(chain)
+        between = set(range(chain[0] + 1, candidate)) - set(chain)
         return any(not names.isdisjoint(self._parameter_names(i)) for i in between)
 
     def _parameter_names(self, index: int) -> set[str]:
@@ -98,16 +102,16 @@ class Fusion:
 
     def _fuse_activation(self, index: int) -> None:
         node = self._nodes[index]
-        found = self._next([index], "ReLU")
-        if found is None or len(node.tops) != 1 or not self._is_plain_relu(found):
+        reader = self._next([index], "ReLU")
+        if reader is None or len(node.tops) != 1 or not self._is_plain_relu(reader):
             return
         if node.layer.type == "InnerProduct" and (len(node.tops[0].shape) != 2 or len(node.layer.blobs) < 2):
             return  # the ReLU is part of the pass that adds the bias, and its gradient's sums are for axis 1
         if isinstance(node.layer, ConvolutionLayer) and node.layer.axis != 1:
             return
-        relu = self._nodes[found]
+        relu = self._nodes[reader]
         fused = FusedActivation([node.layer, relu.layer])
-        self._claim([index, found], Node(fused, node.bottoms, relu.tops, node.propagate_down, node.need_backward))
+        self._claim([index, reader], Node(fused, node.bottoms, relu.tops, node.propagate_down, node.need_backward))
 
     def _is_plain_relu(self, index: int) -> bool:
         """Whether max(x, 0), and its sign can still be seen in the backward pass."""
@@ -209,12 +213,12 @@ class Fusion:
 
     def _gradient_tops(self, last: int) -> list[bool]:
         """For each top of the last node whether a gradient comes back through it."""
-        found = []
+        result = []
         for blob in self._nodes[last].tops:
             reader = self._reader(last, blob)
             node = None if reader is None else self._nodes[reader]
-            found.append(node is not None and node.need_backward and node.propagate_down[node.bottoms.index(blob)])
-        return found
+            result.append(node is not None and node.need_backward and node.propagate_down[node.bottoms.index(blob)])
+        return result
 
     def _measure_in_convolution(self, index: int, norm: FusedNormalisation) -> None:
         writer = self._writer(index, self._nodes[index].bottoms[0])

@@ -1,4 +1,4 @@
-"""Layers that stand for several: how the groups that `fuse.py` finds are computed.
+"""Fused layers: how the groups that `fuse.py` finds are computed.
 
 Each keeps its members, whose parameters and settings it uses; results are theirs to rounding.
 """
@@ -69,7 +69,7 @@ class FusedActivation(FusedLayer):
         first.compute(bottom[0], top[0], rectified_with_channel)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """The ReLU's gradient overwrites the top's diff, which nobody else reads."""
+        """The ReLU's gradient overwrites the top's diff, which no other layer reads."""
         first, y = self.members[0], top[0]
         assert isinstance(first, ConvolutionLayer | InnerProductLayer)
         wanted = len(first.blobs) > 1 and first.propagate_to_params[1]
@@ -83,7 +83,7 @@ class FusedNormalisation(FusedLayer):
 
     A BatchNorm, then where they are there a Scale, an Eltwise sum, a ReLU and a Split. Bottoms: x, and the residual if
     there is a sum. The gradient of the sum is the second bottom's own, and lies in its diff where that is wanted. Diffs
-    of the tops are overwritten: nobody else reads them.
+    of the tops are overwritten: no other layer reads them.
 
     Args:
         members: the layers.
@@ -112,7 +112,7 @@ class FusedNormalisation(FusedLayer):
         return self._norm.uses_stored
 
     def sums_for(self, channels: int) -> Array:
-        """Where to add up the bottom for each channel; the next forward pass then takes its statistics from there."""
+        """A buffer for sums of the bottom by channel, (2, C); the next forward pass takes its statistics from it."""
         if self.sums is None:
             self.sums = self.backend.zeros((2, channels))
         self._measured = True
@@ -159,7 +159,7 @@ class FusedNormalisation(FusedLayer):
         wanted = [blob for blob, comes in zip(top, self._gradient_tops, strict=True) if comes] or list(top[:1])
         dys = [blob.diff for blob in wanted]
         total = self._total(dys, bottom, propagate_down)
-        scale, bias = self._gradient_places()
+        scale, bias = self._gradient_targets()
         mask = None if self._mask is None else self._mask.array
         self.backend.batch_norm_backward_sums(x, dys, n, (scale, bias), self._relu, mask, total)
         self._add_to_parameters(scale, bias)
@@ -170,7 +170,7 @@ class FusedNormalisation(FusedLayer):
             self.backend.batch_norm_backward_data(x, dy, n, sums, bottom[0].diff, masked)
 
     def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:
-        """Where the gradient before the ReLU goes; None: nowhere, it can be worked out again from the one top's."""
+        """An array for the gradient before the ReLU; None: it is recomputed from the only top's."""
         if self._adds and propagate_down[1]:
             return bottom[1].diff
         return dys[0] if self._adds or len(dys) > 1 else None
@@ -181,27 +181,27 @@ class FusedNormalisation(FusedLayer):
             return [(self._scale, index) for index in range(len(self._scale.blobs))]
         return [(self._norm, 3), (self._norm, 4)] if self._norm.scale_bias else []
 
-    def _gradient_places(self) -> tuple[Array, Array]:
-        """Where the sums go: straight into the parameters' diffs where these hold nothing yet and are two."""
-        places = [self._sum_dy_x, self._sum_dy]
+    def _gradient_targets(self) -> tuple[Array, Array]:
+        """Arrays for the gradients of scale and bias: the parameters' diffs themselves where nothing must be added."""
+        targets = [self._sum_dy_x, self._sum_dy]
         learned = self._learned()
         if len({id(layer.blobs[index].gradient_owner) for layer, index in learned}) < len(learned):
-            return places[0], places[1]  # scale and bias are one parameter: its diff cannot hold both sums
+            return targets[0], targets[1]  # scale and bias are one parameter: its diff cannot hold both sums
         for i, (layer, index) in enumerate(learned):
             blob = layer.blobs[index]
             if layer.propagate_to_params[index] and not blob.gradient_started:
-                places[i] = blob.diff
-        return places[0], places[1]
+                targets[i] = blob.diff
+        return targets[0], targets[1]
 
     def _add_to_parameters(self, scale: Array, bias: Array) -> None:
-        for (layer, index), place in zip(self._learned(), (scale, bias), strict=False):
+        for (layer, index), total in zip(self._learned(), (scale, bias), strict=False):
             blob = layer.blobs[index]
             if not layer.propagate_to_params[index]:
                 continue
             if layer.accumulate(index):
-                self.backend.add(place, blob.diff)
-            elif place is not blob.diff:
-                self.backend.copy(place, blob.diff)
+                self.backend.add(total, blob.diff)
+            elif total is not blob.diff:
+                self.backend.copy(total, blob.diff)
 
 
 class MeasuredConvolution(FusedLayer):

@@ -1,4 +1,4 @@
-"""Where to put arrays in one piece of memory, given when each of them is needed.
+"""Offsets of arrays in one arena, given the steps in which each is live.
 
 Owns the heuristics. The smallest arena is as hard to find as the best packing of bins; greedy placement, largest arrays
 first, is known to come near (Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference"). Here
@@ -17,7 +17,7 @@ from caffepy.backend.layout import aligned_bytes
 
 @dataclass(frozen=True)
 class Lifetime:
-    """When an array holds something that is still needed.
+    """The steps in which an array is live.
 
     Args:
         size: its bytes.
@@ -29,8 +29,8 @@ class Lifetime:
     first: int
     last: int
 
-    def meets(self, other: Lifetime) -> bool:
-        """Whether there is a step in which both are needed."""
+    def overlaps(self, other: Lifetime) -> bool:
+        """Whether both are live in some step."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -39,9 +39,9 @@ def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
     live = live_bytes(lifetimes)
     best: tuple[list[int], int] | None = None
     for order in _orders(lifetimes, live):
-        found = _place(lifetimes, order)
-        if best is None or found[1] < best[1]:
-            best = found
+        placement = _place(lifetimes, order)
+        if best is None or placement[1] < best[1]:
+            best = placement
         if best[1] == max(live, default=0):
             break
     assert best is not None
@@ -49,7 +49,7 @@ def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
 
 
 def live_bytes(lifetimes: Sequence[Lifetime]) -> list[int]:
-    """For each step the bytes of all arrays that are needed in it; the largest is a bound for every arena."""
+    """For each step the bytes of all live arrays; the largest is a lower bound of any arena."""
     changes = [0] * (max((life.last for life in lifetimes), default=-1) + 2)
     for life in lifetimes:
         changes[life.first] += aligned_bytes(life.size)
@@ -58,7 +58,7 @@ def live_bytes(lifetimes: Sequence[Lifetime]) -> list[int]:
 
 
 def widest_gaps(lifetimes: Sequence[Lifetime], offsets: Sequence[int], arena: int, steps: int) -> list[tuple[int, int]]:
-    """For each step where the widest range begins and ends that no array lies in which is needed then."""
+    """For each step the widest range of the arena, (begin, end), without a live array."""
     order = sorted(range(len(lifetimes)), key=lambda index: offsets[index])
     gaps = []
     for step in range(steps):
@@ -98,17 +98,17 @@ def _place(lifetimes: Sequence[Lifetime], order: Sequence[int]) -> tuple[list[in
     for index in order:
         life = lifetimes[index]
         size = aligned_bytes(life.size)
-        offsets[index] = _best_gap([(begin, end) for begin, end, other in placed if life.meets(other)], size)
+        offsets[index] = _best_gap([(begin, end) for begin, end, other in placed if life.overlaps(other)], size)
         insort(placed, (offsets[index], offsets[index] + size, life), key=lambda entry: entry[0])
     return offsets, max((end for _, end, _ in placed), default=0)
 
 
-def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+def _best_gap(ranges: Sequence[tuple[int, int]], size: int) -> int:
     """The beginning of the smallest gap between ranges, sorted by their beginnings, that holds `size` bytes."""
-    best, best_room, reached = -1, 0, 0
-    for begin, end in taken:
-        room = begin - reached
-        if room >= size and (best < 0 or room < best_room):
-            best, best_room = reached, room
+    best, smallest, reached = -1, 0, 0
+    for begin, end in ranges:
+        gap = begin - reached
+        if gap >= size and (best < 0 or gap < smallest):
+            best, smallest = reached, gap
         reached = max(reached, end)
     return reached if best < 0 else best

@@ -231,7 +231,7 @@ def describe(plan: MemoryPlan, histories: int, device: str) -> str:
 
 
 def _amount(size: int) -> str:
-    """Bytes in words."""
+    """Bytes as text."""
     if size >= GIBIBYTE:
         return f"{size / GIBIBYTE:.1f} GiB"
     return f"{size / MEBIBYTE:.1f} MiB"

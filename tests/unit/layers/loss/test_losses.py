@@ -210,8 +210,8 @@ def test_euclidean(shapes):
         ("EuclideanLoss", ((4, 3), (3, 4)), r"same first axis, N \('a' is 4 3 \(12\); 'b' is 3 4 \(12\)\)"),
         ("EuclideanLoss", ((4, 3), (4, 2)), r"same count \('a' is 4 3"),
         ("SigmoidCrossEntropyLoss", ((4, 3), ()), "need a first axis"),
-        ("SoftmaxWithLoss", ((4, 3), (4, 3)), r"one label for each place: 4 for classes along axis 1, not 12"),
-        ("Accuracy", ((4, 3, 2), (4,)), r"layer 'L' \(Accuracy\): needs one label for each place: 8"),
+        ("SoftmaxWithLoss", ((4, 3), (4, 3)), r"one label for each position: 4 for classes along axis 1, not 12"),
+        ("Accuracy", ((4, 3, 2), (4,)), r"layer 'L' \(Accuracy\): needs one label for each position: 8"),
         ("Accuracy accuracy_param { top_k: 4 }", ((4, 3), (4,)), "top_k is 4, but there are 3 classes"),
     ],
 )

@@ -391,7 +391,7 @@ def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
     offsets, size = assign_offsets(lives)
     assert max(live_bytes(lives), default=0) <= size <= sum(aligned_bytes(life.size) for life in lives)
     for (a, begin), (b, other) in itertools.combinations(zip(lives, offsets, strict=True), 2):
-        if a.meets(b):
+        if a.overlaps(b):
             assert begin + a.size <= other or other + b.size <= begin
     for life, offset in zip(lives, offsets, strict=True):
         assert offset % ARENA_ALIGNMENT == 0
