@@ -28,12 +28,11 @@ class LocalGroup:
     Args:
         size: the number of threads.
         timeout: the watchdog's, in seconds.
-        scores: the test scores' buffer; made if not given.
     """
 
-    def __init__(self, size: int, timeout: float = 300.0, scores: SharedScores | None = None) -> None:
+    def __init__(self, size: int, timeout: float = 300.0) -> None:
         self.size = size
-        self.scores = scores or SharedScores(size)
+        self.scores = SharedScores(size)
         self.arrays: list[Any] = [None] * size
         self.store = MemoryStore(size)
         self._changed = threading.Condition()
