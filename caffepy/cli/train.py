@@ -43,6 +43,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (needed)")
+    _add_start_options(parser)
+    _add_device_options(parser)
+    _add_trace_options(parser)
+    add_state_options(parser)
+    _add_run_options(parser)
+
+
+def _add_start_options(parser: Parser) -> None:
     start = parser.add_argument_group("where to start")
     start.add_argument(
         "--snapshot", metavar="FILE", help=".solverstate to resume from, or 'auto' for the newest whole one"
@@ -50,6 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     start.add_argument(
         "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to start from, with commas"
     )
+
+
+def _add_device_options(parser: Parser) -> None:
     devices = parser.add_argument_group("devices")
     add_device_options(devices, "default: what the solver's solver_mode says")
     devices.add_argument(
@@ -61,11 +72,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default="per-rank",
         help="batch_size is divided among a rank's devices, as in NVIDIA Caffe (default), or is each device's (BVLC)",
     )
-    engine = parser.add_argument_group("GPU engine")
-    engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
-    engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
-    engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
-    add_convolution_options(engine)
     devices.add_argument(
         "--sync-bn", action="store_true", help="BatchNorm takes its statistics from all devices' batches together"
     )
@@ -75,6 +81,18 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default="none",
         help="send gradients as float16 or bfloat16: half the bytes, for networks that are slow (default: none)",
     )
+    _add_engine_options(parser)
+
+
+def _add_engine_options(parser: Parser) -> None:
+    engine = parser.add_argument_group("GPU engine")
+    engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
+    engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
+    engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
+    add_convolution_options(engine)
+
+
+def _add_trace_options(parser: Parser) -> None:
     seeing = parser.add_argument_group("seeing what it does")
     seeing.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a timeline of all devices, for https://ui.perfetto.dev"
@@ -91,7 +109,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="IMG_S",
         help="images a second of one device alone, for the report's scaling (default: as if nobody waited for others)",
     )
-    add_state_options(parser)
+
+
+def _add_run_options(parser: Parser) -> None:
+    """Options without a group: signals, checks and limits."""
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
         parser.add_argument(
             f"--{name}-effect", choices=_EFFECTS, default=effect, help=f"what {name.upper()} does (default: {effect})"
