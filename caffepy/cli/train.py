@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (needed)")
     _add_start_options(parser)
     _add_device_options(parser)
+    _add_engine_options(parser)
     _add_trace_options(parser)
     add_state_options(parser)
     _add_run_options(parser)
@@ -81,7 +82,6 @@ def _add_device_options(parser: Parser) -> None:
         default="none",
         help="send gradients as float16 or bfloat16: half the bytes, for networks that are slow (default: none)",
     )
-    _add_engine_options(parser)
 
 
 def _add_engine_options(parser: Parser) -> None:
