@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from caffepy.parallel.control.failure import Failure
 from caffepy.parallel.processes.world import World
 
 
@@ -36,3 +37,20 @@ class FakeWorld(World):
 
     def end(self, status: int) -> None:  # type: ignore[override]
         self.ended.append(status)
+
+
+class FakeWatchdog:
+    """Keeps what it is asked to tell."""
+
+    def __init__(self) -> None:
+        self.told: list[Failure] = []
+        self.log: list[str] = []
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def stop(self) -> None:
+        self.log.append("stop")
+
+    def tell_failure(self, failure: Failure) -> None:
+        self.told.append(failure)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
+from fake_world import FakeWatchdog, FakeWorld
 
 from caffepy.errors import AbortedError, ConfigError, PeerError, RunError
 from caffepy.parallel import failures as module
@@ -34,22 +34,15 @@ class Threads(DeviceThreads[Any]):
         self.joins.append(seconds)
 
 
-class Watchdog:
-    """Keeps what it tells; `answer` is what happens then."""
+class Watchdog(FakeWatchdog):
+    """`answer` is what happens when it has told."""
 
     def __init__(self, answer: Callable[[], None] = lambda: None) -> None:
-        self.told: list[Failure] = []
-        self.log: list[str] = []
+        super().__init__()
         self.answer = answer
 
-    def start(self) -> None:
-        self.log.append("start")
-
-    def stop(self) -> None:
-        self.log.append("stop")
-
     def tell_failure(self, failure: Failure) -> None:
-        self.told.append(failure)
+        super().tell_failure(failure)
         self.answer()
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_world import FakeWorld
+from fake_world import FakeWatchdog, FakeWorld
 from replaying import NET
 from training import solver_param
 
@@ -136,23 +136,13 @@ class FakeSync:
         self._on_change(self)
 
 
-class FakeWatchdog:
-    """Keeps what it is asked to tell."""
+class PlayedWatchdog(FakeWatchdog):
+    """Keeps what it is made of, too."""
 
     def __init__(self, world: FakeWorld, channel: Any, heartbeats: list[Any], timeout: float, on_failure: Any) -> None:
+        super().__init__()
         self.peer_failed: Callable[[Failure], None] = on_failure
         self.heartbeats = heartbeats
-        self.told: list[Failure] = []
-        self.log: list[str] = []
-
-    def start(self) -> None:
-        self.log.append("start")
-
-    def stop(self) -> None:
-        self.log.append("stop")
-
-    def tell_failure(self, failure: Failure) -> None:
-        self.told.append(failure)
 
 
 class Played:
@@ -160,7 +150,7 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.syncs: list[FakeSync] = []
-        self.watchdogs: list[FakeWatchdog] = []
+        self.watchdogs: list[PlayedWatchdog] = []
         self.world = FakeWorld()
         self.start: Callable[[FakeSync], None] = lambda sync: None
         self.go: Callable[[FakeSync], None] = lambda sync: sync.finish()
@@ -173,8 +163,8 @@ class Played:
         for variable in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(variable, raising=False)
 
-    def _watchdog(self, *arguments: Any) -> FakeWatchdog:
-        self.watchdogs.append(FakeWatchdog(*arguments))
+    def _watchdog(self, *arguments: Any) -> PlayedWatchdog:
+        self.watchdogs.append(PlayedWatchdog(*arguments))
         return self.watchdogs[-1]
 
     def _sync(self, *arguments: Any) -> FakeSync:
@@ -191,7 +181,7 @@ class Played:
         return self.syncs[-1]
 
     @property
-    def watchdog(self) -> FakeWatchdog:
+    def watchdog(self) -> PlayedWatchdog:
         (watchdog,) = self.watchdogs
         return watchdog
 
