@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_nets import TOLERANCE, TRIES, RandomNet, Values, build, errors, groups, make_inputs, parse, pass_once
-from random_nets import root_mean_square as usual
-from random_nets import run as run_net
+from compare_nets import TOLERANCE, TRIES, Values, build, errors, groups, make_inputs, pass_once
+from compare_nets import root_mean_square as usual
+from compare_nets import run as run_net
+from random_nets import RandomNet, parse
 
 from caffepy.backend import Backend, create_backend
 from caffepy.net import Net
@@ -49,7 +50,7 @@ def run_captured(net: Net, inputs: Values) -> tuple[Values, Values]:
 
 
 def compare(backend: Backend, seed: int, kind: str, share: bool) -> tuple[dict[str, float], list[str]]:
-    """As `random_nets.compare_on_cpu`, with captured passes."""
+    """As `compare_nets.compare_on_cpu`, with captured passes."""
     random_net = RandomNet(seed)
     phase, exact, param = random_net.phase, parse(random_net), parse(random_net, kind)
     worst: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Random nets compute the same fused and layer by layer; `python tests/support/random_nets.py` tries more of them."""
+"""Random nets compute the same fused and layer by layer; `python tests/support/compare_nets.py` tries more of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from random_nets import ELEMENTWISE, TOLERANCE, RandomNet, compare_on_cpu, errors, parse
+from compare_nets import TOLERANCE, compare_on_cpu, errors
+from random_nets import ELEMENTWISE, RandomNet, parse
 
 NETS, PARTS = 160, 8
 
@@ -20,7 +21,7 @@ def test_fused_nets_give_what_plain_ones_give(part: int) -> None:
         found.update(groups)
         assert not worst, (
             f"net {seed} differs: {worst}; see it with: "
-            f"python tests/support/random_nets.py --first {seed} --count 1 --show"
+            f"python tests/support/compare_nets.py --first {seed} --count 1 --show"
         )
     assert sum(found.values()) >= NETS // PARTS // 2, "hardly anything was fused"
 
