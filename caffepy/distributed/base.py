@@ -1,19 +1,19 @@
-"""A process group without its operations: start and end, errors, and stragglers."""
+"""A process group without its operations: start and end, errors and stragglers, and the handles of what was started."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from caffepy.distributed.arrays import Buffer
-from caffepy.distributed.handle import Handle
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.stragglers import find_gone, find_stragglers
 from caffepy.errors import PeerError, RunError, UserError
-from caffepy.parallel.communicators.collectives import Collective, Op
+from caffepy.parallel.communicators.collectives import Collective, Op, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.failure import Failure, describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
@@ -22,6 +22,8 @@ from caffepy.parallel.store.records import DeviceStatus
 
 _NEWS_SECONDS = 1.0
 """How long the monitor may take to hear why a connection failed."""
+_LOOK_SECONDS = 2.0
+"""Seconds between checks for ranks that have left."""
 
 G = TypeVar("G", bound="BaseGroup")
 
@@ -46,6 +48,11 @@ class BaseGroup:
     def __init__(self, backend: str, membership: Membership, communicator: Communicator, timeout: float) -> None:
         self.backend = backend
         self.timeout = timeout
+        self.rank, self.size = membership.rank, membership.size
+        self.local_rank = membership.local_rank
+        """This process's number among those of its machine."""
+        self.name = membership.name(self.rank)
+        """This process, as messages call it."""
         self.failure: str | None = None
         """The error of another rank that failed; every later operation raises it."""
         self.communicator = communicator
@@ -58,26 +65,6 @@ class BaseGroup:
         self._monitor = Monitor(membership.channel, self._statuses, self._hear)
         if self.size > 1:
             self._monitor.start()
-
-    @property
-    def rank(self) -> int:
-        """From 0."""
-        return self._membership.rank
-
-    @property
-    def name(self) -> str:
-        """This process, as messages call it."""
-        return self._membership.name(self.rank)
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return self._membership.size
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number among those of its machine."""
-        return self._membership.local_rank
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -221,3 +208,59 @@ class BaseGroup:
             self.failure = message
             self._failed.set()
             self.communicator.abort()
+
+
+class Handle:
+    """A pending operation. Its arrays must be left alone until it is done.
+
+    Args:
+        group: where it was started.
+        collective: what was called.
+        work: the communicator's.
+        buffers: unpacked into their arrays when it is done.
+    """
+
+    def __init__(self, group: BaseGroup, collective: Collective, work: Work, buffers: Sequence[Buffer]) -> None:
+        self._group = group
+        self._collective = collective
+        self._work = work
+        self._buffers = buffers
+        self._lock = threading.Lock()
+        self._done = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until it is done; results are in their arrays then.
+
+        Args:
+            timeout: seconds; None: the group's. The operation goes on after a wait that was too short.
+
+        Raises:
+            PeerError: it did not end in time (the message says for whom it waits), or another rank failed.
+            UserError: another rank called something else.
+        """
+        seconds = self._group.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            if self._done:
+                return
+            with self._group.waiting(self._collective):
+                while not self._finish(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
+                        self._group.give_up(self._collective, self._work.waits_for, seconds)
+                    self._group.look(self._work.waits_for)
+
+    def is_completed(self) -> bool:
+        """Whether it is done; does not block. Errors as in `wait`."""
+        with self._lock:
+            if not self._done:
+                with self._group.reporting(self._collective):
+                    self._finish(0.0)
+            return self._done
+
+    def _finish(self, seconds: float) -> bool:
+        if self._work.wait(seconds):
+            for buffer in self._buffers:
+                buffer.unpack()
+            self._buffers = ()
+            self._done = True
+        return self._done

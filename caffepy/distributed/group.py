@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from caffepy.backend.types import Array
-from caffepy.distributed.arrays import Buffer, Parts, check_array, check_operator, take_array, take_parts, whole_number
-from caffepy.distributed.base import BaseGroup
-from caffepy.distributed.handle import Handle
+from caffepy.distributed.arrays import Arguments, Buffer, Parts, check_operator, whole_number
+from caffepy.distributed.base import BaseGroup, Handle
+from caffepy.distributed.membership import Membership
 from caffepy.errors import UserError
 from caffepy.parallel.communicators.collectives import Collective, Op, Operator
+from caffepy.parallel.communicators.communicator import Communicator
 
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""
@@ -26,6 +27,10 @@ class ProcessGroup(BaseGroup):
     kept this one waiting for longer than the timeout.
     """
 
+    def __init__(self, backend: str, membership: Membership, communicator: Communicator, timeout: float) -> None:
+        super().__init__(backend, membership, communicator, timeout)
+        self._arguments = Arguments(communicator.memory, communicator.empty, self.size)
+
     # -- from one rank to another -------------------------------------------------------------------
 
     def send(self, array: Array, destination: int, tag: int = 0) -> None:
@@ -40,14 +45,14 @@ class ProcessGroup(BaseGroup):
         """Start to send; the array must be left alone until the handle's `wait`."""
         with self.calling("send"):
             destination, tag = self._check_message(destination, tag)
-            buffer = self._array(array, "array")
+            buffer = self._arguments.array(array, "array")
         return self.start(Collective(Op.SEND, sent=buffer.data, peer=destination, tag=tag), [], True)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
         """Start to receive; the array holds the message after the handle's `wait`."""
         with self.calling("receive"):
             source, tag = self._check_message(source, tag)
-            buffer = self._array(array, "array", written=True)
+            buffer = self._arguments.array(array, "array", written=True)
         return self.start(Collective(Op.RECEIVE, received=buffer.data, peer=source, tag=tag), [buffer], True)
 
     # -- collectives --------------------------------------------------------------------------------
@@ -57,7 +62,7 @@ class ProcessGroup(BaseGroup):
         with self.calling("broadcast"):
             root = self._check_rank(root, "root")
             sends = root == self.rank
-            buffer = self._array(array, "array", written=not sends)
+            buffer = self._arguments.array(array, "array", written=not sends)
         sent, received = (buffer.data, None) if sends else (None, buffer.data)
         collective = Collective(Op.BROADCAST, sent, received, peer=root)
         return self.start(collective, [] if sends else [buffer], async_op)
@@ -65,7 +70,7 @@ class ProcessGroup(BaseGroup):
     def all_reduce(self, array: Array, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
         """array = operator(all ranks' arrays), element by element, on every rank."""
         with self.calling("all_reduce"):
-            buffer = self._array(array, "array", written=True)
+            buffer = self._arguments.array(array, "array", written=True)
             operator = check_operator(operator, array)
         return self.start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), [buffer], async_op)
 
@@ -74,7 +79,7 @@ class ProcessGroup(BaseGroup):
         with self.calling("reduce"):
             root = self._check_rank(root, "root")
             receives = root == self.rank
-            buffer = self._array(array, "array", written=receives)
+            buffer = self._arguments.array(array, "array", written=receives)
             operator = check_operator(operator, array)
         collective = Collective(Op.REDUCE, buffer.data, buffer.data if receives else None, operator, root)
         return self.start(collective, [buffer] if receives else [], async_op)
@@ -82,15 +87,15 @@ class ProcessGroup(BaseGroup):
     def all_gather(self, outputs: Parts, array: Array, async_op: bool = False) -> Handle:
         """outputs[i] = the array of rank i, on every rank."""
         with self.calling("all_gather"):
-            own = self._array(array, "array")
-            all_of_them = self._parts(outputs, "outputs", array, written=True)
+            own = self._arguments.array(array, "array")
+            all_of_them = self._arguments.parts(outputs, "outputs", array, written=True)
         return self.start(Collective(Op.ALL_GATHER, own.data, all_of_them.data), [all_of_them], async_op)
 
     def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """On the root: outputs[i] = the array of rank i; the others give no outputs."""
         with self.calling("gather"):
             root = self._check_rank(root, "root")
-            own = self._array(array, "array")
+            own = self._arguments.array(array, "array")
             gathered = self._at_root(outputs, "outputs", array, root, written=True)
         collective = Collective(Op.GATHER, own.data, gathered[0].data if gathered else None, peer=root)
         return self.start(collective, gathered, async_op)
@@ -99,7 +104,7 @@ class ProcessGroup(BaseGroup):
         """array = the root's inputs[rank]; the others give no inputs."""
         with self.calling("scatter"):
             root = self._check_rank(root, "root")
-            own = self._array(array, "array", written=True)
+            own = self._arguments.array(array, "array", written=True)
             scattered = self._at_root(inputs, "inputs", array, root)
         collective = Collective(Op.SCATTER, scattered[0].data if scattered else None, own.data, peer=root)
         return self.start(collective, [own], async_op)
@@ -109,17 +114,17 @@ class ProcessGroup(BaseGroup):
     ) -> Handle:
         """array = operator(all ranks' inputs[rank])."""
         with self.calling("reduce_scatter"):
-            own = self._array(array, "array", written=True)
-            given = self._parts(inputs, "inputs", array)
+            own = self._arguments.array(array, "array", written=True)
+            given = self._arguments.parts(inputs, "inputs", array)
             operator = check_operator(operator, array)
         return self.start(Collective(Op.REDUCE_SCATTER, given.data, own.data, operator), [own], async_op)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, async_op: bool = False) -> Handle:
         """outputs[i] = inputs[rank] of rank i; all parts have one shape."""
         with self.calling("all_to_all"):
-            like = self._first(inputs, "inputs")
-            given = self._parts(inputs, "inputs", like)
-            taken = self._parts(outputs, "outputs", like, written=True)
+            like = self._arguments.first(inputs, "inputs")
+            given = self._arguments.parts(inputs, "inputs", like)
+            taken = self._arguments.parts(outputs, "outputs", like, written=True)
         return self.start(Collective(Op.ALL_TO_ALL, given.data, taken.data), [taken], async_op)
 
     def barrier(self, async_op: bool = False) -> Handle:
@@ -128,32 +133,11 @@ class ProcessGroup(BaseGroup):
 
     # -- arguments ----------------------------------------------------------------------------------
 
-    def _array(self, array: Any, name: str, written: bool = False) -> Buffer:
-        return take_array(array, name, self.communicator.memory, written)
-
-    def _parts(self, parts: Parts, name: str, like: Array, written: bool = False) -> Buffer:
-        communicator = self.communicator
-        return take_parts(parts, name, like, self.size, communicator.memory, communicator.empty, written)
-
     def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> list[Buffer]:
         """Arrays that only the root passes."""
         if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
-        return [] if parts is None else [self._parts(parts, name, like, written)]
-
-    def _first(self, parts: Parts, name: str) -> Array:
-        """An array as each of `parts` has to be."""
-        memory = self.communicator.memory
-        if isinstance(parts, (list, tuple)):
-            if len(parts) != self.size:
-                raise UserError(f"{name} has {len(parts)} arrays; it takes one for each of {self.size} ranks")
-            check_array(parts[0], f"{name}[0]", memory, written=False)
-            return parts[0]
-        whole: Array = parts
-        check_array(whole, name, memory, written=False)
-        if not whole.ndim or whole.shape[0] % self.size:
-            raise UserError(f"{name} of shape {whole.shape} cannot be cut into {self.size} equal parts")
-        return whole[: whole.shape[0] // self.size]
+        return [] if parts is None else [self._arguments.parts(parts, name, like, written)]
 
     def _check_rank(self, rank: Any, name: str) -> int:
         number = whole_number(rank)

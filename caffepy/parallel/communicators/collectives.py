@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +22,8 @@ from caffepy.parallel.communicators.compression import add_bfloat16
 
 _LOOK_SECONDS = 1.0
 """How long `synchronize` waits before it waits again: an abort ends each wait by an error."""
-_SLEEPS = (0.00005, 0.002)
-"""Shortest and longest pause between polls, in seconds."""
+_PAUSES = (0.00005, 0.002)
+"""Shortest and longest pause between polls, in seconds; the longer a wait, the longer its pauses."""
 
 
 class Op(Enum):
@@ -202,16 +202,63 @@ class FinishedWork(Work):
         return True
 
 
-def wait_until(done: Callable[[], bool], seconds: float) -> bool:
-    """Poll `done` for at most `seconds`, with pauses that grow; return whether it became true."""
-    deadline = time.monotonic() + seconds
-    pause = _SLEEPS[0]
-    while not done():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _SLEEPS[1])
-    return True
+class PolledWork(Work):
+    """Done when a function says so.
+
+    Args:
+        is_done: polled; raises what the connection or an abort has to say.
+        collective: keeps its arrays alive until it is done.
+        eager: for how many seconds a wait polls without pauses.
+    """
+
+    def __init__(self, is_done: Callable[[], bool], collective: Collective | None = None, eager: float = 0.0) -> None:
+        self._is_done = is_done
+        self._collective = collective
+        self._eager = eager
+
+    @property
+    def waits_for(self) -> list[int]:
+        return [] if self._collective is None else self._collective.message_peers
+
+    def wait(self, seconds: float) -> bool:
+        start = time.monotonic()
+        while not self._is_done():
+            waited = time.monotonic() - start
+            if waited >= seconds:
+                return False
+            pause = 0.0 if waited < self._eager else min(_PAUSES[1], max(_PAUSES[0], waited / 1000))
+            time.sleep(min(seconds - waited, pause))
+        return True
+
+
+class WorkSequence(Work):
+    """Works one after the other, with computation between them.
+
+    Args:
+        steps: yields each work once the one before it is done; None where what follows waits for other ranks, so that
+            it is done in `wait` alone, not in `poll`. Runs until its first work at once.
+    """
+
+    def __init__(self, steps: Iterator[Work | None]) -> None:
+        self._steps = steps
+        self._work = next(steps)
+
+    @property
+    def waits_for(self) -> list[int]:
+        return [] if self._work is None else self._work.waits_for
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        try:
+            while self._work is None or self._work.wait(max(0.0, end - time.monotonic())):
+                self._work = next(self._steps)
+        except StopIteration:
+            return True
+        return False
+
+    def poll(self) -> None:
+        while self._work is not None and self._work.wait(0.0):
+            self._work = next(self._steps, None)
 
 
 def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:

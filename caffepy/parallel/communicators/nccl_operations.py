@@ -8,7 +8,7 @@ from typing import Any
 
 from caffepy.backend.types import Array
 from caffepy.errors import MissingExtraError
-from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work, piece_of, rows, wait_until
+from caffepy.parallel.communicators.collectives import Collective, Op, Operator, piece_of, rows
 
 try:
     import cupy
@@ -33,11 +33,6 @@ _OPERATORS = {Operator.SUM: 0, Operator.PRODUCT: 1, Operator.MAX: 2, Operator.MI
 def nccl_type(array: Array) -> int:
     """The ncclDataType_t of an array's dtype; uint16 holds bfloat16."""
     return _TYPES[str(array.dtype)]
-
-
-def nccl_operator(operator: Operator) -> int:
-    """The ncclRedOp_t of an operator."""
-    return _OPERATORS[operator]
 
 
 def enqueue(comm: Any, collective: Collective, rank: int, size: int) -> None:
@@ -72,7 +67,7 @@ def _call(comm: Any, collective: Collective, stream: int) -> None:
     one: Array = sent if sent is not None else received
     other: Array = one if received is None else received
     kind = nccl_type(one)
-    operator = None if collective.operator is None else nccl_operator(collective.operator)
+    operator = None if collective.operator is None else _OPERATORS[collective.operator]
     # NCCL does not look at the pointer of a side that has nothing to send or receive.
     source, target = one.data.ptr, other.data.ptr
     calls: dict[Op, Callable[[], None]] = {
@@ -119,19 +114,15 @@ class Message:
     """
 
     def __init__(self, collective: Collective) -> None:
-        self.collective = collective
+        self._collective = collective
         self._stream = cupy.cuda.get_current_stream()
         self._event: Any = None
 
     def put(self, comm: Any) -> None:
         """Put it on its stream."""
-        collective = self.collective
-        if collective.op is Op.SEND:
-            array, call = collective.sent, comm.send
-        else:
-            array, call = collective.received, comm.recv
-        assert array is not None
-        call(array.data.ptr, array.size, nccl_type(array), collective.peer, self._stream.ptr)
+        array = self._collective.array
+        call = comm.send if self._collective.op is Op.SEND else comm.recv
+        call(array.data.ptr, array.size, nccl_type(array), self._collective.peer, self._stream.ptr)
 
     def mark(self) -> None:
         """Record on its stream the event that it is done."""
@@ -168,23 +159,3 @@ class Messages:
                 message.put(comm)
         for message in pending:
             message.mark()
-
-
-class NcclWork(Work):
-    """A collective or message on a stream.
-
-    Args:
-        is_done: raises what the connection or an abort has to say.
-        collective: keeps its arrays alive until it is done.
-    """
-
-    def __init__(self, is_done: Callable[[], bool], collective: Collective) -> None:
-        self._is_done = is_done
-        self._collective = collective
-
-    @property
-    def waits_for(self) -> list[int]:
-        return self._collective.message_peers
-
-    def wait(self, seconds: float) -> bool:
-        return wait_until(self._is_done, seconds)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from caffepy.errors import AbortedError, PeerError, UserError
 from caffepy.parallel.communicators.collectives import PATTERNS, Collective, Op, Operator, piece_of, reduce_pieces, rows
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.communicators.tcp import TcpCommunicator
+from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import MemoryStore, RankStore
 
 
@@ -126,7 +126,7 @@ def test_an_abort_ends_waits() -> None:
 
 def test_the_tcp_communicator_is_one_as_training_uses_it() -> None:
     store = RankStore(MemoryStore(1), 0)
-    communicator = TcpCommunicator(store, 0, 1)
+    communicator = StoreCommunicator(store, 0, 1)
     array = np.arange(3.0)
     communicator.all_reduce(array)
     communicator.broadcast(array)
@@ -140,6 +140,6 @@ def test_the_tcp_communicator_is_one_as_training_uses_it() -> None:
 
 
 def test_the_tcp_communicator_says_for_whom_it_waits() -> None:
-    communicator = TcpCommunicator(RankStore(MemoryStore(3), 0), 0, 3, timeout=0.05)
+    communicator = StoreCommunicator(RankStore(MemoryStore(3), 0), 0, 3, timeout=0.05)
     with pytest.raises(PeerError, match=r"barrier: rank 0 has waited 0.05 s for rank 1, 2"):
         communicator.barrier()
