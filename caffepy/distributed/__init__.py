@@ -1,14 +1,13 @@
 """Arrays between the processes of a job, for scripts: point to point and collectives, over NCCL, MPI or TCP.
 
-`default.py` owns the default group and its operations as functions, `group.py` what they are, `base.py` a group's life,
-its errors and what was started, `arrays.py` the check of arguments, `rendezvous.py` how processes meet, `membership.py`
-who they are, `backends.py` the choice of a communicator, `stragglers.py` for whom a rank waits. The communicators and
-the control channel are those of `caffepy.parallel`.
+`default.py` owns the default group and its operations as functions, `group.py` what they are, a group's life and its
+errors, `arrays.py` the check of arguments, `rendezvous.py` how processes meet, `membership.py` who they are and for
+whom a rank waits, `backends.py` the choice of a communicator. The communicators and the control channel are those of
+`caffepy.parallel`.
 """
 
 from __future__ import annotations
 
-from caffepy.distributed.base import Handle
 from caffepy.distributed.default import (
     AVG,
     MAX,
@@ -36,7 +35,7 @@ from caffepy.distributed.default import (
     scatter,
     send,
 )
-from caffepy.distributed.group import ProcessGroup
+from caffepy.distributed.group import Handle, ProcessGroup
 from caffepy.parallel.communicators.collectives import Operator
 
 __all__ = [

@@ -65,8 +65,8 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     made: Future[Communicator] = Future()
 
     def connect() -> None:
-        use_gpu(gpu)
         try:
+            use_gpu(gpu)
             made.set_result(connect_gpu(host, bytes.fromhex(found[0][2])))
         except BaseException as error:
             made.set_exception(error)
