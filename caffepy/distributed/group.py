@@ -89,14 +89,14 @@ class ProcessGroup:
         with self.reporting("send"):
             destination, tag = self._check_message(destination, tag)
             buffer = self._arguments.array(array, "array")
-        return self._start(Collective(Op.SEND, sent=buffer.data, peer=destination, tag=tag), [], True)
+        return self._start(Collective(Op.SEND, buffer.data, peer=destination, tag=tag), None, True)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
         """Start to receive; the array holds the message after the handle's `wait`."""
         with self.reporting("receive"):
             source, tag = self._check_message(source, tag)
             buffer = self._arguments.array(array, "array", written=True)
-        return self._start(Collective(Op.RECEIVE, received=buffer.data, peer=source, tag=tag), [buffer], True)
+        return self._start(Collective(Op.RECEIVE, None, buffer.data, peer=source, tag=tag), buffer, True)
 
     # -- collectives --------------------------------------------------------------------------------
 
@@ -104,35 +104,33 @@ class ProcessGroup:
         """array = the root's array."""
         with self.reporting("broadcast"):
             root = self._check_rank(root, "root")
-            sends = root == self.rank
-            buffer = self._arguments.array(array, "array", written=not sends)
-        sent, received = (buffer.data, None) if sends else (None, buffer.data)
-        collective = Collective(Op.BROADCAST, sent, received, peer=root)
-        return self._start(collective, [] if sends else [buffer], async_op)
+            buffer = self._arguments.array(array, "array", written=root != self.rank)
+        if root == self.rank:
+            return self._start(Collective(Op.BROADCAST, buffer.data, None, peer=root), None, async_op)
+        return self._start(Collective(Op.BROADCAST, None, buffer.data, peer=root), buffer, async_op)
 
     def all_reduce(self, array: Array, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
         """array = operator(all ranks' arrays), element by element, on every rank."""
         with self.reporting("all_reduce"):
             buffer = self._arguments.array(array, "array", written=True)
             operator = check_operator(operator, array)
-        return self._start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), [buffer], async_op)
+        return self._start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), buffer, async_op)
 
     def reduce(self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
         """On the root: array = operator(all ranks' arrays); the others' arrays stay as they are."""
         with self.reporting("reduce"):
             root = self._check_rank(root, "root")
-            receives = root == self.rank
-            buffer = self._arguments.array(array, "array", written=receives)
+            own = self._arguments.array(array, "array", written=root == self.rank)
             operator = check_operator(operator, array)
-        collective = Collective(Op.REDUCE, buffer.data, buffer.data if receives else None, operator, root)
-        return self._start(collective, [buffer] if receives else [], async_op)
+        result = own if root == self.rank else None
+        return self._start(Collective(Op.REDUCE, own.data, _data(result), operator, root), result, async_op)
 
     def all_gather(self, outputs: Parts, array: Array, async_op: bool = False) -> Handle:
         """outputs[i] = the array of rank i, on every rank."""
         with self.reporting("all_gather"):
             own = self._arguments.array(array, "array")
-            all_of_them = self._arguments.parts(outputs, "outputs", array, written=True)
-        return self._start(Collective(Op.ALL_GATHER, own.data, all_of_them.data), [all_of_them], async_op)
+            gathered = self._arguments.parts(outputs, "outputs", array, written=True)
+        return self._start(Collective(Op.ALL_GATHER, own.data, gathered.data), gathered, async_op)
 
     def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """On the root: outputs[i] = the array of rank i; the others give no outputs."""
@@ -140,17 +138,15 @@ class ProcessGroup:
             root = self._check_rank(root, "root")
             own = self._arguments.array(array, "array")
             gathered = self._at_root(outputs, "outputs", array, root, written=True)
-        collective = Collective(Op.GATHER, own.data, gathered[0].data if gathered else None, peer=root)
-        return self._start(collective, gathered, async_op)
+        return self._start(Collective(Op.GATHER, own.data, _data(gathered), peer=root), gathered, async_op)
 
     def scatter(self, array: Array, inputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
         """array = the root's inputs[rank]; the others give no inputs."""
         with self.reporting("scatter"):
             root = self._check_rank(root, "root")
             own = self._arguments.array(array, "array", written=True)
-            scattered = self._at_root(inputs, "inputs", array, root)
-        collective = Collective(Op.SCATTER, scattered[0].data if scattered else None, own.data, peer=root)
-        return self._start(collective, [own], async_op)
+            given = self._at_root(inputs, "inputs", array, root)
+        return self._start(Collective(Op.SCATTER, _data(given), own.data, peer=root), own, async_op)
 
     def reduce_scatter(
         self, array: Array, inputs: Parts, operator: Operator = Operator.SUM, async_op: bool = False
@@ -160,7 +156,7 @@ class ProcessGroup:
             own = self._arguments.array(array, "array", written=True)
             given = self._arguments.parts(inputs, "inputs", array)
             operator = check_operator(operator, array)
-        return self._start(Collective(Op.REDUCE_SCATTER, given.data, own.data, operator), [own], async_op)
+        return self._start(Collective(Op.REDUCE_SCATTER, given.data, own.data, operator), own, async_op)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, async_op: bool = False) -> Handle:
         """outputs[i] = inputs[rank] of rank i; all parts have one shape."""
@@ -168,19 +164,19 @@ class ProcessGroup:
             like = self._arguments.first(inputs, "inputs")
             given = self._arguments.parts(inputs, "inputs", like)
             taken = self._arguments.parts(outputs, "outputs", like, written=True)
-        return self._start(Collective(Op.ALL_TO_ALL, given.data, taken.data), [taken], async_op)
+        return self._start(Collective(Op.ALL_TO_ALL, given.data, taken.data), taken, async_op)
 
     def barrier(self, async_op: bool = False) -> Handle:
         """Wait until all ranks are here; on GPUs, until the operations before it on the current stream are done."""
-        return self._start(Collective(Op.BARRIER), [], async_op)
+        return self._start(Collective(Op.BARRIER), None, async_op)
 
     # -- arguments ----------------------------------------------------------------------------------
 
-    def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> list[Buffer]:
+    def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> Buffer | None:
         """Arrays that only the root passes."""
         if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
-        return [] if parts is None else [self._arguments.parts(parts, name, like, written)]
+        return None if parts is None else self._arguments.parts(parts, name, like, written)
 
     def _check_rank(self, rank: Any, name: str) -> int:
         number = whole_number(rank)
@@ -282,8 +278,8 @@ class ProcessGroup:
         nobody = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
         raise _StragglerError(f"has waited {seconds:g} s for {stragglers or nobody}")
 
-    def _start(self, collective: Collective, buffers: Sequence[Buffer], async_op: bool) -> Handle:
-        """Start an operation, and unless `async_op` wait until it is done; `buffers` are those that are written."""
+    def _start(self, collective: Collective, written: Buffer | None, async_op: bool) -> Handle:
+        """Start an operation, and unless `async_op` wait until it is done and unpack what is written."""
         what = self._describe(collective)
         with self.reporting(what):
             if self.destroyed:
@@ -293,7 +289,7 @@ class ProcessGroup:
             with self._lock:  # counted in the order in which the communicator sees them
                 self._heartbeat.collectives += collective.pattern is not None
                 work = self.communicator.start(collective)
-        handle = Handle(self, what, work, buffers)
+        handle = Handle(self, what, work, written)
         if not async_op:
             handle.wait()
         return handle
@@ -327,14 +323,14 @@ class Handle:
         group: where it was started.
         what: was called, as messages say it.
         work: the communicator's.
-        buffers: unpacked into their arrays when it is done.
+        written: unpacked into its arrays when it is done.
     """
 
-    def __init__(self, group: ProcessGroup, what: str, work: Work, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, group: ProcessGroup, what: str, work: Work, written: Buffer | None) -> None:
         self._group = group
         self._what = what
         self._work = work
-        self._buffers = buffers
+        self._written = written
         self._lock = threading.Lock()
         self._done = False
 
@@ -369,8 +365,12 @@ class Handle:
 
     def _finish(self, seconds: float) -> bool:
         if self._work.wait(seconds):
-            for buffer in self._buffers:
-                buffer.unpack()
-            self._buffers = ()
+            if self._written is not None:
+                self._written.unpack()
+            self._written = None
             self._done = True
         return self._done
+
+
+def _data(buffer: Buffer | None) -> Array | None:
+    return None if buffer is None else buffer.data

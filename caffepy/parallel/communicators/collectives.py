@@ -66,14 +66,13 @@ class Pattern:
     """Which ranks of a collective send and receive, and what a receiver does with the pieces.
 
     Args:
-        combine: ``copy`` the only piece, ``concatenate`` the pieces in rank order, ``reduce`` them by the operator, or
-            ``nothing``.
+        reduces: the pieces by the operator; else they are received one after the other, in rank order.
         sliced: a sender's array has one piece for each receiver, in rank order; else all receive the whole array.
         from_root: only the root sends.
         to_root: only the root receives.
     """
 
-    combine: str
+    reduces: bool = False
     sliced: bool = False
     from_root: bool = False
     to_root: bool = False
@@ -88,15 +87,15 @@ class Pattern:
 
 
 PATTERNS = {
-    Op.ALL_REDUCE: Pattern("reduce"),
-    Op.REDUCE: Pattern("reduce", to_root=True),
-    Op.REDUCE_SCATTER: Pattern("reduce", sliced=True),
-    Op.BROADCAST: Pattern("copy", from_root=True),
-    Op.SCATTER: Pattern("copy", sliced=True, from_root=True),
-    Op.ALL_GATHER: Pattern("concatenate"),
-    Op.GATHER: Pattern("concatenate", to_root=True),
-    Op.ALL_TO_ALL: Pattern("concatenate", sliced=True),
-    Op.BARRIER: Pattern("nothing"),
+    Op.ALL_REDUCE: Pattern(reduces=True),
+    Op.REDUCE: Pattern(reduces=True, to_root=True),
+    Op.REDUCE_SCATTER: Pattern(reduces=True, sliced=True),
+    Op.BROADCAST: Pattern(from_root=True),
+    Op.SCATTER: Pattern(sliced=True, from_root=True),
+    Op.ALL_GATHER: Pattern(),
+    Op.GATHER: Pattern(to_root=True),
+    Op.ALL_TO_ALL: Pattern(sliced=True),
+    Op.BARRIER: Pattern(),
 }
 
 
@@ -273,11 +272,11 @@ def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:
 
 
 def combine(collective: Collective, pieces: list[Any]) -> None:
-    """Write to `collective.received`, a host array, what its collective makes of the pieces that are meant for it."""
+    """Write to `collective.received`, a host array, what is made of the pieces that are meant for it, in rank order."""
     pattern, received = collective.pattern, collective.received
-    if received is None or pattern is None or pattern.combine == "nothing":
+    if received is None:
         return
-    if pattern.combine == "reduce":
+    if pattern is not None and pattern.reduces:
         assert collective.operator is not None
         result = _sum_bfloat16(pieces) if collective.is_bfloat16 else reduce_pieces(pieces, collective.operator)
     else:

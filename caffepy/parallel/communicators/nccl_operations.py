@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from caffepy.backend.types import Array
@@ -106,32 +107,18 @@ def _together() -> Iterator[None]:
         nccl.groupEnd()
 
 
+@dataclass
 class Message:
-    """A send or receive, and the stream that was current when it was started.
+    """A send or receive, the stream that was current when it was started, and the event that it is done."""
 
-    Args:
-        collective: a send or receive.
-    """
-
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
-        self._stream = cupy.cuda.get_current_stream()
-        self._event: Any = None
-
-    def put(self, comm: Any) -> None:
-        """Put it on its stream."""
-        array = self._collective.array
-        call = comm.send if self._collective.op is Op.SEND else comm.recv
-        call(array.data.ptr, array.size, nccl_type(array), self._collective.peer, self._stream.ptr)
-
-    def mark(self) -> None:
-        """Record on its stream the event that it is done."""
-        self._event = record_event(self._stream)
+    collective: Collective
+    stream: Any
+    event: Any = None
 
     @property
     def done(self) -> bool:
         """Whether the event has come."""
-        return self._event is not None and bool(self._event.done)
+        return self.event is not None and bool(self.event.done)
 
 
 class Messages:
@@ -146,7 +133,7 @@ class Messages:
 
     def add(self, collective: Collective) -> Message:
         """Keep a message for the next `flush`."""
-        self._pending.append(Message(collective))
+        self._pending.append(Message(collective, cupy.cuda.get_current_stream()))
         return self._pending[-1]
 
     def flush(self, comm: Any) -> None:
@@ -156,6 +143,8 @@ class Messages:
             return
         with _together():
             for message in pending:
-                message.put(comm)
+                array = message.collective.array
+                call = comm.send if message.collective.op is Op.SEND else comm.recv
+                call(array.data.ptr, array.size, nccl_type(array), message.collective.peer, message.stream.ptr)
         for message in pending:
-            message.mark()
+            message.event = record_event(message.stream)

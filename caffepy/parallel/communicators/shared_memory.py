@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,11 @@ class SharedSums:
         """An empty file without a name that all ranks have open; None if one of them could not open it."""
         name = np.zeros(_LONGEST_NAME, np.uint8)
         if self._rank == 0:
-            encoded = _make_file(opened)
-            name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+            with suppress(OSError):  # then the name stays empty
+                made, path = tempfile.mkstemp(prefix="caffepy-", dir=_FOLDER)
+                opened.callback(os.close, made)
+                opened.callback(os.unlink, path)
+                name[: len(os.fsencode(path))] = np.frombuffer(os.fsencode(path), np.uint8)
         self._ranks.broadcast(name)
         file = _opened(bytes(name).rstrip(b"\0"))
         if file is not None:
@@ -139,14 +142,6 @@ class SharedSums:
 
     def _all(self, done: bool) -> bool:
         return bool(self._ranks.sum([float(done)])[0] == self._size)
-
-
-def _make_file(opened: ExitStack) -> bytes:
-    """The name of a new file of no length, which is removed when `opened` is closed; empty if none can be made."""
-    try:
-        return os.fsencode(opened.enter_context(tempfile.NamedTemporaryFile(prefix="caffepy-", dir=_FOLDER)).name)
-    except OSError:
-        return b""
 
 
 def _opened(name: bytes) -> int | None:

@@ -126,7 +126,8 @@ class StoreWork(Work):
                 return False
             del self._missing[sender]
             self._pieces[sender] = self._decode(sender, value)
-        self._finish()
+        combine(self._collective, [self._pieces[sender] for sender in sorted(self._pieces)])
+        self._pieces.clear()
         return True
 
     def _decode(self, sender: int, value: Value) -> Any:
@@ -136,11 +137,3 @@ class StoreWork(Work):
             raise UserError(f"this rank {we} '{own}', rank {sender} {they} '{theirs}'")
         received = self._collective.received
         return np.frombuffer(value, np.uint8 if received is None else received.dtype, offset=_HEADER)
-
-    def _finish(self) -> None:
-        if self._collective.pattern is not None:
-            combine(self._collective, [self._pieces[sender] for sender in sorted(self._pieces)])
-        elif self._collective.received is not None:
-            (message,) = self._pieces.values()
-            self._collective.received.reshape(-1)[:] = message
-        self._pieces.clear()

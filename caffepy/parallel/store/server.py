@@ -73,9 +73,6 @@ class ControlServer(RankStore):
         self._acceptor = threading.Thread(target=self._run, name="control server", daemon=True)
         self._acceptor.start()
 
-    def wait_alone(self, seconds: float) -> list[int]:
-        return self.memory.wait_alone(0, seconds)
-
     def close(self) -> None:
         """End all connections; whoever waits is told why."""
         with self._lock:
