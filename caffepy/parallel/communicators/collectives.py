@@ -241,6 +241,7 @@ class WorkSequence(Work):
     def __init__(self, steps: Iterator[Work | None]) -> None:
         self._steps = steps
         self._work = next(steps)
+        self._error: BaseException | None = None
 
     @property
     def waits_for(self) -> list[int]:
@@ -248,16 +249,28 @@ class WorkSequence(Work):
 
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        try:
-            while self._work is None or self._work.wait(max(0.0, end - time.monotonic())):
-                self._work = next(self._steps)
-        except StopIteration:
-            return True
+        while self._work is None or self._work.wait(max(0.0, end - time.monotonic())):
+            if not self._advance():
+                return True
         return False
 
     def poll(self) -> None:
         while self._work is not None and self._work.wait(0.0):
-            self._work = next(self._steps, None)
+            if not self._advance():
+                self._work = None
+
+    def _advance(self) -> bool:
+        """Compute until the next work; whether there is one. Raises an error once more if it did before."""
+        try:
+            if self._error is not None:
+                raise self._error
+            self._work = next(self._steps)
+        except StopIteration:
+            return False
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
 
 
 def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:

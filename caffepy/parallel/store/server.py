@@ -134,7 +134,12 @@ class ControlServer(RankStore):
         thread = threading.Thread(target=self._serve, args=(line,), name="control server, connection", daemon=True)
         with self._lock:
             self._lines[line], self._unproven[line] = thread, time.monotonic()
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more threads
+                logger.debug("the control server cannot serve a connection: %s", error)
+                del self._lines[line], self._unproven[line]
+                line.close()
 
     # -- the threads of connections -----------------------------------------------------------------
 

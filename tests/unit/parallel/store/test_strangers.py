@@ -157,6 +157,19 @@ def test_silent_connections_are_few_and_keep_nobody_out(root: ControlServer) -> 
         assert all(is_closed(line, 5.0) for line in lines)
 
 
+def test_without_threads_for_a_connection_the_server_goes_on(
+    root: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with connect(root.port) as line:
+            assert is_closed(line, 3.0)
+    check_in_order(root)
+
+
 def test_a_stranger_is_kept_with_a_few_hundred_bytes() -> None:
     head, sent = 34, b"\x02\x00" + bytes(5000)
     ours, theirs = socket.socketpair()
