@@ -1,15 +1,14 @@
 """Arrays between the processes of a job, for scripts: point to point and collectives, over NCCL, MPI or TCP.
 
-`default.py` owns the default group, `functions.py` its operations as functions, `group.py` what they are, `base.py` a
-group's life and its errors, `arrays.py` the check of arguments, `handle.py` what was started, `rendezvous.py` how
-processes meet, `membership.py` who they are, `backends.py` the choice of a communicator, `stragglers.py` for whom a
-rank waits. The communicators and the control channel are those of `caffepy.parallel`.
+`default.py` owns the default group and its operations as functions, `group.py` what they are, a group's life and its
+errors, `arrays.py` the check of arguments, `rendezvous.py` how processes meet, `membership.py` who they are and for
+whom a rank waits, `backends.py` the choice of a communicator. The communicators and the control channel are those of
+`caffepy.parallel`.
 """
 
 from __future__ import annotations
 
-from caffepy.distributed.default import destroy_process_group, get_group, init_process_group, is_initialized
-from caffepy.distributed.functions import (
+from caffepy.distributed.default import (
     AVG,
     MAX,
     MIN,
@@ -20,11 +19,15 @@ from caffepy.distributed.functions import (
     all_to_all,
     barrier,
     broadcast,
+    destroy_process_group,
     gather,
+    get_group,
     get_local_rank,
     get_rank,
     get_world_size,
+    init_process_group,
     irecv,
+    is_initialized,
     isend,
     recv,
     reduce,
@@ -32,8 +35,7 @@ from caffepy.distributed.functions import (
     scatter,
     send,
 )
-from caffepy.distributed.group import ProcessGroup
-from caffepy.distributed.handle import Handle
+from caffepy.distributed.group import Handle, ProcessGroup
 from caffepy.parallel.communicators.collectives import Operator
 
 __all__ = [

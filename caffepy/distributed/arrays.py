@@ -96,51 +96,70 @@ class Buffer:
                 array[...] = piece.reshape(array.shape)
 
 
-def take_array(array: Any, name: str, memory: str, written: bool = False) -> Buffer:
-    """A single array; one on a GPU travels through host memory where the communicator knows no other.
+class Arguments:
+    """Makes of a script's arrays what a communicator takes.
 
-    Raises:
-        UserError: as `check_array`.
-    """
-    check_array(array, name, memory, written)
-    if memory == "host" and on_gpu(array):
-        return Buffer(np.ascontiguousarray(array.get()), [array])
-    return Buffer(array)
-
-
-def take_parts(
-    parts: Parts, name: str, like: Array, count: int, memory: str, empty: Empty, written: bool = False
-) -> Buffer:
-    """One array for each rank, each with the shape and dtype of `like`.
+    All methods raise UserError as `check_array`, and for another number, shape or dtype.
 
     Args:
-        parts: `count` arrays in a list, or one array (count, *shape) or (count * shape[0], *shape[1:]).
-        name: what to call the argument.
-        like: an array as each of them should be.
-        count: the number of ranks.
-        memory: where the communicator's arrays lie.
+        memory: where the communicator's arrays lie, ``host`` or ``gpu``; those of GPUs travel through host memory where
+            it knows no other.
         empty: makes one there.
-        written: they receive something; else they are sent.
-
-    Raises:
-        UserError: as `check_array`, or another number, shape or dtype.
+        size: the number of ranks.
     """
-    if not isinstance(parts, (list, tuple)):
-        check_array(parts, name, memory, written)
-        _check_whole(parts, name, like, count)
-        return take_array(parts, name, memory, written)
-    if len(parts) != count:
-        raise UserError(f"{name} has {len(parts)} arrays; it takes one for each of {count} ranks")
-    for i, part in enumerate(parts):
-        check_array(part, f"{name}[{i}]", memory, written)
-        if part.shape != like.shape or part.dtype != like.dtype:
-            raise UserError(f"{name}[{i}] is {_form(part)}; it should be {_form(like)}")
-    data = empty((count, *like.shape), like.dtype)
-    if not written:
-        for row, part in zip(rows(data, count), parts, strict=True):
-            row[:] = (part.get() if memory == "host" and on_gpu(part) else part).reshape(-1)
+
+    def __init__(self, memory: str, empty: Empty, size: int) -> None:
+        self._memory = memory
+        self._empty = empty
+        self._size = size
+
+    def array(self, array: Any, name: str, written: bool = False) -> Buffer:
+        """A single array."""
+        check_array(array, name, self._memory, written)
+        if self._memory == "host" and on_gpu(array):
+            return Buffer(np.ascontiguousarray(array.get()), [array])
+        return Buffer(array)
+
+    def parts(self, parts: Parts, name: str, like: Array, written: bool = False) -> Buffer:
+        """One array for each rank, each with the shape and dtype of `like`.
+
+        Args:
+            parts: arrays in a list, or one array (size, *shape) or (size * shape[0], *shape[1:]).
+            name: what to call the argument.
+            like: an array as each of them should be.
+            written: they receive something; else they are sent.
+        """
+        if not isinstance(parts, (list, tuple)):
+            buffer = self.array(parts, name, written)
+            _check_whole(parts, name, like, self._size)
+            return buffer
+        self._check_count(parts, name)
+        for i, part in enumerate(parts):
+            check_array(part, f"{name}[{i}]", self._memory, written)
+            if part.shape != like.shape or part.dtype != like.dtype:
+                raise UserError(f"{name}[{i}] is {_form(part)}; it should be {_form(like)}")
+        data = self._empty((self._size, *like.shape), like.dtype)
+        if written:
+            return Buffer(data, parts)
+        for row, part in zip(rows(data, self._size), parts, strict=True):
+            row[:] = (part.get() if self._memory == "host" and on_gpu(part) else part).reshape(-1)
         return Buffer(data)
-    return Buffer(data, parts)
+
+    def first(self, parts: Parts, name: str) -> Array:
+        """An array as each of `parts` has to be."""
+        if isinstance(parts, (list, tuple)):
+            self._check_count(parts, name)
+            check_array(parts[0], f"{name}[0]", self._memory, written=False)
+            return parts[0]
+        whole: Array = parts
+        check_array(whole, name, self._memory, written=False)
+        if not whole.ndim or whole.shape[0] % self._size:
+            raise UserError(f"{name} of shape {whole.shape} cannot be cut into {self._size} equal parts")
+        return whole[: whole.shape[0] // self._size]
+
+    def _check_count(self, parts: Sequence[Array], name: str) -> None:
+        if len(parts) != self._size:
+            raise UserError(f"{name} has {len(parts)} arrays; it takes one for each of {self._size} ranks")
 
 
 def _check_whole(array: Array, name: str, like: Array, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import Future, wait
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
@@ -61,28 +62,23 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     found = [_take(membership, f"gpu/{other}", other, timeout) for other in range(size)]
     _check_gpus(membership, [(machine, identity) for machine, identity, _ in found])
     host = connect_by_store(channel, rank, size, timeout)
-    made: list[Communicator | BaseException] = []
+    made: Future[Communicator] = Future()
 
     def connect() -> None:
-        use_gpu(gpu)
         try:
-            made.append(connect_gpu(host, bytes.fromhex(found[0][2])))
+            use_gpu(gpu)
+            made.set_result(connect_gpu(host, bytes.fromhex(found[0][2])))
         except BaseException as error:
-            made.append(error)
+            made.set_exception(error)
 
-    thread = threading.Thread(target=connect, name="NCCL connection", daemon=True)
-    thread.start()
+    threading.Thread(target=connect, name="NCCL connection", daemon=True).start()
     deadline = time.monotonic() + timeout
-    while thread.is_alive():
-        thread.join(_LOOK_SECONDS)
+    while not wait([made], _LOOK_SECONDS).done:
         if news := channel.watch([], 0.0):
             raise PeerError(news.message)
         if time.monotonic() > deadline:
             raise PeerError(f"NCCL has not connected the GPUs within {timeout:g} s")
-    result = made[0]
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return made.result()
 
 
 def _choose_gpu(membership: Membership) -> int:

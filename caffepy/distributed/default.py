@@ -1,11 +1,15 @@
-"""The default group: the one that a script's processes form, which the functions of `caffepy.distributed` speak to."""
+"""The default group: the one that a script's processes form, and its operations as functions."""
 
 from __future__ import annotations
 
 import atexit
+import inspect
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from caffepy.distributed.arrays import whole_number
 from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
@@ -13,7 +17,12 @@ from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.membership import Membership
 from caffepy.distributed.rendezvous import join
 from caffepy.errors import CaffepyError, UserError
+from caffepy.parallel.communicators.collectives import Operator
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SUM, PRODUCT, MIN, MAX, AVG = Operator.SUM, Operator.PRODUCT, Operator.MIN, Operator.MAX, Operator.AVG
 _WITHDRAW_SECONDS = 2.0
 """How long rank 0, where it cannot be connected, stays for the others to hear why."""
 
@@ -124,6 +133,50 @@ def get_group() -> ProcessGroup:
 def destroy_process_group() -> None:
     """Leave the default group; rank 0 waits for all others to leave, at most for the timeout."""
     get_group().destroy()
+
+
+def _of_default_group(method: Callable[Concatenate[ProcessGroup, P], T]) -> Callable[P, T]:
+    """A group's method as a function, with its signature and documentation, that acts on the default group."""
+
+    @wraps(method)
+    def function(*args: P.args, **kwargs: P.kwargs) -> T:
+        return method(get_group(), *args, **kwargs)
+
+    signature = inspect.signature(method)
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=list(signature.parameters.values())[1:]
+    )
+    return function
+
+
+send = _of_default_group(ProcessGroup.send)
+recv = _of_default_group(ProcessGroup.recv)
+isend = _of_default_group(ProcessGroup.isend)
+irecv = _of_default_group(ProcessGroup.irecv)
+broadcast = _of_default_group(ProcessGroup.broadcast)
+all_reduce = _of_default_group(ProcessGroup.all_reduce)
+reduce = _of_default_group(ProcessGroup.reduce)
+all_gather = _of_default_group(ProcessGroup.all_gather)
+gather = _of_default_group(ProcessGroup.gather)
+scatter = _of_default_group(ProcessGroup.scatter)
+reduce_scatter = _of_default_group(ProcessGroup.reduce_scatter)
+all_to_all = _of_default_group(ProcessGroup.all_to_all)
+barrier = _of_default_group(ProcessGroup.barrier)
+
+
+def get_rank() -> int:
+    """This process's number, from 0."""
+    return get_group().rank
+
+
+def get_world_size() -> int:
+    """How many processes there are."""
+    return get_group().size
+
+
+def get_local_rank() -> int:
+    """This process's number among those of its machine, from 0."""
+    return get_group().local_rank
 
 
 def _withdraw(membership: Membership, message: str) -> None:

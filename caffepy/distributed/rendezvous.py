@@ -39,15 +39,7 @@ SECRET = "CAFFEPY_JOB_SECRET"
 
 @dataclass(frozen=True)
 class Call:
-    """What a script asked for.
-
-    Args:
-        method: where to meet, a URL.
-        rank: this process, if it was told.
-        size: the number of processes, if it was told.
-        timeout: longest wait in seconds.
-        environment: the process's.
-    """
+    """What a script asked for; arguments as in `join`."""
 
     method: str
     rank: int | None
@@ -55,28 +47,26 @@ class Call:
     timeout: float
     environment: Mapping[str, str]
 
-    def place(self) -> tuple[int, int]:
-        """Rank and world size: as told, else from RANK and WORLD_SIZE, else from the launcher.
+    def rank_and_size(self) -> tuple[int, int]:
+        """As told, else from RANK and WORLD_SIZE, else from the launcher.
 
         Raises:
             UserError: they are not to be found, or make no sense.
         """
         launcher = find_launcher(self.environment)
-        launched = (None, None) if launcher is None else (launcher.rank, launcher.size)
-        rank = self._number("rank", self.rank, "RANK", launched[0])
-        size = self._number("world_size", self.size, "WORLD_SIZE", launched[1])
+        rank = self._number("rank", self.rank, "RANK", None if launcher is None else launcher.rank)
+        size = self._number("world_size", self.size, "WORLD_SIZE", None if launcher is None else launcher.size)
         if not 0 <= rank < size:
             raise UserError(f"rank {rank} of a world of {size}: ranks count from 0 to world_size - 1")
         return rank, size
 
     def _number(self, name: str, given: int | None, variable: str, launched: int | None) -> int:
-        if given is not None:
-            return given
         written = self.environment.get(variable)
-        if written is None:
-            if launched is None:
+        if given is not None or written is None:
+            found = launched if given is None else given
+            if found is None:
                 raise UserError(f"{self.method} needs {name}: give init_process_group {name}=, or set {variable}")
-            return launched
+            return found
         if not written.isdigit():
             raise UserError(f"{variable} is '{written}'; it must be a number")
         return int(written)
@@ -105,7 +95,7 @@ def join(
     """
     if method is None:
         method = "env://" if all(name in environment for name in ENVIRONMENT) else "mpi://"
-    ways = {"mpi": _join_mpi, "env": _join_environment, "tcp": _join_tcp, "file": _join_file}
+    ways = {"mpi": _join_mpi, "env": _join_address, "tcp": _join_address, "file": _join_file}
     scheme, separator, _ = method.partition("://")
     if not separator or scheme not in ways:
         raise UserError(f"init_method '{method}' is none of mpi://, env://, tcp://host:port and file:///path")
@@ -117,41 +107,28 @@ def _join_mpi(call: Call) -> Membership:
     for name, given, found in (("rank", call.rank, world.rank), ("world_size", call.size, world.size)):
         if given not in (None, found):
             raise UserError(f"{name} is {given}, but MPI says {found}: leave it out, or name another init_method")
-    if world.size == 1:
-        return _alone()
     deadline = time.monotonic() + call.timeout
-    world.while_waiting = lambda: _check_deadline(deadline, call)
 
-    def connect(own: Member) -> ControlChannel:
-        return connect_ranks(world, MemoryStore(world.size), call.timeout)
+    def check_deadline() -> None:
+        if time.monotonic() > deadline:
+            raise PeerError(f"init_process_group at {call.method}: has waited {call.timeout:g} s for MPI's other ranks")
 
-    membership = _meet(call, world.rank, connect)
-    membership.world = world
+    world.while_waiting = check_deadline
+    membership = _meet(
+        call, world.rank, world.size, lambda own: connect_ranks(world, MemoryStore(world.size), call.timeout)
+    )
     world.while_waiting = lambda: None
+    membership.world = world if world.size > 1 else None
     return membership
 
 
-def _join_environment(call: Call) -> Membership:
-    absent = [name for name in ENVIRONMENT[:2] if name not in call.environment]
-    if absent:
-        raise UserError(f"env:// needs {' and '.join(absent)} in the environment: rank 0's address, a free port there")
-    return _join_address(call, call.environment["MASTER_ADDR"], call.environment["MASTER_PORT"])
-
-
-def _join_tcp(call: Call) -> Membership:
-    place = call.method.removeprefix("tcp://").partition("/")[0]
-    host, _, port = place.rpartition(":")
-    return _join_address(call, host.strip("[]"), port)
-
-
-def _join_address(call: Call, host: str, port: str) -> Membership:
+def _join_address(call: Call) -> Membership:
+    host, port = _address(call)
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"'{host}:{port}' is no address: {call.method} needs rank 0's host and a free port there")
-    rank, size = call.place()
-    if size == 1:
-        return _alone()
+    rank, size = call.rank_and_size()
     secret = call.environment.get(SECRET, "")
-    if not secret and rank == 0:
+    if not secret and rank == 0 and size > 1:
         text = "%s without a secret: whoever reaches %s:%s can join; set %s to the same random text on all ranks"
         logger.warning(text, call.method, host, port, SECRET)
 
@@ -160,16 +137,26 @@ def _join_address(call: Call, host: str, port: str) -> Membership:
             return _listen(MemoryStore(size), own, (host, int(port)), secret)
         return ControlClient(lambda: ([(host, int(port))], secret), rank, size, own, call.timeout)
 
-    return _meet(call, rank, connect)
+    return _meet(call, rank, size, connect)
+
+
+def _address(call: Call) -> tuple[str, str]:
+    """Rank 0's host and port, from the environment or the method's URL."""
+    if call.method.startswith("env://"):
+        absent = [name for name in ENVIRONMENT[:2] if name not in call.environment]
+        if absent:
+            names = " and ".join(absent)
+            raise UserError(f"env:// needs {names} in the environment: rank 0's address, a free port there")
+        return call.environment["MASTER_ADDR"], call.environment["MASTER_PORT"]
+    host, _, port = call.method.removeprefix("tcp://").partition("/")[0].rpartition(":")
+    return host.strip("[]"), port
 
 
 def _join_file(call: Call) -> Membership:
     path = Path(unquote(urlsplit(call.method).path))
     if not path.is_absolute():
         raise UserError(f"init_method '{call.method}' needs an absolute path: file:///path")
-    rank, size = call.place()
-    if size == 1:
-        return _alone()
+    rank, size = call.rank_and_size()
 
     def connect(own: Member) -> ControlChannel:
         if rank != 0:
@@ -184,58 +171,45 @@ def _join_file(call: Call) -> Membership:
         return server
 
     try:
-        return _meet(call, rank, connect)
+        return _meet(call, rank, size, connect)
     finally:
-        if rank == 0:
+        if rank == 0 and size > 1:
             path.unlink(missing_ok=True)
 
 
-def _meet(call: Call, rank: int, connect: Callable[[Member], ControlChannel]) -> Membership:
-    """Join the store, and wait until everybody has.
-
-    Args:
-        call: what was asked for.
-        rank: this process.
-        connect: makes its channel.
-    """
+def _meet(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
+    """Join the store by the channel that `connect` makes, and wait until everybody has; one rank alone needs none."""
     deadline = time.monotonic() + call.timeout
-    own = _own_member()
+    own = Member(socket.gethostname(), machine_identity(), os.getpid())
+    if size == 1:
+        return Membership(0, [own], RankStore(MemoryStore(1), 0))
     channel: ControlChannel | None = None
     try:
         channel = connect(own)
         found = channel.take(MEMBERS, max(0.0, deadline - time.monotonic()))
         if found is None:
             missing = json.loads(channel.take(MISSING, 0.0) or b"[]")
-            raise PeerError(f"has waited {call.timeout:g} s for {_ranks(missing)} to join")
-        members = decode_list(Member, found)
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+            raise PeerError(f"has waited {call.timeout:g} s for {ranks} to join")
+        return Membership(rank, decode_list(Member, found), channel)
     except BaseException as error:
-        reason = str(error) if channel is None else _reason(channel, error)
-        if channel is not None:
-            if isinstance(error, CaffepyError):
-                channel.fail(str(error))  # to close without a word would look like a crash
-            channel.close()
+        reason = str(error) if channel is None else _withdraw(channel, error)
         if isinstance(error, (UserError, PeerError)):
             raise type(error)(f"{own.name(rank)}: init_process_group at {call.method}: {reason}") from error
         raise
-    return Membership(rank, members, channel)
 
 
-def _reason(channel: ControlChannel, error: BaseException) -> str:
-    """Why joining failed: news of a failure say more than the connection that broke because of it."""
+def _withdraw(channel: ControlChannel, error: BaseException) -> str:
+    """Leave a store that could not be joined; why: news of a failure say more than the connection that it broke."""
+    reason = str(error)
     if isinstance(error, PeerError):
         with suppress(PeerError):
             failure = channel.watch([], _NEWS_SECONDS)
-            return str(error) if failure is None else failure.message
-    return str(error)
-
-
-def _alone() -> Membership:
-    """A group of one."""
-    return Membership(0, [_own_member()], RankStore(MemoryStore(1), 0))
-
-
-def _own_member() -> Member:
-    return Member(socket.gethostname(), machine_identity(), os.getpid())
+            reason = reason if failure is None else failure.message
+    if isinstance(error, CaffepyError):
+        channel.fail(str(error))  # to close without a word would look like a crash
+    channel.close()
+    return reason
 
 
 def _listen(memory: MemoryStore, own: Member, address: Address, secret: str) -> ControlServer:
@@ -277,12 +251,3 @@ def _read(path: Path) -> tuple[list[Address], str]:
         return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error
-
-
-def _check_deadline(deadline: float, call: Call) -> None:
-    if time.monotonic() > deadline:
-        raise PeerError(f"init_process_group at {call.method}: has waited {call.timeout:g} s for MPI's other ranks")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

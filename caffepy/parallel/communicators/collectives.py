@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -22,8 +22,8 @@ from caffepy.parallel.communicators.compression import add_bfloat16
 
 _LOOK_SECONDS = 1.0
 """How long `synchronize` waits before it waits again: an abort ends each wait by an error."""
-_SLEEPS = (0.00005, 0.002)
-"""Shortest and longest pause between polls, in seconds."""
+_PAUSES = (0.00005, 0.002)
+"""Shortest and longest pause between polls, in seconds; the longer a wait, the longer its pauses."""
 
 
 class Op(Enum):
@@ -66,14 +66,13 @@ class Pattern:
     """Which ranks of a collective send and receive, and what a receiver does with the pieces.
 
     Args:
-        combine: ``copy`` the only piece, ``concatenate`` the pieces in rank order, ``reduce`` them by the operator, or
-            ``nothing``.
+        reduces: the pieces by the operator; else they are received one after the other, in rank order.
         sliced: a sender's array has one piece for each receiver, in rank order; else all receive the whole array.
         from_root: only the root sends.
         to_root: only the root receives.
     """
 
-    combine: str
+    reduces: bool = False
     sliced: bool = False
     from_root: bool = False
     to_root: bool = False
@@ -88,15 +87,15 @@ class Pattern:
 
 
 PATTERNS = {
-    Op.ALL_REDUCE: Pattern("reduce"),
-    Op.REDUCE: Pattern("reduce", to_root=True),
-    Op.REDUCE_SCATTER: Pattern("reduce", sliced=True),
-    Op.BROADCAST: Pattern("copy", from_root=True),
-    Op.SCATTER: Pattern("copy", sliced=True, from_root=True),
-    Op.ALL_GATHER: Pattern("concatenate"),
-    Op.GATHER: Pattern("concatenate", to_root=True),
-    Op.ALL_TO_ALL: Pattern("concatenate", sliced=True),
-    Op.BARRIER: Pattern("nothing"),
+    Op.ALL_REDUCE: Pattern(reduces=True),
+    Op.REDUCE: Pattern(reduces=True, to_root=True),
+    Op.REDUCE_SCATTER: Pattern(reduces=True, sliced=True),
+    Op.BROADCAST: Pattern(from_root=True),
+    Op.SCATTER: Pattern(sliced=True, from_root=True),
+    Op.ALL_GATHER: Pattern(),
+    Op.GATHER: Pattern(to_root=True),
+    Op.ALL_TO_ALL: Pattern(sliced=True),
+    Op.BARRIER: Pattern(),
 }
 
 
@@ -202,16 +201,76 @@ class FinishedWork(Work):
         return True
 
 
-def wait_until(done: Callable[[], bool], seconds: float) -> bool:
-    """Poll `done` for at most `seconds`, with pauses that grow; return whether it became true."""
-    deadline = time.monotonic() + seconds
-    pause = _SLEEPS[0]
-    while not done():
-        if time.monotonic() >= deadline:
+class PolledWork(Work):
+    """Done when a function says so.
+
+    Args:
+        is_done: polled; raises what the connection or an abort has to say.
+        collective: keeps its arrays alive until it is done.
+        eager: for how many seconds a wait polls without pauses.
+    """
+
+    def __init__(self, is_done: Callable[[], bool], collective: Collective | None = None, eager: float = 0.0) -> None:
+        self._is_done = is_done
+        self._collective = collective
+        self._eager = eager
+
+    @property
+    def waits_for(self) -> list[int]:
+        return [] if self._collective is None else self._collective.message_peers
+
+    def wait(self, seconds: float) -> bool:
+        start = time.monotonic()
+        while not self._is_done():
+            waited = time.monotonic() - start
+            if waited >= seconds:
+                return False
+            pause = 0.0 if waited < self._eager else min(_PAUSES[1], max(_PAUSES[0], waited / 1000))
+            time.sleep(min(seconds - waited, pause))
+        return True
+
+
+class WorkSequence(Work):
+    """Works one after the other, with computation between them.
+
+    Args:
+        steps: yields each work once the one before it is done; None where what follows waits for other ranks, so that
+            it is done in `wait` alone, not in `poll`. Runs until its first work at once.
+    """
+
+    def __init__(self, steps: Iterator[Work | None]) -> None:
+        self._steps = steps
+        self._work = next(steps)
+        self._error: BaseException | None = None
+
+    @property
+    def waits_for(self) -> list[int]:
+        return [] if self._work is None else self._work.waits_for
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self._work is None or self._work.wait(max(0.0, end - time.monotonic())):
+            if not self._advance():
+                return True
+        return False
+
+    def poll(self) -> None:
+        while self._work is not None and self._work.wait(0.0):
+            if not self._advance():
+                self._work = None
+
+    def _advance(self) -> bool:
+        """Compute until the next work; whether there is one. Raises an error once more if it did before."""
+        try:
+            if self._error is not None:
+                raise self._error
+            self._work = next(self._steps)
+        except StopIteration:
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, _SLEEPS[1])
-    return True
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
 
 
 def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:
@@ -226,11 +285,11 @@ def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:
 
 
 def combine(collective: Collective, pieces: list[Any]) -> None:
-    """Write to `collective.received`, a host array, what its collective makes of the pieces that are meant for it."""
+    """Write to `collective.received`, a host array, what is made of the pieces that are meant for it, in rank order."""
     pattern, received = collective.pattern, collective.received
-    if received is None or pattern is None or pattern.combine == "nothing":
+    if received is None:
         return
-    if pattern.combine == "reduce":
+    if pattern is not None and pattern.reduces:
         assert collective.operator is not None
         result = _sum_bfloat16(pieces) if collective.is_bfloat16 else reduce_pieces(pieces, collective.operator)
     else:

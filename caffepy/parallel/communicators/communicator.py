@@ -1,8 +1,8 @@
 """The contract of all communicators: transports implement `start`, `abort` and `close`, and declare what they can do.
 
 `local.py` connects the threads of one process, `mpi.py` processes through host memory, `hierarchical.py` the threads of
-several processes, `tcp.py` processes that share a store, `nccl.py` GPUs. All ranks start the same collectives in the
-same order.
+several processes, `store_communicator.py` processes that share a store (over TCP), `nccl.py` GPUs. All ranks start the
+same collectives in the same order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
-from caffepy.parallel.communicators.tcp import TcpCommunicator
+from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ def connect_gpu(host: Communicator, unique_id: Any, compress: str = "none") -> C
 
 
 def connect_by_store(store: Store, rank: int, size: int, timeout: float) -> Communicator:
-    """A communicator of ranks that share nothing but a store; arguments as in `TcpCommunicator`."""
-    return TcpCommunicator(store, rank, size, timeout)
+    """A communicator of ranks that share nothing but a store; arguments as in `StoreCommunicator`."""
+    return StoreCommunicator(store, rank, size, timeout)
 
 
 def _share_unique_id(processes: Processes) -> Any:

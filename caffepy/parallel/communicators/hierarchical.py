@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 
 from caffepy.backend.types import Array
-from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work, WorkSequence
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.compression import Fp16Compressor, host_compressor
+from caffepy.parallel.communicators.compression import host_compressor
 from caffepy.parallel.communicators.local import LocalCommunicator
 from caffepy.parallel.communicators.shared_memory import SharedSums
 
@@ -56,7 +57,7 @@ class HierarchicalCommunicator(Communicator):
 
     def start(self, collective: Collective) -> Work:
         if collective.op is Op.ALL_REDUCE:
-            return self._start_all_reduce(collective)
+            return WorkSequence(self._all_reduce(collective))
         if collective.op is Op.BROADCAST:
             assert collective.peer is not None
             self._broadcast(collective.array, collective.peer)
@@ -65,27 +66,32 @@ class HierarchicalCommunicator(Communicator):
             self._barrier()
         return FinishedWork()
 
-    def _start_all_reduce(self, collective: Collective) -> Work:
-        """What makes progress while the threads compute is the ranks' part."""
-        array, average = collective.array, collective.operator is Operator.AVG
-        compressor = None if collective.overlap is None else self._compressor
-        work = HierarchicalWork(self._local, array, collective.overlap or nullcontext())
-        self._local.reduce(array)
-        if not self._is_local_leader:
-            return work
+    def _all_reduce(self, collective: Collective) -> Iterator[Work | None]:
+        """The threads of each process, the ranks (which makes progress while threads compute), the threads again."""
+        with ExitStack() as timed:
+            timed.enter_context(collective.overlap or nullcontext())
+            self._local.reduce(collective.array)
+            if self._is_local_leader:
+                yield from self._reduce_ranks(collective)
+                timed.close()
+            yield None
+            self._local.broadcast(collective.array)
+
+    def _reduce_ranks(self, collective: Collective) -> Iterator[Work]:
+        array, divisor = collective.array, self.size if collective.operator is Operator.AVG else 1
         if self._shared is not None and self._shared.holds(array):
-            work.lead(self._shared.start(array, 1 / self.size if average else 1.0))
-        elif compressor is not None:
-            sent = compressor.compress(array)
-            summed = self._ranks.start(Collective(Op.ALL_REDUCE, sent, sent, Operator.SUM, compact=True))
-            work.lead(summed, compressor=compressor, compressed=sent)
+            yield self._shared.start(array, 1 / divisor)
+        elif self._compressor is not None and collective.overlap is not None:
+            sent = self._compressor.compress(array)
+            yield self._ranks.start(Collective(Op.ALL_REDUCE, sent, sent, Operator.SUM, compact=True))
+            self._compressor.decompress(sent, array)
         else:
             blocking = collective.blocking or not self._inter_node
-            summed = self._ranks.start(Collective(Op.ALL_REDUCE, array, array, Operator.SUM, blocking=blocking))
-            work.lead(summed, divisor=self.size if average else 1)
-            if blocking:
-                work.poll()
-        return work
+            work = self._ranks.start(Collective(Op.ALL_REDUCE, array, array, Operator.SUM, blocking=blocking))
+            if not blocking:
+                yield work
+            if divisor != 1:
+                array /= divisor
 
     def _broadcast(self, array: Array, root: int) -> None:
         process, thread = divmod(root, self._local.size)
@@ -116,61 +122,3 @@ class HierarchicalCommunicator(Communicator):
         self._local.close()
         if self._is_local_leader:
             self._ranks.close()
-
-
-class HierarchicalWork(Work):
-    """An all-reduce whose threads have added up their part.
-
-    Args:
-        local: connects the threads of this process.
-        array: this thread's array.
-        timed: entered now, left when the ranks' part has ended.
-    """
-
-    def __init__(self, local: LocalCommunicator, array: Array, timed: AbstractContextManager[None]) -> None:
-        self._local = local
-        self._array = array
-        self._work: Work = FinishedWork()
-        self._divisor = 1
-        self._compressor: Fp16Compressor | None = None
-        self._compressed: Array | None = None
-        self._is_local_leader = self._ranks_done = False
-        self._timed = ExitStack()
-        self._timed.enter_context(timed)
-
-    def lead(
-        self, work: Work, divisor: int = 1, compressor: Fp16Compressor | None = None, compressed: Array | None = None
-    ) -> None:
-        """Take over the ranks' part; called by the local leader.
-
-        Args:
-            work: the ranks' all-reduce.
-            divisor: what its result has to be divided by.
-            compressor: decompresses its result; None: it is in the array itself.
-            compressed: its array, if there is a compressor.
-        """
-        self._work, self._divisor = work, divisor
-        self._compressor, self._compressed = compressor, compressed
-        self._is_local_leader = True
-
-    def wait(self, seconds: float) -> bool:
-        if self._is_local_leader and not self._poll_ranks(seconds):
-            return False
-        if self._compressor is not None:
-            self._compressor.decompress(self._compressed, self._array)
-        elif self._divisor != 1:
-            self._array /= self._divisor
-        self._local.broadcast(self._array)
-        self._timed.close()
-        return True
-
-    def poll(self) -> None:
-        if self._is_local_leader:
-            self._poll_ranks(0.0)
-
-    def _poll_ranks(self, seconds: float) -> bool:
-        if not self._ranks_done:
-            self._ranks_done = self._work.wait(seconds)
-            if self._ranks_done:
-                self._timed.close()
-        return self._ranks_done

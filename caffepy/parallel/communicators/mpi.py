@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from caffepy.errors import MissingExtraError, PeerError, UserError
-from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import (
+    Collective,
+    FinishedWork,
+    Op,
+    Operator,
+    PolledWork,
+    Work,
+    WorkSequence,
+)
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.compression import add_bfloat16
 from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
 
 _EAGER_SECONDS = 0.02
-"""How long a wait polls without pauses: MPI moves data only when called."""
-_PAUSES = (0.00005, 0.002)
-"""Shortest and longest pause between polls after that: MPI itself would burn the core."""
+"""How long a wait polls without pauses: MPI moves data only when called. After that it would burn the core."""
 _BLOCKING = (Op.ALL_REDUCE, Op.BROADCAST, Op.ALL_GATHER)
 """Collectives for which MPI's blocking call is used: with Open MPI on two cores a non-blocking sum of 233 MiB took
 350 ms, a blocking one 134. A barrier may last long (a snapshot, a test): it is polled, which leaves the core free."""
@@ -53,23 +59,44 @@ class MpiCommunicator(Communicator):
         self._comm = comm
         self._dispatcher = dispatcher
         # MPI goes on writing to the arrays of a collective that nobody waits for any more: they must not be freed.
-        self._unfinished: set[MpiWork] = set()
+        self._unfinished: dict[int, tuple[Any, _Buffers]] = {}
         self._sums: dict[Callable[..., None], Any] = {}
 
     def start(self, collective: Collective) -> Work:
-        try:
-            if collective.blocking and collective.op in _BLOCKING:
-                self._dispatcher.call(lambda: self._run_blocking(collective))
-                if collective.operator is Operator.AVG:
-                    np.divide(collective.array, self.size, out=collective.array)
-                return FinishedWork()
-            buffers = _Buffers(collective, self.size)
+        if not collective.blocking or collective.op not in _BLOCKING:
+            return WorkSequence(self._exchange(collective))
+        with self._translated(collective):
+            self._dispatcher.call(lambda: self._run_blocking(collective))
+        if collective.operator is Operator.AVG:
+            np.divide(collective.array, self.size, out=collective.array)
+        return FinishedWork()
+
+    def _exchange(self, collective: Collective) -> Iterator[Work]:
+        buffers, status = _Buffers(collective, self.size), self._mpi.Status()
+        with self._translated(collective):
             request = self._dispatcher.call(lambda: self._request(collective, buffers.sent, buffers.received))
+
+        def is_done() -> bool:
+            with self._translated(collective):
+                return bool(self._dispatcher.call(lambda: request.Test(status)))
+
+        self._unfinished[id(buffers)] = request, buffers
+        yield PolledWork(is_done, collective, _EAGER_SECONDS)
+        del self._unfinished[id(buffers)]
+        if collective.op is Op.RECEIVE:
+            count, expected = status.Get_count(self._mpi.BYTE), buffers.received.nbytes
+            if count != expected:
+                raise UserError(f"rank {collective.peer} sent {count} bytes, this rank expects {expected}")
+        buffers.finish()
+
+    @contextmanager
+    def _translated(self, collective: Collective) -> Iterator[None]:
+        try:
+            yield
         except self._mpi.Exception as error:
+            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+                raise UserError("another rank gave more numbers than this rank has room for") from error
             raise PeerError(f"MPI's {collective.op.value} failed: {error}") from error
-        work = MpiWork(self._mpi, self._dispatcher, request, buffers, self._unfinished.discard)
-        self._unfinished.add(work)
-        return work
 
     def abort(self) -> None:
         self._dispatcher.abort()
@@ -169,62 +196,3 @@ class _Buffers:
         if self.received is not self.collective.received:
             assert self.collective.received is not None
             self.collective.received[...] = self.received
-
-
-class MpiWork(Work):
-    """A request of MPI.
-
-    Args:
-        mpi: mpi4py's module.
-        dispatcher: carries calls to a thread that may make them.
-        request: MPI's request.
-        buffers: the collective's arrays.
-        on_end: called with this work when it is done.
-    """
-
-    def __init__(
-        self,
-        mpi: Any,
-        dispatcher: MainThreadDispatcher,
-        request: Any,
-        buffers: _Buffers,
-        on_end: Callable[[MpiWork], None],
-    ) -> None:
-        self._mpi = mpi
-        self._dispatcher = dispatcher
-        self._request = request
-        self._collective = buffers.collective
-        self._buffers = buffers
-        self._on_end = on_end
-        self._status = mpi.Status()
-
-    @property
-    def waits_for(self) -> list[int]:
-        return self._collective.message_peers
-
-    def wait(self, seconds: float) -> bool:
-        start = time.monotonic()
-        while not self._test():
-            waited = time.monotonic() - start
-            if waited >= seconds:
-                return False
-            pause = 0.0 if waited < _EAGER_SECONDS else min(_PAUSES[1], max(_PAUSES[0], waited / 1000))
-            time.sleep(min(seconds - waited, pause))
-        self._finish()
-        return True
-
-    def _test(self) -> bool:
-        try:
-            return bool(self._dispatcher.call(lambda: self._request.Test(self._status)))
-        except self._mpi.Exception as error:
-            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
-                raise UserError("another rank gave more numbers than this rank has room for") from error
-            raise PeerError(f"MPI's {self._collective.op.value} failed: {error}") from error
-
-    def _finish(self) -> None:
-        self._on_end(self)
-        if self._collective.op is Op.RECEIVE:
-            count, expected = self._status.Get_count(self._mpi.BYTE), self._buffers.received.nbytes
-            if count != expected:
-                raise UserError(f"rank {self._collective.peer} sent {count} bytes, this rank expects {expected}")
-        self._buffers.finish()

@@ -9,10 +9,10 @@ from typing import Any
 
 from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, DeviceError, MissingExtraError, PeerError
-from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, PolledWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.nccl_compression import device_compressor
-from caffepy.parallel.communicators.nccl_operations import Messages, NcclWork, enqueue, record_event
+from caffepy.parallel.communicators.nccl_operations import Messages, enqueue, record_event
 from caffepy.parallel.communicators.nccl_stream import SideStream
 from caffepy.parallel.hardware.nccl_info import nccl_version
 
@@ -114,13 +114,13 @@ class NcclCommunicator(Communicator):
     def _start_on_current_stream(self, collective: Collective) -> Work:
         if collective.pattern is None:
             message = self._messages.add(collective)
-            return NcclWork(lambda: self._is_done(message), collective)
+            return PolledWork(lambda: self._is_done(message), collective)
         self._messages.flush(self._comm)
         enqueue(self._comm, collective, self.rank, self.size)
         if collective.blocking:
             return FinishedWork()  # for what follows on the stream; an event would be in the way of a capture
         event = record_event()
-        return NcclWork(lambda: self._is_done(event), collective)
+        return PolledWork(lambda: self._is_done(event), collective)
 
     def _start_on_side_stream(self, array: Array, timed: AbstractContextManager[None]) -> Work:
         """Start an average after what is on the current stream now."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from caffepy.backend.types import Array
 from caffepy.errors import MissingExtraError
-from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work, piece_of, rows, wait_until
+from caffepy.parallel.communicators.collectives import Collective, Op, Operator, piece_of, rows
 
 try:
     import cupy
@@ -33,11 +34,6 @@ _OPERATORS = {Operator.SUM: 0, Operator.PRODUCT: 1, Operator.MAX: 2, Operator.MI
 def nccl_type(array: Array) -> int:
     """The ncclDataType_t of an array's dtype; uint16 holds bfloat16."""
     return _TYPES[str(array.dtype)]
-
-
-def nccl_operator(operator: Operator) -> int:
-    """The ncclRedOp_t of an operator."""
-    return _OPERATORS[operator]
 
 
 def enqueue(comm: Any, collective: Collective, rank: int, size: int) -> None:
@@ -72,7 +68,7 @@ def _call(comm: Any, collective: Collective, stream: int) -> None:
     one: Array = sent if sent is not None else received
     other: Array = one if received is None else received
     kind = nccl_type(one)
-    operator = None if collective.operator is None else nccl_operator(collective.operator)
+    operator = None if collective.operator is None else _OPERATORS[collective.operator]
     # NCCL does not look at the pointer of a side that has nothing to send or receive.
     source, target = one.data.ptr, other.data.ptr
     calls: dict[Op, Callable[[], None]] = {
@@ -111,36 +107,18 @@ def _together() -> Iterator[None]:
         nccl.groupEnd()
 
 
+@dataclass
 class Message:
-    """A send or receive, and the stream that was current when it was started.
+    """A send or receive, the stream that was current when it was started, and the event that it is done."""
 
-    Args:
-        collective: a send or receive.
-    """
-
-    def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self._stream = cupy.cuda.get_current_stream()
-        self._event: Any = None
-
-    def put(self, comm: Any) -> None:
-        """Put it on its stream."""
-        collective = self.collective
-        if collective.op is Op.SEND:
-            array, call = collective.sent, comm.send
-        else:
-            array, call = collective.received, comm.recv
-        assert array is not None
-        call(array.data.ptr, array.size, nccl_type(array), collective.peer, self._stream.ptr)
-
-    def mark(self) -> None:
-        """Record on its stream the event that it is done."""
-        self._event = record_event(self._stream)
+    collective: Collective
+    stream: Any
+    event: Any = None
 
     @property
     def done(self) -> bool:
         """Whether the event has come."""
-        return self._event is not None and bool(self._event.done)
+        return self.event is not None and bool(self.event.done)
 
 
 class Messages:
@@ -155,7 +133,7 @@ class Messages:
 
     def add(self, collective: Collective) -> Message:
         """Keep a message for the next `flush`."""
-        self._pending.append(Message(collective))
+        self._pending.append(Message(collective, cupy.cuda.get_current_stream()))
         return self._pending[-1]
 
     def flush(self, comm: Any) -> None:
@@ -165,26 +143,8 @@ class Messages:
             return
         with _together():
             for message in pending:
-                message.put(comm)
+                array = message.collective.array
+                call = comm.send if message.collective.op is Op.SEND else comm.recv
+                call(array.data.ptr, array.size, nccl_type(array), message.collective.peer, message.stream.ptr)
         for message in pending:
-            message.mark()
-
-
-class NcclWork(Work):
-    """A collective or message on a stream.
-
-    Args:
-        is_done: raises what the connection or an abort has to say.
-        collective: keeps its arrays alive until it is done.
-    """
-
-    def __init__(self, is_done: Callable[[], bool], collective: Collective) -> None:
-        self._is_done = is_done
-        self._collective = collective
-
-    @property
-    def waits_for(self) -> list[int]:
-        return self._collective.message_peers
-
-    def wait(self, seconds: float) -> bool:
-        return wait_until(self._is_done, seconds)
+            message.event = record_event(message.stream)

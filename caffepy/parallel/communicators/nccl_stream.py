@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.device import cupy
-from caffepy.parallel.communicators.collectives import Work, wait_until
+from caffepy.parallel.communicators.collectives import PolledWork, Work
 
 _NUMBERS = 1024
 """Works that are counted before they are waited for; more than any net has buckets."""
@@ -28,7 +28,7 @@ class SideStream:
     """
 
     def __init__(self, is_done: Callable[[Any], bool]) -> None:
-        self._is_done = is_done
+        self.is_done = is_done
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._spare_events: list[Any] = []
         self._started = self._waited_for = 0
@@ -54,8 +54,9 @@ class SideStream:
         """
         self._started += 1
         number = min(self._started, _NUMBERS - 1)
-        work = SideStreamWork(self._spare_events, self._is_done, self._count_wait)
-        work.fork(self._stream)
+        work = SideStreamWork(self)
+        work.begin.record(cupy.cuda.get_current_stream())
+        self._stream.wait_event(work.begin)
         with self._stream:
             with timed:
                 yield work
@@ -66,52 +67,36 @@ class SideStream:
                 cupy.cuda.runtime.memcpyDeviceToHost,
                 self._stream.ptr,
             )
-        work.record_end(self._stream)
+        work.end.record(self._stream)
 
-    def _count_wait(self) -> None:
+    def take_event(self) -> Any:
+        """An unused event, so that a capture creates none."""
+        return self._spare_events.pop() if self._spare_events else cupy.cuda.Event(disable_timing=True)
+
+    def release(self, *events: Any) -> None:
+        """Give the events of a work back, which was waited for."""
+        self._spare_events += events
         self._waited_for += 1
         if self._waited_for == self._started:
             self._started = self._waited_for = 0
 
 
 class SideStreamWork(Work):
-    """Work on the side stream.
+    """Work on the side stream, between two events."""
 
-    Args:
-        spare_events: unused events, taken and given back, so that a capture creates none.
-        is_done: whether an event has come.
-        on_wait: called when it was waited for.
-    """
-
-    def __init__(self, spare_events: list[Any], is_done: Callable[[Any], bool], on_wait: Callable[[], None]) -> None:
-        self._spare_events = spare_events
-        self._is_done = is_done
-        self._on_wait = on_wait
-        self._events = [spare_events.pop() if spare_events else cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-
-    def fork(self, stream: Any) -> None:
-        """Have `stream` wait for all that the current stream holds."""
-        self._events[0].record(cupy.cuda.get_current_stream())
-        stream.wait_event(self._events[0])
-
-    def record_end(self, stream: Any) -> None:
-        """The work ends here on `stream`."""
-        self._events[1].record(stream)
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
+        self.begin, self.end = stream.take_event(), stream.take_event()
 
     def wait(self, seconds: float) -> bool:
         """Block the host; not for work that is being captured."""
-        done = wait_until(lambda: self._is_done(self._events[1]), seconds)
+        done = PolledWork(lambda: self._stream.is_done(self.end)).wait(seconds)
         if done:
-            self._release()
+            self._stream.release(self.begin, self.end)
         return done
 
     def synchronize(self, seconds: float = 0.0) -> bool:
         """Have the current stream wait; the host does not."""
-        cupy.cuda.get_current_stream().wait_event(self._events[1])
-        self._release()
+        cupy.cuda.get_current_stream().wait_event(self.end)
+        self._stream.release(self.begin, self.end)
         return True
-
-    def _release(self) -> None:
-        self._spare_events += self._events
-        self._events = []
-        self._on_wait()

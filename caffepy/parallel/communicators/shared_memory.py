@@ -10,14 +10,14 @@ import logging
 import mmap
 import os
 import tempfile
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from caffepy.parallel.communicators.collectives import Collective, Op, Work
+from caffepy.parallel.communicators.collectives import Collective, Op, PolledWork, Work, WorkSequence
 from caffepy.parallel.communicators.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -74,21 +74,28 @@ class SharedSums:
         return bool(self._parts) and np.may_share_memory(array, self._parts[self._rank])
 
     def start(self, array: Any, factor: float) -> Work:
-        """Start array = factor times the sum of all ranks' arrays; all ranks start theirs in the same order."""
+        """Start array = factor times the sum of all ranks' arrays; all ranks start theirs in the same order.
+
+        This rank's share is added up in `wait` and `poll`, so call them now and then.
+        """
         start = (array.ctypes.data - self._parts[self._rank].ctypes.data) // 4
         self._started += 1
-        return _SharedSum(self, self._started, range(start, start + array.size), factor)
+        return WorkSequence(self._sum(self._started, range(start, start + array.size), factor))
 
-    def is_next(self, number: int) -> bool:
-        """Whether all sums before this one were added up: barriers have no names, only an order."""
-        return number == self._added_up + 1
+    def _sum(self, number: int, elements: range, factor: float) -> Iterator[Work]:
+        """Numbers arrive, shares are added up, the others' shares are taken."""
+        yield self._arrived.start(Collective(Op.BARRIER))
+        yield PolledWork(lambda: number == self._added_up + 1)  # barriers have no names, only an order
+        self._add(elements, factor)
+        self._added_up += 1
+        yield self._added.start(Collective(Op.BARRIER))
+        for rank in range(self._size):
+            if rank != self._rank:
+                share = slice(*self._share(elements, rank))
+                self._parts[self._rank][share] = self._total[share]
 
-    def start_arrived(self) -> Work:
-        """Tell the others that this rank's numbers are complete; ends when theirs are."""
-        return self._arrived.start(Collective(Op.BARRIER))
-
-    def add(self, elements: range, factor: float) -> Work:
-        """Add up this rank's share and tell the others; ends when they have done so, too."""
+    def _add(self, elements: range, factor: float) -> None:
+        """Add up this rank's share."""
         own, total = self._parts[self._rank], self._total
         first, last = self._share(elements, self._rank)
         for start in range(first, last, _CHUNK):
@@ -98,15 +105,6 @@ class SharedSums:
                 total[chunk] += part[chunk]
             total[chunk] *= np.float32(factor)
             own[chunk] = total[chunk]
-        self._added_up += 1
-        return self._added.start(Collective(Op.BARRIER))
-
-    def take(self, elements: range) -> None:
-        """Copy what the others have added up."""
-        for rank in range(self._size):
-            if rank != self._rank:
-                share = slice(*self._share(elements, rank))
-                self._parts[self._rank][share] = self._total[share]
 
     def _share(self, elements: range, rank: int) -> tuple[int, int]:
         first, last = (elements.start + len(elements) * r // self._size for r in (rank, rank + 1))
@@ -116,8 +114,11 @@ class SharedSums:
         """An empty file without a name that all ranks have open; None if one of them could not open it."""
         name = np.zeros(_LONGEST_NAME, np.uint8)
         if self._rank == 0:
-            encoded = _make_file(opened)
-            name[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+            with suppress(OSError):  # then the name stays empty
+                made, path = tempfile.mkstemp(prefix="caffepy-", dir=_FOLDER)
+                opened.callback(os.close, made)
+                opened.callback(os.unlink, path)
+                name[: len(os.fsencode(path))] = np.frombuffer(os.fsencode(path), np.uint8)
         self._ranks.broadcast(name)
         file = _opened(bytes(name).rstrip(b"\0"))
         if file is not None:
@@ -141,49 +142,6 @@ class SharedSums:
 
     def _all(self, done: bool) -> bool:
         return bool(self._ranks.sum([float(done)])[0] == self._size)
-
-
-class _SharedSum(Work):
-    """One sum: numbers arrive, shares are added up, the others' shares are taken.
-
-    Args:
-        sums: the memory.
-        number: counted from 1 in the order in which sums are started.
-        elements: where in the ranks' arrays.
-        factor: what the sum is multiplied with.
-    """
-
-    def __init__(self, sums: SharedSums, number: int, elements: range, factor: float) -> None:
-        self._sums = sums
-        self._number = number
-        self._elements = elements
-        self._factor = factor
-        self._arrived: Work | None = sums.start_arrived()
-        self._added: Work | None = None
-
-    def wait(self, seconds: float) -> bool:
-        """`Work.wait`. This rank's share is added up in here, so call it now and then."""
-        end = time.monotonic() + seconds
-        if self._arrived is not None:
-            if not self._arrived.wait(seconds):
-                return False
-            self._arrived = None
-        if self._added is None:
-            if not self._sums.is_next(self._number):
-                return False
-            self._added = self._sums.add(self._elements, self._factor)
-        if not self._added.wait(max(end - time.monotonic(), 0.0)):
-            return False
-        self._sums.take(self._elements)
-        return True
-
-
-def _make_file(opened: ExitStack) -> bytes:
-    """The name of a new file of no length, which is removed when `opened` is closed; empty if none can be made."""
-    try:
-        return os.fsencode(opened.enter_context(tempfile.NamedTemporaryFile(prefix="caffepy-", dir=_FOLDER)).name)
-    except OSError:
-        return b""
 
 
 def _opened(name: bytes) -> int | None:

@@ -1,6 +1,7 @@
 """Every collective over a store: `start` puts this rank's contribution, `Work.wait` takes those of the others.
 
-Slow and plain, so other communicators are tested against it. `start` never waits for another rank.
+Over TCP all bytes go through rank 0, which has the store: slow, and needs neither MPI nor NCCL. Plain, so other
+communicators are tested against it. `start` never waits for another rank.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from caffepy.errors import UserError
+from caffepy.errors import AbortedError, PeerError, UserError
 from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Work, combine, piece_of
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.store.store import Store, Value
@@ -22,7 +24,7 @@ _HEADER = 128
 
 
 class StoreCommunicator(Communicator):
-    """Ranks that share a store.
+    """Host arrays among ranks that share a store.
 
     Args:
         store: what they share; not closed here.
@@ -36,8 +38,11 @@ class StoreCommunicator(Communicator):
         self._store = store
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._aborted = threading.Event()
 
     def start(self, collective: Collective) -> Work:
+        if self._aborted.is_set():
+            raise AbortedError("the communicator was aborted")
         if collective.op is Op.SEND:
             assert collective.peer is not None
             self._put(self._message(self.rank, collective.peer, collective.tag, "sent"), collective, 0, 1)
@@ -47,6 +52,15 @@ class StoreCommunicator(Communicator):
             key = self._message(collective.peer, self.rank, collective.tag, "received")
             return StoreWork(self._store, collective, {collective.peer: key}, self.size)
         return self._start_collective(collective)
+
+    def abort(self) -> None:
+        if not self._aborted.is_set():
+            self._aborted.set()
+            with suppress(PeerError):  # rank 0 is gone, and with it all waits
+                self._store.fail(f"rank {self.rank} has stopped")
+
+    def close(self) -> None:
+        """Nothing: the store belongs to others."""
 
     def _start_collective(self, collective: Collective) -> Work:
         pattern = collective.pattern
@@ -112,7 +126,8 @@ class StoreWork(Work):
                 return False
             del self._missing[sender]
             self._pieces[sender] = self._decode(sender, value)
-        self._finish()
+        combine(self._collective, [self._pieces[sender] for sender in sorted(self._pieces)])
+        self._pieces.clear()
         return True
 
     def _decode(self, sender: int, value: Value) -> Any:
@@ -122,11 +137,3 @@ class StoreWork(Work):
             raise UserError(f"this rank {we} '{own}', rank {sender} {they} '{theirs}'")
         received = self._collective.received
         return np.frombuffer(value, np.uint8 if received is None else received.dtype, offset=_HEADER)
-
-    def _finish(self) -> None:
-        if self._collective.pattern is not None:
-            combine(self._collective, [self._pieces[sender] for sender in sorted(self._pieces)])
-        elif self._collective.received is not None:
-            (message,) = self._pieces.values()
-            self._collective.received.reshape(-1)[:] = message
-        self._pieces.clear()

@@ -14,6 +14,7 @@ import hmac
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from caffepy.errors import UserError
@@ -66,62 +67,30 @@ def introduce(line: socket.socket, secret: str, hello: Hello) -> str:
     return text.decode()
 
 
-class ServerHandshake:
-    """The server's side of one connection; reads without waiting and keeps at most a few hundred bytes.
+def challenge(line: socket.socket, secret: str) -> tuple[Hello, Callable[[Kind, str], None]]:
+    """The server's side; keeps at most a few hundred bytes.
 
-    Args:
-        line: the connection.
-        secret: the job's.
-        since: when it was accepted, by `time.monotonic`.
+    Returns:
+        Who the client is, now that it has proved it, and a function that accepts (DONE) or refuses it (REFUSED).
 
     Raises:
-        OSError: it is broken already.
+        OSError: the connection has ended, is malformed, or its proof is wrong, which it has been told.
     """
+    nonce = secrets.token_bytes(_NONCE)
+    line.sendall(_MAGIC + nonce)
+    length, proof = _HEAD.unpack(receive(line, _HEAD.size))
+    if length > _HELLO_LIMIT:
+        raise WireError("not an introduction")
+    who = bytes(receive(line, length))
+    if not hmac.compare_digest(proof, _sign(secret, b"client", nonce, who)):
+        send_frame(line, Frame(Kind.REFUSED, bytes(_PROOF)))
+        raise WireError("the proof is wrong")
 
-    def __init__(self, line: socket.socket, secret: str, since: float) -> None:
-        self.line = line
-        self.since = since
-        self._secret = secret
-        self._nonce = secrets.token_bytes(_NONCE)
-        self._received = b""
-        line.setblocking(False)
-        line.sendall(_MAGIC + self._nonce)
+    def answer(kind: Kind, text: str) -> None:
+        written = text.encode()
+        send_frame(line, Frame(kind, _sign(secret, b"server", nonce, who, bytes([kind]), written) + written))
 
-    def read(self) -> Hello | None:
-        """Take what has come; who the client is, once it has proved it.
-
-        Raises:
-            OSError: the connection has ended, is malformed, or its proof is wrong, which it has been told.
-        """
-        if not self._has_received(_HEAD.size):
-            return None
-        length, proof = _HEAD.unpack_from(self._received)
-        if length > _HELLO_LIMIT:
-            raise WireError("not an introduction")
-        if not self._has_received(_HEAD.size + length):
-            return None
-        who = self._received[_HEAD.size :]
-        if not hmac.compare_digest(proof, _sign(self._secret, b"client", self._nonce, who)):
-            send_frame(self.line, Frame(Kind.REFUSED, bytes(_PROOF)))
-            raise WireError("the proof is wrong")
-        return decode(Hello, who)
-
-    def answer(self, kind: Kind, text: str = "") -> None:
-        """Accept (DONE) or refuse (REFUSED) a client that has proved itself."""
-        who, written = self._received[_HEAD.size :], text.encode()
-        proof = _sign(self._secret, b"server", self._nonce, who, bytes([kind]), written)
-        send_frame(self.line, Frame(kind, proof + written))
-
-    def _has_received(self, size: int) -> bool:
-        if len(self._received) < size:
-            try:
-                data = self.line.recv(size - len(self._received))
-            except BlockingIOError:
-                return False
-            if not data:
-                raise WireError("the connection was closed")
-            self._received += data
-        return len(self._received) >= size
+    return decode(Hello, who), answer
 
 
 def _sign(secret: str, label: bytes, *parts: bytes) -> bytes:

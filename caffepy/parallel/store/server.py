@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store.acceptor import Acceptor
-from caffepy.parallel.store.handshake import CONTROL, Hello, ServerHandshake
+from caffepy.parallel.store.handshake import CONTROL, Hello, challenge
 from caffepy.parallel.store.records import DeviceStatus, Failure, Member
 from caffepy.parallel.store.store import MemoryStore, RankStore
 from caffepy.parallel.store.wire import (
@@ -29,13 +29,23 @@ from caffepy.parallel.store.wire import (
 
 logger = logging.getLogger(__name__)
 
+PROOF_SECONDS = 5.0
+"""From the accept to the proof, however slowly bytes come."""
+UNPROVEN_LIMIT = 32
+"""Connections without a proof at a time; further ones wait in the kernel, where they take no descriptor."""
+_CROWDED_SECONDS = 0.5
+"""How long a connection without a proof is kept where others wait for its slot: a rank needs milliseconds."""
+_PAUSE_SECONDS = 0.1
+"""Between looks at connections without a proof, and between attempts to accept where descriptors have run out."""
+_IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 2.0
 
 
 class ControlServer(RankStore):
     """Rank 0's channel; serves the other ranks, one thread a connection.
 
-    The end of the connection over which a rank joined is the rank's end, unless it has left before.
+    A connection that does not prove itself in time is dropped by the thread that accepts. The end of the connection
+    over which a rank joined is the rank's end, unless it has left before.
 
     Args:
         memory: the store.
@@ -51,16 +61,17 @@ class ControlServer(RankStore):
         super().__init__(memory, 0)
         memory.join(0, memory.size, member)
         self._name = member.name(0)
+        self._secret = secret
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        listening = socket.create_server(address, family=family, backlog=1024)
-        self.port = int(listening.getsockname()[1])
+        self._listening = socket.create_server(address, family=family, backlog=1024)
+        self.port = int(self._listening.getsockname()[1])
         self._lock = threading.Lock()
         self._lines: dict[socket.socket, threading.Thread] = {}
+        self._unproven: dict[socket.socket, float] = {}
+        """When each connection without a proof was accepted, the oldest first."""
         self._closing = False
-        self._acceptor = Acceptor(listening, secret, self._admit, self._broken)
-
-    def wait_alone(self, seconds: float) -> list[int]:
-        return self.memory.wait_alone(0, seconds)
+        self._acceptor = threading.Thread(target=self._run, name="control server", daemon=True)
+        self._acceptor.start()
 
     def close(self) -> None:
         """End all connections; whoever waits is told why."""
@@ -69,7 +80,9 @@ class ControlServer(RankStore):
                 return
             self._closing = True
         self.memory.tell(Failure("rank 0 has left", 0, reported=True))
-        self._acceptor.close()
+        with suppress(OSError):  # the thread has ended by an error
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._acceptor.join(_JOIN_SECONDS)
         with self._lock:
             threads = list(self._lines.items())
         for line, _ in threads:
@@ -79,54 +92,113 @@ class ControlServer(RankStore):
             thread.join(_JOIN_SECONDS)
             hang_up(line)
 
-    def _admit(self, handshake: ServerHandshake, hello: Hello) -> None:
-        """Start to serve a rank; in the acceptor's thread."""
+    # -- the thread that accepts --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if self._drop_late():
+                    self._accept()
+                else:
+                    time.sleep(_PAUSE_SECONDS)
+        except BaseException as error:
+            self._broken(error)
+        finally:
+            self._listening.close()
+
+    def _drop_late(self) -> bool:
+        """Whether a connection may be accepted, once those that have not proved themselves in time are dropped."""
+        now = time.monotonic()
+        with self._lock:
+            crowded = len(self._unproven) >= UNPROVEN_LIMIT
+            for line, since in list(self._unproven.items()):
+                if now - since <= (_CROWDED_SECONDS if crowded else PROOF_SECONDS):
+                    break
+                del self._unproven[line]
+                with suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)  # its thread wakes and closes it
+                crowded = False
+        return not crowded
+
+    def _accept(self) -> None:
+        self._listening.settimeout(_PAUSE_SECONDS if self._unproven else _IDLE_SECONDS)
+        try:
+            line, _ = self._listening.accept()
+        except TimeoutError:
+            return
+        except OSError as error:
+            if not self._closing:
+                logger.debug("the control server cannot accept a connection: %s", error)
+                time.sleep(_PAUSE_SECONDS)
+            return
+        thread = threading.Thread(target=self._serve, args=(line,), name="control server, connection", daemon=True)
+        with self._lock:
+            self._lines[line], self._unproven[line] = thread, time.monotonic()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more threads
+                logger.debug("the control server cannot serve a connection: %s", error)
+                del self._lines[line], self._unproven[line]
+                line.close()
+
+    # -- the threads of connections -----------------------------------------------------------------
+
+    def _serve(self, line: socket.socket) -> None:
+        hello: Hello | None = None
+        try:
+            hello = self._admit(line)
+            self._answer(line, hello)
+        except (OSError, MemoryError) as error:
+            logger.debug("the control server ends a connection: %s", error)
+        except BaseException as error:
+            self._broken(error)
+            if hello is not None and hello.role == CONTROL:
+                return  # it stays open, so that the rank hears of this
+        hang_up(line)
+        with self._lock:
+            self._lines.pop(line, None)
+            self._unproven.pop(line, None)
+        if hello is not None and hello.role == CONTROL and not self._closing:
+            self.memory.lose(hello.rank)
+
+    def _admit(self, line: socket.socket) -> Hello:
+        """Let a rank in.
+
+        Raises:
+            OSError: it could not prove itself in time, or was refused.
+        """
+        hello, answer = challenge(line, self._secret)
+        with self._lock:
+            if self._unproven.pop(line, None) is None:
+                raise WireError("it has not proved itself in time")
         try:
             if hello.role == CONTROL:
                 self.memory.join(hello.rank, hello.size, hello)
             elif hello.rank not in self.memory.staying():
                 raise UserError(f"rank {hello.rank} has not joined, or has left")
         except UserError as error:
-            with suppress(OSError):
-                handshake.answer(Kind.REFUSED, str(error))
-            handshake.line.close()
-            return
-        name = f"control server, rank {hello.rank}"
-        thread = threading.Thread(target=self._serve, args=(handshake, hello), name=name, daemon=True)
-        with self._lock:
-            self._lines[handshake.line] = thread
-            thread.start()
+            answer(Kind.REFUSED, str(error))
+            raise WireError(str(error)) from error
+        with suppress(OSError):  # reading tells that it is broken, when the rank's end is the connection's
+            answer(Kind.DONE, self._name)
+            prepare(line)
+        return hello
 
-    def _serve(self, handshake: ServerHandshake, hello: Hello) -> None:
-        line, rank, is_control = handshake.line, hello.rank, hello.role == CONTROL
-        lock = threading.Lock()
+    def _answer(self, line: socket.socket, hello: Hello) -> None:
+        """Do what a rank asks for until its connection ends, which raises OSError."""
+        rank, is_control, lock = hello.rank, hello.role == CONTROL, threading.Lock()
 
         def tell(failure: Failure) -> None:
             with lock, suppress(OSError):  # small, so that it fits into the kernel's buffer
                 send_frame(line, Frame(Kind.NEWS, encode(failure.as_told())), socket.MSG_DONTWAIT)
 
-        try:
-            handshake.answer(Kind.DONE, self._name)
-            line.settimeout(None)
-            prepare(line)
-            if is_control:
-                self.memory.listen(rank, tell)
-            while True:
-                reply = self._reply(rank, receive_frame(line, CONTROL_LIMIT if is_control else VALUE_LIMIT))
-                if reply is not None:
-                    with lock:
-                        send_frame(line, reply)
-        except (OSError, MemoryError) as error:
-            logger.debug("the connection to rank %d ends: %s", rank, error)
-        except BaseException as error:
-            self._broken(error)
-            if is_control:
-                return  # it stays open, so that the rank hears of this
-        hang_up(line)
-        with self._lock:
-            self._lines.pop(line, None)
-        if is_control and not self._closing:
-            self.memory.lose(rank)
+        if is_control:
+            self.memory.listen(rank, tell)
+        while True:
+            reply = self._reply(rank, receive_frame(line, CONTROL_LIMIT if is_control else VALUE_LIMIT))
+            if reply is not None:
+                with lock:
+                    send_frame(line, reply)
 
     def _reply(self, rank: int, frame: Frame) -> Frame | None:
         """Do what a rank asks for; raises WireError where it asks for nothing that there is."""

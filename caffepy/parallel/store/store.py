@@ -268,6 +268,9 @@ class RankStore(ControlChannel):
     def statuses(self) -> list[DeviceStatus]:
         return self.memory.statuses()
 
+    def wait_alone(self, seconds: float) -> list[int]:
+        return self.memory.wait_alone(self._rank, seconds)
+
     def tell(self, failure: Failure) -> None:
         self.memory.tell(failure, self._rank)
 

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import AbortedError, PeerError, UserError
-from caffepy.parallel.communicators.collectives import PATTERNS, Collective, Op, Operator, piece_of, reduce_pieces, rows
+from caffepy.parallel.communicators.collectives import (
+    PATTERNS,
+    Collective,
+    FinishedWork,
+    Op,
+    Operator,
+    PolledWork,
+    Work,
+    WorkSequence,
+    piece_of,
+    reduce_pieces,
+    rows,
+)
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.communicators.tcp import TcpCommunicator
+from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import MemoryStore, RankStore
 
 
@@ -126,7 +140,7 @@ def test_an_abort_ends_waits() -> None:
 
 def test_the_tcp_communicator_is_one_as_training_uses_it() -> None:
     store = RankStore(MemoryStore(1), 0)
-    communicator = TcpCommunicator(store, 0, 1)
+    communicator = StoreCommunicator(store, 0, 1)
     array = np.arange(3.0)
     communicator.all_reduce(array)
     communicator.broadcast(array)
@@ -140,6 +154,39 @@ def test_the_tcp_communicator_is_one_as_training_uses_it() -> None:
 
 
 def test_the_tcp_communicator_says_for_whom_it_waits() -> None:
-    communicator = TcpCommunicator(RankStore(MemoryStore(3), 0), 0, 3, timeout=0.05)
+    communicator = StoreCommunicator(RankStore(MemoryStore(3), 0), 0, 3, timeout=0.05)
     with pytest.raises(PeerError, match=r"barrier: rank 0 has waited 0.05 s for rank 1, 2"):
         communicator.barrier()
+
+
+def test_a_poll_stops_where_other_ranks_are_waited_for() -> None:
+    done, seen = [False], []
+
+    def steps() -> Iterator[Work | None]:
+        yield PolledWork(lambda: done[0], Collective(Op.RECEIVE, peer=3))
+        seen.append("first")
+        yield FinishedWork()
+        seen.append("second")
+        yield None
+        seen.append("together")
+
+    work = WorkSequence(steps())
+    work.poll()
+    assert not work.wait(0.0) and seen == [] and work.waits_for == [3]
+    done[0] = True
+    work.poll()
+    work.poll()
+    assert seen == ["first", "second"] and work.waits_for == []
+    assert work.wait(0.0) and seen == ["first", "second", "together"]
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_an_error_between_works_is_raised_by_every_wait(polled: bool) -> None:
+    def steps() -> Iterator[Work]:
+        yield FinishedWork()
+        raise UserError("rank 1 sent 8 bytes, this rank expects 4")
+
+    work = WorkSequence(steps())
+    for call in (work.poll if polled else work.synchronize, work.synchronize, work.synchronize):
+        with pytest.raises(UserError, match="this rank expects 4"):
+            call()

@@ -18,7 +18,7 @@ from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.processes.world import World
 
-TRANSPORTS = {"LocalCommunicator", "HierarchicalCommunicator", "NcclCommunicator", "TcpCommunicator"}
+TRANSPORTS = {"LocalCommunicator", "HierarchicalCommunicator", "NcclCommunicator", "StoreCommunicator"}
 
 
 class Ranks(World):

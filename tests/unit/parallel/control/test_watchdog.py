@@ -281,7 +281,7 @@ def test_a_rank_that_cannot_connect_trains_on(
 
 def test_ranks_of_one_machine_listen_on_the_loopback_address_alone(group: Callable[..., Group]) -> None:
     two = group(2)
-    assert two.channels[0]._acceptor._listening.getsockname()[0] == "127.0.0.1"
+    assert two.channels[0]._listening.getsockname()[0] == "127.0.0.1"
 
 
 class Clock:

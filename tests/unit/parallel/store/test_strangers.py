@@ -25,9 +25,9 @@ from strangers import (
 )
 
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store import acceptor, server, wire
+from caffepy.parallel.store import server, wire
 from caffepy.parallel.store.client import ControlClient
-from caffepy.parallel.store.handshake import DATA, Hello, ServerHandshake, introduce
+from caffepy.parallel.store.handshake import DATA, Hello, challenge, introduce
 from caffepy.parallel.store.records import Failure, Member
 from caffepy.parallel.store.server import ControlServer
 from caffepy.parallel.store.store import MemoryStore
@@ -44,8 +44,8 @@ def member(rank: int) -> Member:
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlServer]:
     """A server of two ranks that waits half a second for proofs, and that is well at the end."""
-    assert acceptor.PROOF_SECONDS == 5.0 and acceptor.UNPROVEN_LIMIT <= 48
-    monkeypatch.setattr(acceptor, "PROOF_SECONDS", 0.5)
+    assert server.PROOF_SECONDS == 5.0 and server.UNPROVEN_LIMIT <= 48
+    monkeypatch.setattr(server, "PROOF_SECONDS", 0.5)
     root = ControlServer(MemoryStore(2), member(0), ("127.0.0.1", 0), SECRET)
     yield root
     assert root.watch([], 0.0) is None
@@ -150,22 +150,38 @@ def test_a_byte_at_a_time_does_not_keep_a_connection(root: ControlServer) -> Non
 def test_silent_connections_are_few_and_keep_nobody_out(root: ControlServer) -> None:
     with silent_connections(root.port, 100) as lines:
         time.sleep(0.2)
-        assert len(root._acceptor._unproven) <= acceptor.UNPROVEN_LIMIT
+        assert len(root._unproven) <= server.UNPROVEN_LIMIT
         begin = time.monotonic()
         check_in_order(root)
         assert time.monotonic() - begin < 5.0
         assert all(is_closed(line, 5.0) for line in lines)
 
 
+def test_without_threads_for_a_connection_the_server_goes_on(
+    root: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with connect(root.port) as line:
+            assert is_closed(line, 3.0)
+    check_in_order(root)
+
+
 def test_a_stranger_is_kept_with_a_few_hundred_bytes() -> None:
+    head, sent = 34, b"\x02\x00" + bytes(5000)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        handshake = ServerHandshake(theirs, SECRET, 0.0)
-        ours.sendall(b"\x02\x00" + bytes(5000))
+        ours.sendall(sent)
         with pytest.raises(OSError, match="the proof is wrong"):
-            while handshake.read() is None:
-                assert len(handshake._received) < 600
-        assert 500 < len(handshake._received) < 600
+            challenge(theirs, SECRET)
+        assert len(theirs.recv(10000)) == len(sent) - head - 512
+        ours.sendall(b"\x02\x01" + bytes(5000))
+        with pytest.raises(OSError, match="not an introduction"):
+            challenge(theirs, SECRET)
+        assert len(theirs.recv(10000)) == len(sent) - head
 
 
 CHILD = """
@@ -314,7 +330,7 @@ def test_memory_grows_with_what_has_come(monkeypatch: pytest.MonkeyPatch) -> Non
             wire.receive(theirs, 1 << 36)
 
 
-@pytest.mark.parametrize("where", ["connection", "acceptor"])
+@pytest.mark.parametrize("where", ["connection", "handshake", "acceptor"])
 def test_a_thread_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     error = ZeroDivisionError("no")
 
@@ -322,8 +338,8 @@ def test_a_thread_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.Mon
         raise error
 
     root = ControlServer(MemoryStore(2), member(0), ("127.0.0.1", 0), SECRET)
-    if where == "acceptor":
-        monkeypatch.setattr(ServerHandshake, "read", fail)
+    if where != "connection":
+        monkeypatch.setattr(*((server, "challenge") if where == "handshake" else (root, "_accept")), fail)
         with connect(root.port) as line:
             line.sendall(b"x")
             failure = root.watch([], 5.0)
