@@ -15,10 +15,10 @@ from caffepy.distributed.stragglers import find_gone, find_stragglers
 from caffepy.errors import PeerError, RunError, UserError
 from caffepy.parallel.communicators.collectives import Collective, Op
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.control.failure import Failure, describe_error
+from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import Monitor
-from caffepy.parallel.store.records import DeviceStatus
+from caffepy.parallel.store.records import DeviceStatus, Failure
 
 _NEWS_SECONDS = 1.0
 """How long the monitor may take to hear why a connection failed."""

@@ -120,14 +120,14 @@ def _join_mpi(call: Call) -> Membership:
     if world.size == 1:
         return _alone()
     deadline = time.monotonic() + call.timeout
-    world.while_waiting = lambda: _check_deadline(deadline, call)
+    world.watch(lambda: _check_deadline(deadline, call))
 
     def connect(own: Member) -> ControlChannel:
         return connect_ranks(world, MemoryStore(world.size), call.timeout)
 
     membership = _meet(call, world.rank, connect)
     membership.world = world
-    world.while_waiting = lambda: None
+    world.watch(lambda: None)
     return membership
 
 

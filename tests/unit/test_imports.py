@@ -20,6 +20,7 @@ ROOT = import_graph.ROOT
 MODULES = import_graph.module_paths()
 
 LEVELS = {
+    "defaults": 0,
     "errors": 0,
     "proto": 0,
     "version": 0,

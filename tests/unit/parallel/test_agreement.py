@@ -29,7 +29,7 @@ from caffepy.parallel.agreement import (
     first_difference,
 )
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.execution_options import ExecutionOptions
 
@@ -45,7 +45,7 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 PLAIN = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 4 snapshot_after_train: false '
 
 
-class MeetingWorld(World):
+class MeetingWorld(SingleProcess):
     """One of several ranks, which are threads."""
 
     def __init__(self, rank: int, size: int, table: list[Any]) -> None:

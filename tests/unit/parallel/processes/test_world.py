@@ -16,10 +16,10 @@ from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.mpi_world import MpiWorld
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
 
 
-class FakeWorld(World):
+class FakeWorld(SingleProcess):
     """One rank among several whose exchanged values are given."""
 
     def __init__(self, rank: int, others: list[object]) -> None:
@@ -75,7 +75,7 @@ def test_srun_is_told_from_hydra(environment: dict[str, str], name: str, again: 
 def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caffepy.parallel.processes.create.find_launcher", lambda: None)
     world = create_world()
-    assert (type(world), world.size, world.communicator()) == (World, 1, None)
+    assert (type(world), world.size, world.communicator()) == (SingleProcess, 1, None)
 
 
 def test_a_launcher_of_another_mpi_is_refused_once() -> None:
@@ -117,7 +117,7 @@ def test_an_error_of_one_rank_names_it() -> None:
         FakeWorld(0, [None, None]).raise_on_all(ValueError("odd"))
 
 
-ONE, SECOND = World(), FakeWorld(1, [None, None])
+ONE, SECOND = SingleProcess(), FakeWorld(1, [None, None])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ ONE, SECOND = World(), FakeWorld(1, [None, None])
     ],
 )
 def test_torchruns_variables_are_refused_unless_they_say_what_mpi_says(
-    world: World, environment: dict[str, str], message: str | None
+    world: SingleProcess, environment: dict[str, str], message: str | None
 ) -> None:
     if message is None:
         refuse_foreign_launcher(world.rank, world.size, environment)
@@ -253,7 +253,7 @@ def test_a_broadcast_whose_root_does_not_come_can_be_ended(monkeypatch: pytest.M
         raise PeerError("rank 0 is gone")
 
     def broadcast(world: MpiWorld) -> object:
-        world.while_waiting = end
+        world.watch(end)
         return None if world.rank == 0 else world.broadcast(None)
 
     results = worlds(monkeypatch, FakeMpi(2), broadcast)
@@ -274,27 +274,46 @@ def test_machines_of_one_name_are_not_one_machine(monkeypatch: pytest.MonkeyPatc
         assert sorted(machines) == ["a", "a", "b", "b"] and local_size == 2 and several
 
 
-@pytest.mark.parametrize(("machines", "expected"), [(["x", "x"], ["127.0.0.1"]), (["x", "y"], ["10.0.0.5"])])
-def test_the_control_channel_takes_the_loopback_within_one_machine_only(
-    monkeypatch: pytest.MonkeyPatch, machines: list[str], expected: list[str]
+@pytest.mark.parametrize(
+    ("machines", "own", "bound", "told"),
+    [
+        (["x", "x"], ["10.0.0.5"], "127.0.0.1", ["127.0.0.1"]),
+        (["x", "y"], ["10.0.0.5"], "10.0.0.5", ["10.0.0.5"]),
+        (["x", "y"], ["10.0.0.5", "192.168.1.5"], "", ["10.0.0.5", "192.168.1.5"]),
+        (["x", "y"], [], "127.0.0.1", ["127.0.0.1"]),
+    ],
+)
+def test_rank_0_listens_no_wider_than_the_ranks_need(
+    monkeypatch: pytest.MonkeyPatch, machines: list[str], own: list[str], bound: str, told: list[str]
 ) -> None:
-    tried: list[list[str]] = []
+    listening, offered, tried = [], [], []
+
+    def listen(memory: object, member: object, address: tuple[str, int], secret: str) -> SimpleNamespace:
+        listening.append(address)
+        return SimpleNamespace(port=5)
+
+    def broadcast(value: object) -> object:
+        offered.append(value)
+        return offered[0]
 
     def refuse(find: Callable[[], tuple[list[tuple[str, int]], str]], *_: object) -> None:
         tried.append([host for host, _ in find()[0]])
         raise PeerError("refused")
 
+    monkeypatch.setattr(connect, "own_addresses", lambda: own)
+    monkeypatch.setattr(connect, "ControlServer", listen)
     monkeypatch.setattr(connect, "ControlClient", refuse)
-    world = FakeWorld(1, [(["127.0.0.1", "10.0.0.5"], 5, "word"), None])
-    world.hosts, world.machines = ["same", "same"], machines
-    monkeypatch.setattr(world, "broadcast", lambda value: (["127.0.0.1", "10.0.0.5"], 5, "word"))
-    connect.connect_training(world)
-    assert tried == [expected]
+    for rank in range(2):
+        world = FakeWorld(rank, [None, None])
+        world.hosts, world.machines = ["same", "same"], machines
+        monkeypatch.setattr(world, "broadcast", broadcast)
+        connect.connect_training(world)
+    assert listening == [(bound, 0)] and tried == [told]
 
 
 def test_no_error_is_agreed_on_silently() -> None:
     FakeWorld(0, [None, None]).raise_on_all(None)
-    assert World().run_on_all(lambda: 5) == 5
+    assert SingleProcess().run_on_all(lambda: 5) == 5
 
 
 def test_calls_of_threads_run_on_the_main_thread_where_mpi_wants_it() -> None:
