@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from caffepy.parallel.hardware.affinity import current_cores, format_cores, parse_cores
+from caffepy.parallel.hardware.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.parallel.hardware.nvml import Nvml, short_address
 
 LEGEND = (
@@ -53,7 +53,7 @@ def describe_gpus(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, i
         peer: whether one GPU can read another's memory.
     """
     for gpu in gpus:
-        near = nvml.cores_near(gpu.bus_id) if nvml is not None else ()
+        near = cores_near(gpu.bus_id)
         node = numa_node(gpu.bus_id)
         where = f"NUMA node {node}" if node is not None else "NUMA node not known"
         yield f"GPU {gpu.number}: PCI {gpu.bus_id}, {where}, near CPU cores {format_cores(near) or 'not known'}"
@@ -92,7 +92,7 @@ def describe_cpus(system: Path = Path("/sys")) -> Iterator[str]:
 def numa_node(bus_id: str, system: Path = Path("/sys")) -> int | None:
     """The NUMA node that a PCI device belongs to; None where the machine does not say."""
     try:
-        node = int((system / "bus/pci/devices" / short_address(bus_id).lower() / "numa_node").read_text())
+        node = int((pci_folder(bus_id, system) / "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
