@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
-
-import numpy as np
 
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
@@ -55,13 +52,8 @@ class MpiWorld(World):
 
     def broadcast(self, value: T) -> T:
         """`World.broadcast` by MPI_Bcast: the others' values are not sent anywhere."""
-        content = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        size = np.array([len(content)], np.int64)
-        self._wait(self._control.Ibcast(size, 0))
-        if self.rank != 0:
-            content = bytearray(int(size[0]))
-        self._wait(self._control.Ibcast([content, self._mpi.BYTE], 0))
-        received: T = value if self.rank == 0 else pickle.loads(content)
+        self._wait(self._control.Ibarrier())
+        received: T = self._control.bcast(value)
         return received
 
     def watch(self, check: Callable[[], None]) -> None:
