@@ -120,6 +120,20 @@ class Net:
                 return node.tops[0].shape[0]
         return 0
 
+    def connect_devices(
+        self, total: Callable[[Array], None], mean: Callable[[Array], None] | None, capturable: bool
+    ) -> None:
+        """Let layers whose numbers span all devices reach the others; called once the devices are connected.
+
+        Args:
+            total: sums an array over all devices, in place, for losses that count labels.
+            mean: averages one, in place, for BatchNorm; None: each device takes its own statistics.
+            capturable: both may be captured in a CUDA graph.
+        """
+        self.context.all_reduce_sum = total
+        self.context.all_reduce_mean = mean
+        self.context.all_reduce_capturable = capturable
+
     # -- running -------------------------------------------------------------------------------------
 
     def forward(self) -> None:

@@ -246,19 +246,14 @@ class P2PSync(DeviceThread):
             self._communicator = self._connect()
             self._allocate_gradients(self.solver)
         if self.world_size > 1:
-            self._connect_net(self.solver)
+            mean = self._average if self._options.sync_bn else None
+            self.solver.net.connect_devices(self._total, mean, self._captures)
+            self._reducer = self._make_reducer(self.solver)
         self.heartbeat.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.solver.callback.barrier()
         self._take_times(self.solver)
-
-    def _connect_net(self, solver: Solver) -> None:
-        solver.net.context.all_reduce_sum = self._total
-        solver.net.context.all_reduce_capturable = self._captures
-        if self._options.sync_bn:
-            solver.net.context.all_reduce_mean = self._average
-        self._reducer = self._make_reducer(solver)
 
     def _wait_for_go(self) -> None:
         """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
