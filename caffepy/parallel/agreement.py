@@ -106,21 +106,12 @@ def agree_on_start(world: World, solver: Solver) -> SolverState | None:
 
 def describe_run(options: TrainOptions) -> Description:
     """Versions, options and the solver's fields: what is known before any net is built."""
-    return {
-        "caffepy's version": version.__version__,
-        "NumPy's version": np.__version__,
-        **_describe_gpus(options),
-        **describe_options(options),
-        **describe_solver(options.solver),
-    }
+    described = {"caffepy's version": version.__version__, "NumPy's version": np.__version__}
+    if options.devices is not None:
+        from caffepy.parallel.hardware.nccl_info import nccl_version
 
-
-def _describe_gpus(options: TrainOptions) -> Description:
-    if options.devices is None:
-        return {}
-    from caffepy.parallel.hardware.nccl_info import nccl_version
-
-    return {"NCCL's version": str(nccl_version())}
+        described["NCCL's version"] = str(nccl_version())
+    return described | describe_options(options) | describe_solver(options.solver)
 
 
 def describe_options(options: TrainOptions) -> Description:

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from caffepy.parallel.hardware.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.parallel.hardware.nvml import Nvml, short_address
@@ -31,14 +31,8 @@ _LAUNCHED = re.compile(r"(OMPI_COMM|OMPI_MCA|PMIX|PMI|PRTE|HYDI?|MPI_LOCAL|SLURM
 """Variables by which a launcher's processes know each other."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's place.
-
-    Args:
-        number: CUDA's.
-        bus_id: its PCI address.
-    """
+class Gpu(NamedTuple):
+    """A GPU: CUDA's number, and its PCI address."""
 
     number: int
     bus_id: str
