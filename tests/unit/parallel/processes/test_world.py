@@ -17,7 +17,7 @@ from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.mpi_world import MpiWorld
-from caffepy.parallel.processes.world import SingleProcess
+from caffepy.parallel.processes.world import SingleProcess, World
 
 
 class FakeWorld(SingleProcess):
@@ -77,6 +77,14 @@ def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("caffepy.parallel.processes.create.find_launcher", lambda: None)
     world = create_world()
     assert (type(world), world.size, world.communicator()) == (SingleProcess, 1, None)
+
+
+@pytest.mark.parametrize("kind", [SingleProcess, MpiWorld])
+def test_a_world_is_a_contract_and_each_kind_implements_it_alone(kind: type[World]) -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        World(0, ["host"], ["machine"])  # type: ignore[abstract]
+    assert World.__abstractmethods__ <= vars(kind).keys()
+    assert kind.__bases__ == (World,)
 
 
 def test_a_launcher_of_another_mpi_is_refused_once() -> None:
