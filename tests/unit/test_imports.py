@@ -116,7 +116,7 @@ DOORS = {
     "parallel.processes": ("distributed", "cli"),
     "parallel.store": ("distributed",),
     "solvers.io": (),
-    "solvers.rules": ("parallel",),
+    "solvers.rules": (),
 }
 """Who, outside of its part, may import a folder or module below a part's root. The roots are open to all above."""
 
