@@ -90,3 +90,13 @@ class PeerError(RunError):
 
 class AbortedError(PeerError):
     """This thread was released from a wait because another one failed first."""
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line: one of ours as it stands, another with its type."""
+    return str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}"
+
+
+def exit_status(error: BaseException) -> int:
+    """What a process that ends with `error` returns."""
+    return error.exit_status if isinstance(error, CaffepyError) else RunError.exit_status

@@ -151,7 +151,7 @@ def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
         gpus = [Gpu(number, device_properties(number).pci_bus_id) for number in numbers]
         yield from describe_gpus(gpus, nvml, peer_access)
         if nvml is None:
-            yield "the driver's library NVML cannot be loaded: links and cores near GPUs are not known"
+            yield "NVML cannot be loaded (it needs the driver and nvidia-ml-py): links between GPUs are not known"
     yield f"NCCL {nccl_version() or 'is not installed'}"
 
 

@@ -20,6 +20,7 @@ from caffepy.cli.options import (
     positive_number,
     positive_seconds,
 )
+from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EFFECTS = ("stop", "snapshot", "none")
-_COMPRESSIONS = ("none", "fp16", "bf16")
 _DESCRIPTION = """\
 Train the net that a solver prototxt names.
 
@@ -78,7 +77,7 @@ def _add_device_options(parser: Parser) -> None:
     )
     devices.add_argument(
         "--compression",
-        choices=_COMPRESSIONS,
+        choices=COMPRESSIONS,
         default="none",
         help="send gradients as float16 or bfloat16: half the bytes, for networks that are slow (default: none)",
     )
@@ -115,7 +114,10 @@ def _add_run_options(parser: Parser) -> None:
     """Options without a group: signals, checks and limits."""
     for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
         parser.add_argument(
-            f"--{name}-effect", choices=_EFFECTS, default=effect, help=f"what {name.upper()} does (default: {effect})"
+            f"--{name}-effect",
+            choices=SIGNAL_EFFECTS,
+            default=effect,
+            help=f"what {name.upper()} does (default: {effect})",
         )
     parser.add_argument(
         "--check-replicas",
@@ -128,12 +130,16 @@ def _add_run_options(parser: Parser) -> None:
     parser.add_argument(
         "--max-skipped",
         type=positive,
-        default=50,
+        default=MAX_SKIPPED,
         metavar="N",
-        help="updates skipped in a row, because gradients are not finite, that end training (50)",
+        help="updates skipped in a row, because gradients are not finite, that end training (%(default)d)",
     )
     parser.add_argument(
-        "--timeout", type=positive_seconds, default=300.0, metavar="SECONDS", help="longest wait for another rank (300)"
+        "--timeout",
+        type=positive_seconds,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="longest wait for another rank (%(default)g)",
     )
 
 

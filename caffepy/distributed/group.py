@@ -15,10 +15,10 @@ from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, RunError, UserError
 from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.control.failure import Failure, describe_error
+from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import Monitor
-from caffepy.parallel.store.records import DeviceStatus
+from caffepy.parallel.store.records import DeviceStatus, Failure
 
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""

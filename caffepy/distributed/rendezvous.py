@@ -113,11 +113,11 @@ def _join_mpi(call: Call) -> Membership:
         if time.monotonic() > deadline:
             raise PeerError(f"init_process_group at {call.method}: has waited {call.timeout:g} s for MPI's other ranks")
 
-    world.while_waiting = check_deadline
+    world.watch(check_deadline)
     membership = _meet(
         call, world.rank, world.size, lambda own: connect_ranks(world, MemoryStore(world.size), call.timeout)
     )
-    world.while_waiting = lambda: None
+    world.watch(lambda: None)
     membership.world = world if world.size > 1 else None
     return membership
 

@@ -32,6 +32,7 @@ class Net:
         state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
             with the context's phase.
         fuse: compute groups of layers as one (`caffepy.net.fusion.fuse`); blobs within a group are then not filled.
+        trace: takes the times of the layers.
 
     Raises:
         ConfigError: layers, blobs or parameters do not fit together.
@@ -44,6 +45,7 @@ class Net:
         context: LayerContext,
         state: caffe_pb2.NetState | None = None,
         fuse: bool = False,
+        trace: Tracer = NO_TRACE,
     ) -> None:
         self.name = param.name
         self.context = context
@@ -52,8 +54,7 @@ class Net:
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
         """Called with each node of the schedule once the gradients of the parameters that it owns are complete."""
-        self.trace: Tracer = NO_TRACE
-        """Takes the times of the layers."""
+        self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
         built = build_net(param, context, state)
@@ -119,6 +120,20 @@ class Net:
                 return node.tops[0].shape[0]
         return 0
 
+    def connect_devices(
+        self, total: Callable[[Array], None], mean: Callable[[Array], None] | None, capturable: bool
+    ) -> None:
+        """Let layers whose numbers span all devices reach the others; called once the devices are connected.
+
+        Args:
+            total: sums an array over all devices, in place, for losses that count labels.
+            mean: averages one, in place, for BatchNorm; None: each device takes its own statistics.
+            capturable: both may be captured in a CUDA graph.
+        """
+        self.context.all_reduce_sum = total
+        self.context.all_reduce_mean = mean
+        self.context.all_reduce_capturable = capturable
+
     # -- running -------------------------------------------------------------------------------------
 
     def forward(self) -> None:
@@ -156,7 +171,7 @@ class Net:
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batches of pass `number` to the device. Called before `forward`."""
         for node in self._prefetching_nodes:
-            with self.trace.span("feed", node.layer.name), node.named_errors():
+            with self._trace.span("feed", node.layer.name), node.named_errors():
                 node.layer.prefetch_to_device(number)
 
     def release_batch(self, number: int) -> None:
@@ -179,7 +194,7 @@ class Net:
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             node.reshape()
         workspace = self.backend.workspace_lease(node.forward_workspace)
-        with self.trace.span("forward", node.layer.name), node.named_errors(), workspace:
+        with self._trace.span("forward", node.layer.name), node.named_errors(), workspace:
             node.layer.forward(node.bottoms, node.tops)
             if not self.backend.asynchronous:
                 node.layer.raise_device_errors()
@@ -209,7 +224,7 @@ class Net:
         if node.need_backward:
             self._fill_loss_weights(node)
             workspace = self.backend.workspace_lease(node.backward_workspace)
-            with self.trace.span("backward", node.layer.name), node.named_errors(), workspace:
+            with self._trace.span("backward", node.layer.name), node.named_errors(), workspace:
                 node.layer.backward(node.tops, node.propagate_down, node.bottoms)
             if self.debug_info:
                 debug.log_backward(node)

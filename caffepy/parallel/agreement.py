@@ -7,6 +7,7 @@ random seed, and the snapshot and weights to start from, are the root's.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
@@ -27,39 +28,10 @@ from caffepy.solvers import Solver
 Description: TypeAlias = "dict[str, str]"
 """A rank's fields, as messages call them, and their values; compared in this order."""
 
-PATHS = frozenset(
-    {
-        "SolverParameter.net",
-        "SolverParameter.train_net",
-        "SolverParameter.test_net",
-        "SolverParameter.weights",
-        "SolverParameter.snapshot_prefix",
-        "TransformationParameter.mean_file",
-        "DataParameter.source",
-        "DataParameter.mean_file",
-        "HDF5DataParameter.source",
-        "HDF5OutputParameter.file_name",
-        "ImageDataParameter.source",
-        "ImageDataParameter.root_folder",
-        "ImageDataParameter.mean_file",
-        "InfogainLossParameter.source",
-        "WindowDataParameter.source",
-        "WindowDataParameter.root_folder",
-        "WindowDataParameter.mean_file",
-        "AnnotatedDataParameter.label_map_file",
-        "VideoDataParameter.video_file",
-        "DetectionOutputParameter.save_file",
-        "DetectionEvaluateParameter.name_size_file",
-        "SaveOutputParameter.output_directory",
-        "SaveOutputParameter.output_name_prefix",
-        "SaveOutputParameter.label_map_file",
-        "SaveOutputParameter.name_size_file",
-        "TRTParameter.deploy",
-        "TRTParameter.model",
-        "TRTParameter.calibrator",
-    }
+_PATH = re.compile(
+    r".*(source|file|file_name|folder|directory|prefix)|(train_|test_)?net|weights|deploy|model|calibrator"
 )
-"""Fields that name a file or folder, which may differ from host to host."""
+"""Names of string fields that name a file or folder, which may differ from host to host."""
 _OF_THE_ROOT = frozenset({"random_seed"})
 _OF_THE_HOST = frozenset({"device_id", "solver_mode"})
 _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
@@ -134,21 +106,12 @@ def agree_on_start(world: World, solver: Solver) -> SolverState | None:
 
 def describe_run(options: TrainOptions) -> Description:
     """Versions, options and the solver's fields: what is known before any net is built."""
-    return {
-        "caffepy's version": version.__version__,
-        "NumPy's version": np.__version__,
-        **_describe_gpus(options),
-        **describe_options(options),
-        **describe_solver(options.solver),
-    }
+    described = {"caffepy's version": version.__version__, "NumPy's version": np.__version__}
+    if options.devices is not None:
+        from caffepy.parallel.hardware.nccl_info import nccl_version
 
-
-def _describe_gpus(options: TrainOptions) -> Description:
-    if options.devices is None:
-        return {}
-    from caffepy.parallel.hardware.nccl_info import nccl_version
-
-    return {"NCCL's version": str(nccl_version())}
+        described["NCCL's version"] = str(nccl_version())
+    return described | describe_options(options) | describe_solver(options.solver)
 
 
 def describe_options(options: TrainOptions) -> Description:
@@ -223,10 +186,15 @@ def _describe_data(name: str, net: Net) -> Description:
 # -- messages as fields and values -----------------------------------------------------------------------
 
 
+def is_path(field: FieldDescriptor) -> bool:
+    """Whether a field of the schema names a file or folder."""
+    return field.type == field.TYPE_STRING and _PATH.fullmatch(field.name) is not None
+
+
 def _flatten(message: Message, prefix: str = "", skipped: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """The fields that are set, by path, with their values; without `PATHS` and the names in `skipped`."""
+    """The fields that are set, by path, with their values; without paths and the names in `skipped`."""
     for field, value in message.ListFields():
-        if f"{message.DESCRIPTOR.name}.{field.name}" in PATHS or field.name in skipped:
+        if is_path(field) or field.name in skipped:
             continue
         path = prefix + field.name
         repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))

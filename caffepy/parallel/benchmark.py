@@ -15,7 +15,8 @@ import numpy as np
 
 from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
-from caffepy.errors import AbortedError, ConfigError, PeerError
+from caffepy.defaults import TIMEOUT
+from caffepy.errors import ConfigError, PeerError
 from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.factory import DeviceCommunicators
@@ -50,7 +51,7 @@ class BenchmarkOptions:
     sizes: tuple[int, ...]
     iterations: int = 20
     dtype: str = "float32"
-    timeout: float = 300.0
+    timeout: float = TIMEOUT
 
     @property
     def local_devices(self) -> list[int | None]:
@@ -157,40 +158,35 @@ def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], 
 
 
 class _BenchmarkThread(DeviceThread):
-    """Measures all sizes on one device.
+    """Measures on one device.
 
     Args:
         index: the device's number in this process.
-        options: what to measure.
-        connect: makes a device's communicator; called in the thread.
-        on_timing: called with each result.
+        device: its GPU, or None for the CPU.
+        connect: makes the thread's communicator; called in the thread.
+        measure: called in the thread with its index, backend and communicator.
         on_change: called when the thread has failed or finished.
     """
 
     def __init__(
         self,
         index: int,
-        options: BenchmarkOptions,
-        connect: Callable[[int], Communicator],
-        on_timing: Callable[[Timing], None],
+        device: int | None,
+        connect: Callable[[], Communicator],
+        measure: Callable[[int, Backend, Communicator], None],
         on_change: Callable[[], None],
     ) -> None:
-        device = options.local_devices[index]
-        super().__init__(f"bench {index}", device, str(device), on_change)
+        super().__init__(f"bench {index}", device, str(device), connect, on_change)
         self._index = index
-        self._options = options
-        self._connect = connect
-        self._on_timing = on_timing
+        self._measure = measure
 
     def _create_backend(self) -> Backend:
         return create_backend(self._device, 1)
 
     def _work(self, backend: Backend) -> None:
-        options = self._options
-        self._communicator = communicator = self._connect(self._index)
-        for size in options.sizes:
-            self._on_timing(measure_size(backend, communicator, size, options.iterations, options.dtype))
-        communicator.barrier()
+        self._communicator = self._connect()
+        self._measure(self._index, backend, self._communicator)
+        self._communicator.barrier()
 
 
 class AllReduceBenchmark:
@@ -207,6 +203,7 @@ class AllReduceBenchmark:
         self._options = options
         self._on_timing = on_timing
         self._threads: DeviceThreads[_BenchmarkThread] = DeviceThreads()
+        self._failures = Failures(world, self._threads)
         self._last_result = awake_seconds()
 
     def run(self) -> None:
@@ -225,37 +222,36 @@ class AllReduceBenchmark:
         try:
             self._threads.start()
             self._threads.wait(lambda thread: thread.finished.is_set(), world, self._check)
-            self._raise_error()
+            self._failures.raise_first()
         except BaseException as error:
-            Failures(world, self._threads).end(error)
+            self._failures.end(error)
             raise
 
     def _make_threads(self) -> None:
-        options, threads = self._options, self._threads
-        count = len(options.local_devices)
-        connect = DeviceCommunicators(self._world, count, options.devices is not None, timeout=options.timeout).connect
-        for index in range(count):
-            # All devices have the same results; the first one of each process reports them.
-            on_timing = self._report if index == 0 else _ignore
-            threads.add(_BenchmarkThread(index, options, connect, on_timing, threads.changed))
+        options, devices = self._options, self._options.local_devices
+        on_gpus = options.devices is not None
+        connect = DeviceCommunicators(self._world, len(devices), on_gpus, timeout=options.timeout).connect
+        for index, device in enumerate(devices):
+            on_change = partial(self._on_change, index)
+            self._threads.append(_BenchmarkThread(index, device, partial(connect, index), self._measure, on_change))
 
-    def _report(self, timing: Timing) -> None:
-        self._last_result = awake_seconds()
-        self._on_timing(timing)
+    def _measure(self, index: int, backend: Backend, communicator: Communicator) -> None:
+        options = self._options
+        for size in options.sizes:
+            timing = measure_size(backend, communicator, size, options.iterations, options.dtype)
+            if index == 0:  # all devices have the same results
+                self._last_result = awake_seconds()
+                self._on_timing(timing)
+
+    def _on_change(self, index: int) -> None:
+        error = self._threads[index].error
+        if error is not None:
+            self._failures.device_failed(error, "")
+        self._threads.changed()
 
     def _check(self) -> None:
-        """Raise a thread's error, or PeerError if there was no result for too long."""
-        self._raise_error()
+        """Raise the first failure, or PeerError if there was no result for too long."""
+        self._failures.raise_first()
         seconds = self._options.timeout
         if awake_seconds() - self._last_result > seconds:
             raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")
-
-    def _raise_error(self) -> None:
-        """Raise the error that came first: AbortedError is that of threads that were released because of it."""
-        errors = [thread.error for thread in self._threads if thread.error is not None]
-        if errors:
-            raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
-
-
-def _ignore(timing: Timing) -> None:
-    """Drop the result."""

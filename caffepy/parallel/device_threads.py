@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from caffepy.backend import Backend
 from caffepy.parallel.communicators.communicator import Communicator
@@ -24,15 +24,24 @@ class DeviceThread(ABC):
         name: the thread's.
         device: its GPU, or None for the CPU.
         label: what messages call the device.
+        connect: makes the thread's communicator; called in the thread, with the device current.
         on_change: called in the thread when it has failed or finished.
     """
 
-    def __init__(self, name: str, device: int | None, label: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: int | None,
+        label: str,
+        connect: Callable[[], Communicator],
+        on_change: Callable[[], None],
+    ) -> None:
         self.error: BaseException | None = None
         """The first error of the thread."""
         self.finished = threading.Event()
         self._device = device
         self._label = label
+        self._connect = connect
         self._on_change = on_change
         self._communicator: Communicator | None = None
         self._backend: Backend | None = None
@@ -104,29 +113,16 @@ class DeviceThread(ABC):
 ThreadT = TypeVar("ThreadT", bound=DeviceThread)
 
 
-class DeviceThreads(Generic[ThreadT]):
+class DeviceThreads(list[ThreadT]):
     """The device threads of this process; the main thread starts them and waits for them."""
 
     def __init__(self) -> None:
-        self._threads: list[ThreadT] = []
+        super().__init__()
         self._changed = threading.Event()
-
-    def __iter__(self) -> Iterator[ThreadT]:
-        return iter(self._threads)
-
-    def __len__(self) -> int:
-        return len(self._threads)
-
-    def __getitem__(self, index: int) -> ThreadT:
-        return self._threads[index]
-
-    def add(self, thread: ThreadT) -> None:
-        """Add a thread that is not yet started."""
-        self._threads.append(thread)
 
     def start(self) -> None:
         """Start all threads."""
-        for thread in self._threads:
+        for thread in self:
             thread.start()
 
     def changed(self) -> None:
@@ -141,22 +137,22 @@ class DeviceThreads(Generic[ThreadT]):
             world: the processes.
             check: called at least every 0.2 s; ends the wait by raising.
         """
-        while not all(map(reached, self._threads)):
+        while not all(map(reached, self)):
             check()
             self._changed.clear()
             if world.serves:
                 world.serve()
-            elif not all(map(reached, self._threads)):
+            elif not all(map(reached, self)):
                 self._changed.wait(_POLL)
 
     def abort(self) -> None:
         """Wake all threads, and the main thread, from their waits. Callable from any thread."""
-        for thread in self._threads:
+        for thread in self:
             thread.abort()
         self._changed.set()
 
     def join(self, seconds: float) -> None:
         """Wait for the end of all threads, for at most `seconds` in all."""
         deadline = time.monotonic() + seconds
-        for thread in self._threads:
+        for thread in self:
             thread.join(max(0.0, deadline - time.monotonic()))

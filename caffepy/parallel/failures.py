@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from caffepy.errors import AbortedError, CaffepyError, PeerError, RunError
-from caffepy.parallel.control.failure import Failure, describe_error, exit_status
+from caffepy.errors import AbortedError, CaffepyError, PeerError, RunError, exit_status
+from caffepy.parallel.control.describe_error import describe_error
+from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_threads import DeviceThreads
 from caffepy.parallel.processes.world import World
+from caffepy.parallel.store.records import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +24,6 @@ _INTERRUPTED = 130
 """The exit status of a shell's command that SIGINT has ended."""
 _TELL_SECONDS = 1.0
 """How long the others may take to hear of a failure, and rank 0 to answer."""
-
-
-class Teller(Protocol):
-    """The part of the watchdog that is used here."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def tell_failure(self, failure: Failure) -> None: ...
 
 
 class Failures:
@@ -47,7 +39,7 @@ class Failures:
         """Whether errors are reported with their traceback."""
         self._world = world
         self._threads = threads
-        self._watchdog: Teller | None = None
+        self._watchdog: Watchdog | None = None
         self._first: Failure | None = None
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
@@ -59,7 +51,7 @@ class Failures:
         """Whether the run ends because of a failure."""
         return self._first is not None
 
-    def watch(self, watchdog: Teller) -> None:
+    def watch(self, watchdog: Watchdog) -> None:
         """Start the watchdog that tells other ranks of failures; its `on_failure` is `peer_failed`."""
         self._watchdog = watchdog
         watchdog.start()
@@ -82,8 +74,7 @@ class Failures:
         if isinstance(error, AbortedError):
             # A thread that another failure has released comes here after that failure was recorded.
             text = f"training was stopped, and no device said why ({text}); go on from the last snapshot"
-        where = ", ".join([*([self._own_name] if self._world.size > 1 else []), *([location] if location else [])])
-        self._record(Failure(f"{where}: {text}" if where else text, exit_status(error), error=error))
+        self._record(self._own_failure(text, error, location))
 
     def peer_failed(self, failure: Failure) -> None:
         """Record what the watchdog found; called in its thread, while the main thread may be stuck in MPI."""
@@ -121,11 +112,7 @@ class Failures:
     def end(self, error: BaseException) -> None:
         """Release and join this process's threads; end the world too, unless all ranks have agreed on the error."""
         world = self._world
-        if self._first is None:
-            where = f"{self._own_name}: " if world.size > 1 else ""
-            self._record(Failure(f"{where}{describe_error(error)}", exit_status(error), error=error))
-        failure = self._first
-        assert failure is not None
+        failure = self._record(self._own_failure(describe_error(error), error))
         alone = world.size == 1 or world.ended_together
         if not alone:
             self._report(through_root=True)
@@ -145,16 +132,19 @@ class Failures:
             telling.join(_TELL_SECONDS)
         self._world.end(_INTERRUPTED)
 
-    @property
-    def _own_name(self) -> str:
-        return self._world.name(self._world.rank)
+    def _own_failure(self, text: str, error: BaseException, location: str = "") -> Failure:
+        rank = self._world.name(self._world.rank) if self._world.size > 1 else ""
+        where = ", ".join(filter(None, (rank, location)))
+        return Failure(f"{where}: {text}" if where else text, exit_status(error), error=error)
 
-    def _record(self, failure: Failure) -> None:
+    def _record(self, failure: Failure) -> Failure:
+        """Keep the first failure, and return it."""
         with self._lock:
             if self._first is not None:
-                return
+                return self._first
             self._first = failure
         self._threads.abort()
+        return failure
 
     def _report(self, through_root: bool = False) -> None:
         """Print the first failure, unless some rank has, and tell the other ranks; returns when that is done.

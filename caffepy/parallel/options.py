@@ -7,18 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
 from caffepy.solvers.execution_options import ExecutionOptions
-from caffepy.solvers.rules.update import MAX_SKIPPED
 
 if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
     from caffepy.proto.caffe_pb2 import SolverParameter
-
-EFFECTS = ("stop", "snapshot", "none")
-"""What a signal may do."""
-COMPRESSIONS = ("none", "fp16", "bf16")
-"""Gradients travel between ranks, and between GPUs, as they are, as float16 or as bfloat16."""
 
 
 @dataclass
@@ -48,7 +43,7 @@ class TrainOptions:
         trace_iterations: iterations that it shows; None: a few after the first ones.
         single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
-        compression: how gradients travel, one of `COMPRESSIONS`.
+        compression: how gradients travel, one of `defaults.COMPRESSIONS`.
         max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
@@ -61,7 +56,7 @@ class TrainOptions:
     weights: list[Path] = field(default_factory=list)
     per_device_batch: bool = False
     keep_going: bool = False
-    timeout: float = 300.0
+    timeout: float = TIMEOUT
     verbose: bool = False
     sigint_effect: str = "stop"
     sighup_effect: str = "snapshot"
@@ -106,8 +101,8 @@ class TrainOptions:
         if self.compression not in COMPRESSIONS:
             raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):
-            if effect not in EFFECTS:
-                raise ConfigError(f"a signal cannot have the effect '{effect}'; known: {', '.join(EFFECTS)}")
+            if effect not in SIGNAL_EFFECTS:
+                raise ConfigError(f"a signal cannot have the effect '{effect}'; known: {', '.join(SIGNAL_EFFECTS)}")
 
 
 OptionsSource = Callable[[], TrainOptions]

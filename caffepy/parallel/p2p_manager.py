@@ -14,10 +14,9 @@ from functools import partial
 from caffepy.errors import RunError
 from caffepy.parallel.agreed_options import agree_on_options
 from caffepy.parallel.agreement import agree_on_start
-from caffepy.parallel.batch import describe_batch
 from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.control.connect import connect_training
-from caffepy.parallel.control.failure import describe_error
+from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_spec import bind_rank, device_names, device_specs
 from caffepy.parallel.device_threads import DeviceThreads
@@ -28,7 +27,7 @@ from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 from caffepy.parallel.processes.world import World
-from caffepy.parallel.run_report import check_trace, gather_trace, report_performance
+from caffepy.parallel.run_report import check_trace, describe_batch, gather_trace, report_performance
 from caffepy.parallel.signals import SignalRequests
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solvers.callbacks import Action
@@ -62,7 +61,7 @@ class P2PManager:
         """
         self._world = create_world()
         self._failures = Failures(self._world, self._syncs)
-        self._world.while_waiting = self._failures.raise_first
+        self._world.watch(self._failures.raise_first)
         try:
             self._run()
         except BaseException as error:
@@ -121,7 +120,7 @@ class P2PManager:
         for spec in specs:
             # Signals go to one thread of a process; its solver sends the request on with the gradients.
             request = signals if spec.index == 0 else _no_request
-            self._syncs.add(P2PSync(spec, options, partial(connect, spec.index), request, self._on_change, names))
+            self._syncs.append(P2PSync(spec, options, partial(connect, spec.index), request, self._on_change, names))
 
     def _watch(self, options: TrainOptions) -> None:
         heartbeats = [sync.heartbeat for sync in self._syncs]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.device_threads import DeviceThread
-from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
@@ -28,7 +28,7 @@ from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
-from caffepy.solvers.callbacks import Action
+from caffepy.solvers.callbacks import Action, SingleDevice
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class P2PSync(DeviceThread):
         on_change: Callable[[P2PSync], None],
         names: Sequence[str] = (),
     ) -> None:
-        super().__init__(f"solver {spec.shard.rank}", spec.device, spec.label, lambda: on_change(self))
+        super().__init__(f"solver {spec.shard.rank}", spec.device, spec.label, connect, lambda: on_change(self))
         self.spec = spec
         self.is_root = spec.shard.rank == 0
         self.world_size = spec.shard.world_size
@@ -72,11 +72,8 @@ class P2PSync(DeviceThread):
         self.trace: Tracer = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
-        self.communication: CommTimer | None = None
-        """Where the exchange of gradients is timed."""
         self.ready = threading.Event()
         self._options = options
-        self._connect = connect
         self._request = request
         self._names = names or [f"device {number}" for number in range(self.world_size)]
         self._compared = -1
@@ -84,7 +81,7 @@ class P2PSync(DeviceThread):
         self._state: SolverState | None = None
         self._go = threading.Event()
         self._cancelled = False
-        self._exchange: Reducer | None = None
+        self._reducer: Reducer | None = None
 
     # -- for the manager ----------------------------------------------------------------------------
 
@@ -124,13 +121,15 @@ class P2PSync(DeviceThread):
     # -- for the solver: SolverCallback -------------------------------------------------------------
 
     def on_start(self) -> None:
-        if self.world_size == 1:
-            return
         assert self.solver is not None
         with self._waiting("the root's weights"):
             for array in (self.solver.net.parameters.data, *self.solver.history):
                 self._connected.broadcast(array, root=0)
             self._drain()
+
+    def on_clock_start(self) -> None:
+        assert self._reducer is not None
+        self._reducer.timer.reset()
 
     def on_iteration(self) -> None:
         assert self.solver is not None
@@ -142,28 +141,19 @@ class P2PSync(DeviceThread):
     def on_snapshot(self) -> None:
         """Compare the parameters, so that a snapshot is that of all devices."""
         assert self.solver is not None
-        if self.world_size == 1 or self._compared == self.solver.iteration:
+        if self._compared == self.solver.iteration:
             return
-        check_replicas(self.solver.net, self.spec.shard.rank, self._names, self._sum_hashes)
+        gather = partial(self._gather, what="the comparison of the parameters")
+        check_replicas(self.solver.net, self._names, gather)
         self._compared = self.solver.iteration
 
-    def _sum_hashes(self, values: Any) -> Any:
-        with self._waiting("the comparison of the parameters"):
-            return self._connected.sum(values)
-
     def on_gradients_ready(self) -> None:
-        if self.world_size == 1:
-            return
-        assert self.communication is not None
-        assert self._exchange is not None
-        with self.communication.exposed():
-            _ = self._connected  # refuses once training was stopped
-            self._exchange.finish()
+        assert self._reducer is not None
+        _ = self._connected  # refuses once training was stopped
+        self._reducer.finish()
 
     def capture_blocker(self) -> str | None:
-        if self.world_size == 1 or self._captures:
-            return None
-        return "the devices exchange gradients through the host"
+        return None if self._captures else "the devices exchange gradients through the host"
 
     @property
     def _captures(self) -> bool:
@@ -171,40 +161,32 @@ class P2PSync(DeviceThread):
         return self._communicator is not None and self._communicator.capturable
 
     def wait_for_device(self, wait: Callable[[], None]) -> None:
-        if self.world_size == 1:
-            wait()
-            return
-        assert self._exchange is not None
-        with self.heartbeat.collective(self._exchange.describe), self.trace.span("waits", "the gradients' all-reduce"):
+        assert self._reducer is not None
+        with self.heartbeat.collective(self._reducer.describe), self.trace.span("waits", "the gradients' all-reduce"):
             self._drain(wait)
 
     def average_over_devices(self, arrays: Sequence[Array]) -> None:
-        if self.world_size == 1:
-            return
         with self._waiting("the average of running statistics"):
             for array in arrays:
                 self._connected.all_reduce(array, average=True)
             self._drain()
 
-    def sum_over_devices(self, values: Any) -> Any:
-        if self.world_size == 1:
-            return np.array(values, np.float64)
-        with self._waiting("the sum of scores"):
+    def sum_over_devices(self, values: Any, what: str = "the sum of scores") -> Any:
+        with self._waiting(what):
             return self._connected.sum(np.asarray(values, np.float64))
 
     def min_over_devices(self, number: float, what: str) -> float:
-        if self.world_size == 1:
-            return number
-        numbers = np.zeros(self.world_size)
-        numbers[self.spec.shard.rank] = number
-        with self._waiting(what):
-            return float(self._connected.sum(numbers).min())
+        return float(self._gather([number], what).min())
 
     def barrier(self) -> None:
-        if self.world_size == 1:
-            return
         with self._waiting("a barrier"):
             self._connected.barrier()
+
+    def _gather(self, values: Sequence[float], what: str) -> Any:
+        """Numbers of all devices, one row for each."""
+        rows = np.zeros((self.world_size, len(values)))
+        rows[self.spec.shard.rank] = values
+        return self.sum_over_devices(rows, what)
 
     def _average(self, array: Any) -> None:
         """All-reduce for sync-BN layers."""
@@ -262,17 +244,15 @@ class P2PSync(DeviceThread):
             self.solver.adopt(self._state)
         with self.heartbeat.collective("the connection of the devices"):
             self._communicator = self._connect()
-            self._place_gradients(self.solver)
+            self._allocate_gradients(self.solver)
         if self.world_size > 1:
-            self.solver.net.context.all_reduce_sum = self._total
-            self.solver.net.context.all_reduce_capturable = self._captures
-            self._exchange = self._make_exchange(self.solver)
-        if self._options.sync_bn and self.world_size > 1:
-            self.solver.net.context.all_reduce_mean = self._average
+            mean = self._average if self._options.sync_bn else None
+            self.solver.net.connect_devices(self._total, mean, self._captures)
+            self._reducer = self._make_reducer(self.solver)
         self.heartbeat.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
-        self.barrier()
+        self.solver.callback.barrier()
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
@@ -287,23 +267,22 @@ class P2PSync(DeviceThread):
 
     def _take_times(self, solver: Solver) -> None:
         """Read the device's timers, which `_close` releases."""
-        if self.world_size > 1 and self.communication is not None:
-            solver.performance.communication, solver.performance.exposed = self.communication.totals()
+        if self._reducer is not None:
+            solver.performance.communication, solver.performance.exposed = self._reducer.timer.totals()
         self.events = self.trace.events(self.spec.shard.rank, self.spec.full_name)
 
-    def _place_gradients(self, solver: Solver) -> None:
+    def _allocate_gradients(self, solver: Solver) -> None:
         """Let the communicator allocate the gradients, for example in memory that ranks share."""
         parameters = solver.net.parameters
         memory = self._connected.allocate_gradients(parameters.size)
         if memory is not None:
             parameters.bind_gradients(memory)
 
-    def _make_exchange(self, solver: Solver) -> Reducer:
+    def _make_reducer(self, solver: Solver) -> Reducer:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
 
         Where nobody says whether to overlap, that depends on whether it is worth it.
         """
-        assert self.communication is not None
         overlap = self._connected.overlaps
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
@@ -311,18 +290,10 @@ class P2PSync(DeviceThread):
         cut = any(node.need_backward and node.layer.capture_blocker() for node in solver.net.schedule)
         if cut and solver.backend.captures:
             buckets = 1  # what is begun within a graph must end within it, and here there are several
-        exchange = Reducer(
-            solver.net,
-            self._connected,
-            buckets,
-            self._may_begin,
-            self.communication,
-            self._waiting,
-            self.trace,
-        )
-        if exchange.overlaps and self.is_root:
-            logger.info("gradients are exchanged in %d parts during the backward pass", exchange.parts)
-        return exchange
+        reducer = Reducer(solver.net, self._connected, buckets, self._may_begin, self._waiting, self.trace)
+        if reducer.overlaps and self.is_root:
+            logger.info("gradients are exchanged in %d parts during the backward pass", reducer.parts)
+        return reducer
 
     def _may_begin(self) -> bool:
         """Whether exchanges may begin in the present backward pass.
@@ -341,7 +312,7 @@ class P2PSync(DeviceThread):
             backend,
             shard=self.spec.shard,
             resolve=options.resolve,
-            callback=self,
+            callback=self if self.world_size > 1 else SingleDevice(),
             request=self._request,
             keep_going=options.keep_going,
             engine=options.engine,
@@ -351,8 +322,6 @@ class P2PSync(DeviceThread):
             timeout=options.timeout + _DATA_SECONDS,
         )
         self.solver = solver
-        self.communication = CommTimer(backend)
-        solver.clock.on_start = self.communication.reset
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:

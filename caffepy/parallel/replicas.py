@@ -18,20 +18,19 @@ _HASH_BYTES = 6
 """Hashes travel as float64 numbers, which hold whole numbers of 53 bits."""
 _MOST_NAMES = 4
 
-Sum = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""An all-reduce; called by all devices."""
+Gather = Callable[[Sequence[int]], NDArray[np.float64]]
+"""Makes a row for each device of the numbers that it is called with by all of them."""
 
 
-def check_replicas(net: Net, device: int, names: Sequence[str], sum_over_devices: Sum) -> None:
+def check_replicas(net: Net, names: Sequence[str], gather: Gather) -> None:
     """Compare the parameters of all devices; called by all of them, with no work pending on the device.
 
     BatchNorm's running statistics are not compared: they differ from device to device until they are averaged.
 
     Args:
         net: this device's.
-        device: its rank among all devices.
         names: what messages call each device.
-        sum_over_devices: all-reduces float64 host arrays.
+        gather: collects the devices' hashes.
 
     Raises:
         RunError: on all devices, if a device's parameters differ from the root's; names the first layer that differs.
@@ -39,12 +38,6 @@ def check_replicas(net: Net, device: int, names: Sequence[str], sum_over_devices
     parameters = _replicated(net)
     flat = net.backend.to_host(net.parameters.data)
     own = [_hash(flat[parameter.start : parameter.stop]) for parameter in parameters]
-
-    def gather(values: Sequence[int]) -> NDArray[np.float64]:
-        rows = np.zeros((len(names), len(values)))
-        rows[device] = values
-        return sum_over_devices(rows)
-
     whole = gather([_hash(np.array(own, np.uint64))])
     if (whole == whole[0]).all():
         return

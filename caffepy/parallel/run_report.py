@@ -1,14 +1,16 @@
-"""What all ranks show after training: the performance report and the trace, gathered and written by the root."""
+"""What the root says of a run: before training how batches are divided, after it the performance and the trace."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.parallel.processes.world import World
+from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report import Performance, format_report
 from caffepy.trace import pack_events, unpack_events, write_trace
 
@@ -23,6 +25,43 @@ def check_trace(path: Path | None, rank: int) -> None:
     """
     if rank == 0 and path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"--trace {path}: there is no folder {path.parent}; make it first")
+
+
+def batch_sizes(net: NetParameter) -> Iterator[tuple[str, int]]:
+    """The name and `batch_size` of each layer that has one, as written."""
+    for layer in net.layer:
+        for field, settings in layer.ListFields():
+            message = field.message_type
+            if message is not None and "batch_size" in message.fields_by_name and settings.batch_size > 0:
+                yield layer.name, int(settings.batch_size)
+
+
+def division_warning(layer: str, batch_size: int, shard: Shard) -> str | None:
+    """The warning if a rank's batch is not divisible by its devices, or None."""
+    devices = shard.devices_per_rank
+    device_batch = shard.device_batch(batch_size)
+    if shard.per_device_batch or device_batch * devices == batch_size:
+        return None
+    return (
+        f"layer '{layer}': batch_size {batch_size} is not divisible by {devices} devices: each takes {device_batch}, "
+        f"{device_batch * devices} together"
+    )
+
+
+def describe_batch(net: NetParameter, batch: int, shard: Shard) -> None:
+    """Log the batch per device, per rank and in all, with a warning for each that was rounded up (`divide_batch_size`).
+
+    Args:
+        net: with each layer's `batch_size` as written.
+        batch: samples that a device takes in one iteration.
+        shard: the device's.
+    """
+    for layer, batch_size in batch_sizes(net):
+        if warning := division_warning(layer, batch_size, shard):
+            logger.warning("%s", warning)
+    logger.info(
+        "Batch: %d per device, %d per rank, %d in all", batch, batch * shard.devices_per_rank, batch * shard.world_size
+    )
 
 
 def report_performance(world: World, devices: Sequence[Performance], single_rate: float | None) -> None:

@@ -21,6 +21,7 @@ from caffepy.backend import Array, Backend, Expression
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import refuse_unsupported
 from caffepy.data.schedule import Shard
+from caffepy.defaults import MAX_SKIPPED
 from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -41,7 +42,7 @@ from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.requests import Requests
-from caffepy.solvers.rules.update import MAX_SKIPPED, Update
+from caffepy.solvers.rules.update import Update
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
 
@@ -123,8 +124,7 @@ class Solver(ABC):
 
     def _build_nets(self, trace: Tracer) -> None:
         factory = self._factory
-        self.net = factory.train_net()
-        self.net.trace = trace
+        self.net = factory.train_net(trace)
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
@@ -162,7 +162,7 @@ class Solver(ABC):
         self.graph_runner = CudaGraphRunner(state, steps, eager)
         self._loss_check = LossCheck(state, self.graph_runner, keep_going, self._factory.share)
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
-        self.clock = Clock(self.performance, self.backend)
+        self.clock = Clock(self.performance, self.backend, self.callback.on_clock_start)
         self._display = Display(state, self.clock, self._hyperparameters)
         self._eager = EagerIteration(state, steps, self._display, self._loss_check)
 

@@ -33,6 +33,9 @@ class SolverCallback(Protocol):
     def on_start(self) -> None:
         """Called before the first iteration of a `step`: give every device the root's parameters and history."""
 
+    def on_clock_start(self) -> None:
+        """Called once, when the first iterations are over and the seconds of training begin to count."""
+
     def on_iteration(self) -> None:
         """Called after each iteration, which the device may still be computing; it is counted in `Solver.iteration`."""
 
@@ -68,6 +71,8 @@ class SingleDevice:
     world_size = 1
 
     def on_start(self) -> None: ...
+
+    def on_clock_start(self) -> None: ...
 
     def on_iteration(self) -> None: ...
 

@@ -15,16 +15,16 @@ class Clock:
     Args:
         performance: where iterations and seconds are added.
         backend: made to finish before the clock is stopped.
+        on_start: called once, when the first iterations are over and seconds begin to count.
     """
 
-    def __init__(self, performance: Performance, backend: Backend) -> None:
+    def __init__(self, performance: Performance, backend: Backend, on_start: Callable[[], None] = lambda: None) -> None:
         self._performance = performance
         self._backend = backend
         self._seen = 0
         self._started: float | None = None
         self._active = False
-        self.on_start: Callable[[], None] = lambda: None
-        """Called once, when the first iterations are over and seconds begin to count."""
+        self._on_start = on_start
         self._shown = time.monotonic()
         self._shown_iteration: int | None = None
 
@@ -55,7 +55,7 @@ class Clock:
         if self._seen >= WARM_UP and self._started is None:
             self._backend.synchronize()
             if self._performance.iterations == 0:
-                self.on_start()
+                self._on_start()
             self._started = time.monotonic()
 
     def lap(self, iteration: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
+from caffepy.trace import NO_TRACE, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ class NetFactory:
         self.timeout = timeout
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
-    def train_net(self) -> Net:
-        """The net to train.
+    def train_net(self, trace: Tracer = NO_TRACE) -> Net:
+        """The net to train; `trace` takes the times of its layers.
 
         Raises:
             ConfigError: none is named, or more than one; its `reduce_buckets` is negative.
@@ -80,7 +81,7 @@ class NetFactory:
         source, state = self._train_source()
         bucket_count(source.param)
         log.log(self._level, "Creating training net from %s", source.field)
-        return self._make(source, state, 1)
+        return self._make(source, state, 1, trace)
 
     def train_setup(self) -> tuple[caffe_pb2.NetParameter, LayerContext, caffe_pb2.NetState]:
         """What `train_net` makes its net of, for planning it.
@@ -138,8 +139,8 @@ class NetFactory:
             plan.bind(net, arena)
         return plans[0]
 
-    def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int) -> Net:
-        net = Net(source.param, self._context(source, state, test_iter), state, self.fuse)
+    def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int, trace: Tracer = NO_TRACE) -> Net:
+        net = Net(source.param, self._context(source, state, test_iter), state, self.fuse, trace)
         self._made.append((net, source.param, state))
         return net
 

@@ -1,12 +1,9 @@
-"""NVML as ctypes would show it, for GPUs that are not there."""
+"""The module pynvml (nvidia-ml-py), for GPUs that are not there."""
 
 from __future__ import annotations
 
-import ctypes
+from types import SimpleNamespace
 from typing import Any
-
-NOT_FOUND = 6
-INVALID = 2
 
 
 def pci(number: int) -> str:
@@ -15,66 +12,52 @@ def pci(number: int) -> str:
 
 
 class FakeNvml:
-    """The library's functions.
+    """The module's functions; a device's handle is its address.
 
     Args:
-        cores: numbers of the cores near each GPU.
         links: where each GPU's NVLinks end; None for one that is not active.
         levels: of the path between two GPUs.
-        status: what the initialisation returns.
+        driver: whether there is one.
     """
+
+    class NVMLError(Exception):
+        """The module's error."""
 
     def __init__(
         self,
-        cores: dict[str, list[int]] | None = None,
         links: dict[str, list[str | None]] | None = None,
         levels: dict[tuple[str, str], int] | None = None,
-        status: int = 0,
+        driver: bool = True,
     ) -> None:
-        self._cores, self._links, self._levels, self._status = cores or {}, links or {}, levels or {}, status
-        self._known = sorted({*self._cores, *self._links, *(gpu for pair in self._levels for gpu in pair)})
+        self._links, self._levels, self._driver = links or {}, levels or {}, driver
+        self._known = {*self._links, *(gpu for pair in self._levels for gpu in pair)}
         self.open = 0
 
-    def nvmlInit_v2(self) -> int:
-        self.open += self._status == 0
-        return self._status
+    def nvmlInit(self) -> None:
+        if not self._driver:
+            raise self.NVMLError("Driver Not Loaded")
+        self.open += 1
 
-    def nvmlShutdown(self) -> int:
+    def nvmlShutdown(self) -> None:
         self.open -= 1
-        return 0
 
-    def nvmlDeviceGetHandleByPciBusId_v2(self, address: Any, device: Any) -> int:
-        name = address.value.decode()
-        if name not in self._known:
-            return NOT_FOUND
-        ctypes.cast(device, ctypes.POINTER(ctypes.c_void_p))[0] = self._known.index(name) + 1
-        return 0
+    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> str:
+        if address not in self._known:
+            raise self.NVMLError("Not Found")
+        return address
 
-    def nvmlDeviceGetCpuAffinity(self, device: Any, count: Any, words: Any) -> int:
-        for core in self._cores.get(self._name(device), []):
-            if core // 64 < count.value:
-                words[core // 64] |= 1 << core % 64
-        return 0
+    def nvmlDeviceGetNvLinkState(self, device: str, link: int) -> int:
+        ends = self._links.get(device, [])
+        if link >= len(ends):
+            raise self.NVMLError("Invalid Argument")
+        return int(ends[link] is not None)
 
-    def nvmlDeviceGetNvLinkState(self, device: Any, link: Any, active: Any) -> int:
-        ends = self._links.get(self._name(device), [])
-        if link.value >= len(ends):
-            return INVALID
-        ctypes.cast(active, ctypes.POINTER(ctypes.c_uint))[0] = ends[link.value] is not None
-        return 0
-
-    def nvmlDeviceGetNvLinkRemotePciInfo_v2(self, device: Any, link: Any, info: Any) -> int:
-        end = self._links[self._name(device)][link.value]
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, device: str, link: int) -> Any:
+        end = self._links[device][link]
         assert end is not None
-        info._obj.bus_id = f"0000{end.lower()}".encode()
-        return 0
+        return SimpleNamespace(busId=f"0000{end.lower()}")
 
-    def nvmlDeviceGetTopologyCommonAncestor(self, first: Any, second: Any, level: Any) -> int:
-        found = self._levels.get((self._name(first), self._name(second)))
-        if found is None:
-            return INVALID
-        ctypes.cast(level, ctypes.POINTER(ctypes.c_int))[0] = found
-        return 0
-
-    def _name(self, device: Any) -> str:
-        return self._known[device.value - 1]
+    def nvmlDeviceGetTopologyCommonAncestor(self, first: str, second: str) -> int:
+        if (first, second) not in self._levels:
+            raise self.NVMLError("Invalid Argument")
+        return self._levels[first, second]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from caffepy.parallel.control.failure import Failure
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
+from caffepy.parallel.store.records import Failure
 
 
 def same(rank: int, value: Any) -> Any:
@@ -14,7 +14,7 @@ def same(rank: int, value: Any) -> Any:
     return value
 
 
-class FakeWorld(World):
+class FakeWorld(SingleProcess):
     """One rank of several, each on a host of its own: ``h0``, ``h1``.
 
     Args:
@@ -31,6 +31,9 @@ class FakeWorld(World):
         self.answer = answer
         self.ended: list[int] = []
         """The statuses with which the world was ended; in this one the caller lives on."""
+
+    def watch(self, check: Callable[[], None]) -> None:
+        self.check = check
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value if rank == self.rank else self.answer(rank, value) for rank in range(self.size)]

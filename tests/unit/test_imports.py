@@ -20,6 +20,7 @@ ROOT = import_graph.ROOT
 MODULES = import_graph.module_paths()
 
 LEVELS = {
+    "defaults": 0,
     "errors": 0,
     "proto": 0,
     "version": 0,
@@ -115,7 +116,7 @@ DOORS = {
     "parallel.processes": ("distributed", "cli"),
     "parallel.store": ("distributed",),
     "solvers.io": (),
-    "solvers.rules": ("parallel",),
+    "solvers.rules": (),
 }
 """Who, outside of its part, may import a folder or module below a part's root. The roots are open to all above."""
 

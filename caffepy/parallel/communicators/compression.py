@@ -73,7 +73,7 @@ class Bf16Compressor(Fp16Compressor):
 
 
 def host_compressor(kind: str, size: int) -> Fp16Compressor | None:
-    """The compressor of host arrays; None where `kind`, one of `options.COMPRESSIONS`, is none.
+    """The compressor of host arrays; None where `kind`, one of `defaults.COMPRESSIONS`, is none.
 
     Args:
         kind: of compression.

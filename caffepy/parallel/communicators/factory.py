@@ -47,7 +47,7 @@ class DeviceCommunicators:
         processes: the ranks.
         count: this rank's device threads.
         on_gpus: the devices are GPUs.
-        compress: how gradients travel, one of `options.COMPRESSIONS`.
+        compress: how gradients travel, one of `defaults.COMPRESSIONS`.
         timeout: the watchdog's, in seconds.
     """
 
@@ -87,7 +87,7 @@ def connect_gpu(host: Communicator, unique_id: Any, compress: str = "none") -> C
     Args:
         host: connects the same ranks through host memory.
         unique_id: from `nccl.new_unique_id` of rank 0.
-        compress: how gradients travel, one of `options.COMPRESSIONS`.
+        compress: how gradients travel, one of `defaults.COMPRESSIONS`.
 
     Raises:
         PeerError: NCCL could not connect them.

@@ -21,7 +21,7 @@ class HierarchicalCommunicator(Communicator):
     Args:
         local: connects the threads of this process.
         ranks: connects the processes.
-        compress: how `all_reduce_async` travels from process to process, one of `options.COMPRESSIONS`.
+        compress: how `all_reduce_async` travels from process to process, one of `defaults.COMPRESSIONS`.
         inter_node: the processes are on several machines. On one, MPI copies with the cores that compute, so its sums
             are blocking ones.
         shared: sums in memory that the processes share; for one machine, and without `compress`.

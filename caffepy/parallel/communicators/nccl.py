@@ -79,7 +79,7 @@ class NcclCommunicator(Communicator):
         unique_id: from `new_unique_id`.
         rank: this device's number.
         host: connects the same devices through host memory.
-        compress: how `all_reduce_async` travels, one of `options.COMPRESSIONS`.
+        compress: how `all_reduce_async` travels, one of `defaults.COMPRESSIONS`.
 
     Raises:
         PeerError: NCCL could not connect them.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from caffepy.errors import PeerError
 from caffepy.parallel.processes.machine import own_addresses
 from caffepy.parallel.processes.world import World
-from caffepy.parallel.store.client import ControlClient
+from caffepy.parallel.store.client import Address, ControlClient
 from caffepy.parallel.store.records import DeviceStatus, Failure, Member
 from caffepy.parallel.store.server import ControlServer
 from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
@@ -24,9 +24,11 @@ _CONNECT_SECONDS = 10.0
 
 
 def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlChannel:
-    """Rank 0 listens, on the loopback address where all ranks are on its machine; MPI hands out address and secret.
+    """Rank 0 listens, where all ranks can reach it and no wider; MPI hands out addresses and secret.
 
-    Called by all ranks.
+    That is the loopback address where all ranks are on one machine, else the one that leads to other machines; where
+    the machine has several of them all of its addresses, since nobody knows which network the others are in. Called by
+    all ranks.
 
     Args:
         world: the processes.
@@ -38,18 +40,14 @@ def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlC
     """
     rank = world.rank
     member = Member(world.host, world.machines[rank], os.getpid())
-    server: ControlServer | None = None
-    offer: tuple[list[str], int, str] = [], 0, ""
     if rank == 0:
+        hosts = (own_addresses() if world.several_hosts else []) or [LOOPBACK]
         secret = secrets.token_hex()
-        server = ControlServer(memory, member, ("" if world.several_hosts else LOOPBACK, 0), secret)
-        offer = [LOOPBACK, *(own_addresses() if world.several_hosts else [])], server.port, secret
-    hosts, port, secret = world.broadcast(offer)
-    if server is not None:
+        server = ControlServer(memory, member, (hosts[0] if len(hosts) == 1 else "", 0), secret)
+        world.broadcast(([(host, server.port) for host in hosts], secret))
         return server
-    near = world.machines[rank] == world.machines[0]
-    addresses = [(host, port) for host in hosts if (host == LOOPBACK) == near]
-    return ControlClient(lambda: (addresses, secret), rank, world.size, member, timeout)
+    found: tuple[list[Address], str] = world.broadcast(([], ""))
+    return ControlClient(lambda: found, rank, world.size, member, timeout)
 
 
 def connect_training(world: World) -> ControlChannel:

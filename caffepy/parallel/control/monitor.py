@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from caffepy.errors import PeerError
-from caffepy.parallel.control.failure import Failure
-from caffepy.parallel.store.records import DeviceStatus
+from caffepy.errors import PeerError, describe
+from caffepy.parallel.store.records import DeviceStatus, Failure
 from caffepy.parallel.store.store import ControlChannel
 
 SECONDS = 0.5
@@ -65,8 +64,7 @@ class Monitor:
             while failure is None and not self.stopping.is_set():
                 failure = self._hear() or self.look()
         except BaseException as error:
-            text = f"the control plane of this process ended by {type(error).__name__}: {error}"
-            failure = Failure(text, error=error)
+            failure = Failure(f"the control plane of this process ended by {describe(error)}", error=error)
             self.statuses = list  # they may be what failed, and `stop` asks for them again
         if failure is not None and not self.stopping.is_set():
             self._on_failure(failure)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from caffepy.errors import PeerError
 from caffepy.parallel.control.connect import describe_loss
-from caffepy.parallel.control.failure import Failure
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import SECONDS, Monitor
 from caffepy.parallel.processes.world import World
-from caffepy.parallel.store.records import DeviceStatus
+from caffepy.parallel.store.records import DeviceStatus, Failure
 from caffepy.parallel.store.store import ControlChannel
 
 _START_SECONDS = 60.0

@@ -31,7 +31,6 @@ class Reducer:
         communicator: connects the devices.
         buckets: how many; 1: reduce everything after the backward pass; 0: see `cut_buckets`.
         may_start: asked in a backward pass whether it completes the gradients, and all-reduces may overlap with it.
-        timer: adds up how long all-reduces take.
         waiting: marks a `with` block that waits for all devices, given what for.
         trace: shows each bucket's all-reduce.
     """
@@ -42,14 +41,13 @@ class Reducer:
         communicator: Communicator,
         buckets: int,
         may_start: Callable[[], bool],
-        timer: CommTimer,
         waiting: Callable[[str], AbstractContextManager[None]],
         trace: Tracer,
     ) -> None:
         self._net = net
         self._communicator = communicator
         self._may_start = may_start
-        self._timer = timer
+        self.timer = CommTimer(net.backend)
         self._waiting = waiting
         self._trace = trace
         self._buckets: list[Bucket] = []
@@ -83,16 +81,17 @@ class Reducer:
             AbortedError: another device failed.
             PeerError: the connection failed.
         """
-        if not self._buckets:
-            with self._waiting(_WHOLE), self._timer.exchanging():
-                self._communicator.all_reduce(self._net.parameters.reduced, average=True)
-            return
-        while self._next_bucket < len(self._buckets):
-            self._start_next_bucket()
-        for number in range(1, len(self._buckets) + 1):
-            with self._waiting(self._name(number)):
-                self._pending.popleft().synchronize()
-        self._next_bucket = 0
+        with self.timer.exposed():
+            if not self._buckets:
+                with self._waiting(_WHOLE), self.timer.exchanging():
+                    self._communicator.all_reduce(self._net.parameters.reduced, average=True)
+                return
+            while self._next_bucket < len(self._buckets):
+                self._start_next_bucket()
+            for number in range(1, len(self._buckets) + 1):
+                with self._waiting(self._name(number)):
+                    self._pending.popleft().synchronize()
+            self._next_bucket = 0
 
     def _after_backward(self, node: Node) -> None:
         """Start the buckets that this layer's gradients complete, and poll those that are pending."""
@@ -123,7 +122,7 @@ class Reducer:
         record_event = self._trace.record_timed_event
         start_event = None if record_event is None else record_event()
         start = time.perf_counter()
-        with self._timer.exchanging():
+        with self.timer.exchanging():
             yield
         if record_event is None:
             self._trace.add(row, size, start, time.perf_counter())

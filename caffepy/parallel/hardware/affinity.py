@@ -5,12 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-
-from caffepy.parallel.hardware.nvml import Nvml, open_nvml
 
 logger = logging.getLogger(__name__)
 
@@ -63,30 +59,38 @@ def take_cores(local_rank: int, local_size: int, divide: bool) -> Cores:
     return Cores(numbers, count)
 
 
-def bind_near_gpu(
-    bus_id: str, label: str, library: Callable[[], AbstractContextManager[Nvml | None]] = open_nvml
-) -> tuple[int, ...]:
+def cores_near(bus_id: str, system: Path = Path("/sys")) -> tuple[int, ...]:
+    """The numbers of the CPU cores near a PCI device, e.g. ``0000:1B:00.0``; empty where Linux does not say."""
+    try:
+        return parse_cores((pci_folder(bus_id, system) / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return ()
+
+
+def pci_folder(bus_id: str, system: Path) -> Path:
+    """What Linux shows of a PCI device."""
+    return system / "bus/pci/devices" / bus_id.lower()
+
+
+def bind_near_gpu(bus_id: str, label: str, system: Path = Path("/sys")) -> tuple[int, ...]:
     """Keep the calling thread, and those that it will start, on those of its cores that are near its GPU; say so.
 
     Returns the cores; none where nothing is known of the GPU or none of them may be used, and nothing is bound then.
 
     Args:
-        bus_id: the GPU's PCI address.
+        bus_id: the GPU's PCI address, with a domain of four digits.
         label: what the log calls the GPU.
-        library: opens NVML.
+        system: where Linux shows its devices.
     """
-    with library() as nvml:
-        near = nvml.cores_near(bus_id) if nvml is not None else ()
+    near = cores_near(bus_id, system)
     allowed = _affinity()
     cores = tuple(core for core in near if core in allowed)
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        known = format_cores(near) or "?"
-        logger.debug("GPU %s (%s): its thread is not bound; cores near it: %s", label, bus_id, known)
-        return ()
     try:
+        if not cores or not hasattr(os, "sched_setaffinity"):
+            raise OSError(f"cores near it: {format_cores(near) or '?'}")
         os.sched_setaffinity(0, cores)
     except OSError as error:  # a container may forbid it
-        logger.debug("GPU %s (%s): its thread cannot be bound: %s", label, bus_id, error)
+        logger.debug("GPU %s (%s): its thread is not bound; %s", label, bus_id, error)
         return ()
     logger.info("GPU %s (%s): its thread runs on the CPU cores near it, %s", label, bus_id, format_cores(cores))
     return cores

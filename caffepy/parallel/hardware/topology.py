@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from caffepy.parallel.hardware.affinity import current_cores, format_cores, parse_cores
+from caffepy.parallel.hardware.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.parallel.hardware.nvml import Nvml, short_address
 
 LEGEND = (
@@ -31,14 +31,8 @@ _LAUNCHED = re.compile(r"(OMPI_COMM|OMPI_MCA|PMIX|PMI|PRTE|HYDI?|MPI_LOCAL|SLURM
 """Variables by which a launcher's processes know each other."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's place.
-
-    Args:
-        number: CUDA's.
-        bus_id: its PCI address.
-    """
+class Gpu(NamedTuple):
+    """A GPU: CUDA's number, and its PCI address."""
 
     number: int
     bus_id: str
@@ -53,7 +47,7 @@ def describe_gpus(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, i
         peer: whether one GPU can read another's memory.
     """
     for gpu in gpus:
-        near = nvml.cores_near(gpu.bus_id) if nvml is not None else ()
+        near = cores_near(gpu.bus_id)
         node = numa_node(gpu.bus_id)
         where = f"NUMA node {node}" if node is not None else "NUMA node not known"
         yield f"GPU {gpu.number}: PCI {gpu.bus_id}, {where}, near CPU cores {format_cores(near) or 'not known'}"
@@ -92,7 +86,7 @@ def describe_cpus(system: Path = Path("/sys")) -> Iterator[str]:
 def numa_node(bus_id: str, system: Path = Path("/sys")) -> int | None:
     """The NUMA node that a PCI device belongs to; None where the machine does not say."""
     try:
-        node = int((system / "bus/pci/devices" / short_address(bus_id).lower() / "numa_node").read_text())
+        node = int((pci_folder(bus_id, system) / "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caffepy.parallel.processes.launcher import find_launcher
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess, World
 
 
 def create_world() -> World:
@@ -15,7 +15,7 @@ def create_world() -> World:
     """
     launcher = find_launcher()
     if launcher is None or launcher.size == 1:
-        return World()
+        return SingleProcess()
     from caffepy.parallel.processes.mpi_world import MpiWorld
 
     return MpiWorld(launcher)

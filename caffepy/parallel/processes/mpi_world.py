@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
-
-import numpy as np
 
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
 from caffepy.parallel.communicators.mpi import MpiCommunicator, load_mpi
 from caffepy.parallel.processes.launcher import Launcher, check_launcher
 from caffepy.parallel.processes.machine import machine_identity
-from caffepy.parallel.processes.world import World, flush_streams
+from caffepy.parallel.processes.world import World, end_process, flush_streams
 
 T = TypeVar("T")
 
@@ -39,19 +37,13 @@ class MpiWorld(World):
     """
 
     def __init__(self, launcher: Launcher) -> None:
-        super().__init__()
+        self._check: Callable[[], None] = lambda: None
         self._mpi = load_mpi()
         self._calls = MainThreadDispatcher(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
         self._control = self._mpi.COMM_WORLD.Dup()
-        self.rank = int(self._control.rank)
-        self.size = int(self._control.size)
-        check_launcher(launcher, self.size, self._mpi.Get_library_version())
-        machines = self.all_gather((socket.gethostname(), machine_identity()))
-        self.hosts = [host for host, _ in machines]
-        self.machines = [machine for _, machine in machines]
-        own = self.machines[self.rank]
-        self.local_size = self.machines.count(own)
-        self.local_rank = self.machines[: self.rank].count(own)
+        check_launcher(launcher, int(self._control.size), self._mpi.Get_library_version())
+        hosts, machines = zip(*self.all_gather((socket.gethostname(), machine_identity())), strict=True)
+        super().__init__(int(self._control.rank), list(hosts), list(machines))
 
     def all_gather(self, value: T) -> list[T]:
         self._wait(self._control.Ibarrier())
@@ -60,21 +52,19 @@ class MpiWorld(World):
 
     def broadcast(self, value: T) -> T:
         """`World.broadcast` by MPI_Bcast: the others' values are not sent anywhere."""
-        content = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
-        size = np.array([len(content)], np.int64)
-        self._wait(self._control.Ibcast(size, 0))
-        if self.rank != 0:
-            content = bytearray(int(size[0]))
-        self._wait(self._control.Ibcast([content, self._mpi.BYTE], 0))
-        received: T = value if self.rank == 0 else pickle.loads(content)
+        self._wait(self._control.Ibarrier())
+        received: T = self._control.bcast(value)
         return received
 
-    def serve(self) -> None:
-        self._calls.serve()
+    def watch(self, check: Callable[[], None]) -> None:
+        self._check = check
 
     @property
     def serves(self) -> bool:
         return not self._calls.direct
+
+    def serve(self) -> None:
+        self._calls.serve()
 
     def communicator(self) -> Communicator:
         return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
@@ -85,11 +75,11 @@ class MpiWorld(World):
         aborting = threading.Thread(target=self._mpi.COMM_WORLD.Abort, args=(status,), daemon=True)
         aborting.start()
         aborting.join(_ABORT_SECONDS)
-        super().end(status)
+        end_process(status)
 
     def _wait(self, request: Any) -> None:
         while not request.Test():
             if self.serves:
                 self.serve()
-            self.while_waiting()
+            self._check()
             time.sleep(_POLL)

@@ -21,6 +21,7 @@ from caffepy.parallel.store.wire import (
     decode,
     decode_list,
     encode,
+    end_in_order,
     hang_up,
     prepare,
     receive_frame,
@@ -154,7 +155,7 @@ class ControlServer(RankStore):
             self._broken(error)
             if hello is not None and hello.role == CONTROL:
                 return  # it stays open, so that the rank hears of this
-        hang_up(line)
+        end_in_order(line, _JOIN_SECONDS if self._closing else 0.0)
         with self._lock:
             self._lines.pop(line, None)
             self._unproven.pop(line, None)

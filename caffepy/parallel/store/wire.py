@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
 import struct
+import termios
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -16,6 +20,8 @@ Value = bytes | bytearray
 _HEADER = struct.Struct("!BHQdi")
 _KEY_LIMIT = 1024
 _STEP = 1 << 26
+_ACKNOWLEDGE_SECONDS = 0.001
+"""Between two looks whether what was sent has arrived."""
 CONTROL_LIMIT = 1 << 20
 """Longest value of a frame about ranks; in bytes."""
 VALUE_LIMIT = 1 << 36
@@ -161,6 +167,20 @@ def prepare(line: socket.socket) -> None:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+
+
+def end_in_order(line: socket.socket, seconds: float) -> None:
+    """Close a connection once the other machine has all that was sent, or after `seconds` at most.
+
+    To close it at once would reset it where the other end has sent more than was read, and a reset drops what is still
+    on its way.
+    """
+    end = time.monotonic() + seconds
+    with suppress(OSError):
+        line.shutdown(socket.SHUT_WR)
+        while struct.unpack("i", fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4)))[0] and time.monotonic() < end:
+            time.sleep(_ACKNOWLEDGE_SECONDS)
+    hang_up(line)
 
 
 def hang_up(line: socket.socket) -> None:

@@ -22,8 +22,6 @@ FIRST_LOSS_SCALE = 4096.0
 GROWTH_INTERVAL = 1000.0
 """Good steps in a row after which an adaptive loss scale is doubled."""
 LARGEST_LOSS_SCALE = 2.0**24
-MAX_SKIPPED = 50
-"""Updates skipped in a row after which training ends, by default."""
 
 
 @expression

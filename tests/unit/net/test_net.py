@@ -9,8 +9,10 @@ import pytest
 from training import CPU, build_net, weights_of
 
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.layers.core.base import Layer
+from caffepy.layers.core.base import Layer, LayerContext
+from caffepy.net import Net
 from caffepy.proto import caffe_pb2
+from caffepy.trace import Trace
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -21,6 +23,15 @@ layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
   inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
 """
 LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "ip" bottom: "label" top: "loss" loss_weight: 0.5 }'
+
+
+def test_layers_are_traced_by_what_the_net_was_made_with() -> None:
+    trace = Trace(range(1))
+    trace.begin(0)
+    net = Net(build_net(DATA + IP + LOSS).param, LayerContext(CPU), trace=trace)
+    net.forward()
+    net.backward()
+    assert {(span.row, span.name) for span in trace.spans()} >= {("forward", "ip"), ("backward", "ip")}
 
 
 def test_the_loss_is_weighted() -> None:

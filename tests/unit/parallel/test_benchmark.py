@@ -18,7 +18,7 @@ from caffepy.errors import ConfigError, PeerError, RunError
 from caffepy.parallel.benchmark import AllReduceBenchmark, BenchmarkOptions, Timing
 from caffepy.parallel.communicators import factory
 from caffepy.parallel.communicators.local import LocalCommunicator
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
 from caffepy.plan.calibrate import read_measurements
 
 SMALL = BenchmarkOptions(None, 2, "local", (64, 4096), iterations=3, timeout=20.0)
@@ -60,7 +60,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], ranks: in
 def test_threads_are_measured(dtype: str, threads: int) -> None:
     timings: list[Timing] = []
     options = BenchmarkOptions(None, threads, "local", (4, 1000, 4096), iterations=3, dtype=dtype, timeout=20.0)
-    AllReduceBenchmark(World(), options, timings.append).run()
+    AllReduceBenchmark(SingleProcess(), options, timings.append).run()
     width = np.dtype(dtype).itemsize
     assert [timing.count for timing in timings] == [max(1, 4 // width), 1000 // width, 4096 // width]
     assert all(timing.seconds > 0 and timing.wrong == 0 and timing.devices == threads for timing in timings)
@@ -102,7 +102,7 @@ def test_a_device_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(factory, "LocalCommunicator", Failing)
     begin = time.monotonic()
     with pytest.raises(RunError, match="the cable was cut"):
-        AllReduceBenchmark(World(), SMALL, lambda timing: None).run()
+        AllReduceBenchmark(SingleProcess(), SMALL, lambda timing: None).run()
     assert time.monotonic() - begin < 10.0
 
 
@@ -112,7 +112,7 @@ def test_a_device_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     begin = time.monotonic()
     options = BenchmarkOptions(None, 2, "local", (64, 4096), iterations=3, timeout=1.0)
     with pytest.raises(PeerError, match="no all-reduce has ended for 1 s: another device is stuck or gone"):
-        AllReduceBenchmark(World(), options, lambda timing: None).run()
+        AllReduceBenchmark(SingleProcess(), options, lambda timing: None).run()
     assert time.monotonic() - begin < 10.0
 
 

@@ -35,7 +35,8 @@ class Worker(DeviceThread):
     """A device's thread that takes part in a barrier of two, or fails."""
 
     def __init__(self, error: BaseException | None = None, create: BaseException | None = None) -> None:
-        super().__init__("worker", None, "CPU", lambda: self.log.append("change"))
+        connect = lambda: Communicator(LocalGroup(2, 30), 0, self.log)  # noqa: E731
+        super().__init__("worker", None, "CPU", connect, lambda: self.log.append("change"))
         self.log: list[str] = []
         self.work_error, self.create_error = error, create
         self.release_error: BaseException | None = None
@@ -49,7 +50,7 @@ class Worker(DeviceThread):
         return backend
 
     def _work(self, backend: Backend) -> None:
-        self._communicator = Communicator(LocalGroup(2, 30), 0, self.log)
+        self._communicator = self._connect()
         self.connected.set()
         if self.work_error is not None:
             raise self.work_error
@@ -122,7 +123,7 @@ class Still:
 def still_threads(count: int) -> DeviceThreads[Any]:
     threads: DeviceThreads[Any] = DeviceThreads()
     for _ in range(count):
-        threads.add(Still())
+        threads.append(Still())
     return threads
 
 

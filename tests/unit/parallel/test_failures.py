@@ -13,9 +13,9 @@ from fake_world import FakeWatchdog, FakeWorld
 
 from caffepy.errors import AbortedError, ConfigError, PeerError, RunError
 from caffepy.parallel import failures as module
-from caffepy.parallel.control.failure import Failure
 from caffepy.parallel.device_threads import DeviceThreads
 from caffepy.parallel.failures import Failures
+from caffepy.parallel.store.records import Failure
 
 
 class Threads(DeviceThreads[Any]):
@@ -23,7 +23,7 @@ class Threads(DeviceThreads[Any]):
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()
-        self._threads = [None] * count
+        self.extend([None] * count)
         self.aborts = 0
         self.joins: list[float] = []
 

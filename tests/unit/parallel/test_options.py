@@ -4,11 +4,11 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.data.schedule import Shard
-from caffepy.errors import ConfigError, NonFiniteError
+from caffepy.errors import ConfigError, NonFiniteError, exit_status
 from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.parallel.batch import batch_sizes, division_warning
-from caffepy.parallel.control.failure import describe_error, exit_status
+from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.run_report import batch_sizes, division_warning
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter
 
 

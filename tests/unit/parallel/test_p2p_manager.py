@@ -17,12 +17,12 @@ from training import solver_param
 
 from caffepy.errors import AbortedError, ConfigError, PeerError, RunError
 from caffepy.parallel import p2p_manager
-from caffepy.parallel.control.failure import Failure
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_manager import P2PManager
 from caffepy.parallel.p2p_sync import P2PSync
+from caffepy.parallel.store.records import Failure
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.report import Performance
 from caffepy.solvers import Solver
@@ -330,12 +330,12 @@ def test_what_the_watchdog_says_of_another_rank_ends_this_one(
 
 
 def test_an_exchange_between_ranks_ends_when_the_watchdog_finds_a_failure(played: Played) -> None:
-    """MPI calls `while_waiting` as long as another rank does not come."""
+    """MPI calls what `watch` was given as long as another rank does not come."""
     played.start = lambda sync: played.watchdog.peer_failed(Failure("rank 1 on h1 is gone", 3))
 
     def gather(value: Any) -> list[Any]:
         if played.watchdogs:
-            played.world.while_waiting()
+            played.world.check()
         return FakeWorld.all_gather(played.world, value)
 
     played.world = FakeWorld(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,16 @@ def compare(change: Callable[[int, Net], None], size: int = 3, text: str = BATCH
     """What each device meets after `change` was called with its number and net."""
     group = LocalGroup(size, 20)
 
+    def gather(device: int, values: Sequence[int]) -> Any:
+        rows = np.zeros((size, len(values)))
+        rows[device] = values
+        return LocalCommunicator(group, device).sum(rows)
+
     def work(device: int) -> None:
         with CPU.activate():
             net = build_net(text)
             change(device, net)
-            check_replicas(net, device, NAMES[:size], LocalCommunicator(group, device).sum)
+            check_replicas(net, NAMES[:size], partial(gather, device))
 
     return run_threads(size, work)
 
@@ -202,6 +207,9 @@ class Other:
 
     is_root = False
     world_size = 2
+
+    def on_clock_start(self) -> None:
+        """Nothing is timed."""
 
 
 def test_who_is_not_the_root_reads_no_weights_and_looks_at_no_folder() -> None:

@@ -177,6 +177,9 @@ class TwoDevices:
     def on_start(self) -> None:
         """The other device has the same weights."""
 
+    def on_clock_start(self) -> None:
+        """Nothing is timed."""
+
     def on_iteration(self) -> None:
         """The other device keeps up."""
 

@@ -226,6 +226,9 @@ class TwoDevices:
     def on_start(self) -> None:
         pass
 
+    def on_clock_start(self) -> None:
+        """Nothing is timed."""
+
     def on_iteration(self) -> None:
         """The other device keeps up."""
 

@@ -25,7 +25,7 @@ class ConnectedWorld(FakeWorld):
 
     def __init__(self, size: int, rank: int = 0, hosts: int = 1) -> None:
         super().__init__(size, rank)
-        self.local_size = size // hosts
+        self.machines = [f"m{i % hosts}" for i in range(size)]
         self.made = 0
 
     def communicator(self) -> Any:

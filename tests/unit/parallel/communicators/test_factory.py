@@ -16,17 +16,18 @@ from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
 
 TRANSPORTS = {"LocalCommunicator", "HierarchicalCommunicator", "NcclCommunicator", "StoreCommunicator"}
 
 
-class Ranks(World):
+class Ranks(SingleProcess):
     """Two ranks whose connections are threads of the test."""
 
     def __init__(self, rank: int, groups: list[LocalGroup], local_size: int = 2) -> None:
         super().__init__()
-        self.rank, self.size, self.local_size = rank, 2, local_size
+        self.rank, self.size = rank, 2
+        self.machines = ["a"] * 2 if local_size == 2 else ["a", "b"]
         self.hosts = ["host"] * 2
         self._groups = iter(groups)
 
@@ -48,7 +49,7 @@ def test_nobody_else_makes_transports_of_devices() -> None:
 
 def test_threads_of_one_process_need_no_ranks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        communicators = DeviceCommunicators(World(), 2, on_gpus=False, compress="fp16")
+        communicators = DeviceCommunicators(SingleProcess(), 2, on_gpus=False, compress="fp16")
     assert [type(communicators.connect(i)) for i in range(2)] == [LocalCommunicator] * 2
     assert caplog.messages == ["--compression fp16 changes nothing: there is no other rank to send gradients to"]
 
@@ -85,7 +86,7 @@ def test_gpus_are_connected_where_there_are_several(
         "connect_gpu",
         lambda host, unique_id, compress: made.append((host.rank, host.size, unique_id, compress)),
     )
-    world = World() if size == 1 else Ranks(1, [LocalGroup(2)])
+    world = SingleProcess() if size == 1 else Ranks(1, [LocalGroup(2)])
     communicators = DeviceCommunicators(world, count, on_gpus=True, compress="fp16")
     for index in range(count):
         communicators.connect(index)

@@ -14,13 +14,12 @@ from caffepy.awake import AwakeClock
 from caffepy.errors import PeerError
 from caffepy.parallel.control import connect, heartbeat
 from caffepy.parallel.control.connect import connect_training
-from caffepy.parallel.control.failure import Failure
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.watchdog import Watchdog, find_stall
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
 from caffepy.parallel.store import store
 from caffepy.parallel.store.client import ControlClient
-from caffepy.parallel.store.records import DeviceStatus
+from caffepy.parallel.store.records import DeviceStatus, Failure
 from caffepy.parallel.store.server import ControlServer
 
 
@@ -28,7 +27,7 @@ def state(rank: int, collectives: int, waiting: str = "", seconds: float = 0.0, 
     return DeviceStatus(rank, f"host{rank}", 100 + rank, "0", iteration, collectives, waiting, seconds)
 
 
-class FakeWorld(World):
+class FakeWorld(SingleProcess):
     """A rank among several, without MPI: ranks of one process that hand each other values in `exchange`."""
 
     def __init__(self, rank: int, size: int, exchange: list[list[object]] | None = None) -> None:
@@ -36,7 +35,6 @@ class FakeWorld(World):
         self.rank, self.size = rank, size
         self.hosts = [f"host{i}" for i in range(size)]
         self.machines = ["machine"] * size
-        self.local_size = size
         self._exchange = exchange or [[] for _ in range(size)]
         self._round = 0
 

@@ -7,11 +7,9 @@ from contextlib import nullcontext
 import pytest
 from training import build_net
 
-from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.net import Net
 from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.trace import NO_TRACE
 
@@ -69,7 +67,6 @@ def make(buckets: int, completes: bool = True) -> tuple[Net, Reducer, Recorder]:
         recorder,
         buckets,
         lambda: completes,
-        CommTimer(CpuBackend(1)),
         lambda what: nullcontext(recorder.log.append(f"wait for {what}")),
         NO_TRACE,
     )

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.parallel.hardware import affinity
-from caffepy.parallel.hardware.affinity import format_cores, parse_cores, share, take_cores
+from caffepy.parallel.hardware.affinity import bind_near_gpu, cores_near, format_cores, parse_cores, share, take_cores
 
 
 @given(st.sets(st.integers(0, 200)))
@@ -47,3 +50,53 @@ def test_a_quota_limits_the_threads_and_forbids_sharing_by_number(monkeypatch: p
     monkeypatch.setattr(affinity, "_within_quota", lambda cores: cores)
     assert take_cores(1, 2, divide=True) == affinity.Cores((4, 5, 6, 7), 4)
     assert take_cores(1, 2, divide=False) == affinity.Cores(tuple(range(8)), 8)
+
+
+def linux(folder: Path, near: str) -> Path:
+    """What Linux shows of a GPU and the cores near it."""
+    device = folder / "bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "local_cpulist").write_text(f"{near}\n")
+    return folder
+
+
+def test_cores_near_a_gpu(tmp_path: Path) -> None:
+    system = linux(tmp_path, "0-1,63-64,130")
+    assert cores_near("0000:1B:00.0", system) == (0, 1, 63, 64, 130)
+    assert cores_near("0000:99:00.0", system) == ()
+
+
+def in_thread(system: Path) -> tuple[tuple[int, ...], set[int]]:
+    """What a thread was bound to, and what it may use then."""
+    found: list[Any] = []
+
+    def run() -> None:
+        found.append(bind_near_gpu("0000:1B:00.0", "0", system))
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    return found[0], found[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_thread_stays_near_its_gpu(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO", "caffepy")
+    before = os.sched_getaffinity(0)
+    first = min(before)
+    assert in_thread(linux(tmp_path, f"{first},1000")) == ((first,), {first})
+    assert os.sched_getaffinity(0) == before
+    assert f"GPU 0 (0000:1B:00.0): its thread runs on the CPU cores near it, {first}" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+@pytest.mark.parametrize("near", ["", "1000-1001"], ids=["unknown", "not allowed"])
+def test_a_thread_whose_gpu_has_no_core_to_use_stays_free(near: str, tmp_path: Path) -> None:
+    assert in_thread(linux(tmp_path, near)) == ((), os.sched_getaffinity(0))
+
+
+def test_where_linux_does_not_say_nothing_is_bound(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("DEBUG", "caffepy")
+    assert bind_near_gpu("0000:1B:00.0", "0", tmp_path) == ()
+    assert "its thread is not bound; cores near it: ?" in caplog.text

@@ -44,7 +44,8 @@ def test_without_nvml_cuda_still_knows_who_reads_whose_memory() -> None:
 
 def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "numa_node", lambda bus_id: 1 if bus_id == pci(1) else None)
-    nvml = Nvml(FakeNvml(cores={pci(0): [0, 1, 2, 8]}, levels={(pci(0), pci(1)): 10, (pci(1), pci(0)): 10}))
+    monkeypatch.setattr(topology, "cores_near", lambda bus_id: (0, 1, 2, 8) if bus_id == pci(0) else ())
+    nvml = Nvml(FakeNvml(levels={(pci(0), pci(1)): 10, (pci(1), pci(0)): 10}))
     assert list(describe_gpus(GPUS[:2], nvml, yes)) == [
         "GPU 0: PCI 0000:01:00.0, NUMA node not known, near CPU cores 0-2,8",
         "GPU 1: PCI 0000:02:00.0, NUMA node 1, near CPU cores not known",

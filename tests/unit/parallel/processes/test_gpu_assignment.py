@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from caffepy.cli import devices
 from caffepy.errors import ConfigError
 from caffepy.parallel.processes.gpu_assignment import own_part, refuse_shared, share_gpus
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess
 
 T = TypeVar("T")
 
 
-class ThreadWorld(World):
+class ThreadWorld(SingleProcess):
     """A rank that is a thread."""
 
     def __init__(self, rank: int, machines: list[str], table: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
         self.rank, self.size = rank, len(machines)
         self.machines, self.hosts = machines, [f"host-{machine}" for machine in machines]
-        self.local_size = machines.count(machines[rank])
         self._table, self._barrier = table, barrier
 
     def all_gather(self, value: T) -> list[T]:

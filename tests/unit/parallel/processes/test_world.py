@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,10 @@ from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.mpi_world import MpiWorld
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.world import SingleProcess, World
 
 
-class FakeWorld(World):
+class FakeWorld(SingleProcess):
     """One rank among several whose exchanged values are given."""
 
     def __init__(self, rank: int, others: list[object]) -> None:
@@ -75,7 +76,15 @@ def test_srun_is_told_from_hydra(environment: dict[str, str], name: str, again: 
 def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caffepy.parallel.processes.create.find_launcher", lambda: None)
     world = create_world()
-    assert (type(world), world.size, world.communicator()) == (World, 1, None)
+    assert (type(world), world.size, world.communicator()) == (SingleProcess, 1, None)
+
+
+@pytest.mark.parametrize("kind", [SingleProcess, MpiWorld])
+def test_a_world_is_a_contract_and_each_kind_implements_it_alone(kind: type[World]) -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        World(0, ["host"], ["machine"])  # type: ignore[abstract]
+    assert World.__abstractmethods__ <= vars(kind).keys()
+    assert kind.__bases__ == (World,)
 
 
 def test_a_launcher_of_another_mpi_is_refused_once() -> None:
@@ -117,7 +126,7 @@ def test_an_error_of_one_rank_names_it() -> None:
         FakeWorld(0, [None, None]).raise_on_all(ValueError("odd"))
 
 
-ONE, SECOND = World(), FakeWorld(1, [None, None])
+ONE, SECOND = SingleProcess(), FakeWorld(1, [None, None])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ ONE, SECOND = World(), FakeWorld(1, [None, None])
     ],
 )
 def test_torchruns_variables_are_refused_unless_they_say_what_mpi_says(
-    world: World, environment: dict[str, str], message: str | None
+    world: SingleProcess, environment: dict[str, str], message: str | None
 ) -> None:
     if message is None:
         refuse_foreign_launcher(world.rank, world.size, environment)
@@ -179,49 +188,36 @@ def test_machines_are_told_apart_by_boot_and_network(tmp_path: Path) -> None:
 class FakeMpi:
     """MPI whose ranks are threads: as much of mpi4py as `MpiWorld` calls."""
 
-    BYTE, THREAD_MULTIPLE = "BYTE", 3
-
     def __init__(self, size: int) -> None:
         self.size = size
         self.calls: list[str] = []
-        self.sent: list[bytes] = []
         self._barrier = threading.Barrier(size)
+        self._arrived = [0] * size
         self._rows: list[object] = [None] * size
 
     def of(self, rank: int) -> SimpleNamespace:
         """What a rank imports."""
-        received = [0]
 
-        def allgather(value: object) -> list[object]:
-            self.calls.append("allgather")
+        def exchange(name: str, value: object) -> list[object]:
+            self.calls.append(name)
             self._rows[rank] = value
             self._barrier.wait(10)
             rows = list(self._rows)
             self._barrier.wait(10)
             return rows
 
-        def broadcast(buffer: object, root: int) -> SimpleNamespace:
-            self.calls.append("Ibcast")
-            memory = memoryview(buffer[0] if isinstance(buffer, list) else buffer).cast("B")  # type: ignore[arg-type]
-            if rank == root:
-                self.sent.append(bytes(memory))
-                return SimpleNamespace(Test=lambda: True)
+        def bcast(value: object) -> object:
+            return exchange("bcast", value if rank == 0 else None)[0]
 
-            def arrived() -> bool:
-                if len(self.sent) <= received[0]:
-                    return False
-                memory[:] = self.sent[received[0]]
-                received[0] += 1
-                return True
+        def barrier() -> SimpleNamespace:
+            self._arrived[rank] += 1
+            count = self._arrived[rank]
+            return SimpleNamespace(Test=lambda: min(self._arrived) >= count)
 
-            return SimpleNamespace(Test=arrived)
-
-        comm = SimpleNamespace(
-            rank=rank, size=self.size, allgather=allgather, Ibcast=broadcast,
-            Ibarrier=lambda: SimpleNamespace(Test=lambda: True),
-        )  # fmt: skip
+        allgather = partial(exchange, "allgather")
+        comm = SimpleNamespace(rank=rank, size=self.size, allgather=allgather, bcast=bcast, Ibarrier=barrier)
         return SimpleNamespace(
-            BYTE=self.BYTE, THREAD_MULTIPLE=3, Query_thread=lambda: 3, Get_library_version=lambda: "fake",
+            THREAD_MULTIPLE=3, Query_thread=lambda: 3, Get_library_version=lambda: "fake",
             COMM_WORLD=SimpleNamespace(Dup=lambda: comm),
         )  # fmt: skip
 
@@ -245,7 +241,7 @@ def test_a_broadcast_is_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
         return world.broadcast(value if world.rank == 0 else None)
 
     assert worlds(monkeypatch, fake, broadcast) == [value] * 3
-    assert fake.calls == ["allgather"] * 3 + ["Ibcast"] * 6
+    assert fake.calls == ["allgather"] * 3 + ["bcast"] * 3
 
 
 def test_a_broadcast_whose_root_does_not_come_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +249,7 @@ def test_a_broadcast_whose_root_does_not_come_can_be_ended(monkeypatch: pytest.M
         raise PeerError("rank 0 is gone")
 
     def broadcast(world: MpiWorld) -> object:
-        world.while_waiting = end
+        world.watch(end)
         return None if world.rank == 0 else world.broadcast(None)
 
     results = worlds(monkeypatch, FakeMpi(2), broadcast)
@@ -274,27 +270,46 @@ def test_machines_of_one_name_are_not_one_machine(monkeypatch: pytest.MonkeyPatc
         assert sorted(machines) == ["a", "a", "b", "b"] and local_size == 2 and several
 
 
-@pytest.mark.parametrize(("machines", "expected"), [(["x", "x"], ["127.0.0.1"]), (["x", "y"], ["10.0.0.5"])])
-def test_the_control_channel_takes_the_loopback_within_one_machine_only(
-    monkeypatch: pytest.MonkeyPatch, machines: list[str], expected: list[str]
+@pytest.mark.parametrize(
+    ("machines", "own", "bound", "told"),
+    [
+        (["x", "x"], ["10.0.0.5"], "127.0.0.1", ["127.0.0.1"]),
+        (["x", "y"], ["10.0.0.5"], "10.0.0.5", ["10.0.0.5"]),
+        (["x", "y"], ["10.0.0.5", "192.168.1.5"], "", ["10.0.0.5", "192.168.1.5"]),
+        (["x", "y"], [], "127.0.0.1", ["127.0.0.1"]),
+    ],
+)
+def test_rank_0_listens_no_wider_than_the_ranks_need(
+    monkeypatch: pytest.MonkeyPatch, machines: list[str], own: list[str], bound: str, told: list[str]
 ) -> None:
-    tried: list[list[str]] = []
+    listening, offered, tried = [], [], []
+
+    def listen(memory: object, member: object, address: tuple[str, int], secret: str) -> SimpleNamespace:
+        listening.append(address)
+        return SimpleNamespace(port=5)
+
+    def broadcast(value: object) -> object:
+        offered.append(value)
+        return offered[0]
 
     def refuse(find: Callable[[], tuple[list[tuple[str, int]], str]], *_: object) -> None:
         tried.append([host for host, _ in find()[0]])
         raise PeerError("refused")
 
+    monkeypatch.setattr(connect, "own_addresses", lambda: own)
+    monkeypatch.setattr(connect, "ControlServer", listen)
     monkeypatch.setattr(connect, "ControlClient", refuse)
-    world = FakeWorld(1, [(["127.0.0.1", "10.0.0.5"], 5, "word"), None])
-    world.hosts, world.machines = ["same", "same"], machines
-    monkeypatch.setattr(world, "broadcast", lambda value: (["127.0.0.1", "10.0.0.5"], 5, "word"))
-    connect.connect_training(world)
-    assert tried == [expected]
+    for rank in range(2):
+        world = FakeWorld(rank, [None, None])
+        world.hosts, world.machines = ["same", "same"], machines
+        monkeypatch.setattr(world, "broadcast", broadcast)
+        connect.connect_training(world)
+    assert listening == [(bound, 0)] and tried == [told]
 
 
 def test_no_error_is_agreed_on_silently() -> None:
     FakeWorld(0, [None, None]).raise_on_all(None)
-    assert World().run_on_all(lambda: 5) == 5
+    assert SingleProcess().run_on_all(lambda: 5) == 5
 
 
 def test_calls_of_threads_run_on_the_main_thread_where_mpi_wants_it() -> None:

@@ -1,0 +1,12 @@
+"""Choices and defaults of training that the command line shows; without imports, so that `--help` stays quick."""
+
+from __future__ import annotations
+
+SIGNAL_EFFECTS = ("stop", "snapshot", "none")
+"""What a signal may do."""
+COMPRESSIONS = ("none", "fp16", "bf16")
+"""Gradients travel between ranks, and between GPUs, as they are, as float16 or as bfloat16."""
+MAX_SKIPPED = 50
+"""Updates skipped in a row, because gradients are not finite, after which training ends."""
+TIMEOUT = 300.0
+"""Longest wait for another device or rank, in seconds."""
