@@ -26,6 +26,7 @@ from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
+from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action
@@ -361,10 +362,15 @@ class P2PSync(DeviceThread):
 
     def _read_start(self, solver: Solver) -> None:
         """Restore or load weights; only on the root, since the others may have no such files."""
-        if self._options.snapshot is not None:
-            solver.restore(self._options.snapshot)
-        else:
+        newest = self._options.snapshot
+        if newest is None:
             solver.load_weights(self._options.weights)
+        elif not self._options.resume_newest:
+            solver.restore(newest)
+        else:
+            known = snapshots(solver.resolve.output(solver.param.snapshot_prefix))
+            older = known[known.index(newest) + 1 :] if newest in known else []
+            restore_first([newest, *older], solver.restore)
 
     def _release(self) -> None:
         """Close the solver: its graphs have captured the communicator's calls."""
