@@ -30,6 +30,7 @@ from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action
+from caffepy.solvers.execution_options import Keep
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -350,6 +351,7 @@ class P2PSync(DeviceThread):
             guard=options.compression != "none" and self.world_size > 1,
             max_skipped=options.max_skipped,
             timeout=options.timeout + _DATA_SECONDS,
+            keep=Keep(options.keep_last, options.keep_best),
         )
         self.solver = solver
         self.communication = CommTimer(backend)

@@ -197,6 +197,16 @@ def snapshots(prefix: Path | str) -> list[Path]:
     return [Path(name) for _, _, name in sorted(candidates, reverse=True)]
 
 
+def iteration_of(path: Path) -> int:
+    """The iteration of a .solverstate, by its name, which `snapshots` has found."""
+    return int(path.name.rpartition("_iter_")[2].partition(".")[0])
+
+
+def weights_beside(path: Path) -> Path:
+    """The name of the .caffemodel that a solver writes with a .solverstate."""
+    return path.with_name(_STATE.sub(r".caffemodel\1", path.name))
+
+
 def restore_first(paths: Sequence[Path], restore: Callable[[Path], None]) -> Path:
     """Restore the first of some snapshots that can be; returns which.
 
@@ -235,8 +245,7 @@ def remove_snapshot(path: Path) -> None:
     Raises:
         OSError: one of them cannot be removed.
     """
-    name = path.name.replace(".solverstate", ".caffemodel")
-    pair = [path, path.with_name(name)]
+    pair = [path, weights_beside(path)]
     modes = [os.lstat(one).st_mode for one in pair if os.path.lexists(one)]
     if all(stat.S_ISREG(mode) for mode in modes):
         for one in pair:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from caffepy.net import Net
 
 _CAFFES_FIELDS = ("iter", "learned_net", "current_step", "history")
-_NUMBERS = ("iter", "current_step")
 
 _QUOTED = "caffepy_quoted"
 """Attribute of the group of a layer whose name is no path that HDF5 would keep; see `_layer_paths`."""
@@ -211,7 +210,7 @@ def read_state_hdf5(path: Path) -> SolverState:
     state = SolverState()
     history: dict[str, BlobProto] = {}
     with open_hdf5(path, SnapshotError, "snapshot") as file:
-        if "iter" not in file or "history" not in file:
+        if not isinstance(find_object(file, "iter"), h5py.Dataset) or "history" not in file:
             what = "a .caffemodel.h5; load it with --weights" if "data" in file else "something else"
             raise SnapshotError(f"{path}: is no .solverstate.h5 but {what}")
         fields: dict[str, Content] = {}
@@ -223,10 +222,11 @@ def read_state_hdf5(path: Path) -> SolverState:
                 fields[content.path[0]] = content
         _set_fields(state, fields)
         _check_whole(path, state, contents, "history")
-    for index in range(len(history)):
-        if str(index) not in history:
-            raise SnapshotError(f"{path}: history {index} of {len(history)} is not there; the file is damaged")
-        state.history.append(history.pop(str(index)))
+    count = len(history)
+    for index in map(str, range(count)):
+        if index not in history:
+            raise SnapshotError(f"{path}: history {index} of {count} is not there; the file is damaged")
+        state.history.append(history.pop(index))
     return state
 
 
@@ -243,8 +243,8 @@ def _set_fields(state: SolverState, fields: dict[str, Content]) -> None:
             raise ValueError(f"'/caffepy' does not hold the fields of a state ({error})") from error
     for field in _CAFFES_FIELDS:
         state.ClearField(field)
-    for field in _NUMBERS:
-        if field in fields:
-            setattr(state, field, fields[field].number())
+    state.iter = fields["iter"].number()
+    if "current_step" in fields:
+        state.current_step = fields["current_step"].number()
     if "learned_net" in fields:
         state.learned_net = fields["learned_net"].text()

@@ -67,6 +67,8 @@ def _save_state(state: TrainState) -> SolverState:
     if state.update.adaptive:
         saved.loss_scale = float(state.backend.to_host(state.update.loss_scale))
         saved.good_steps = state.update.good_steps
+    for iteration, score in sorted(state.scores.items()):
+        saved.snapshot_score.add(iter=iteration, name=state.score_name, value=score)
     for index, layer, position in _data_layers(state):
         saved.data_position.add(layer=layer.name, position=position, test_net=index)
     return saved
@@ -105,6 +107,7 @@ def adopt_state(state: TrainState, saved: SolverState) -> None:
     state.iteration = saved.iter
     state.current_step = saved.current_step
     state.losses.restore(list(saved.loss_window))
+    state.scores = {score.iter: score.value for score in saved.snapshot_score if score.name == state.score_name}
     _restore_random(state, saved)
     _restore_positions(state, saved)
 
