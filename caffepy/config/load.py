@@ -42,6 +42,8 @@ ITEM_BYTES = {DOUBLE: 8, FLOAT: 4, FLOAT16: 2}
 MAX_AXES = 32
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limits for one blob."""
+_MOST_LAYERS, _MOST_BLOBS = 100_000, 1000
+"""More layers (and history blobs) than any net has, and blobs than any layer."""
 _MOST_COUNTED = 2**62
 """Exclusive limit of a state's counts; sums of them fit in 64 bits."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -88,6 +90,7 @@ def read_weights(path: Path | str) -> NetParameter:
         param = read_binary(path, NetParameter())
         if not param.layer and not param.layers:
             raise SnapshotError(f"{origin}: not a .caffemodel: {_describe(_head(path), path)}")
+        _check_counts(param, origin)
         adopt_nvidia_fields(param)
         upgrade_net(param, origin)
         check_weights(param, origin)
@@ -105,6 +108,8 @@ def read_solver_state(path: Path | str) -> SolverState:
         state = read_binary(path, SolverState())
         if not state.HasField("iter"):
             raise SnapshotError(f"{path}: not a .solverstate: {_describe(_head(path), path)}")
+        if len(state.history) > _MOST_LAYERS:
+            raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
         check_state(state, str(path))
     return state
 
@@ -176,6 +181,20 @@ def check_state(state: SolverState, origin: str) -> None:
         raise SnapshotError(f"{origin}: loss_scale is {state.loss_scale}; the file is damaged")
     for index, blob in enumerate(state.history):
         check_blob(blob, f"{origin}: history {index}")
+
+
+def _check_counts(param: NetParameter, origin: str) -> None:
+    """Refuse what a few bytes each can make so many of that looking at them takes minutes.
+
+    Raises:
+        SnapshotError: there are more layers than any net has, or more blobs than any layer.
+    """
+    layers = max(len(param.layer), len(param.layers))
+    if layers > _MOST_LAYERS:
+        raise SnapshotError(f"{origin}: has {layers} layers; the file is damaged")
+    blobs = max(len(layer.blobs) for layers in (param.layer, param.layers) for layer in layers)
+    if blobs > _MOST_BLOBS:
+        raise SnapshotError(f"{origin}: has a layer of {blobs} blobs; the file is damaged")
 
 
 def _check_text(message: Message, field: str, where: str) -> None:

@@ -204,6 +204,19 @@ def test_a_layers_name_that_is_not_utf8() -> None:
         read_weights(Path("w"))
 
 
+def test_more_layers_and_blobs_than_any_net_has() -> None:
+    """Two or three bytes each; to look at them all would take minutes."""
+    Path("w").write_bytes(b"\xa2\x06\x00" * 100_001)
+    with pytest.raises(SnapshotError, match="w: has 100001 layers; the file is damaged"):
+        read_weights(Path("w"))
+    Path("w").write_bytes(NetParameter(layer=[LayerParameter(blobs=[BlobProto()] * 1001)]).SerializeToString())
+    with pytest.raises(SnapshotError, match="w: has a layer of 1001 blobs; the file is damaged"):
+        read_weights(Path("w"))
+    Path("s").write_bytes(SolverState(iter=1).SerializeToString() + b"\x1a\x00" * 100_001)
+    with pytest.raises(SnapshotError, match="s: has 100001 history blobs; the file is damaged"):
+        read_state(Path("s"))
+
+
 def test_old_layers_that_cannot_be_upgraded() -> None:
     net = NetParameter(layers=[V1LayerParameter(name="a")], layer=[LayerParameter(name="b")])
     Path("w").write_bytes(net.SerializeToString())
