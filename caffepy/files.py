@@ -1,42 +1,184 @@
-"""Atomic writes: a file appears complete or not at all."""
+"""Files: only regular ones are read, and what is written appears complete or not at all."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Iterator
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from caffepy.errors import RunError
+from caffepy.errors import RunError, UserError
+
+_STARTED = time.time()
+"""When this process began, nearly: what is older was left by another one."""
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
+"""The names that `atomic_write` gives."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading; a FIFO, which might never send anything, and a device are refused unopened.
+
+    Raises:
+        OSError: it cannot be opened or is not a regular file; `strerror` says why, also of a path that is no path.
+    """
+    try:
+        _check_regular(os.stat(path).st_mode, path)
+        # The file may be another one by now: opening never waits, and what was opened is checked again.
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
+    except UnicodeError as error:
+        raise OSError(errno.EILSEQ, "the path has characters that the locale cannot express", repr(path)) from error
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "the path has a NUL character", repr(path)) from error
+    try:
+        _check_regular(os.fstat(file.fileno()).st_mode, path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path | str, most: int) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file or is larger; `strerror` says why.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if size > most or len(content) > most:
+        size = max(size, len(content))
+        raise OSError(errno.EFBIG, f"the file has {size} bytes, more than the {most} that are read", str(path))
+    return content
+
+
+def _check_regular(mode: int, path: Path | str) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def read_private(path: Path, most: int) -> bytes:
+    """The bytes of a regular file that nobody but this user can have written or read.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        UserError: it is another user's, others may read or write it, or it is no regular file.
+        OSError: it cannot be read, or is larger.
+    """
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise UserError(f"{path} is a link, a folder or a device where a file is expected; name another path")
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise UserError(
+                f"{path} belongs to user {status.st_uid} and has the mode {status.st_mode & 0o777:03o}: it must be "
+                f"user {os.geteuid()}'s and have the mode 600, or others could have written it; name another path"
+            )
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"the file has {status.st_size} bytes, more than the {most} that are read", path)
+        return file.read(most)
+
+
+# -- writing -------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; after the block it is synced and renamed to `path`.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file beside `path`, open for writing; after the block it is synced and renamed to `path`.
 
-    If the block fails, the temporary file is removed and `path` is unchanged.
+    If the block fails, the new file is removed and `path` is unchanged. Its name cannot be foreseen and must be new, so
+    that nobody can lay a link there; its mode is the umask's.
 
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            raise RunError(
-                f"{path}: cannot be written: {error.strerror or error}; the files of older snapshots are as they were"
-            ) from error
-        raise
+        with _create(temporary) as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)
+                _sync_folder(path.parent)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink()
+                with suppress(OSError):  # it would write what is left in its buffer
+                    file.close()
+                raise
+    except OSError as error:
+        raise RunError(
+            f"{path}: cannot be written: {error.strerror or error}; the files of older snapshots are as they were"
+        ) from error
 
 
-def _sync(path: Path) -> None:
-    """fsync a file, or a folder after a rename in it."""
+def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
+    """Remove what killed processes have left of `atomic_write`; returns what was removed.
+
+    Left alone: another user's files, those that a process still writes, and those younger than this process.
+
+    Args:
+        folder: where to look.
+        is_ours: whether to remove what should have become a file of this name.
+    """
+    removed = []
+    for name in os.listdir(folder):
+        match = _TEMPORARY.fullmatch(name)
+        if match and is_ours(match[1]) and _remove_abandoned(folder / name):
+            removed.append(folder / name)
+    return removed
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file, locked for as long as it is open, which tells it from what a killed process has left."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.fdopen(os.open(path, flags, 0o666), "wb")
+    with suppress(OSError):  # a file system without locks: `_remove_abandoned` removes nothing there
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _remove_abandoned(path: Path) -> bool:
+    """Remove a temporary file that no process writes any more; whether it was removed."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "wb") as file:
+            status = os.fstat(file.fileno())
+            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not own or status.st_mtime >= _STARTED:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            return True
+    except OSError:
+        return False
+
+
+def _sync_folder(path: Path) -> None:
+    """fsync a folder after a rename in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -323,8 +323,8 @@ def write_trace(path: Path, devices: Iterable[Sequence[dict[str, Any]]]) -> int:
     begin = min((event["ts"] for event in spans), default=0.0)
     for event in spans:
         event["ts"] = round(event["ts"] - begin, 3)
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+    with atomic_write(path) as file:
+        file.write(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode())
     return len(spans)
 
 

@@ -15,7 +15,7 @@ from caffepy.cli.options import Parser, normalise
 from caffepy.errors import CaffepyError, ConfigError
 from caffepy.registry import suggest
 
-COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "launch", "bench")
+COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""

@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     _add_start_options(parser)
     _add_device_options(parser)
     _add_engine_options(parser)
+    _add_keep_options(parser)
     _add_trace_options(parser)
     add_state_options(parser)
     _add_run_options(parser)
@@ -89,6 +90,19 @@ def _add_engine_options(parser: Parser) -> None:
     engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
     engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
     add_convolution_options(engine)
+
+
+def _add_keep_options(parser: Parser) -> None:
+    keeping = parser.add_argument_group("which snapshots stay")
+    keeping.add_argument(
+        "--keep-last", type=positive, default=0, metavar="K", help="the K newest with this prefix (default: all)"
+    )
+    keeping.add_argument(
+        "--keep-best",
+        default="",
+        metavar="SCORE",
+        help="besides these (K is 1 where not given) the one with the best SCORE, an output of a test net or 'loss'",
+    )
 
 
 def _add_trace_options(parser: Parser) -> None:
@@ -197,6 +211,8 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
         check_replicas=args.check_replicas,
+        keep_last=args.keep_last,
+        keep_best=args.keep_best,
         timeout=args.timeout,
         verbose=args.verbose,
         sigint_effect=args.sigint_effect,

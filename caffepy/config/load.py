@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from caffepy.config.checksum import check_whole
 from caffepy.config.dialect import adopt_nvidia_fields
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
+from caffepy.files import open_regular
 from caffepy.proto.caffe_pb2 import (
-    BOOL,
     DOUBLE,
     FLOAT,
     FLOAT16,
-    INT,
-    UINT,
     BlobProto,
     NetParameter,
     SolverParameter,
     SolverState,
+    Type,
 )
 
 log = logging.getLogger(__name__)
@@ -34,8 +37,17 @@ MAX_BYTES = 2**31 - 1
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 LFS_MAGIC = b"version https://git-lfs"
-ITEM_BYTES = {DOUBLE: 8, FLOAT: 4, FLOAT16: 2, INT: 4, UINT: 4, BOOL: 1}
+ITEM_BYTES = {DOUBLE: 8, FLOAT: 4, FLOAT16: 2}
 """Bytes of one element of ``raw_data``, by its ``Type``."""
+MAX_AXES = 32
+MAX_ELEMENTS = 2**31 - 1
+"""Caffe's limits for one blob."""
+_MOST_LAYERS, _MOST_BLOBS = 100_000, 1000
+"""More layers (and history blobs) than any net has, and blobs than any layer."""
+_MOST_COUNTED = 2**62
+"""Exclusive limit of a state's counts; sums of them fit in 64 bits."""
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+"""What Python, NumPy, h5py and protobuf raise where a file does not hold what it should."""
 
 
 def read_net(path: Path | str) -> NetParameter:
@@ -74,14 +86,14 @@ def read_weights(path: Path | str) -> NetParameter:
             what it looks like. Also when a blob does not hold as many values as its shape says.
     """
     origin = str(path)
-    param = read_binary(path, NetParameter())
-    if not param.layer and not param.layers:
-        raise SnapshotError(f"{origin}: not a .caffemodel: {_describe(_head(path), path)}")
-    adopt_nvidia_fields(param)
-    upgrade_net(param, origin)
-    for layer in param.layer:
-        for index, blob in enumerate(layer.blobs):
-            check_blob(blob, f"{origin}: layer '{layer.name}' blob {index}")
+    with refusing_damage(origin):
+        param = read_binary(path, NetParameter())
+        if not param.layer and not param.layers:
+            raise SnapshotError(f"{origin}: not a .caffemodel: {_describe(_head(path), path)}")
+        _check_counts(param, origin)
+        adopt_nvidia_fields(param)
+        upgrade_net(param, origin)
+        check_weights(param, origin)
     return param
 
 
@@ -92,11 +104,13 @@ def read_solver_state(path: Path | str) -> SolverState:
         SnapshotError: the file is absent, truncated, too large, or not a .solverstate; the message
             says what it looks like. Also when a blob does not hold as many values as its shape says.
     """
-    state = read_binary(path, SolverState())
-    if not state.HasField("iter"):
-        raise SnapshotError(f"{path}: not a .solverstate: {_describe(_head(path), path)}")
-    for index, blob in enumerate(state.history):
-        check_blob(blob, f"{path}: history {index}")
+    with refusing_damage(str(path)):
+        state = read_binary(path, SolverState())
+        if not state.HasField("iter"):
+            raise SnapshotError(f"{path}: not a .solverstate: {_describe(_head(path), path)}")
+        if len(state.history) > _MOST_LAYERS:
+            raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
+        check_state(state, str(path))
     return state
 
 
@@ -114,22 +128,116 @@ def read_binary(path: Path | str, message: M) -> M:
         message.MergeFromString(data)
     except (DecodeError, RecursionError):
         raise SnapshotError(f"{path}: not a binary {kind}: {_describe(data, path)}") from None
+    if isinstance(message, (NetParameter, SolverState)):
+        check_whole(message, data, str(path))
     return message
+
+
+@contextmanager
+def refusing_damage(origin: str) -> Iterator[None]:
+    """Turn whatever a damaged snapshot makes its reader raise into an error that names the file.
+
+    Raises:
+        SnapshotError: the block raised another of caffepy's errors, protobuf's or one of Python's for wrong values.
+    """
+    try:
+        yield
+    except ConfigError as error:  # of a net that cannot be upgraded
+        raise SnapshotError(str(error)) from error
+    except (*_DAMAGE, DecodeError) as error:
+        said = (str(error).partition("\n")[0] or type(error).__name__).rstrip(".")
+        raise SnapshotError(f"{origin}: cannot be read: {said}; it is damaged or needs too much memory") from error
+
+
+def check_weights(param: NetParameter, origin: str) -> None:
+    """Check the names of the layers in a .caffemodel, and its blobs.
+
+    Raises:
+        SnapshotError: one of them makes no sense.
+    """
+    for number, layer in enumerate(param.layer):
+        _check_text(layer, "name", f"{origin}: layer {number}")
+        for index, blob in enumerate(layer.blobs):
+            check_blob(blob, f"{origin}: layer '{layer.name}' blob {index}")
+
+
+def check_state(state: SolverState, origin: str) -> None:
+    """Check the texts, numbers and blobs of a .solverstate.
+
+    Raises:
+        SnapshotError: one of them makes no sense.
+    """
+    for field in ("learned_net", "solver_type"):
+        _check_text(state, field, origin)
+    for position in state.data_position:
+        _check_text(position, "layer", origin)
+    counts = {"iter": state.iter, "current_step": state.current_step, "pass_number": state.pass_number}
+    counts |= {"data_position": max((position.position for position in state.data_position), default=0)}
+    counts |= {"test_pass_number": max(state.test_pass_number, default=0)}
+    for field, count in counts.items():
+        if not 0 <= count < _MOST_COUNTED:
+            raise SnapshotError(f"{origin}: {field} is {count}, which no training comes to; the file is damaged")
+    if not 0 <= state.loss_scale < math.inf:
+        raise SnapshotError(f"{origin}: loss_scale is {state.loss_scale}; the file is damaged")
+    for index, blob in enumerate(state.history):
+        check_blob(blob, f"{origin}: history {index}")
+
+
+def _check_counts(param: NetParameter, origin: str) -> None:
+    """Refuse what a few bytes each can make so many of that looking at them takes minutes.
+
+    Raises:
+        SnapshotError: there are more layers than any net has, or more blobs than any layer.
+    """
+    layers = max(len(param.layer), len(param.layers))
+    if layers > _MOST_LAYERS:
+        raise SnapshotError(f"{origin}: has {layers} layers; the file is damaged")
+    blobs = max(len(layer.blobs) for layers in (param.layer, param.layers) for layer in layers)
+    if blobs > _MOST_BLOBS:
+        raise SnapshotError(f"{origin}: has a layer of {blobs} blobs; the file is damaged")
+
+
+def _check_text(message: Message, field: str, where: str) -> None:
+    """Refuse what is not UTF-8, which protobuf hands out as bytes."""
+    if isinstance(getattr(message, field), bytes):
+        raise SnapshotError(f"{where}: {field} is not UTF-8; the file is damaged")
 
 
 def check_blob(blob: BlobProto, where: str) -> None:
     """Checks that a stored blob holds as many values as its shape says, or none.
 
     Raises:
-        SnapshotError: it does not.
+        SnapshotError: it does not, has no possible shape, or has its values twice or in a type of no Caffe's.
     """
+    axes = len(blob.shape.dim)
+    if axes > MAX_AXES:
+        raise SnapshotError(f"{where} has {axes} axes, and blobs have at most {MAX_AXES}; the file is damaged")
     shape = blob_shape(blob)
-    if any(size < 0 for size in shape):
-        raise SnapshotError(f"{where} has the impossible shape {shape}; the file is damaged")
     count = math.prod(shape)
-    stored = max(len(blob.data), len(blob.double_data), len(blob.raw_data) // ITEM_BYTES[blob.raw_data_type])
+    if any(size < 0 for size in shape) or count > MAX_ELEMENTS:
+        raise SnapshotError(f"{where} has the impossible shape {shape}; the file is damaged")
+    if bool(blob.data) + bool(blob.double_data) + bool(blob.raw_data) > 1:
+        raise SnapshotError(f"{where} holds its values in several ways at once; the file is damaged")
+    stored = stored_values(blob, where)
     if stored not in (0, count):
         raise SnapshotError(f"{where} holds {stored} values where its shape {shape} needs {count}; the file is damaged")
+
+
+def stored_values(blob: BlobProto, where: str) -> int:
+    """The number of values that a stored blob holds, in whichever of its fields.
+
+    Raises:
+        SnapshotError: ``raw_data`` is of a type that Caffe does not store, or ends within a value.
+    """
+    if not blob.raw_data:
+        return max(len(blob.data), len(blob.double_data))
+    size = ITEM_BYTES.get(blob.raw_data_type)
+    if size is None:
+        kind = Type.Name(blob.raw_data_type)
+        raise SnapshotError(f"{where} has raw_data of type {kind}, in which no Caffe stores blobs; the file is damaged")
+    if len(blob.raw_data) % size:
+        raise SnapshotError(f"{where} has {len(blob.raw_data)} bytes of raw_data, which end within a value")
+    return len(blob.raw_data) // size
 
 
 def blob_shape(blob: BlobProto) -> tuple[int, ...]:
@@ -159,16 +267,17 @@ def _complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:
 def _read(path: Path | str, kind: str, error_type: type[CaffepyError]) -> bytes:
     path = Path(path)
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise error_type(
-                f"{path}: {size} bytes, and protobuf reads at most {MAX_BYTES}; store larger snapshots as HDF5"
-            )
-        return path.read_bytes()
+        if path.is_dir():
+            raise error_type(f"{path}: this is a folder; name a {kind} in it")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_BYTES:
+                raise error_type(
+                    f"{path}: {size} bytes, and protobuf reads at most {MAX_BYTES}; store larger snapshots as HDF5"
+                )
+            return file.read(size)
     except FileNotFoundError:
         raise error_type(f"{path}: no such {kind}; check the path (working directory: {Path.cwd()})") from None
-    except IsADirectoryError:
-        raise error_type(f"{path}: this is a folder; name a {kind} in it") from None
     except OSError as error:
         raise error_type(f"{path}: cannot read: {error.strerror}") from None
 

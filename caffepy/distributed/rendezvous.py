@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from caffepy.distributed.membership import Membership
 from caffepy.errors import CaffepyError, PeerError, UserError
+from caffepy.files import read_private
 from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import find_launcher
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _NEWS_SECONDS = 0.2
 """How long a rank that could not join waits for news of another one's failure."""
+_MOST_BYTES = 1 << 16
+"""Of the file that `file://` names."""
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What ``env://`` reads: rank 0's address and port, this process's number and the number of processes."""
 SECRET = "CAFFEPY_JOB_SECRET"
@@ -245,9 +248,10 @@ def _read(path: Path) -> tuple[list[Address], str]:
 
     Raises:
         OSError: it is not there, or something else is.
+        UserError: another user could have written it.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_private(path, _MOST_BYTES))
         return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error

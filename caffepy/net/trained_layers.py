@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
-from caffepy.net.weights import is_stored, load_blob, proto_shape, same_shape, to_blob_proto
+from caffepy.net.weights import check_values, is_stored, load_blob, proto_shape, same_shape, to_blob_proto
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ def copy_trained_layers(
 ) -> list[str]:
     """Copy stored parameters into the layers that have the same name; returns the names of those copied.
 
+    All are checked before the first is copied, so that layers keep what they had where something does not fit.
+
     Args:
         layers: the net's.
         weights: layers with their blobs.
@@ -33,17 +35,19 @@ def copy_trained_layers(
     Raises:
         SnapshotError: a layer has another number of parameters or other shapes.
     """
-    copied = []
+    pairs = []
     targets = _by_name(layers)
     for source in weights.layer:
         target = targets.get(source.name)
         if target is None:
             log.log(log_level, "Ignoring source layer %s", source.name)
             continue
-        _copy_layer(source, target, origin, shared)
-        if target.blobs:
-            copied.append(source.name)
-    return copied
+        _check_layer(source, target, origin, shared)
+        pairs.append((source, target))
+    for source, target in pairs:
+        for index, blob in _stored(source).items():
+            load_blob(blob, target.blobs[index], _where(origin, target, index))
+    return [source.name for source, target in pairs if target.blobs]
 
 
 def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
@@ -51,10 +55,24 @@ def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
     return {layer.name: layer for layer in reversed(layers)}
 
 
-def _copy_layer(
+def _stored(source: caffe_pb2.LayerParameter) -> dict[int, caffe_pb2.BlobProto]:
+    """A stored layer's parameters by index, without those that another layer holds."""
+    return {index: blob for index, blob in enumerate(source.blobs) if is_stored(blob)}
+
+
+def _where(origin: str, target: Layer, index: int) -> str:
+    return f"{origin}: layer '{target.name}', parameter {index}"
+
+
+def _check_layer(
     source: caffe_pb2.LayerParameter, target: Layer, origin: str, shared: Container[tuple[str, int]]
 ) -> None:
-    stored = {index: blob for index, blob in enumerate(source.blobs) if is_stored(blob)}
+    """Refuse a stored layer that has not the parameters of the net's.
+
+    Raises:
+        SnapshotError: other parameters or shapes, or values that are not whole.
+    """
+    stored = _stored(source)
     missing = [i for i in range(len(target.blobs)) if i not in stored and (target.name, i) not in shared]
     if len(source.blobs) > len(target.blobs) or missing:
         lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
@@ -63,13 +81,13 @@ def _copy_layer(
             f"in the net{lacking}; rename the layer in the net to learn it from scratch"
         )
     for index, blob in stored.items():
-        mine, where = target.blobs[index], f"{origin}: layer '{target.name}', parameter {index}"
+        mine, where = target.blobs[index], _where(origin, target, index)
         if not same_shape(blob, mine.shape):
             raise SnapshotError(
                 f"{where}: shape is {format_shape(proto_shape(blob))} there and {format_shape(mine.shape)} in the "
                 "net; rename the layer in the net to learn it from scratch"
             )
-        load_blob(blob, mine, where)
+        check_values(blob, where)
 
 
 def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer]) -> None:

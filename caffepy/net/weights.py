@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from caffepy.blob import Blob, format_shape
-from caffepy.config.load import blob_shape, has_old_shape
+from caffepy.config.load import blob_shape, check_blob, has_old_shape, stored_values
 from caffepy.errors import SnapshotError
 from caffepy.proto import caffe_pb2
 
@@ -44,18 +44,28 @@ def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
     Raises:
         SnapshotError: the number of values is not that of the shape.
     """
-    shape = proto_shape(blob)
+    check_values(blob, where)
     if blob.double_data:
         values = np.array(blob.double_data, np.float32)
     elif blob.raw_data:
-        values = np.frombuffer(blob.raw_data, _RAW_TYPES.get(blob.raw_data_type, "<f4")).astype(np.float32)
+        values = np.frombuffer(blob.raw_data, _RAW_TYPES[blob.raw_data_type]).astype(np.float32)
     else:
         values = _packed_data(blob)
-    if values.size != math.prod(shape):
+    return values.reshape(proto_shape(blob))
+
+
+def check_values(blob: caffe_pb2.BlobProto, where: str) -> None:
+    """Refuse a BlobProto that has not all the values that its shape needs, before any array is made of it.
+
+    Raises:
+        SnapshotError: so it is.
+    """
+    check_blob(blob, where)
+    count, shape = stored_values(blob, where), proto_shape(blob)
+    if count != math.prod(shape):
         raise SnapshotError(
-            f"{where}: holds {values.size} values for shape {format_shape(shape)}; the file is damaged or incomplete"
+            f"{where}: holds {count} values for shape {format_shape(shape)}; the file is damaged or incomplete"
         )
-    return values.reshape(shape)
 
 
 def proto_shape(blob: caffe_pb2.BlobProto) -> tuple[int, ...]:
@@ -86,6 +96,7 @@ def _packed_data(blob: caffe_pb2.BlobProto) -> np.ndarray:
     """The `data` of a BlobProto without a Python object for each number."""
     if len(blob.data) < 1024:
         return np.array(blob.data, np.float32)
+    blob.DiscardUnknownFields()  # what is left are varints and length-delimited fields
     for tag, content in _length_delimited(blob.SerializeToString()):
         if tag == _DATA_TAG:
             return np.frombuffer(content, "<f4").astype(np.float32)

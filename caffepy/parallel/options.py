@@ -45,6 +45,8 @@ class TrainOptions:
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
         compression: how gradients travel, one of `defaults.COMPRESSIONS`.
         max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
+        keep_last: how many of the newest snapshots stay when one is written; 0: all.
+        keep_best: the score by which the best snapshot stays too, an output of a test net; empty: none, see `Keep`.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
 
@@ -73,6 +75,8 @@ class TrainOptions:
     single_rate: float | None = None
     resume_newest: bool = False
     check_replicas: int = 0
+    keep_last: int = 0
+    keep_best: str = ""
 
     @property
     def local_devices(self) -> list[int | None]:
@@ -84,7 +88,7 @@ class TrainOptions:
 
         Raises:
             ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive,
-                a compression that is not known, max_skipped below 1, a negative interval.
+                a compression that is not known, max_skipped below 1, a negative interval or number of snapshots.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -98,6 +102,8 @@ class TrainOptions:
             raise ConfigError(f"max_skipped is {self.max_skipped}; it must be at least 1")
         if self.check_replicas < 0:
             raise ConfigError(f"check_replicas is {self.check_replicas}; it must be a number of iterations, or 0")
+        if self.keep_last < 0:
+            raise ConfigError(f"keep_last is {self.keep_last}; it must be a number of snapshots, or 0 for all")
         if self.compression not in COMPRESSIONS:
             raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
         for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):

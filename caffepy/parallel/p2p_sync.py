@@ -26,9 +26,11 @@ from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.replicas import check_replicas
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
+from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action, SingleDevice
+from caffepy.solvers.execution_options import Keep
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -320,6 +322,7 @@ class P2PSync(DeviceThread):
             guard=options.compression != "none" and self.world_size > 1,
             max_skipped=options.max_skipped,
             timeout=options.timeout + _DATA_SECONDS,
+            keep=Keep(options.keep_last, options.keep_best),
         )
         self.solver = solver
         if backend.asynchronous:
@@ -330,10 +333,15 @@ class P2PSync(DeviceThread):
 
     def _read_start(self, solver: Solver) -> None:
         """Restore or load weights; only on the root, since the others may have no such files."""
-        if self._options.snapshot is not None:
-            solver.restore(self._options.snapshot)
-        else:
+        newest = self._options.snapshot
+        if newest is None:
             solver.load_weights(self._options.weights)
+        elif not self._options.resume_newest:
+            solver.restore(newest)
+        else:
+            known = snapshots(solver.resolve.output(solver.param.snapshot_prefix))
+            older = known[known.index(newest) + 1 :] if newest in known else []
+            restore_first([newest, *older], solver.restore)
 
     def _release(self) -> None:
         """Close the solver: its graphs have captured the communicator's calls."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from caffepy.config import load
+from caffepy.config.checksum import checksummed
 from caffepy.errors import RunError
 from caffepy.files import atomic_write
 from caffepy.net.weights import to_blob_proto
@@ -22,25 +24,28 @@ def write_weights_binary(path: Path, net: Net, write_diff: bool) -> None:
     """Write a net's parameters; a shared parameter is stored with every layer that uses it."""
     head = NetParameter(name=net.name).SerializeToString()
     layers = (NetParameter(layer=[layer]).SerializeToString() for layer in net.layer_protos(write_diff))
-    _write_chunks(path, head, layers)
+    count = sum(len(layer.blobs) for layer in net.layers)
+    _write_parts(path, checksummed(NetParameter, count, chain([head], layers)))
 
 
 def write_state_binary(path: Path, state: SolverState, history: Iterable[np.ndarray]) -> None:
-    """Write a solver's state with its history."""
+    """Write a solver's state with its history, of `state.blob_count` arrays."""
+    head = SolverState()
+    head.CopyFrom(state)
+    head.ClearField("blob_count")
     blobs = (SolverState(history=[to_blob_proto(values)]).SerializeToString() for values in history)
-    _write_chunks(path, state.SerializeToString(), blobs)
+    _write_parts(path, checksummed(SolverState, state.blob_count, chain([head.SerializeToString()], blobs)))
 
 
-def _write_chunks(path: Path, head: bytes, chunks: Iterable[bytes]) -> None:
+def _write_parts(path: Path, parts: Iterable[bytes]) -> None:
     """Write one message in parts, which protobuf reads as if they were merged; holds one part in memory at a time."""
-    size = len(head)
-    with atomic_write(path) as temporary, open(temporary, "wb") as file:
-        file.write(head)
-        for chunk in chunks:
-            size += len(chunk)
+    size = 0
+    with atomic_write(path) as file:
+        for part in parts:
+            size += len(part)
             if size > load.MAX_BYTES:
                 raise RunError(
                     f"{path}: would be larger than the {load.MAX_BYTES} bytes that protobuf can read; "
                     "set snapshot_format: HDF5"
                 )
-            file.write(chunk)
+            file.write(part)

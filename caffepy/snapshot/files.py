@@ -1,4 +1,4 @@
-"""Snapshot files: `<prefix>_iter_<N>.caffemodel` and `.solverstate`, written, read and found, in either format.
+"""Snapshot files, `<prefix>_iter_<N>.caffemodel` and `.solverstate`: written, read, found, removed; two formats.
 
 A solver writes the .caffemodel first, so that a complete .solverstate always names complete weights.
 """
@@ -9,15 +9,18 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from caffepy.config import load
+from caffepy.config.checksum import stored_blobs
 from caffepy.errors import ConfigError, SnapshotError
-from caffepy.files import atomic_write
+from caffepy.files import atomic_write, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.snapshot.binary import write_state_binary, write_weights_binary
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from caffepy.net import Net
 
 log = logging.getLogger(__name__)
+
+_STATE = re.compile(r"\.solverstate(\.h5)?$")
 
 
 def snapshot_names(prefix: str, iteration: int, hdf5: bool = False) -> tuple[str, str]:
@@ -59,8 +64,8 @@ def write_weights(path: Path, net: Net, write_diff: bool = False) -> None:
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import write_weights_hdf5
 
-        with atomic_write(path) as temporary:
-            write_weights_hdf5(temporary, net, write_diff)
+        with atomic_write(path) as file:
+            write_weights_hdf5(file, net, write_diff)
         return
     write_weights_binary(path, net, write_diff)
 
@@ -68,14 +73,19 @@ def write_weights(path: Path, net: Net, write_diff: bool = False) -> None:
 def write_state(path: Path, state: SolverState, history: Iterable[np.ndarray]) -> None:
     """Write a solver's state and its history; HDF5 if the name ends in .h5, else the binary format.
 
+    Args:
+        path: the file.
+        state: `blob_count` is the number of arrays in the history.
+        history: made one array at a time.
+
     Raises:
         RunError: the file cannot be written.
     """
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import write_state_hdf5
 
-        with atomic_write(path) as temporary:
-            write_state_hdf5(temporary, state, history)
+        with atomic_write(path) as file:
+            write_state_hdf5(file, state, history)
         return
     write_state_binary(path, state, history)
 
@@ -84,38 +94,62 @@ def write_state(path: Path, state: SolverState, history: Iterable[np.ndarray]) -
 
 
 def read_weights(path: Path) -> NetParameter:
-    """The layers in a .caffemodel of either format.
+    """The layers in a .caffemodel of either format, with `crc32c` and `blob_count` if it is one of ours.
 
     Raises:
         SnapshotError: it is absent, damaged or something else.
     """
-    if is_hdf5(path):
-        from caffepy.snapshot.hdf5 import read_weights_hdf5
+    if not is_hdf5(path):
+        return load.read_weights(path)
+    from caffepy.snapshot.hdf5 import read_weights_hdf5
 
-        return read_weights_hdf5(path)
-    return load.read_weights(path)
+    with load.refusing_damage(str(path)):
+        param = read_weights_hdf5(path)
+        load.check_weights(param, str(path))
+    return param
 
 
 def read_state(path: Path) -> SolverState:
-    """The state in a .solverstate of either format.
+    """The state in a .solverstate of either format, with `crc32c` and `blob_count` if it is one of ours.
 
     Raises:
         SnapshotError: it is absent, damaged or something else.
     """
-    if is_hdf5(path):
-        from caffepy.snapshot.hdf5 import read_state_hdf5
+    if not is_hdf5(path):
+        return load.read_solver_state(path)
+    from caffepy.snapshot.hdf5 import read_state_hdf5
 
-        return read_state_hdf5(path)
-    return load.read_solver_state(path)
+    with load.refusing_damage(str(path)):
+        state = read_state_hdf5(path)
+        load.check_state(state, str(path))
+    return state
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a file is there and begins as HDF5 files do."""
+    """Whether a regular file is there and begins as HDF5 files do."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(len(load.HDF5_MAGIC)) == load.HDF5_MAGIC
     except OSError:
         return False
+
+
+def describe_snapshot(path: Path) -> str:
+    """What a .caffemodel or .solverstate holds and how far that was checked; all of it is read.
+
+    Raises:
+        SnapshotError: it is absent, damaged or something else.
+    """
+    message = read_state(path) if _STATE.search(path.name) else read_weights(path)
+    count = len(stored_blobs(message))
+    what = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
+    blobs = f"{what}, {count} blob{'s' * (count != 1)}"
+    if message.HasField("crc32c"):
+        return f"whole: {blobs}, checksum {message.crc32c:08x}"
+    return f"readable: {blobs}; it has no checksum, as either Caffe writes it"
+
+
+# -- finding -------------------------------------------------------------------------------------------
 
 
 def find_learned_net(state: SolverState, path: Path) -> Path:
@@ -127,20 +161,17 @@ def find_learned_net(state: SolverState, path: Path) -> Path:
     written = Path(state.learned_net)
     beside = path.parent / written.name
     for candidate in (written, beside):
-        if candidate.is_file():
-            return candidate
+        with suppress(OSError):  # a name that is too long, a folder that may not be read
+            if candidate.is_file():
+                return candidate
     raise SnapshotError(
         f"{path}: its weights {written} are not there, nor {beside}; put the .caffemodel beside the .solverstate"
     )
 
 
 def newest_snapshot(prefix: Path | str) -> Path | None:
-    """The .solverstate written last that can be read, and its weights too; None if there is none.
-
-    The last written, not the highest iteration: an older training with the same prefix may have gone further.
-    Files of the same second (a copied folder) count by iteration.
-    """
-    for path in _snapshots(str(prefix)):
+    """The .solverstate written last that can be read, and its weights too; None if there is none."""
+    for path in snapshots(prefix):
         try:
             read_weights(find_learned_net(read_state(path), path))
         except SnapshotError as error:
@@ -150,12 +181,79 @@ def newest_snapshot(prefix: Path | str) -> Path | None:
     return None
 
 
-def _snapshots(prefix: str) -> list[Path]:
-    """All .solverstates with a prefix, the newest first."""
+def snapshots(prefix: Path | str) -> list[Path]:
+    """All .solverstates with a prefix, the newest first; they are not read.
+
+    The last written comes first, not the highest iteration: an older training with the same prefix may have gone
+    further. Files of the same second (a copied folder) count by iteration.
+    """
     candidates = []
-    pattern = re.compile(re.escape(os.path.basename(prefix)) + r"_iter_(\d+)\.solverstate(\.h5)?")
-    for name in glob.glob(glob.escape(prefix) + "_iter_*.solverstate*"):
+    pattern = _pattern(str(prefix), "solverstate")
+    for name in glob.glob(glob.escape(str(prefix)) + "_iter_*.solverstate*"):
         match = pattern.fullmatch(os.path.basename(name))
-        if match:
-            candidates.append((int(os.path.getmtime(name)), int(match[1]), name))
+        with suppress(OSError):  # removed meanwhile
+            if match and stat.S_ISREG(os.stat(name).st_mode):
+                candidates.append((int(os.path.getmtime(name)), int(match[1]), name))
     return [Path(name) for _, _, name in sorted(candidates, reverse=True)]
+
+
+def iteration_of(path: Path) -> int:
+    """The iteration of a .solverstate, by its name, which `snapshots` has found."""
+    return int(path.name.rpartition("_iter_")[2].partition(".")[0])
+
+
+def weights_beside(path: Path) -> Path:
+    """The name of the .caffemodel that a solver writes with a .solverstate."""
+    return path.with_name(_STATE.sub(r".caffemodel\1", path.name))
+
+
+def restore_first(paths: Sequence[Path], restore: Callable[[Path], None]) -> Path:
+    """Restore the first of some snapshots that can be; returns which.
+
+    Args:
+        paths: the newest first.
+        restore: changes nothing where it raises a SnapshotError.
+
+    Raises:
+        SnapshotError: none can be restored; it says why not the first.
+    """
+    first: SnapshotError | None = None
+    for path in paths:
+        try:
+            restore(path)
+        except SnapshotError as error:
+            first = first or error
+            log.warning("skipping a snapshot that cannot be restored: %s", error)
+            continue
+        return path
+    raise SnapshotError(f"{first}; nor can an older one with this prefix be restored: move them away to start anew")
+
+
+def _pattern(prefix: str, kind: str) -> re.Pattern[str]:
+    """The file names of a prefix's snapshots; group 1 is the iteration, the last one .h5 or nothing."""
+    return re.compile(re.escape(os.path.basename(prefix)) + rf"_iter_(\d{{1,10}})\.(?:{kind})(\.h5)?", re.ASCII)
+
+
+# -- removing ------------------------------------------------------------------------------------------
+
+
+def remove_snapshot(path: Path) -> None:
+    """Remove a .solverstate and the .caffemodel that was written with it, by its name; links are left alone.
+
+    The state goes first, so that what is left of an interrupted removal is no snapshot.
+
+    Raises:
+        OSError: one of them cannot be removed.
+    """
+    pair = [path, weights_beside(path)]
+    modes = [os.lstat(one).st_mode for one in pair if os.path.lexists(one)]
+    if all(stat.S_ISREG(mode) for mode in modes):
+        for one in pair:
+            one.unlink(missing_ok=True)
+
+
+def remove_unfinished(prefix: Path) -> None:
+    """Remove what killed processes have left of snapshots with a prefix that they were writing."""
+    pattern = _pattern(str(prefix), "caffemodel|solverstate")
+    for path in remove_leftovers(prefix.parent, lambda name: pattern.fullmatch(name) is not None):
+        log.info("removed %s, which a process that was killed has left", path)

@@ -3,7 +3,7 @@
 Weights: `/data/<layer>/<index>` (and `/diff`), each parameter under its owner (Caffe's `net.cpp`, ToHDF5). A layer's
 name is its path, so that the group of `conv1/bn` lies in that of `conv1`. State: `/iter`, `/learned_net`,
 `/current_step`, `/history/<i>`; `/caffepy`, which Caffe passes over, holds the fields of our own as a serialised
-SolverState.
+SolverState. Attributes of the root hold the number of blobs and the checksum of all datasets; see `contents.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, unquote
 
 import h5py
 import numpy as np
+from google.protobuf.message import DecodeError
 
+from caffepy.config.checksum import wrong_checksum
 from caffepy.errors import RunError, SnapshotError
+from caffepy.hdf5 import find_object, open_hdf5
 from caffepy.net.weights import to_blob_proto
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
+from caffepy.snapshot.contents import Content, Contents, content_checksum
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -29,39 +33,38 @@ _CAFFES_FIELDS = ("iter", "learned_net", "current_step", "history")
 
 _QUOTED = "caffepy_quoted"
 """Attribute of the group of a layer whose name is no path that HDF5 would keep; see `_layer_paths`."""
+_CHECKSUM, _BLOBS = "caffepy_crc32c", "caffepy_blobs"
+"""Attributes of the root: `content_checksum`, and the number of blobs under `/data` or `/history`."""
 
-
-MOST_PARAMETERS = 1000
-"""Exclusive upper bound of a parameter's index."""
+MOST_PARAMETERS = 100
+"""Exclusive upper bound of a parameter's index; Caffe's layers have a handful."""
 
 
 @contextmanager
-def _create(path: Path) -> Iterator[Any]:
-    """An HDF5 file built in memory and then written, because h5py does not survive a full disk."""
+def _create(target: BinaryIO, blobs: str) -> Iterator[Any]:
+    """An HDF5 file built in memory and then written, because h5py does not survive a full disk.
+
+    Args:
+        target: the file.
+        blobs: the group whose datasets are its blobs.
+    """
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
         yield file
-    with open(path, "wb") as target:
-        target.write(buffer.getbuffer())
+        checksum, paths = content_checksum(file)
+        file.attrs[_CHECKSUM] = np.uint32(checksum)
+        file.attrs[_BLOBS] = np.uint32(sum(path[0] == blobs for path in paths))
+    target.write(buffer.getbuffer())
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except (OSError, RuntimeError) as error:
-        raise SnapshotError(f"{path}: cannot be read as HDF5: {error}; it may be truncated") from error
-
-
-def write_weights_hdf5(path: Path, net: Net, write_diff: bool) -> None:
+def write_weights_hdf5(target: BinaryIO, net: Net, write_diff: bool) -> None:
     """Write a net's parameters.
 
     Raises:
         RunError: two layers that have parameters have one name.
     """
     paths = _layer_paths(net)
-    with _create(path) as file:
+    with _create(target, "data") as file:
         data = file.create_group("data")
         diff = file.create_group("diff") if write_diff else None
         for layer in net.layers:
@@ -114,50 +117,67 @@ def _layer_group(parent: Any, path: str) -> Any:
 
 
 def read_weights_hdf5(path: Path) -> NetParameter:
-    """The layers in a .caffemodel.h5, those that hold parameters.
+    """The layers in a .caffemodel.h5, those that hold parameters, with `crc32c` and `blob_count` where it has them.
 
     A parameter that only another layer holds, with which it is shared, is an empty blob.
+
+    Raises:
+        SnapshotError: it is damaged, something else, would read other files or take far more memory than it has bytes.
     """
     result = NetParameter()
-    with _open(path) as file:
-        if "data" not in file:
+    layers: dict[str, dict[int, BlobProto]] = {}
+    with open_hdf5(path, SnapshotError, "snapshot") as file:
+        if not isinstance(find_object(file, "data"), h5py.Group):
             what = "a .solverstate.h5; resume from it with --snapshot" if "iter" in file else "something else"
             raise SnapshotError(f"{path}: is no .caffemodel.h5 but {what}")
-        for name, group in _layer_groups(file["data"], ""):
-            layer = result.layer.add(name=name)
-            for key in sorted(_datasets(group), key=lambda key: (len(key), key)):
-                if not _is_index(key):
-                    raise SnapshotError(f"{path}: layer '{name}' has a dataset '{key}', which is no parameter's number")
-                layer.blobs.extend(BlobProto() for _ in range(len(layer.blobs), int(key)))
-                layer.blobs.append(to_blob_proto(np.asarray(group[key], np.float32)))
+        contents = Contents(file)
+        for content in contents:
+            if content.path[0] == "data" and len(content.path) > 2:
+                name = _layer_name(content)
+                layers.setdefault(name, {})[_index(path, name, content)] = to_blob_proto(content.floats())
+        _check_whole(path, result, contents, "data")
+    for name, blobs in layers.items():
+        layer = result.layer.add(name=name)
+        layer.blobs.extend(blobs.get(index, BlobProto()) for index in range(max(blobs) + 1))
     return result
 
 
-def _is_index(key: str) -> bool:
-    return key.isdecimal() and key == str(int(key)) and int(key) < MOST_PARAMETERS
+def _layer_name(content: Content) -> str:
+    """A layer's name is the path of its group (names such as `inception_3a/1x1` are paths), or that group's alone."""
+    group = content.path[1:-1]
+    return unquote(group[-1][1:]) if _QUOTED in content.attributes else "/".join(group)
 
 
-def _datasets(group: Any) -> list[str]:
-    """The names of the datasets in a group: groups beside them are other layers'."""
-    return [key for key, item in group.items() if isinstance(item, h5py.Dataset)]
+def _index(path: Path, name: str, content: Content) -> int:
+    key = content.path[-1]
+    if not (key.isdecimal() and len(key) < 9 and key == str(int(key)) and int(key) < MOST_PARAMETERS):
+        raise SnapshotError(f"{path}: layer '{name}' has a dataset '{key}', which is no parameter's number")
+    return int(key)
 
 
-def _layer_groups(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Groups that hold datasets, with their path as the layer's name (names such as `inception_3a/1x1` are paths)."""
-    for name, item in group.items():
-        if isinstance(item, h5py.Group):
-            if _datasets(item):
-                yield unquote(name[1:]) if _QUOTED in item.attrs else prefix + name, item
-            yield from _layer_groups(item, f"{prefix}{name}/")
+def _check_whole(path: Path, message: NetParameter | SolverState, contents: Contents, blobs: str) -> None:
+    """Compare what was read with the attributes, which a file of Caffe's has not, and note them in the message."""
+    checksum, count = (contents.number(name) for name in (_CHECKSUM, _BLOBS))
+    if checksum is None and count is None and not message.HasField("blob_count"):
+        return
+    found = contents.counts.get(blobs, 0)
+    if checksum is None or found != count:
+        raise SnapshotError(
+            f"{path}: holds {found} of {count or message.blob_count} blobs, or its checksum is not there: it is "
+            "truncated or damaged; copy it again or take an older one"
+        )
+    if contents.checksum != checksum:
+        raise SnapshotError(wrong_checksum(str(path), contents.checksum, checksum))
+    message.crc32c, message.blob_count = checksum, found
 
 
-def write_state_hdf5(path: Path, state: SolverState, history: Iterable[np.ndarray]) -> None:
+def write_state_hdf5(target: BinaryIO, state: SolverState, history: Iterable[np.ndarray]) -> None:
     """Write a solver's state and history."""
     own = SolverState()
     own.CopyFrom(state)
     for field in _CAFFES_FIELDS:
         own.ClearField(field)
-    with _create(path) as file:
+    with _create(target, "history") as file:
         file["iter"] = np.array([state.iter], np.int32)
         _write_string(file, "learned_net", state.learned_net)
         file["current_step"] = np.array([state.current_step], np.int32)
@@ -182,18 +202,49 @@ def _write_string(file: Any, name: str, value: str) -> None:
 
 
 def read_state_hdf5(path: Path) -> SolverState:
-    """The state in a .solverstate.h5."""
-    with _open(path) as file:
-        if "iter" not in file or "history" not in file:
+    """The state in a .solverstate.h5, with `crc32c` and `blob_count` where it has them.
+
+    Raises:
+        SnapshotError: it is damaged, something else, would read other files or take far more memory than it has bytes.
+    """
+    state = SolverState()
+    history: dict[str, BlobProto] = {}
+    with open_hdf5(path, SnapshotError, "snapshot") as file:
+        if not isinstance(find_object(file, "iter"), h5py.Dataset) or "history" not in file:
             what = "a .caffemodel.h5; load it with --weights" if "data" in file else "something else"
             raise SnapshotError(f"{path}: is no .solverstate.h5 but {what}")
-        state = SolverState()
-        if "caffepy" in file:
-            state.MergeFromString(np.asarray(file["caffepy"]).tobytes())
-        state.iter = int(np.ravel(file["iter"])[0])
-        if "learned_net" in file:
-            state.learned_net = bytes(file["learned_net"][()]).decode()
-        state.current_step = int(np.ravel(file["current_step"])[0]) if "current_step" in file else 0
-        for index in range(len(file["history"])):
-            state.history.append(to_blob_proto(np.asarray(file["history"][str(index)], np.float32)))
+        fields: dict[str, Content] = {}
+        contents = Contents(file)
+        for content in contents:
+            if content.path[0] == "history":
+                history["/".join(content.path[1:])] = to_blob_proto(content.floats())
+            elif len(content.path) == 1:
+                fields[content.path[0]] = content
+        _set_fields(state, fields)
+        _check_whole(path, state, contents, "history")
+    count = len(history)
+    for index in map(str, range(count)):
+        if index not in history:
+            raise SnapshotError(f"{path}: history {index} of {count} is not there; the file is damaged")
+        state.history.append(history.pop(index))
     return state
+
+
+def _set_fields(state: SolverState, fields: dict[str, Content]) -> None:
+    """Everything but the history.
+
+    Raises:
+        ValueError, TypeError: a dataset does not hold what it should.
+    """
+    if "caffepy" in fields:
+        try:
+            state.MergeFromString(fields["caffepy"].array.tobytes())
+        except DecodeError as error:
+            raise ValueError(f"'/caffepy' does not hold the fields of a state ({error})") from error
+    for field in _CAFFES_FIELDS:
+        state.ClearField(field)
+    state.iter = fields["iter"].number()
+    if "current_step" in fields:
+        state.current_step = fields["current_step"].number()
+    if "learned_net" in fields:
+        state.learned_net = fields["learned_net"].text()

@@ -26,15 +26,16 @@ from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot.files import check_snapshot_folder, read_weights
+from caffepy.snapshot.files import check_snapshot_folder, read_weights, remove_unfinished
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
-from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.solvers.execution_options import ExecutionOptions, Keep
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.io.display import Display
+from caffepy.solvers.io.keeping import SnapshotKeeper
 from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.io.testing import run_test
 from caffepy.solvers.iteration import IterationSteps
@@ -68,6 +69,7 @@ class Solver(ABC):
         guard: skip updates whose gradients are not finite also where the net itself does not need it.
         max_skipped: updates skipped in a row after which training ends.
         timeout: longest wait for data, in seconds.
+        keep: which snapshots stay when a newer one is written.
 
     Raises:
         ConfigError: solver and nets do not hold together.
@@ -93,6 +95,7 @@ class Solver(ABC):
         guard: bool = False,
         max_skipped: int = MAX_SKIPPED,
         timeout: float = 600.0,
+        keep: Keep | None = None,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -118,9 +121,11 @@ class Solver(ABC):
             self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped)
             self._build_parts(options.eager, keep_going)
+        self._keeper = SnapshotKeeper(self.state, keep or Keep())
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
             check_snapshot_folder(snapshot_paths(self.state)[0])
+            remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
 
     def _build_nets(self, trace: Tracer) -> None:
         factory = self._factory
@@ -349,6 +354,8 @@ class Solver(ABC):
                     self.log("Test interrupted.")
                     break
                 scores.append(score)
+            if self._snapshot_at == self.iteration:
+                self._keeper.note_scores(scores)
             return scores
 
     def _interrupted(self) -> bool:
@@ -382,6 +389,7 @@ class Solver(ABC):
             self.callback.on_snapshot()
             path = write_snapshot(self.state)
             self._snapshot_at = self.iteration
+            self._keeper.wrote(path)
             self.callback.barrier()
             return path
 

@@ -22,3 +22,17 @@ class ExecutionOptions:
     share: bool = True
     autotune: bool = True
     deterministic: bool = True
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which snapshots stay.
+
+    Args:
+        last: how many of the newest; 0: all, or where `best` is given, one.
+        best: the output of a test net by which the best one stays too; empty: none does. Smaller is better for the
+            tops of loss layers and for `loss`, larger for all others.
+    """
+
+    last: int = 0
+    best: str = ""

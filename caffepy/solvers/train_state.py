@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array
@@ -51,6 +51,8 @@ class TrainState:
         iteration: how many iterations were made.
         current_step: the number of steps that the learning rate's policy has taken.
         last_pass: whether the present pass is the iteration's last, whose backward pass completes the gradients.
+        scores: of snapshots in the tests that followed them, by iteration.
+        score_name: what was scored, as `Keep.best` names it; empty: nothing.
     """
 
     param: SolverParameter
@@ -69,6 +71,8 @@ class TrainState:
     iteration: int = 0
     current_step: int = 0
     last_pass: bool = True
+    scores: dict[int, float] = field(default_factory=dict)
+    score_name: str = ""
 
     def passes(self) -> range:
         """The numbers of the present iteration's forward passes."""

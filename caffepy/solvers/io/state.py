@@ -11,7 +11,7 @@ import numpy as np
 from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
-from caffepy.net.weights import from_blob_proto, proto_shape, same_shape
+from caffepy.net.weights import check_values, from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.snapshot.files import (
     find_learned_net,
@@ -45,6 +45,7 @@ def write_snapshot(state: TrainState) -> Path:
     saved = _save_state(state)
     weights, path = snapshot_paths(state)
     saved.learned_net = str(weights)
+    saved.blob_count = len(state.history) * len(state.net.parameters.parameters)
     if state.callback.is_root:
         kind = "HDF5" if path.suffix == ".h5" else "binary proto"
         state.log("Snapshotting to %s file %s", kind, weights)
@@ -66,6 +67,8 @@ def _save_state(state: TrainState) -> SolverState:
     if state.update.adaptive:
         saved.loss_scale = float(state.backend.to_host(state.update.loss_scale))
         saved.good_steps = state.update.good_steps
+    for iteration, score in sorted(state.scores.items()):
+        saved.snapshot_score.add(iter=iteration, name=state.score_name, value=score)
     for index, layer, position in _data_layers(state):
         saved.data_position.add(layer=layer.name, position=position, test_net=index)
     return saved
@@ -85,7 +88,7 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
     Returns the state without its history, for `adopt_state` of the devices that train with this one.
 
     Raises:
-        SnapshotError: a file cannot be read, or is of another solver or net.
+        SnapshotError: a file cannot be read, or is of another solver or net; nothing was changed.
     """
     saved = read_state(path)
     _check_rule(state, saved, path)
@@ -104,6 +107,7 @@ def adopt_state(state: TrainState, saved: SolverState) -> None:
     state.iteration = saved.iter
     state.current_step = saved.current_step
     state.losses.restore(list(saved.loss_window))
+    state.scores = {score.iter: score.value for score in saved.snapshot_score if score.name == state.score_name}
     _restore_random(state, saved)
     _restore_positions(state, saved)
 
@@ -129,6 +133,7 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
             f"{expected}; it is of another solver type or net"
         )
     for i, blob in enumerate(saved.history):
+        check_values(blob, f"{path}: history blob {i}")
         parameter = parameters[i % len(parameters)]
         if not same_shape(blob, parameter.blob.shape):
             raise SnapshotError(
@@ -139,10 +144,12 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
 
 
 def _restore_weights(state: TrainState, path: Path) -> None:
-    copied = state.net.copy_trained_layers_from(read_weights(path), str(path))
+    weights = read_weights(path)
+    stored = {layer.name for layer in weights.layer}
     for parameter in state.net.parameters.parameters:
-        if parameter.layer not in copied:
+        if parameter.layer not in stored:
             raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")
+    state.net.copy_trained_layers_from(weights, str(path))
 
 
 def _restore_history(state: TrainState, saved: SolverState, path: Path) -> None:

@@ -73,6 +73,7 @@ def test_file(tmp_path: Path) -> None:
     path = tmp_path / "a b%c"
     method = f"file://{tmp_path}/a%20b%25c"
     path.write_text('{"addresses": [["127.0.0.1", 9]], "secret": "of an earlier run"}')
+    path.chmod(0o600)
     found = raise_first(meet(3, lambda rank: (method, rank, 3)))
     assert [entry[0] for entry in found] == [0, 1, 2]
     assert list(tmp_path.iterdir()) == []
@@ -161,8 +162,17 @@ def test_nobody_but_rank_0_comes_to_the_file(tmp_path: Path) -> None:
 def test_a_file_of_something_else(tmp_path: Path, content: str) -> None:
     path = tmp_path / "meet"
     path.write_text(content)
+    path.chmod(0o600)
     with pytest.raises(PeerError, match="does not hold an address"):
         join(f"file://{path}", 1, 2, 0.2, NOTHING)
+
+
+def test_a_file_that_others_could_have_written_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.write_text('{"addresses": [["127.0.0.1", 1]], "secret": ""}')
+    path.chmod(0o666)
+    with pytest.raises(UserError, match="meet belongs to user .* has the mode 666: .* others could have written it"):
+        join(f"file://{path}", 1, 2, 60.0, NOTHING)
 
 
 def test_two_processes_of_one_rank() -> None:

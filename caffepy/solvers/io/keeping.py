@@ -1,0 +1,117 @@
+"""Removes older snapshots, as `caffepy train --keep-last` and `--keep-best` want it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+
+from caffepy.errors import ConfigError, SnapshotError
+from caffepy.net import Net
+from caffepy.registry import suggest
+from caffepy.snapshot.files import describe_snapshot, iteration_of, remove_snapshot, snapshots, weights_beside
+from caffepy.solvers.execution_options import Keep
+from caffepy.solvers.train_state import TrainState
+
+log = logging.getLogger(__name__)
+
+LOSS = "loss"
+"""The score that stands for the sum of a test net's losses, where no output has this name."""
+
+
+class SnapshotKeeper:
+    """Removes snapshots with the solver's prefix, after a newer one was written whole; every device may call it.
+
+    Args:
+        state: of training.
+        keep: what stays.
+
+    Raises:
+        ConfigError: no test net has the score.
+    """
+
+    def __init__(self, state: TrainState, keep: Keep) -> None:
+        self._state = state
+        self._keep = keep
+        self._written: Path | None = None
+        """The newest snapshot of this run."""
+        self._sign = 1.0
+        """Makes larger scores the better ones."""
+        self._index = 0
+        """Which test net has the score."""
+        if keep.best:
+            self._find_score()
+
+    def _find_score(self) -> None:
+        """Which test net has the score, and whether larger is better."""
+        name, nets = self._keep.best, self._state.test_nets
+        if not nets or not self._state.param.test_interval:
+            raise ConfigError(f"--keep-best {name} needs tests: set test_iter and test_interval in the solver")
+        self._state.score_name = name
+        having = [index for index, net in enumerate(nets) if name in net.outputs]
+        losing = [index for index, net in enumerate(nets) if name == LOSS and _weighted(net)]
+        if not having and not losing:
+            known = [output for net in nets for output in net.outputs]
+            raise ConfigError(f"--keep-best {name}: no test net has such an output; {suggest(name, known)}")
+        self._index = (having or losing)[0]
+        smaller = not having or name in _weighted(nets[self._index])
+        self._sign = -1.0 if smaller else 1.0
+
+    def note_scores(self, scores: list[dict[str, np.ndarray]]) -> None:
+        """Remember the score of the snapshot of this iteration, which was written before its test."""
+        if not self._keep.best or self._index >= len(scores):
+            return
+        found, net = scores[self._index], self._state.test_nets[self._index]
+        if self._keep.best in found:
+            value = float(found[self._keep.best].mean())
+        else:
+            value = sum(weight * float(found[name].sum()) for name, weight in _weighted(net).items())
+        self._state.scores[self._state.iteration] = value
+        self._tidy()
+
+    def wrote(self, path: Path) -> None:
+        """Remember the newest snapshot, and remove those that need not stay."""
+        self._written = path
+        self._tidy()
+
+    def _tidy(self) -> None:
+        keep, state = self._keep, self._state
+        if self._written is None or not state.callback.is_root or not (keep.last or keep.best):
+            return
+        prefix = state.resolve.output(state.param.snapshot_prefix)
+        found = [path for path in snapshots(prefix) if path.name != self._written.name]
+        staying = {*found[: max(keep.last, 1) - 1], self._best([self._written, *found])}
+        doomed = [path for path in found if path not in staying]
+        if not doomed or not self._is_whole(self._written):
+            return
+        for path in doomed:
+            try:
+                remove_snapshot(path)
+                state.scores.pop(iteration_of(path), None)
+                state.log("Removed snapshot %s", path)
+            except OSError as error:
+                log.warning("%s: cannot be removed: %s", path, error.strerror)
+
+    def _best(self, found: list[Path]) -> Path | None:
+        """The snapshot that tested best, of equals the oldest; None if none was tested."""
+        scores = {path: self._state.scores.get(iteration_of(path), math.nan) * self._sign for path in reversed(found)}
+        tested = {path: score for path, score in scores.items() if not math.isnan(score)}
+        return max(tested, key=lambda path: tested[path]) if tested else None
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a snapshot can be read back; older ones stay where it cannot."""
+        try:
+            for part in (path, weights_beside(path)):
+                describe_snapshot(part)
+        except SnapshotError as error:
+            log.warning("older snapshots are kept, because the newest cannot be read back: %s", error)
+            return False
+        return True
+
+
+def _weighted(net: Net) -> dict[str, float]:
+    """The outputs of a net that are losses, with their weights."""
+    weights = {name: float(net.loss_weight(blob)) for name, blob in net.outputs.items()}
+    return {name: weight for name, weight in weights.items() if weight}

@@ -1,0 +1,55 @@
+"""`--snapshot auto` with several devices: the root restores the newest snapshot that fits, the others take that."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from replaying import NET
+from training import solver_param
+
+from caffepy.errors import SnapshotError
+from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.p2p_manager import P2PManager
+from caffepy.proto.caffe_pb2 import SolverState
+
+SOLVER = 'base_lr: 0.1 lr_policy: "fixed" random_seed: 3 snapshot_prefix: "x" snapshot: 2 '
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(iterations: int, rule: str = "SGD") -> None:
+    param = solver_param(f'{SOLVER} max_iter: {iterations} type: "{rule}"', NET)
+    P2PManager(TrainOptions(param, cpu_solvers=2, threads=1, timeout=20, resume_newest=True)).run()
+
+
+def as_caffe_would_have_cut_it(path: Path) -> None:
+    """Without the last blob of its history, and without what tells that one is missing."""
+    state = SolverState.FromString(path.read_bytes())
+    del state.history[-1]
+    for field in ("blob_count", "crc32c"):
+        state.ClearField(field)
+    path.write_bytes(state.SerializeToString())
+
+
+def test_all_devices_go_on_from_an_older_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(6)
+    wanted = (folder / "x_iter_6.caffemodel").read_bytes()
+    (folder / "x_iter_6.solverstate").unlink()
+    as_caffe_would_have_cut_it(folder / "x_iter_4.solverstate")
+    os.utime("x_iter_2.solverstate", (0, 0))
+    run(6)
+    assert "skipping a snapshot that cannot be restored: " in caplog.text
+    assert "x_iter_4.solverstate: holds 3 history blobs, a SGD solver of this net has 4" in caplog.text
+    assert (folder / "x_iter_6.caffemodel").read_bytes() == wanted
+
+
+def test_snapshots_of_another_solver_are_not_passed_over_to_start_anew(folder: Path) -> None:
+    run(4)
+    with pytest.raises(SnapshotError, match="x_iter_4.solverstate: is the state of a solver of type SGD.* move them "):
+        run(6, "Adam")
