@@ -26,7 +26,9 @@ LR_POLICIES: dict[str, tuple[str, ...]] = {
 MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
 LARC_POLICIES = ("scale", "clip")
-REGULARIZATIONS = ("L1", "L2")
+REGULARIZATIONS = ("L1", "L2", "WD")
+DECOUPLED = ("SGD", "SAG")
+"""Solvers with `regularization_type: "WD"`."""
 
 LEAST = {
     "max_iter": 0,
@@ -76,7 +78,6 @@ def refuse_unsupported(param: SolverParameter) -> None:
         ConfigError: the first of them.
     """
     for field, used in (
-        ("larc", param.larc),
         ("test_and_snapshot_last_epochs", param.test_and_snapshot_last_epochs > 0),
         ("eval_type", param.eval_type != "classification"),
     ):
@@ -123,6 +124,10 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
     _check_known("momentum_policy", param.momentum_policy, MOMENTUM_POLICIES, origin)
     _check_known("weight_decay_policy", param.weight_decay_policy, WEIGHT_DECAY_POLICIES, origin)
     _check_known("regularization_type", param.regularization_type, REGULARIZATIONS, origin)
+    if param.regularization_type == "WD" and param.type not in DECOUPLED:
+        raise ConfigError(
+            f'{origin}: regularization_type "WD" is for solvers of type SGD and SAG, and type is {param.type}; use L2'
+        )
     if param.larc:
         _check_known("larc_policy", param.larc_policy, LARC_POLICIES, origin)
     if param.weight_decay_policy == "poly":

@@ -8,6 +8,7 @@ subclass with a formula, `rule`, and its hyperparameters. The devices that train
 from __future__ import annotations
 
 import copy
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -41,9 +42,12 @@ from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.requests import Requests
+from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import MAX_SKIPPED, Update
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
+
+log = logging.getLogger(__name__)
 
 SOLVERS: Registry[type[Solver]] = Registry("solver type")
 
@@ -76,6 +80,8 @@ class Solver(ABC):
     """Values of history that the rule keeps for each parameter."""
     rule: ClassVar[Expression]
     """The update, see `Update`."""
+    least_delta: ClassVar[float] = 0.0
+    """What `delta` is at least in NVIDIA's dialect."""
 
     def __init__(
         self,
@@ -152,7 +158,9 @@ class Solver(ABC):
             net=self.net,
             test_nets=self.test_nets,
             history=self.history,
-            update=Update(self.net, self.rule, self.history, clip, half or guard, max_skipped),
+            update=Update(
+                self.net, self.update_rule(), self.history, clip, half or guard, max_skipped, self.make_larc()
+            ),
         )
 
     def _build_parts(self, eager: bool, keep_going: bool) -> None:
@@ -331,6 +339,21 @@ class Solver(ABC):
     @abstractmethod
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         """The values of the rule's last arguments in this iteration."""
+
+    def update_rule(self) -> Expression:
+        """The rule that this solver's settings ask for."""
+        return self.rule
+
+    def make_larc(self) -> Larc | None:
+        """What gives each parameter its own rate, if the solver asks for that."""
+        if self.param.larc:
+            log.warning("larc has no effect on a solver of type %s, as in NVIDIA Caffe", self.param.type)
+        return None
+
+    @property
+    def delta(self) -> float:
+        """The solver's `delta`, in NVIDIA's dialect with its lower limit."""
+        return max(self.param.delta, self.least_delta) if self.net.context.nvidia else self.param.delta
 
     # -- tests ---------------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ class Hyperparameters:
         state, param = self._state, self._state.param
         self.rate = self._next_rate()
         momentum = policies.momentum(param, state.iteration, self.rate)
-        decay = policies.weight_decay(param, state.iteration)
-        l2 = param.regularization_type == "L2"
-        scales = [1 / param.iter_size, decay if l2 else 0.0, 0.0 if l2 else decay]
+        decay = policies.weight_decay(param, state.iteration, state.net.context.nvidia)
+        l1 = param.regularization_type == "L1"
+        scales = [1 / param.iter_size, 0.0 if l1 else decay, decay if l1 else 0.0]
         context = state.net.context
         counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in state.passes()]
         values = [*state.requests.flags(), *scales, *self._rule_values(self.rate, momentum)]

@@ -66,6 +66,8 @@ def _save_state(state: TrainState) -> SolverState:
     if state.update.adaptive:
         saved.loss_scale = float(state.backend.to_host(state.update.loss_scale))
         saved.good_steps = state.update.good_steps
+    if state.param.larc_turbo and state.update.larc is not None:
+        saved.larc_correlation.extend(state.backend.to_host(state.update.larc.correlation).tolist())
     for index, layer, position in _data_layers(state):
         saved.data_position.add(layer=layer.name, position=position, test_net=index)
     return saved
@@ -101,6 +103,8 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
 def adopt_state(state: TrainState, saved: SolverState) -> None:
     """Take over everything but weights and history, which the devices get from the root when training starts."""
     state.update.restore_loss_scale(saved.loss_scale, saved.good_steps)
+    if state.update.larc is not None:
+        state.update.larc.restore(saved.larc_correlation)
     state.iteration = saved.iter
     state.current_step = saved.current_step
     state.losses.restore(list(saved.loss_window))

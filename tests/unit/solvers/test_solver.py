@@ -353,7 +353,6 @@ def test_a_negative_seed_is_drawn() -> None:
     ("text", "message"),
     [
         (PLAIN + 'type: "Adma"', "unknown solver type 'Adma'; did you mean 'Adam'?"),
-        (PLAIN + "larc: true", "larc is not supported"),
         (PLAIN + 'snapshot: 5 snapshot_prefix: "/nowhere/x"', "snapshot_prefix: the folder /nowhere does not exist"),
         (
             PLAIN + "test_iter: 1 test_interval: 1 test_state { } test_state { }",

@@ -138,7 +138,7 @@ def test_only_the_root_of_solvers_and_the_rules_know_the_solver() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "caffepy.solvers.base":
                 importing.add(path.relative_to(folder).as_posix())
-    rules = {f"rules/{rule}.py" for rule in ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sgd")}
+    rules = {f"rules/{rule}.py" for rule in ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sag", "sgd")}
     assert importing == {"__init__.py"} | rules
 
 
