@@ -69,7 +69,8 @@ FOLDERS = {
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
     "solvers": (
-        "solvers.rules.larc solvers.rules.policies solvers.rules.update",
+        "solvers.rules.larc",
+        "solvers.rules.policies solvers.rules.update",
         "solvers",
         "solvers.io",
         "solvers.eager",
