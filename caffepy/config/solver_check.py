@@ -18,10 +18,11 @@ LR_POLICIES: dict[str, tuple[str, ...]] = {
     "exp": ("gamma",),
     "inv": ("gamma", "power"),
     "multistep": ("gamma", "stepvalue"),
+    "plateau": ("gamma", "plateau_winsize"),
     "poly": ("power",),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""The learning-rate policies of both Caffes and the fields that each needs besides ``base_lr``."""
+"""The learning-rate policies of both Caffes and the SSD branch; the fields that each needs besides ``base_lr``."""
 
 MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
@@ -77,10 +78,7 @@ def refuse_unsupported(param: SolverParameter) -> None:
     Raises:
         ConfigError: the first of them.
     """
-    for field, used in (
-        ("test_and_snapshot_last_epochs", param.test_and_snapshot_last_epochs > 0),
-        ("eval_type", param.eval_type != "classification"),
-    ):
+    for field, used in (("eval_type", param.eval_type != "classification"),):
         if used:
             raise ConfigError(f"solver: {field} is not supported; remove it")
     if param.solver_data_type != FLOAT:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
+from caffepy.solvers.epochs import duration, ends_of_last_epochs
 from caffepy.solvers.execution_options import ExecutionOptions
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
@@ -104,12 +106,14 @@ class Solver(ABC):
         self.shard = shard or Shard()
         self.resolve = resolve or PathResolver(None)
         self.callback: SolverCallback = callback or SingleDevice()
+        self._created = time.monotonic()
         self.log = RootLog(self.callback.is_root)
         self.requests = Requests(request, alone=self.callback.world_size == 1)
         self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
         self._snapshot_at = -1
+        self._last_epochs: frozenset[int] = frozenset()
         self._averaged_at = 0
         options = engine or ExecutionOptions()
         refuse_unsupported(self.param)
@@ -123,6 +127,7 @@ class Solver(ABC):
             self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped)
             self._build_parts(options.eager, keep_going)
+            self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
             check_snapshot_folder(snapshot_paths(self.state)[0])
@@ -235,6 +240,7 @@ class Solver(ABC):
             return
         self._finish()
         self.log("Optimization Done.")
+        self.log("Optimization Done in %s", duration(time.monotonic() - self._created))
 
     def step(self, iterations: int) -> None:
         """Make `iterations` more, with the tests and snapshots that fall due; fewer where a stop is requested."""
@@ -244,7 +250,7 @@ class Solver(ABC):
         end = self.iteration + iterations
         self.clock.resume()
         while self.iteration < end and not self.stopped_early:
-            if self._due(self.param.test_interval) and (self.iteration > 0 or self.param.test_initialization):
+            if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
                 self.test_all()
             if Action.STOP not in self.requests:
                 with naming_largest_batch(self._factory, self.histories):
@@ -286,15 +292,20 @@ class Solver(ABC):
             self._display.show_iteration()
             self._display.show_update()
 
+    def _test_is_due(self) -> bool:
+        return self._due(self.param.test_interval) or self.iteration in self._last_epochs
+
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
 
     def _needs_loss(self) -> bool:
         """Whether the loss is read though it is not shown: always where reading it does not wait for the device."""
-        return not self.backend.asynchronous or self.param.average_loss > 1 or self._due(CHECK_INTERVAL)
+        follows_loss = self.param.average_loss > 1 or self.param.lr_policy == "plateau"
+        return not self.backend.asynchronous or follows_loss or self._due(CHECK_INTERVAL)
 
     def _act_on_requests(self) -> None:
-        wanted = self._due(self.param.snapshot) or Action.SNAPSHOT in self.requests
+        due = self._due(self.param.snapshot) or self.iteration in self._last_epochs
+        wanted = due or Action.SNAPSHOT in self.requests
         if wanted and self._snapshot_at != self.iteration:
             self.snapshot()
         if Action.STOP in self.requests:
@@ -309,7 +320,7 @@ class Solver(ABC):
             self.losses.add(self._loss_check.read())
             self.net.raise_device_errors()
             self._display.show_loss()
-        if self._due(self.param.test_interval):
+        if self._test_is_due():
             self.test_all()
 
     def _average_statistics(self) -> None:
@@ -365,13 +376,15 @@ class Solver(ABC):
         self.graph_runner.drain()
         with self._not_training(), self.state.trace.span("test"):
             self._average_statistics()
-            scores = []
+            scores, started = [], time.monotonic()
             for index in range(len(self.test_nets)):
                 score = run_test(self.state, index, self._interrupted)
                 if score is None:
                     self.log("Test interrupted.")
                     break
                 scores.append(score)
+            if self.test_nets:
+                self.log("Tests completed in %.6gs", time.monotonic() - started)
             return scores
 
     def _interrupted(self) -> bool:

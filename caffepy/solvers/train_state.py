@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array
@@ -14,6 +14,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.requests import Requests
+from caffepy.solvers.rules.plateau import Plateau
 from caffepy.solvers.rules.update import Update
 from caffepy.trace import Tracer
 
@@ -50,6 +51,7 @@ class TrainState:
         update: changes the parameters.
         iteration: how many iterations were made.
         current_step: the number of steps that the learning rate's policy has taken.
+        plateau: what the policy "plateau" remembers.
         last_pass: whether the present pass is the iteration's last, whose backward pass completes the gradients.
     """
 
@@ -68,6 +70,7 @@ class TrainState:
     update: Update
     iteration: int = 0
     current_step: int = 0
+    plateau: Plateau = field(default_factory=Plateau)
     last_pass: bool = True
 
     def passes(self) -> range:

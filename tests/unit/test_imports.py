@@ -70,7 +70,7 @@ FOLDERS = {
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
     "solvers": (
         "solvers.rules.larc",
-        "solvers.rules.policies solvers.rules.update",
+        "solvers.rules.plateau solvers.rules.policies solvers.rules.update",
         "solvers",
         "solvers.io",
         "solvers.eager",

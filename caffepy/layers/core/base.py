@@ -220,6 +220,10 @@ class Layer:
         """Why this layer cannot be captured in a CUDA graph; None if it can."""
         return None
 
+    def epoch_size(self) -> int | None:
+        """Records in one epoch of a data layer's source; None for layers that read no records."""
+        return None
+
     def position(self) -> int | None:
         """Where in its records the layer is, for snapshots; None for layers that read no records."""
         return None

@@ -57,6 +57,8 @@ def write_snapshot(state: TrainState) -> Path:
 def _save_state(state: TrainState) -> SolverState:
     """Everything but weights, their path and history."""
     saved = SolverState(iter=state.iteration, current_step=state.current_step)
+    if state.param.lr_policy == "plateau":
+        saved.minimum_loss, saved.iter_last_event = state.plateau.minimum_loss, state.plateau.last_event
     saved.seed = state.param.random_seed
     saved.pass_number = state.net.context.passes.number
     saved.solver_type = state.param.type
@@ -107,6 +109,7 @@ def adopt_state(state: TrainState, saved: SolverState) -> None:
         state.update.larc.restore(saved.larc_correlation)
     state.iteration = saved.iter
     state.current_step = saved.current_step
+    state.plateau.minimum_loss, state.plateau.last_event = saved.minimum_loss, saved.iter_last_event
     state.losses.restore(list(saved.loss_window))
     _restore_random(state, saved)
     _restore_positions(state, saved)

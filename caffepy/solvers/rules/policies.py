@@ -72,6 +72,12 @@ def multistep(param: SolverParameter, iteration: int, current_step: int) -> tupl
     return param.base_lr * param.gamma**current_step, current_step
 
 
+@POLICIES.register("plateau")
+def plateau(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * gamma^(steps taken), which `Plateau` counts."""
+    return param.base_lr * param.gamma**current_step, current_step
+
+
 @POLICIES.register("poly")
 def poly(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """(base_lr - min_lr) * (1 - iteration / max_iter)^power + min_lr; the end value from max_iter on."""

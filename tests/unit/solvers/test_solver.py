@@ -50,26 +50,30 @@ def test_the_log_is_caffes(lines: Any) -> None:
         lines()
         solver.solve()
     number = r"[-+.\de]+"
+
+    def test_lines(iteration: int) -> list[str]:
+        return [
+            f"Iteration {iteration}, Testing net (#0)",
+            f"    Test net output #0: accuracy = {number}",
+            rf"    Test net output #1: loss = {number} (* 1 = {number} loss)",
+            f"Tests completed in {number}s",
+        ]
+
     wanted = [
         "Solving tiny",
         "Learning Rate Policy: fixed",
-        "Iteration 0, Testing net (#0)",
-        f"    Test net output #0: accuracy = {number}",
-        rf"    Test net output #1: loss = {number} (* 1 = {number} loss)",
+        *test_lines(0),
         rf"Iteration 0 ({number} iter/s, {number}s/2 iters), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
-        "Iteration 0, lr = 0.1",
-        "Iteration 2, Testing net (#0)",
-        f"    Test net output #0: accuracy = {number}",
-        rf"    Test net output #1: loss = {number} (* 1 = {number} loss)",
+        "Iteration 0, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1",
+        *test_lines(2),
         rf"Iteration 2 ({number} iter/s, {number}s/2 iters), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
-        "Iteration 2, lr = 0.1",
+        "Iteration 2, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1",
         rf"Iteration 4, loss = {number}",
-        "Iteration 4, Testing net (#0)",
-        f"    Test net output #0: accuracy = {number}",
-        rf"    Test net output #1: loss = {number} (* 1 = {number} loss)",
+        *test_lines(4),
         "Optimization Done.",
+        "Optimization Done in 0s",
     ]
     found = lines()
     assert len(found) == len(wanted)
