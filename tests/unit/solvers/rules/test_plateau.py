@@ -9,7 +9,7 @@ from training import build_solver, weights_of
 
 from caffepy.solvers.rules.plateau import Plateau
 
-SOLVER = """base_lr: 0.5 lr_policy: "plateau" gamma: 0.1 plateau_winsize: 3 plateau_winsize: 2 display: 1
+SOLVER = """base_lr: 0.5 lr_policy: "plateau" gamma: 0.1 plateau_winsize: 1 plateau_winsize: 1 display: 1
     average_loss: 2 random_seed: 3 """
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
