@@ -15,7 +15,7 @@ NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
   shape { dim: 6 dim: 5 } shape { dim: 6 }
   data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1e-9 }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1e-9 } param { lr_mult: 0 }
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 """
