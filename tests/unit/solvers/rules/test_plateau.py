@@ -9,7 +9,7 @@ from training import build_solver, weights_of
 
 from caffepy.solvers.rules.plateau import Plateau
 
-SOLVER = """base_lr: 0.5 lr_policy: "plateau" gamma: 0.1 plateau_winsize: 1 plateau_winsize: 1 display: 1
+SOLVER = """base_lr: 0.5 lr_policy: "plateau" gamma: 0.1 plateau_winsize: 1 plateau_winsize: 2 display: 1
     average_loss: 2 random_seed: 3 """
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
@@ -43,12 +43,12 @@ def test_a_resumed_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         solver.step(4)
         state = solver.snapshot()
         caplog.clear()
-        solver.step(5)
+        solver.step(8)
         wanted, wanted_rates = weights_of(solver.net), rates(caplog)
     caplog.clear()
     with build_solver(text, NET) as solver:
         solver.restore(state)
-        solver.step(5)
+        solver.step(8)
         assert rates(caplog) == wanted_rates
         assert len(set(wanted_rates)) > 1
         for name, values in weights_of(solver.net).items():
