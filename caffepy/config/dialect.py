@@ -1,61 +1,102 @@
-"""Binary nets written by NVIDIA Caffe, whose LayerParameter uses some of BVLC's numbers otherwise.
+"""Which of the two Caffes' numbers a net gets where they differ: BVLC's or NVIDIA's.
 
-===== ============================ ==========================
-field NVIDIA Caffe                 BVLC Caffe and our schema
-===== ============================ ==========================
-145   forward_type (an enum)       parameter_param (a message)
-146   backward_type (an enum)      recurrent_param (a message)
-147   forward_math (an enum)       swish_param (a message)
-148   backward_math (an enum)      clip_param (a message)
-151   recurrent_param (a message)  unused
-===== ============================ ==========================
-
-An enum and a message differ in their wire type, so protobuf leaves NVIDIA's among the unknown
-fields, where they are found here. Prototxt files use names and need none of this.
+The net decides: NVIDIA's where the net or its solver uses a field that NVIDIA Caffe alone has, BVLC's otherwise.
+`caffepy --dialect` overrides it, for scripts the variable CAFFEPY_DIALECT. What differs: docs/differences.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, cast
+import logging
+import os
+from collections.abc import Callable, Iterable
+from enum import Enum
 
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import Message
 
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, Type
+from caffepy.errors import ConfigError
 
-VARINT = 0
-LENGTH_DELIMITED = 2
+log = logging.getLogger(__name__)
 
-TYPE_FIELDS = {145: "forward_type", 146: "backward_type", 147: "forward_math", 148: "backward_math"}
-RECURRENT = 151
-
-
-class UnknownField(Protocol):
-    """What protobuf keeps of a field that the schema does not have; its stubs do not say so."""
-
-    field_number: int
-    wire_type: int
-    data: Any
+VARIABLE = "CAFFEPY_DIALECT"
 
 
-def adopt_nvidia_fields(param: NetParameter) -> bool:
-    """Moves NVIDIA's clashing fields of every layer to where our schema has them.
+class Dialect(Enum):
+    """Whose numbers."""
 
-    Returns whether there were any.
+    BVLC = "bvlc"
+    NVIDIA = "nvidia"
+
+
+NVIDIA_FIELDS: dict[str, frozenset[str]] = {
+    message: frozenset(fields.split())
+    for message, fields in {
+        "BatchNormParameter": "bias_filler engine scale_bias scale_filler",
+        "ConvolutionParameter": "conv_algos_override cudnn_convolution_algo_seeker",
+        "DataParameter": "cache parser_threads precache shuffle threads",
+        "DropoutParameter": "engine random_seed",
+        "ELUParameter": "lambda",
+        "ImageDataParameter": "cache dataset_share_per_node precache short_side threads",
+        "LayerParameter": "backward_math backward_type cudnn_math_override debug detectnet_augmentation_param "
+        "detectnet_groundtruth_param forward_math forward_type trt_param",
+        "LossParameter": "label_smoothing",
+        "NetParameter": "default_backward_math default_backward_type default_conv_algos_override "
+        "default_cudnn_math_override default_forward_math default_forward_type eltwise_mem_sharing global_grad_scale "
+        "global_grad_scale_adaptive reduce_buckets",
+        "PoolingParameter": "torch_pooling",
+        "SolverParameter": "larc larc_eta larc_policy larc_turbo max_momentum max_weight_decay min_lr momentum_policy "
+        "momentum_power rampup_interval rampup_lr solver_data_type store_blobs_in_old_format "
+        "test_and_snapshot_last_epochs weight_decay_policy weight_decay_power",
+        "TransformationParameter": "allow_upscale display forward_packing horizontal_stretch_lower "
+        "horizontal_stretch_upper img_rand_resize_lower img_rand_resize_upper interpolation_algo_down "
+        "interpolation_algo_up num_labels rand_resize_ratio_lower rand_resize_ratio_upper random_seed "
+        "use_gpu_transform vertical_stretch_lower vertical_stretch_upper",
+    }.items()
+}
+"""By message the fields that neither BVLC Caffe nor its SSD branch has (NVIDIA Caffe took over the latter's)."""
+
+
+def named_dialect(name: str, origin: str = VARIABLE) -> Dialect:
+    """The dialect of that name.
+
+    Raises:
+        ConfigError: there is none.
     """
-    adopted = [_adopt(layer) for layer in param.layer]
-    return any(adopted)
+    try:
+        return Dialect(name.strip().lower())
+    except ValueError:
+        raise ConfigError(f"{origin}: unknown dialect '{name}'; give bvlc or nvidia") from None
 
 
-def _adopt(layer: LayerParameter) -> bool:
-    adopted = False
-    for field in cast("Iterable[UnknownField]", UnknownFieldSet(layer)):
-        if field.field_number in TYPE_FIELDS and field.wire_type == VARINT and field.data in Type.values():
-            setattr(layer, TYPE_FIELDS[field.field_number], field.data)
-            adopted = True
-        elif field.field_number == RECURRENT and field.wire_type == LENGTH_DELIMITED:
-            layer.recurrent_param.MergeFromString(field.data)
-            adopted = True
-    if adopted:
-        layer.DiscardUnknownFields()
-    return adopted
+def choose_dialect(messages: Iterable[Message], say: Callable[..., None] = log.info) -> Dialect:
+    """The dialect that CAFFEPY_DIALECT names, else that of the nets and solvers in `messages`.
+
+    Args:
+        messages: nets and solvers; the first field of theirs that only NVIDIA Caffe has decides.
+        say: takes the line that says which it is and why, as `logging.info` does.
+
+    Raises:
+        ConfigError: the variable names no dialect.
+    """
+    if name := os.environ.get(VARIABLE):
+        dialect = named_dialect(name)
+        say("Dialect: %s, as %s says", dialect.value, VARIABLE)
+        return dialect
+    for message in messages:
+        if field := nvidia_field(message):
+            say("Dialect: nvidia, because of %s, which only NVIDIA Caffe has (--dialect bvlc overrides)", field)
+            return Dialect.NVIDIA
+    return Dialect.BVLC
+
+
+def nvidia_field(message: Message) -> str:
+    """The first field of a message or of those within it that only NVIDIA Caffe has, as Message.field; else ''."""
+    name = message.DESCRIPTOR.name
+    only = NVIDIA_FIELDS.get(name, frozenset())
+    for field, value in message.ListFields():
+        if field.name in only:
+            return f"{name}.{field.name}"
+        if field.message_type is not None:
+            parts = [value] if isinstance(value, Message) else value
+            if found := next(filter(None, map(nvidia_field, parts)), ""):
+                return found
+    return ""

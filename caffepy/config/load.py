@@ -13,7 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from caffepy.config.checksum import check_whole
-from caffepy.config.dialect import adopt_nvidia_fields
+from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError

@@ -18,15 +18,18 @@ LR_POLICIES: dict[str, tuple[str, ...]] = {
     "exp": ("gamma",),
     "inv": ("gamma", "power"),
     "multistep": ("gamma", "stepvalue"),
+    "plateau": ("gamma", "plateau_winsize"),
     "poly": ("power",),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""The learning-rate policies of both Caffes and the fields that each needs besides ``base_lr``."""
+"""The learning-rate policies of both Caffes and the SSD branch; the fields that each needs besides ``base_lr``."""
 
 MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
 LARC_POLICIES = ("scale", "clip")
-REGULARIZATIONS = ("L1", "L2")
+REGULARIZATIONS = ("L1", "L2", "WD")
+DECOUPLED = ("SGD", "SAG")
+"""Solvers with `regularization_type: "WD"`."""
 
 LEAST = {
     "max_iter": 0,
@@ -75,11 +78,7 @@ def refuse_unsupported(param: SolverParameter) -> None:
     Raises:
         ConfigError: the first of them.
     """
-    for field, used in (
-        ("larc", param.larc),
-        ("test_and_snapshot_last_epochs", param.test_and_snapshot_last_epochs > 0),
-        ("eval_type", param.eval_type != "classification"),
-    ):
+    for field, used in (("eval_type", param.eval_type != "classification"),):
         if used:
             raise ConfigError(f"solver: {field} is not supported; remove it")
     if param.solver_data_type != FLOAT:
@@ -123,6 +122,10 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
     _check_known("momentum_policy", param.momentum_policy, MOMENTUM_POLICIES, origin)
     _check_known("weight_decay_policy", param.weight_decay_policy, WEIGHT_DECAY_POLICIES, origin)
     _check_known("regularization_type", param.regularization_type, REGULARIZATIONS, origin)
+    if param.regularization_type == "WD" and param.type not in DECOUPLED:
+        raise ConfigError(
+            f'{origin}: regularization_type "WD" is for solvers of type SGD and SAG, and type is {param.type}; use L2'
+        )
     if param.larc:
         _check_known("larc_policy", param.larc_policy, LARC_POLICIES, origin)
     if param.weight_decay_policy == "poly":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from caffepy.blob import Blob, format_shape
+from caffepy.config.dialect import choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.net.parameters import ParameterTable
@@ -55,6 +56,8 @@ def build_net(
     param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
 ) -> BuiltNet:
     """Make a net's layers and blobs and reshape every layer once; arguments and errors are those of `Net`."""
+    if context.dialect is None:
+        context.dialect = choose_dialect([param], lambda *line: log.log(context.log_level, *line))
     filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
     check_loss_weights(filtered)
     param = insert_splits(filtered)

@@ -216,6 +216,11 @@ class ParameterBuffer:
         """The learned part of a flat array as (blocks, ALIGNMENT): a block belongs to one parameter."""
         return flat[: self.learned].reshape(-1, ALIGNMENT)
 
+    @staticmethod
+    def block_range(parameter: Parameter) -> slice:
+        """The blocks of a learned parameter."""
+        return slice(parameter.start // ALIGNMENT, -(-parameter.stop // ALIGNMENT))
+
     def multipliers(self) -> tuple[Array, Array]:
         """lr_mult and decay_mult of each block, float32 (blocks,)."""
         tables = []
@@ -223,8 +228,7 @@ class ParameterBuffer:
             host = np.zeros(self.learned // ALIGNMENT, np.float32)
             for parameter in self.parameters:
                 if parameter.lr_mult != 0:
-                    view = slice(parameter.start // ALIGNMENT, -(-parameter.stop // ALIGNMENT))
-                    host[view] = getattr(parameter, multiplier)
+                    host[self.block_range(parameter)] = getattr(parameter, multiplier)
             tables.append(self.backend.zeros(host.shape))
             self.backend.from_host(host, tables[-1])
         return tables[0], tables[1]

@@ -12,7 +12,7 @@ from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 
 __all__ = ["SOLVERS", "Action", "SingleDevice", "Solver", "SolverCallback", "create_solver", "solver_class"]
 
-_RULES = ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sgd")
+_RULES = ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sag", "sgd")
 
 
 def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> Solver:

@@ -8,7 +8,9 @@ subclass with a formula, `rule`, and its hyperparameters. The devices that train
 from __future__ import annotations
 
 import copy
+import logging
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
+from caffepy.solvers.epochs import duration, ends_of_last_epochs
 from caffepy.solvers.execution_options import ExecutionOptions, Keep
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
@@ -43,9 +46,12 @@ from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
 from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.requests import Requests
+from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
+
+log = logging.getLogger(__name__)
 
 SOLVERS: Registry[type[Solver]] = Registry("solver type")
 
@@ -79,6 +85,8 @@ class Solver(ABC):
     """Values of history that the rule keeps for each parameter."""
     rule: ClassVar[Expression]
     """The update, see `Update`."""
+    least_delta: ClassVar[float] = 0.0
+    """What `delta` is at least in NVIDIA's dialect."""
 
     def __init__(
         self,
@@ -102,12 +110,14 @@ class Solver(ABC):
         self.shard = shard or Shard()
         self.resolve = resolve or PathResolver(None)
         self.callback: SolverCallback = callback or SingleDevice()
+        self._created = time.monotonic()
         self.log = RootLog(self.callback.is_root)
         self.requests = Requests(request, alone=self.callback.world_size == 1)
         self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
         self._snapshot_at = -1
+        self._last_epochs: frozenset[int] = frozenset()
         self._averaged_at = 0
         options = engine or ExecutionOptions()
         refuse_unsupported(self.param)
@@ -121,6 +131,7 @@ class Solver(ABC):
             self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped)
             self._build_parts(options.eager, keep_going)
+            self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
@@ -157,7 +168,9 @@ class Solver(ABC):
             net=self.net,
             test_nets=self.test_nets,
             history=self.history,
-            update=Update(self.net, self.rule, self.history, clip, half or guard, max_skipped),
+            update=Update(
+                self.net, self.update_rule(), self.history, clip, half or guard, max_skipped, self.make_larc()
+            ),
         )
 
     def _build_parts(self, eager: bool, keep_going: bool) -> None:
@@ -232,6 +245,7 @@ class Solver(ABC):
             return
         self._finish()
         self.log("Optimization Done.")
+        self.log("Optimization Done in %s", duration(time.monotonic() - self._created))
 
     def step(self, iterations: int) -> None:
         """Make `iterations` more, with the tests and snapshots that fall due; fewer where a stop is requested."""
@@ -241,7 +255,7 @@ class Solver(ABC):
         end = self.iteration + iterations
         self.clock.resume()
         while self.iteration < end and not self.stopped_early:
-            if self._due(self.param.test_interval) and (self.iteration > 0 or self.param.test_initialization):
+            if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
                 self.test_all()
             if Action.STOP not in self.requests:
                 with naming_largest_batch(self._factory, self.histories):
@@ -283,15 +297,20 @@ class Solver(ABC):
             self._display.show_iteration()
             self._display.show_update()
 
+    def _test_is_due(self) -> bool:
+        return self._due(self.param.test_interval) or self.iteration in self._last_epochs
+
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
 
     def _needs_loss(self) -> bool:
         """Whether the loss is read though it is not shown: always where reading it does not wait for the device."""
-        return not self.backend.asynchronous or self.param.average_loss > 1 or self._due(CHECK_INTERVAL)
+        follows_loss = self.param.average_loss > 1 or self.param.lr_policy == "plateau"
+        return not self.backend.asynchronous or follows_loss or self._due(CHECK_INTERVAL)
 
     def _act_on_requests(self) -> None:
-        wanted = self._due(self.param.snapshot) or Action.SNAPSHOT in self.requests
+        due = self._due(self.param.snapshot) or self.iteration in self._last_epochs
+        wanted = due or Action.SNAPSHOT in self.requests
         if wanted and self._snapshot_at != self.iteration:
             self.snapshot()
         if Action.STOP in self.requests:
@@ -306,7 +325,7 @@ class Solver(ABC):
             self.losses.add(self._loss_check.read())
             self.net.raise_device_errors()
             self._display.show_loss()
-        if self._due(self.param.test_interval):
+        if self._test_is_due():
             self.test_all()
 
     def _average_statistics(self) -> None:
@@ -337,6 +356,21 @@ class Solver(ABC):
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         """The values of the rule's last arguments in this iteration."""
 
+    def update_rule(self) -> Expression:
+        """The rule that this solver's settings ask for."""
+        return self.rule
+
+    def make_larc(self) -> Larc | None:
+        """What gives each parameter its own rate, if the solver asks for that."""
+        if self.param.larc:
+            log.warning("larc has no effect on a solver of type %s, as in NVIDIA Caffe", self.param.type)
+        return None
+
+    @property
+    def delta(self) -> float:
+        """The solver's `delta`, in NVIDIA's dialect with its lower limit."""
+        return max(self.param.delta, self.least_delta) if self.net.context.nvidia else self.param.delta
+
     # -- tests ---------------------------------------------------------------------------------------
 
     def test_all(self) -> list[dict[str, np.ndarray]]:
@@ -347,7 +381,7 @@ class Solver(ABC):
         self.graph_runner.drain()
         with self._not_training(), self.state.trace.span("test"):
             self._average_statistics()
-            scores = []
+            scores, started = [], time.monotonic()
             for index in range(len(self.test_nets)):
                 score = run_test(self.state, index, self._interrupted)
                 if score is None:
@@ -356,6 +390,8 @@ class Solver(ABC):
                 scores.append(score)
             if self._snapshot_at == self.iteration:
                 self._keeper.note_scores(scores)
+            if self.test_nets:
+                self.log("Tests completed in %.6gs", time.monotonic() - started)
             return scores
 
     def _interrupted(self) -> bool:

@@ -21,8 +21,8 @@ class Hyperparameters:
     """
 
     def __init__(self, state: TrainState, rule_values: Callable[[float, float], tuple[float, ...]]) -> None:
-        self.rate = 0.0
-        """The learning rate of the iteration for which `send` was called last."""
+        self.rate = self.momentum = self.weight_decay = 0.0
+        """Of the iteration for which `send` was called last."""
         self._state = state
         self._rule_values = rule_values
         count = RULE + len(rule_values(0.0, 0.5))
@@ -32,22 +32,34 @@ class Hyperparameters:
         """Copy the numbers of the present iteration to the device."""
         state, param = self._state, self._state.param
         self.rate = self._next_rate()
-        momentum = policies.momentum(param, state.iteration, self.rate)
-        decay = policies.weight_decay(param, state.iteration)
-        l2 = param.regularization_type == "L2"
-        scales = [1 / param.iter_size, decay if l2 else 0.0, 0.0 if l2 else decay]
+        self.momentum = policies.momentum(param, state.iteration, self.rate)
+        self.weight_decay = decay = policies.weight_decay(param, state.iteration, state.net.context.nvidia)
+        l1 = param.regularization_type == "L1"
+        scales = [1 / param.iter_size, 0.0 if l1 else decay, decay if l1 else 0.0]
         context = state.net.context
         counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in state.passes()]
-        values = [*state.requests.flags(), *scales, *self._rule_values(self.rate, momentum)]
+        values = [*state.requests.flags(), *scales, *self._rule_values(self.rate, self.momentum)]
         self._scalars.send(values, counters)
 
     def _next_rate(self) -> float:
         state = self._state
+        if state.param.lr_policy == "plateau":
+            self._step_on_plateau()
         rate, step = policies.learning_rate(state.param, state.iteration, state.current_step)
         if step != state.current_step and state.param.lr_policy == "multistep":
             state.log("MultiStep Status: Iteration %d, step = %d", state.iteration, step)
         state.current_step = step
         return rate
+
+    def _step_on_plateau(self) -> None:
+        state = self._state
+        losses = state.losses.averaged(state.callback)
+        loss = sum(losses) / len(losses) if losses else None
+        windows = state.param.plateau_winsize
+        step = state.plateau.next_step(state.iteration, loss, state.current_step, windows)
+        if step != state.current_step:
+            state.log("Plateau Status: Iteration %d, step = %d", state.iteration, step)
+        state.current_step = step
 
     @property
     def flags(self) -> Array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caffepy.backend.interface import Backend
+from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
@@ -70,6 +71,7 @@ class NetFactory:
         self.fuse = fuse
         self.share = share
         self.timeout = timeout
+        self._dialect: Dialect | None = None
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
     def train_net(self, trace: Tracer = NO_TRACE) -> Net:
@@ -100,6 +102,8 @@ class NetFactory:
                 f"solver: needs exactly one of {', '.join(fields)}; {' and '.join(given) or 'none'} is given"
             )
         source = self._sources(fields)[0]
+        if self._dialect is None:
+            self._dialect = choose_dialect([self.param, source.param], lambda *line: log.log(self._level, *line))
         return source, net_state(caffe_pb2.TRAIN, source.param.state, self.param.train_state)
 
     def test_nets(self, train_net: Net) -> list[Net]:
@@ -184,4 +188,5 @@ class NetFactory:
             iter_size=self.param.iter_size,
             resolve=source.resolve,
             timeout=self.timeout,
+            dialect=self._dialect,
         )

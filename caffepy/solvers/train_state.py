@@ -14,6 +14,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.requests import Requests
+from caffepy.solvers.rules.plateau import Plateau
 from caffepy.solvers.rules.update import Update
 from caffepy.trace import Tracer
 
@@ -50,6 +51,7 @@ class TrainState:
         update: changes the parameters.
         iteration: how many iterations were made.
         current_step: the number of steps that the learning rate's policy has taken.
+        plateau: what the policy "plateau" remembers.
         last_pass: whether the present pass is the iteration's last, whose backward pass completes the gradients.
         scores: of snapshots in the tests that followed them, by iteration.
         score_name: what was scored, as `Keep.best` names it; empty: nothing.
@@ -70,6 +72,7 @@ class TrainState:
     update: Update
     iteration: int = 0
     current_step: int = 0
+    plateau: Plateau = field(default_factory=Plateau)
     last_pass: bool = True
     scores: dict[int, float] = field(default_factory=dict)
     score_name: str = ""

@@ -71,7 +71,8 @@ FOLDERS = {
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
     "solvers": (
-        "solvers.rules.policies solvers.rules.update",
+        "solvers.rules.larc",
+        "solvers.rules.plateau solvers.rules.policies solvers.rules.update",
         "solvers",
         "solvers.io",
         "solvers.eager",

@@ -99,6 +99,10 @@ class Hdf5Source:
             "the hash of the first row": hash_of(*(np.asarray(row).tobytes() for row in rows)),
         }
 
+    def __len__(self) -> int:
+        """Rows of all files."""
+        return sum(self.rows)
+
     def close(self) -> None:
         """Give back the memory. Callable twice."""
         self._arrays, self._loaded = [], -1

@@ -19,6 +19,7 @@ from typing import ClassVar, TypeAlias
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
+from caffepy.config.dialect import Dialect
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
@@ -76,6 +77,7 @@ class LayerContext:
         iter_size: passes of one iteration; their batches are prefetched before the first of them runs.
         resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
         timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
+        dialect: whose numbers the layers compute where the two Caffes differ; None: the net decides when it is built.
     """
 
     backend: Backend
@@ -87,6 +89,7 @@ class LayerContext:
     iter_size: int = 1
     resolve: Callable[[str], Path] = Path
     timeout: float = 600.0
+    dialect: Dialect | None = None
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
@@ -102,6 +105,11 @@ class LayerContext:
     loss_scale: Array | None = None
     """Factor on every loss's gradient, one float32 on the device; None: 1. It keeps half-precision gradients from
     vanishing, and the update takes it out again."""
+
+    @property
+    def nvidia(self) -> bool:
+        """Whether NVIDIA Caffe's numbers are wanted where the two Caffes differ."""
+        return self.dialect is Dialect.NVIDIA
 
     @property
     def log_level(self) -> int:
@@ -210,6 +218,10 @@ class Layer:
 
     def capture_blocker(self) -> str | None:
         """Why this layer cannot be captured in a CUDA graph; None if it can."""
+        return None
+
+    def epoch_size(self) -> int | None:
+        """Records in one epoch of a data layer's source; None for layers that read no records."""
         return None
 
     def position(self) -> int | None:

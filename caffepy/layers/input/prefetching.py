@@ -35,6 +35,9 @@ class Source(Protocol):
     def fingerprint(self) -> dict[str, str]:
         """What tells it from another source of the same name; see `caffepy.data.sources.source.RecordSource`."""
 
+    def __len__(self) -> int:
+        """The number of records."""
+
     def close(self) -> None:
         """Close files and mappings. Idempotent."""
 
@@ -286,6 +289,9 @@ class PrefetchingLayer(Layer):
             else:
                 self._schedule = TestSchedule(shard, self.batch_size(), self.context.test_iter, self._start, first_pass)
         return self._schedule
+
+    def epoch_size(self) -> int | None:
+        return len(self._source) if self._source is not None else None
 
     def position(self) -> int:
         """The global sample number at which the next pass (training) or the present test begins on all devices."""

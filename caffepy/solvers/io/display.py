@@ -47,13 +47,13 @@ class Display:
         state.log("Iteration %d, loss = %.6g", state.iteration, values[0] / state.callback.world_size)
 
     def show_update(self, due: bool = True) -> None:
-        """``Iteration 100, lr = 0.01``, the loss scale and skipped updates where the display is `due`.
+        """``Iteration 100, lr = 0.01, m = 0.9, …`` and skipped updates where the display is `due`.
 
         What clipping did is always shown.
         """
         state = self._state
         if due:
-            state.log("Iteration %d, lr = %.6g", state.iteration, self._hyperparameters.rate)
+            self._show_rate()
         norm = state.update.clipped()
         if norm is not None:
             limit = state.param.clip_gradients
@@ -61,11 +61,18 @@ class Display:
                 "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
                 norm, limit, limit / norm,
             )  # fmt: skip
-        if due and state.update.adaptive:
-            scale = state.backend.to_host(state.update.loss_scale)
-            state.log("Iteration %d, loss scale = %g", state.iteration, scale)
         if due:
             self.show_skipped()
+
+    def _show_rate(self) -> None:
+        """Rate, momentum, the rate that both amount to, weight decay and loss scale, as NVIDIA Caffe's PrintRate."""
+        state, values = self._state, self._hyperparameters
+        amounts_to = values.rate / (1 - values.momentum) if values.momentum < 1 else np.inf
+        scale = float(state.backend.to_host(state.update.loss_scale))
+        state.log(
+            "Iteration %d, lr = %.6g, m = %.6g, lrm = %.6g, wd = %.6g, gs = %.6g",
+            state.iteration, values.rate, values.momentum, amounts_to, values.weight_decay, scale,
+        )  # fmt: skip
 
     def show_skipped(self) -> None:
         """``Iteration 100, 2 updates skipped since the last display, ...``, if there were any."""

@@ -58,6 +58,8 @@ def write_snapshot(state: TrainState) -> Path:
 def _save_state(state: TrainState) -> SolverState:
     """Everything but weights, their path and history."""
     saved = SolverState(iter=state.iteration, current_step=state.current_step)
+    if state.param.lr_policy == "plateau":
+        saved.minimum_loss, saved.iter_last_event = state.plateau.minimum_loss, state.plateau.last_event
     saved.seed = state.param.random_seed
     saved.pass_number = state.net.context.passes.number
     saved.solver_type = state.param.type
@@ -69,6 +71,8 @@ def _save_state(state: TrainState) -> SolverState:
         saved.good_steps = state.update.good_steps
     for iteration, score in sorted(state.scores.items()):
         saved.snapshot_score.add(iter=iteration, name=state.score_name, value=score)
+    if state.param.larc_turbo and state.update.larc is not None:
+        saved.larc_correlation.extend(state.backend.to_host(state.update.larc.correlation).tolist())
     for index, layer, position in _data_layers(state):
         saved.data_position.add(layer=layer.name, position=position, test_net=index)
     return saved
@@ -104,8 +108,11 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
 def adopt_state(state: TrainState, saved: SolverState) -> None:
     """Take over everything but weights and history, which the devices get from the root when training starts."""
     state.update.restore_loss_scale(saved.loss_scale, saved.good_steps)
+    if state.update.larc is not None:
+        state.update.larc.restore(saved.larc_correlation)
     state.iteration = saved.iter
     state.current_step = saved.current_step
+    state.plateau.minimum_loss, state.plateau.last_event = saved.minimum_loss, saved.iter_last_event
     state.losses.restore(list(saved.loss_window))
     state.scores = {score.iter: score.value for score in saved.snapshot_score if score.name == state.score_name}
     _restore_random(state, saved)

@@ -33,6 +33,7 @@ class AdaDeltaSolver(Solver):
 
     histories = 2
     rule = adadelta_update
+    least_delta = 1e-3
 
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
-        return rate, momentum, self.param.delta
+        return rate, momentum, self.delta

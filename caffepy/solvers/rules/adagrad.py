@@ -30,6 +30,7 @@ class AdaGradSolver(Solver):
     """
 
     rule = adagrad_update
+    least_delta = 1e-3
 
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
-        return rate, self.param.delta
+        return rate, self.delta

@@ -35,8 +35,9 @@ class AdamSolver(Solver):
 
     histories = 2
     rule = adam_update
+    least_delta = 1e-4
 
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         beta1, beta2, t = momentum, self.param.momentum2, self.iteration + 1
         correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        return rate * correction, beta1, beta2, self.param.delta
+        return rate * correction, beta1, beta2, self.delta

@@ -72,6 +72,12 @@ def multistep(param: SolverParameter, iteration: int, current_step: int) -> tupl
     return param.base_lr * param.gamma**current_step, current_step
 
 
+@POLICIES.register("plateau")
+def plateau(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * gamma^(steps taken), which `Plateau` counts."""
+    return param.base_lr * param.gamma**current_step, current_step
+
+
 @POLICIES.register("poly")
 def poly(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """(base_lr - min_lr) * (1 - iteration / max_iter)^power + min_lr; the end value from max_iter on."""
@@ -101,13 +107,18 @@ def momentum(param: SolverParameter, iteration: int, rate: float) -> float:
     return param.momentum
 
 
-def weight_decay(param: SolverParameter, iteration: int) -> float:
+def weight_decay(param: SolverParameter, iteration: int, nvidia: bool = False) -> float:
     """The weight decay of an iteration (NVIDIA Caffe's weight_decay_policy).
+
+    Args:
+        param: the solver.
+        iteration: updates made so far.
+        nvidia: whether solvers in CPU mode have the policy "fixed", as in NVIDIA Caffe.
 
     fixed: weight_decay. poly: weight_decay + (max_weight_decay - weight_decay) * (iteration /
     max_iter)^weight_decay_power.
     """
-    if param.weight_decay_policy == "poly":
+    if param.weight_decay_policy == "poly" and not (nvidia and param.solver_mode == SolverParameter.CPU):
         way: float = (iteration / max(param.max_iter, 1)) ** param.weight_decay_power
         return param.weight_decay + (param.max_weight_decay - param.weight_decay) * way
     return param.weight_decay

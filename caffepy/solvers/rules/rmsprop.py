@@ -30,6 +30,7 @@ class RMSPropSolver(Solver):
     """
 
     rule = rmsprop_update
+    least_delta = 1e-4
 
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
-        return rate, self.param.rms_decay, self.param.delta
+        return rate, self.param.rms_decay, self.delta

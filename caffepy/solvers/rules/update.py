@@ -16,6 +16,7 @@ from caffepy.backend import Each, Expression, Scalar, expression
 from caffepy.backend.types import Array
 from caffepy.errors import NonFiniteError
 from caffepy.net import Net
+from caffepy.solvers.rules.larc import Larc
 
 FIRST_LOSS_SCALE = 4096.0
 """Where an adaptive loss scale begins if the net names none."""
@@ -62,11 +63,20 @@ class Update:
         clip: L2 norm to which gradients are scaled down; negative: never.
         guard: whether to skip updates with gradients that are not finite, also without clipping or a loss scale.
         max_skipped: updates skipped in a row after which `check_skipped` raises.
+        larc: gives a rate to each parameter; None: lr_mult holds.
     """
 
     def __init__(
-        self, net: Net, rule: Expression, history: list[Array], clip: float, guard: bool, max_skipped: int
+        self,
+        net: Net,
+        rule: Expression,
+        history: list[Array],
+        clip: float,
+        guard: bool,
+        max_skipped: int,
+        larc: Larc | None = None,
     ) -> None:
+        self.larc = larc
         self._net = net
         self._backend = net.backend
         self._rule = rule
@@ -111,9 +121,13 @@ class Update:
         found_inf: Array | float = 0.0
         if self._controls:
             scale, found_inf = self._control(scale)
+        lr_mult = self._lr_mult
+        if self.larc is not None:
+            lr_mult = self.larc.multipliers((scale, l2, l1), found_inf, hyperparameters)
+            hyperparameters = hyperparameters[:2]  # the rules that LARC serves take rate and momentum
         arrays = [parameters.blocks(flat) for flat in (parameters.data, parameters.diff, *self._history)]
         copies = [parameters.blocks(flat) for flat in parameters.copies.values()]
-        inputs = (*arrays, self._lr_mult, self._decay_mult, scale, l2, l1, found_inf, *hyperparameters)
+        inputs = (*arrays, lr_mult, self._decay_mult, scale, l2, l1, found_inf, *hyperparameters)
         rule = self._rule.with_copies(len(copies))
         self._backend.apply(rule, inputs, (arrays[0], *arrays[2:], *copies), axis=0)
 

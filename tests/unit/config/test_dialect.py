@@ -1,93 +1,81 @@
-"""Binary nets as NVIDIA Caffe writes them, made here byte by byte."""
+"""The net's dialect: what decides it, what overrides it, and that its table is the schemas'."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from training import build_net, build_solver
 
-from caffepy.config.dialect import adopt_nvidia_fields
-from caffepy.config.load import read_weights
-from caffepy.proto.caffe_pb2 import (
-    BOOL,
-    DOUBLE,
-    FLOAT,
-    FLOAT16,
-    INT,
-    LayerParameter,
-    NetParameter,
-    RecurrentParameter,
+from caffepy.config.dialect import NVIDIA_FIELDS, Dialect, choose_dialect, named_dialect, nvidia_field
+from caffepy.config.text import parse_text
+from caffepy.errors import ConfigError
+from caffepy.proto import caffe_pb2
+
+WIRE = Path(__file__).parents[2] / "golden" / "wire.json"
+PLAIN = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 } } }'
+
+
+def net(text: str) -> caffe_pb2.NetParameter:
+    return parse_text(text, caffe_pb2.NetParameter(), "net.prototxt")
+
+
+@pytest.mark.parametrize(
+    "text, field",
+    [
+        (PLAIN, ""),
+        ("default_forward_type: FLOAT16 " + PLAIN, "NetParameter.default_forward_type"),
+        (
+            PLAIN + 'layer { name: "d" type: "Dropout" dropout_param { random_seed: 1 } }',
+            "DropoutParameter.random_seed",
+        ),
+        (PLAIN + 'layer { name: "p" type: "Permute" permute_param { order: 0 } }', ""),
+    ],
 )
-
-VARINT, BYTES = 0, 2
-
-
-def _varint(number: int) -> bytes:
-    head, rest = number & 127, number >> 7
-    return bytes([head | 128]) + _varint(rest) if rest else bytes([head])
+def test_first_field_that_only_nvidia_has(text: str, field: str):
+    assert nvidia_field(net(text)) == field
 
 
-def _key(number: int, wire_type: int) -> bytes:
-    return _varint(number << 3 | wire_type)
-
-
-def _nvidia(**types: int) -> bytes:
-    numbers = {"forward_type": 145, "backward_type": 146, "forward_math": 147, "backward_math": 148}
-    return b"".join(_key(numbers[name], VARINT) + _varint(value) for name, value in types.items())
-
-
-def _parsed(raw: bytes) -> NetParameter:
-    layer = LayerParameter(name="l", type="ReLU").SerializeToString() + raw
-    net = _key(100, BYTES) + _varint(len(layer)) + layer
-    return NetParameter.FromString(net)
-
-
-def test_types_of_a_layer_are_found() -> None:
-    net = _parsed(_nvidia(forward_type=FLOAT16, backward_type=FLOAT, forward_math=DOUBLE, backward_math=INT))
-    assert adopt_nvidia_fields(net)
-    assert list(net.layer) == [
-        LayerParameter(
-            name="l", type="ReLU", forward_type=FLOAT16, backward_type=FLOAT, forward_math=DOUBLE, backward_math=INT
-        )
+def test_solver_decides_as_well():
+    solver = parse_text("larc: true", caffe_pb2.SolverParameter(), "s")
+    lines: list[str] = []
+    assert choose_dialect([solver, net(PLAIN)], lambda line, *values: lines.append(line % values)) is Dialect.NVIDIA
+    assert lines == [
+        "Dialect: nvidia, because of SolverParameter.larc, which only NVIDIA Caffe has (--dialect bvlc overrides)"
     ]
+    assert choose_dialect([net(PLAIN)]) is Dialect.BVLC
 
 
-def test_the_recurrent_settings_are_found() -> None:
-    settings = RecurrentParameter(num_output=5).SerializeToString()
-    net = _parsed(_key(151, BYTES) + _varint(len(settings)) + settings)
-    assert adopt_nvidia_fields(net)
-    assert net.layer[0].recurrent_param.num_output == 5
+def test_variable_overrides(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CAFFEPY_DIALECT", "NVIDIA")
+    assert build_net(PLAIN).context.nvidia
+    monkeypatch.setenv("CAFFEPY_DIALECT", "bvlc")
+    assert not build_net("default_forward_type: FLOAT " + PLAIN).context.nvidia
 
 
-def test_nothing_is_left_to_be_adopted_twice() -> None:
-    net = _parsed(_nvidia(forward_type=FLOAT16))
-    adopt_nvidia_fields(net)
-    assert not adopt_nvidia_fields(NetParameter.FromString(net.SerializeToString()))
+def test_unknown_name():
+    with pytest.raises(ConfigError, match="CAFFEPY_DIALECT: unknown dialect 'caffe2'; give bvlc or nvidia"):
+        named_dialect("caffe2")
 
 
-@pytest.mark.parametrize("field", ["parameter_param", "recurrent_param", "swish_param", "clip_param"])
-def test_bvlc_s_messages_under_the_same_numbers_stay(field: str) -> None:
-    layer = LayerParameter(name="l", type="ReLU")
-    getattr(layer, field).SetInParent()
-    if field == "clip_param":
-        layer.clip_param.min, layer.clip_param.max = 0, 1
-    net = NetParameter.FromString(NetParameter(layer=[layer]).SerializeToString())
-    assert not adopt_nvidia_fields(net)
-    assert list(net.layer) == [layer]
+def test_all_nets_of_a_solver_have_one_dialect():
+    text = """base_lr: 0.1 lr_policy: "fixed" max_iter: 1 snapshot_after_train: false min_lr: 0.01
+        test_iter: 1 test_interval: 1"""
+    layers = (
+        PLAIN
+        + """
+        layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_product_param { num_output: 2 } }
+        layer { name: "loss" type: "EuclideanLoss" bottom: "ip" bottom: "ip" top: "loss" }"""
+    )
+    with build_solver(text, layers) as solver:
+        assert solver.net.context.nvidia
+        assert [test.context.nvidia for test in solver.test_nets] == [True]
 
 
-def test_numbers_that_are_no_type_are_ignored() -> None:
-    net = _parsed(_nvidia(forward_type=BOOL + 1))
-    assert not adopt_nvidia_fields(net)
-    assert not net.layer[0].HasField("forward_type")
-
-
-def test_unknown_fields_of_others_do_no_harm() -> None:
-    net = _parsed(_key(3000, VARINT) + _varint(7))
-    assert not adopt_nvidia_fields(net)
-
-
-def test_reading_weights_adopts_them(tmp_path: Path) -> None:
-    path = tmp_path / "nvidia.caffemodel"
-    path.write_bytes(_parsed(_nvidia(forward_type=FLOAT16)).SerializeToString())
-    assert read_weights(path).layer[0].forward_type == FLOAT16
+def test_table_lists_fields_that_nvidia_has_and_bvlc_has_not():
+    wire = json.loads(WIRE.read_text())
+    bvlc, nvidia = wire["bvlc"]["messages"], wire["nvcaffe"]["messages"]
+    for message, fields in NVIDIA_FIELDS.items():
+        assert fields <= set(nvidia[message]), message
+        assert not fields & set(bvlc.get(message, {})), message

@@ -90,7 +90,9 @@ def test_iterations_without_a_solver_give_the_solvers_weights(caplog: pytest.Log
         parts = Parts(train_state())
         parts.step(3)
     lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if ", lr" in line] == ["Iteration 0, lr = 0.1", "Iteration 2, lr = 0.1"]
+    assert [line for line in lines if ", lr" in line] == [
+        f"Iteration {i}, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1" for i in (0, 2)
+    ]
     with build_solver(SOLVER + "test_initialization: false", NET) as solver:
         solver.step(3)
         for name, values in weights_of(solver.net).items():
@@ -138,7 +140,7 @@ def test_only_the_root_of_solvers_and_the_rules_know_the_solver() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "caffepy.solvers.base":
                 importing.add(path.relative_to(folder).as_posix())
-    rules = {f"rules/{rule}.py" for rule in ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sgd")}
+    rules = {f"rules/{rule}.py" for rule in ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sag", "sgd")}
     assert importing == {"__init__.py"} | rules
 
 

@@ -26,6 +26,12 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 RULES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
 
 
+@pytest.fixture(autouse=True)
+def bvlc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss scale, which only NVIDIA Caffe has, would make `delta` larger."""
+    monkeypatch.setenv("CAFFEPY_DIALECT", "bvlc")
+
+
 def loss_scale(solver: Solver) -> float:
     return float(solver.update.loss_scale)
 

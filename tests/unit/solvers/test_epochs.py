@@ -1,0 +1,63 @@
+"""Epochs: their ends, tests and snapshots there, and how durations are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from training import build_solver
+
+from caffepy.errors import ConfigError
+from caffepy.solvers.epochs import duration
+
+RECORDS = 40
+SOLVER = """base_lr: 0.1 lr_policy: "fixed" max_iter: 25 test_iter: 1 test_interval: 1000 test_initialization: false
+    test_and_snapshot_last_epochs: 3 """
+NET = """
+layer { name: "data" type: "HDF5Data" top: "data" top: "label"
+  hdf5_data_param { source: "%s" batch_size: 4 } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 3 } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["data"] = np.zeros((RECORDS, 2), np.float32)
+        file["label"] = np.zeros(RECORDS, np.float32)
+    (tmp_path / "list.txt").write_text(f"{tmp_path}/data.h5\n")
+    return NET % (tmp_path / "list.txt")
+
+
+def test_tests_and_snapshots_at_the_ends_of_the_last_epochs(
+    net: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with build_solver(SOLVER + f'iter_size: 1 snapshot_prefix: "{tmp_path}/x"', net) as solver:
+        solver.solve()
+    tested = [record.getMessage() for record in caplog.records if "Testing net" in record.getMessage()]
+    assert tested == [f"Iteration {i}, Testing net (#0)" for i in (5, 15, 25)]  # 10 iterations an epoch
+    assert sorted(path.name for path in tmp_path.glob("*.solverstate")) == [
+        f"x_iter_{i}.solverstate" for i in (15, 25, 5)
+    ]
+
+
+def test_a_net_without_records_has_no_epochs() -> None:
+    dummy = """
+        layer { name: "data" type: "DummyData" top: "data" top: "label"
+          dummy_data_param { shape { dim: 4 dim: 2 } shape { dim: 4 } } }
+        layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 3 } }
+        layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }"""
+    with (
+        pytest.raises(ConfigError, match="test_and_snapshot_last_epochs needs a data layer that knows how many"),
+        build_solver(SOLVER, dummy),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("seconds, text", [(0.2, "0s"), (61, "1m 1s"), (7325.4, "2h 2m 5s"), (3600, "1h 0m 0s")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
