@@ -71,10 +71,10 @@ class Subject:
         return "read"
 
     def compare(self, records: list[bytes], content: bytes) -> None:
-        """Each record is what the file holds at its place; where its size alone was damaged it may end elsewhere."""
+        """Each record is what the file holds at its place; sizes of keys and records may be damaged within their page."""
         for number, (record, (at, size)) in enumerate(zip(records, self.places, strict=True)):
-            assert record == content[at : at + len(record)], number
-            assert self.size == 50 or (len(record) + 1) // 2 == (size + 1) // 2, number
+            assert record in content[at - 1 : at + len(record) + 1], number
+            assert self.size == 50 or abs(len(record) - size) < 2, number
 
     def load(self, source: LmdbSource, records: list[bytes]) -> None:
         """Compare the images that loading in bulk copies with the records'."""

@@ -149,9 +149,9 @@ def test_copies_that_liblmdb_makes_are_read(tmp_path, compact):
 def test_keys_are_in_the_order_that_the_database_asks_for(tmp_path, flags, ordered):
     """Keys that are reversed or are numbers of the machine are not in the order of their bytes."""
     file = make(tmp_path / "db", [(b"first", b"1"), (b"other", b"2")])
-    file.write_bytes(file.read_bytes().replace(b"first", b"third"))
+    file.write_bytes(file.read_bytes().replace(b"first", b"apple"))
     assert LmdbIndex(file).find(2)
-    file.write_bytes(file.read_bytes().replace(b"third", b"zzzzz"))
+    file.write_bytes(file.read_bytes().replace(b"apple", b"zzzzz"))
     change_headers(file, 4, "<H", lambda _: flags)
     index = LmdbIndex(file)
     assert index.find(2) != ordered
