@@ -71,7 +71,7 @@ class Subject:
         return "read"
 
     def compare(self, records: list[bytes], content: bytes) -> None:
-        """Each record is what the file holds at its place; sizes of keys and records may be damaged within their page."""
+        """Each record is what the file holds at its place; sizes of keys and records may be damaged a little."""
         for number, (record, (at, size)) in enumerate(zip(records, self.places, strict=True)):
             assert record in content[at - 1 : at + len(record) + 1], number
             assert self.size == 50 or abs(len(record) - size) < 2, number

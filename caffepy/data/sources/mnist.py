@@ -213,8 +213,8 @@ def folder_reader(folder: Path) -> Opener:
         if path is None:
             raise DataError(f"'{folder}' has no {file.name} or {file.name}.gz")
         try:
-            with open_regular(path) as file, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file as opened:
-                return opened.read(_MOST_BYTES)
+            with open_regular(path) as raw:
+                return gzip.GzipFile(fileobj=raw).read(_MOST_BYTES) if path.suffix == ".gz" else raw.read(_MOST_BYTES)
         except (OSError, EOFError, zlib.error, MemoryError) as error:
             raise DataError(f"'{path}' cannot be read: {error}") from error
 
