@@ -152,9 +152,9 @@ def prefetcher_rate(case: Case, path: Path, threads: int, seconds: float) -> flo
     number, start = 0, 0
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or start == 0:
-        batch = layer._started().get(number)
+        batch = layer._start_prefetcher().get(number)
         number += batch.passes
-        layer._started().release(batch)
+        layer._start_prefetcher().release(batch)
         if start == 0 and time.perf_counter() - begin > seconds / 4:
             start, begin = number, time.perf_counter()
     rate = (number - start) * case.batch / (time.perf_counter() - begin)

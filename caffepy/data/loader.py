@@ -215,9 +215,11 @@ class DatumLoader(ImageLoader):
         index = self._source.index
         if index is None or not self._source.concurrent(int(records.max()) + 1):
             return super()._copy_plain(records, samples, slot, block)
-        return copy_records(
+        pending = copy_records(
             index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads
         )
+        self._source.concurrent(0)  # again: what the file holds may have changed meanwhile
+        return pending
 
     def parse(self, number: int) -> tuple[Image, float]:
         datum, data = parse_datum(self._source.read(number))

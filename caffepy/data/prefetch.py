@@ -104,6 +104,10 @@ class Loader(Protocol):
         """Stop worker threads. Idempotent."""
 
 
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
 class Prefetcher:
     """Fills the batches of consecutive passes in a thread, which starts with the first `get`.
 
@@ -157,6 +161,7 @@ class Prefetcher:
         self._free: deque[Batch] = deque()
         self._error: BaseException | None = None
         self._closed = False
+        self._ended = False
         self._thread: threading.Thread | None = None
 
     def get(self, number: int) -> Batch:
@@ -213,6 +218,8 @@ class Prefetcher:
                 raise self._error
             if self._closed:
                 raise AbortedError(f"{self._where}: closed while waiting for data")
+            if self._ended or not (self._thread and self._thread.is_alive()):
+                raise RunError(f"{self._where}: the thread that reads its data has ended; see the log above")
             now = awake_seconds()
             if now >= started + self._timeout:
                 raise RunError(
@@ -240,6 +247,9 @@ class Prefetcher:
         except BaseException as error:
             self._fail(error)
         finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
             self._loader.close()
 
     def _fill(self, batch: Batch) -> None:
@@ -256,7 +266,10 @@ class Prefetcher:
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, CaffepyError):
-            failure = RunError(f"{self._where}: reading {self._loader.reading} failed: {type(error).__name__}: {error}")
+            try:
+                failure = RunError(f"{self._where}: reading {self._loader.reading} failed: {_said(error)}")
+            except Exception:  # the loader cannot even say what it reads: out of memory, or the cause of the failure
+                failure = RunError(f"{self._where}: reading failed: {type(error).__name__}")
             failure.__cause__ = error
             error = failure
         with self._changed:

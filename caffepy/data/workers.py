@@ -7,6 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from caffepy.errors import RunError
+
+_POLL_SECONDS = 1.0
+"""Interval at which the caller looks whether the threads that it waits for are still alive."""
+
 
 class _Job:
     """A queue of items, worked off by several threads."""
@@ -14,18 +19,32 @@ class _Job:
     def __init__(self, function: Callable[[int], None], items: Iterable[int]) -> None:
         self._function = function
         self._items = deque(items)
+        self._changed = threading.Condition()
+        self._working: set[threading.Thread] = set()
         self.error: BaseException | None = None
-        self.finished = threading.Semaphore(0)
-        """Released once by each thread."""
 
     def work(self) -> None:
+        thread = threading.current_thread()
+        with self._changed:
+            self._working.add(thread)
         try:
             while self.error is None and (item := self._next()) is not None:
                 self._function(item)
         except BaseException as error:
             self.error = error
         finally:
-            self.finished.release()
+            with self._changed:
+                self._working.discard(thread)
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until no thread works on an item any more; one that died counts as an error."""
+        with self._changed:
+            while self._working:
+                if dead := [thread.name for thread in self._working if not thread.is_alive()]:
+                    self.error = self.error or RunError(f"the thread '{dead[0]}' ended in the middle of its work")
+                    return
+                self._changed.wait(_POLL_SECONDS)
 
     def _next(self) -> int | None:
         try:
@@ -54,6 +73,7 @@ class Workers:
         """Call `function` with each item, in any order. The first error stops the work and is raised."""
         numbers = list(items)
         helpers = min(self.threads, len(numbers)) - 1
+        self._started = [thread for thread in self._started if thread.is_alive()]
         while len(self._started) < helpers:
             thread = threading.Thread(target=self._help, name=self._name, daemon=True)
             self._started.append(thread)
@@ -62,8 +82,7 @@ class Workers:
         for _ in range(helpers):
             self._jobs.put(job)
         job.work()
-        for _ in range(max(helpers, 0) + 1):
-            job.finished.acquire()
+        job.wait()
         if job.error is not None:
             raise job.error
 

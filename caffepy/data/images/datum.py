@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import struct
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -14,6 +17,10 @@ from caffepy.proto import caffe_pb2
 LARGE = 1 << 14
 """Records of more bytes than this are parsed without copying their data."""
 _DATA_TAG = 0x22
+_MOST_PIXELS = 1 << 26
+"""Of an encoded image: 945 kB of PNG can unpack to gigabytes. A square one of this size has 8192 rows."""
+_JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+"""Markers of the segments that hold a JPEG's height and width."""
 
 
 def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
@@ -91,15 +98,17 @@ def decode_image(data: bytes | memoryview, force_color: bool = False, force_gray
         force_gray: make it 1 channel. With neither it keeps the channels that it has.
 
     Raises:
-        DataError: OpenCV cannot decode it, or it has more than 8 bits a channel.
+        DataError: OpenCV cannot decode it, it has more than 8 bits a channel, or more than 2^26 pixels.
     """
-    import cv2
-
+    cv2 = _opencv()
+    height, width = _encoded_size(data)
+    if height * width > _MOST_PIXELS:
+        raise DataError(f"is an image of {height} x {width} pixels; more than {_MOST_PIXELS} are refused, shrink it")
     flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else cv2.IMREAD_UNCHANGED
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flag) if data else None
     except (cv2.error, MemoryError) as error:
-        raise DataError(f"is an image that OpenCV cannot decode ({str(error).strip()})") from error
+        raise DataError(f"is an image that OpenCV cannot decode ({' '.join(str(error).split())})") from error
     if image is None:
         raise DataError(f"is an image of {len(data)} bytes that OpenCV cannot decode; is it damaged?")
     return as_channels_first(image)
@@ -107,10 +116,34 @@ def decode_image(data: bytes | memoryview, force_color: bool = False, force_gray
 
 def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """An image (C, H, W) in another size, bilinear as `cv::resize` does it by default."""
+    cv2 = _opencv()
+    try:
+        resized = cv2.resize(image.transpose(1, 2, 0), (width, height))
+    except (cv2.error, MemoryError) as error:
+        raise DataError(f"cannot be resized to {height} x {width} ({' '.join(str(error).split())})") from error
+    return as_channels_first(np.asarray(resized))
+
+
+def _opencv() -> Any:
+    """cv2, told when it is loaded to refuse large images of every format; some decoders allocate before we could."""
+    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(_MOST_PIXELS))
     import cv2
 
-    resized = cv2.resize(image.transpose(1, 2, 0), (width, height))
-    return as_channels_first(np.asarray(resized))
+    return cv2
+
+
+def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:
+    """Height and width that a PNG or JPEG declares; (0, 0) of other formats and of damaged headers."""
+    if bytes(data[:8]) == b"\x89PNG\r\n\x1a\n" and len(data) >= 24:
+        width, height = struct.unpack_from(">2I", data, 16)
+        return height, width
+    at = 2 if bytes(data[:2]) == b"\xff\xd8" else len(data)
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        if marker in _JPEG_SIZES:
+            return data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
+        at += 1 if marker == 0xFF else 2 + length
+    return 0, 0
 
 
 def as_channels_first(image: NDArray[np.generic]) -> NDArray[np.uint8]:

@@ -10,8 +10,10 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from caffepy.errors import DataError
+from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2
 
+_MOST_BYTES = 1 << 30
 _RAW_TYPES = {caffe_pb2.FLOAT: "<f4", caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT16: "<f2"}
 
 
@@ -22,7 +24,7 @@ def read_mean(path: Path) -> NDArray[np.float32]:
         DataError: there is no such file, or it is not one whole BlobProto of one image.
     """
     try:
-        blob = caffe_pb2.BlobProto.FromString(path.read_bytes())
+        blob = caffe_pb2.BlobProto.FromString(read_regular(path, _MOST_BYTES))
     except OSError as error:
         raise DataError(f"mean_file '{path}' cannot be read: {error.strerror}") from error
     except DecodeError as error:
@@ -30,7 +32,7 @@ def read_mean(path: Path) -> NDArray[np.float32]:
             f"mean_file '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
         ) from error
     shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
-    values = _values(blob)
+    values = _values(blob, path)
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) != 3 or min(shape) <= 0 or math.prod(shape) != values.size:
@@ -41,9 +43,17 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     return values.reshape(shape)
 
 
-def _values(blob: caffe_pb2.BlobProto) -> NDArray[np.float32]:
+def _values(blob: caffe_pb2.BlobProto, path: Path) -> NDArray[np.float32]:
     if blob.double_data:
-        return np.array(blob.double_data, np.float32)
+        with np.errstate(over="ignore"):
+            return np.array(blob.double_data, np.float64).astype(np.float32)
     if blob.raw_data and blob.raw_data_type in _RAW_TYPES:
-        return np.frombuffer(blob.raw_data, _RAW_TYPES[blob.raw_data_type]).astype(np.float32)
+        kind = np.dtype(_RAW_TYPES[blob.raw_data_type])
+        if len(blob.raw_data) % kind.itemsize:
+            raise DataError(
+                f"mean_file '{path}' has {len(blob.raw_data)} bytes of raw_data, no whole number of values of "
+                f"{kind.itemsize} bytes; is it whole?"
+            )
+        with np.errstate(over="ignore"):
+            return np.frombuffer(blob.raw_data, kind).astype(np.float32)
     return np.array(blob.data, np.float32)

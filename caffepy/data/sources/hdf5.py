@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,15 @@ from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
+from caffepy.files import read_regular
+from caffepy.hdf5 import check_dataset, find_object, open_hdf5
 
 if TYPE_CHECKING:
     import h5py
+
+_MOST_LIST_BYTES = 1 << 26
+_MOST_NAMES = 20
+"""Of a file's datasets in a message."""
 
 
 class Hdf5Source:
@@ -41,9 +48,9 @@ class Hdf5Source:
         self._loaded = -1
         self._arrays: list[NDArray[np.float32]] = []
         try:
-            names = path.read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.description} cannot be read: {error}") from error
+            names = os.fsdecode(read_regular(path, _MOST_LIST_BYTES)).split()
+        except OSError as error:
+            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
         if not names:
             raise DataError(f"{self.description} names no files; write one HDF5 file a line")
         self.files = [_beside(path, name, resolve) for name in names]
@@ -54,8 +61,10 @@ class Hdf5Source:
 
     def _scan(self, path: Path) -> int:
         """The rows of a file, after checking its datasets."""
-        with _open(path) as file:
-            shapes = [_dataset(file, name, path).shape for name in self._datasets]
+        if not os.path.lexists(path):
+            raise DataError(f"HDF5 file '{path}' does not exist (looked from {Path.cwd()})")
+        with open_hdf5(path, DataError) as file:
+            shapes = [dataset.shape for dataset in self._find(file, path)]
         rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"'{name}' has {count}" for name, count in rows.items())
@@ -81,19 +90,25 @@ class Hdf5Source:
         return self._arrays
 
     def _read(self, path: Path) -> list[NDArray[np.float32]]:
-        with _open(path) as file:
-            try:
-                return [_dataset(file, name, path).astype(np.float32)[...] for name in self._datasets]
-            except (OSError, MemoryError) as error:
-                raise DataError(f"HDF5 file '{path}' cannot be read: {error or 'out of memory'}") from error
+        with open_hdf5(path, DataError) as file:
+            arrays = [dataset.astype(np.float32)[...] for dataset in self._find(file, path)]
+        shapes = [(self.rows[self.files.index(path)], *shape) for shape in self.row_shapes]
+        if [array.shape for array in arrays] != shapes:
+            raise DataError(f"HDF5 file '{path}' was changed while it was read; start again, and write to a copy of it")
+        return arrays
+
+    def _find(self, file: h5py.File, path: Path) -> list[h5py.Dataset]:
+        """The datasets of the tops, none of which reads other files or takes more memory than the file justifies."""
+        datasets, size = [_dataset(file, name, path) for name in self._datasets], 0
+        for dataset in datasets:
+            size = check_dataset(dataset, size)
+            _check_values(dataset, path)
+        return datasets
 
     def fingerprint(self) -> dict[str, str]:
         """`RecordSource.fingerprint`, of the rows of each file and the first file's first row."""
-        with _open(self.files[0]) as file:
-            try:
-                rows = [_dataset(file, name, self.files[0]).astype(np.float32)[0] for name in self._datasets]
-            except (OSError, MemoryError) as error:
-                raise DataError(f"HDF5 file '{self.files[0]}' cannot be read: {error or 'out of memory'}") from error
+        with open_hdf5(self.files[0], DataError) as file:
+            rows = [dataset.astype(np.float32)[0] for dataset in self._find(file, self.files[0])]
         return {
             "the number of rows of each file": ", ".join(map(str, self.rows)),
             "the hash of the first row": hash_of(*(np.asarray(row).tobytes() for row in rows)),
@@ -183,27 +198,25 @@ def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:
     """Where a file of the list is: as for all paths, or else beside the list."""
     found = resolve(name)
     beside = list_path.parent / name
-    return beside if not found.exists() and beside.exists() else found
-
-
-def _open(path: Path) -> h5py.File:
-    import h5py
-
-    if not path.exists():
-        raise DataError(f"HDF5 file '{path}' does not exist (looked from {Path.cwd()})")
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
-        raise DataError(f"HDF5 file '{path}' cannot be opened: {error}") from error
+    return beside if not os.path.exists(found) and os.path.exists(beside) else found
 
 
 def _dataset(file: h5py.File, name: str, path: Path) -> h5py.Dataset:
-    """A dataset that can be a top."""
+    """The dataset of a top."""
     import h5py
 
-    dataset = file.get(name)
+    dataset = find_object(file, name)
     if not isinstance(dataset, h5py.Dataset):
-        raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {', '.join(sorted(file)) or 'none'}")
+        names = sorted(file)
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        there = ", ".join(names[:_MOST_NAMES]) or "none"
+        raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {there}{more}")
+    return dataset
+
+
+def _check_values(dataset: h5py.Dataset, path: Path) -> None:
+    """Refuse a dataset that no top can take."""
+    name = dataset.name.removeprefix("/")
     if dataset.dtype.kind not in "fiu":
         raise DataError(f"HDF5 file '{path}': dataset '{name}' holds {dataset.dtype}; a top takes numbers")
     if not dataset.shape or dataset.size == 0:
@@ -214,4 +227,3 @@ def _dataset(file: h5py.File, name: str, path: Path) -> h5py.Dataset:
             "may be; divide it over several files"
         )
     check_shape(dataset.shape, f"HDF5 file '{path}': dataset '{name}'")
-    return dataset

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
+from caffepy.files import read_regular
+
+_MOST_LIST_BYTES = 1 << 30
+_MOST_IMAGE_BYTES = 1 << 28
+_LABELS = range(-(2**31), 2**31)
+"""Those of Caffe, whose labels are C's int."""
 
 
 class ImageListSource:
@@ -16,7 +24,7 @@ class ImageListSource:
         root_folder: put before each path as it is, without a slash, as Caffe does.
 
     Raises:
-        DataError: the list cannot be read, has a line without a label, or is empty.
+        DataError: the list cannot be read, has a line without a label or with a NUL character, or is empty.
     """
 
     index = None
@@ -26,7 +34,7 @@ class ImageListSource:
         self.labels: list[int] = []
         self._files: list[str] = []
         try:
-            lines = path.read_text(errors="surrogateescape").splitlines()
+            lines = os.fsdecode(read_regular(path, _MOST_LIST_BYTES)).split("\n")
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
         for number, line in enumerate(lines, 1):
@@ -37,10 +45,13 @@ class ImageListSource:
 
     def _add(self, line: str, root_folder: str, where: str) -> None:
         name, _, label = line.rpartition(" ")
-        try:
-            self.labels.append(int(label))
-        except ValueError as error:
-            raise DataError(f"{where}: '{label}' is no label; a line is a path, a space and a whole number") from error
+        if "\0" in line:
+            raise DataError(f"{where}: the line has a NUL character, which no path can have")
+        if not re.fullmatch(r"[-+]?[0-9]{1,20}", label) or int(label) not in _LABELS:
+            raise DataError(
+                f"{where}: '{label[:40]}' is no label; a line is a path, a space and a whole number of 32 bits"
+            )
+        self.labels.append(int(label))
         self._files.append(root_folder + name)
 
     def __len__(self) -> int:
@@ -48,7 +59,7 @@ class ImageListSource:
 
     def read(self, number: int) -> bytes:
         try:
-            return Path(self._files[number]).read_bytes()
+            return read_regular(self._files[number], _MOST_IMAGE_BYTES)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
 

@@ -1,144 +1,120 @@
-"""Whether an LMDB's file is whole, found out without mapping it.
+"""The headers of an LMDB's data file (format version 1, `mdb.c`): which tree of pages holds the records.
 
-LMDB maps its file into memory, and touching a page that the file lacks ends the process with SIGBUS. Owns what has to
-be known of LMDB's file format (version 1, `mdb.c`): two meta pages with the number of the last page, and trees.
+Files are read through a descriptor and never mapped: touching a page that a mapped file has lost, or that its disk
+cannot read, ends the process with SIGBUS.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from caffepy.errors import DataError
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _HEADER = struct.Struct("<Q H H H H")
-"""Page number, padding, flags, end of the nodes' places, begin of the nodes; the last two are an overflow's length."""
+"""Page number, padding, flags, end of the nodes' offsets, begin of the nodes."""
 _META = struct.Struct("<II QQ 48s 48s QQ")
 """Magic, version, address, map size, the free list's and the main database's records, last page, transaction."""
 _DATABASE = struct.Struct("<I H H QQQQ Q")
 """Padding (page size), flags, depth, branch, leaf and overflow pages, entries, root page."""
-_NODE = struct.Struct("<H H H H")
-"""Two halves of a size, or of a page number with the flags as its top; flags; size of the key."""
-_BRANCH, _LEAF, _META_PAGE = 1, 2, 8
-_BIG_DATA, _SUB_DATABASE = 1, 2
-_DUPLICATES = 4
-_NO_PAGE = 2**64 - 1
+_META_PAGE = 8
+_REVERSED, _DUPLICATES, _INTEGERS = 2, 4, 8
+"""Flags of a database: how its keys are ordered, and whether a key may have several values."""
+_MOST_PAGES = 2**48
+"""Branches hold pages' numbers in 48 bits; a tree without a page has the root 2^64 - 1."""
+MOST_LEVELS = 32
+"""As many as liblmdb's cursors can descend."""
 
 
 @dataclass(frozen=True)
-class _Meta:
-    page_size: int
-    last_page: int
-    transaction: int
-    roots: tuple[int, int]
-    version: int
-    flags: int
-    entries: int
-
-
-@dataclass(frozen=True)
-class Tree:
-    """The main database of an LMDB.
+class Header:
+    """What a header says of the main database.
 
     Args:
         page_size: bytes of a page.
-        root: number of the page at the top.
-        entries: how many records it says that it holds.
+        last_page: the highest page that is in use.
+        transaction: which one wrote it.
+        flags: of the database.
+        levels: of the tree.
+        entries: records in it.
+        root: the page at the top.
     """
 
     page_size: int
-    root: int
+    last_page: int
+    transaction: int
+    flags: int
+    levels: int
     entries: int
+    root: int
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the file should have; the last pages lack if they were freed as soon as they were taken."""
+        return (self.last_page + 1) * self.page_size
+
+    @property
+    def ordered_as_bytes(self) -> bool:
+        """Whether the keys are in the order of their bytes."""
+        return not self.flags & (_REVERSED | _INTEGERS)
 
 
-def read_tree(path: Path) -> Tree | None:
-    """The main database as the last transaction left it; None if it is not a plain map from keys to values."""
-    with path.open("rb") as file:
-        first = _read_meta(file, 0)
-        second = None if first is None else _read_meta(file, first.page_size)
-    metas = [meta for meta in (first, second) if meta is not None]
-    if not metas:
-        return None
-    newest = max(metas, key=lambda meta: meta.transaction)
-    if newest.version != _VERSION or newest.flags & _DUPLICATES or newest.roots[1] == _NO_PAGE:
-        return None
-    return Tree(newest.page_size, newest.roots[1], newest.entries)
-
-
-def check_file(path: Path) -> None:
-    """Refuse a data file that is not LMDB's, or that lacks pages which are in use.
+def read_header(descriptor: int, path: Path) -> Header:
+    """The newer one of the two headers of an open data file.
 
     Raises:
-        DataError: saying what is wrong.
+        DataError: it is no LMDB, is damaged, or is of a kind that holds no Datums.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        first = _read_meta(file, 0)
-        if first is None:
-            raise DataError(f"'{path}' is not an LMDB data file (no LMDB mark at its begin); was it copied completely?")
-        second = _read_meta(file, first.page_size)
-        newest = second if second is not None and second.transaction > first.transaction else first
-        needed = (newest.last_page + 1) * newest.page_size
-        # The last pages are never written if they were freed in the transaction that took them, so look twice.
-        if size < needed and (second is None or not _is_closed(file, newest, size // newest.page_size)):
-            raise DataError(
-                f"'{path}' is truncated: it has {size} bytes, its own header asks for {needed}; copy or build it again"
+    size = os.fstat(descriptor).st_size
+    first = _read(descriptor, path, 0, 0)
+    second = _read(descriptor, path, first.page_size, 1)
+    if second.page_size != first.page_size or abs(second.transaction - first.transaction) > 1:
+        raise DataError(f"'{path}' is damaged: its two headers contradict each other; build it again")
+    header = max(first, second, key=lambda header: header.transaction)
+    if header.entries and not (header.root < _MOST_PAGES and 1 <= header.levels <= MOST_LEVELS):
+        raise DataError(
+            f"'{path}' is damaged: its header names {header.entries} records without a tree; build it again"
+        )
+    if header.flags & _DUPLICATES:
+        raise DataError(f"'{path}' holds several values a key (MDB_DUPSORT); Caffe's sets have one record a key")
+    if header.entries * 10 > size:
+        raise (
+            truncated(path, size, header)
+            if size < header.needed
+            else DataError(
+                f"'{path}' is damaged: its header promises {header.entries} records in {size} bytes; build it again"
             )
+        )
+    return header
 
 
-def _read_meta(file: BinaryIO, offset: int) -> _Meta | None:
-    file.seek(offset)
-    page = file.read(_HEADER.size + _META.size)
+def truncated(path: Path, size: int, header: Header) -> DataError:
+    """The error for a data file of `size` bytes that lacks pages in use."""
+    return DataError(
+        f"'{path}' is truncated: it has {size} bytes, its own header asks for {header.needed}; copy or build it again"
+    )
+
+
+def _read(descriptor: int, path: Path, offset: int, number: int) -> Header:
+    page = os.pread(descriptor, _HEADER.size + _META.size, offset)
     if len(page) < _HEADER.size + _META.size:
-        return None
+        raise _not_lmdb(path)
     magic, version, _, _, free, main, last_page, transaction = _META.unpack_from(page, _HEADER.size)
+    own_number, _, page_flags, _, _ = _HEADER.unpack_from(page)
+    if magic != _MAGIC or not page_flags & _META_PAGE or own_number != number:
+        raise _not_lmdb(path)
+    if version != _VERSION:
+        raise DataError(f"'{path}' is LMDB's format {version}; only format {_VERSION} is read (liblmdb 0.9)")
     page_size = _DATABASE.unpack(free)[0]
-    if magic != _MAGIC or not _HEADER.unpack_from(page)[2] & _META_PAGE or not 256 <= page_size <= 65536:
-        return None
-    _, flags, _, _, _, _, entries, root = _DATABASE.unpack(main)
-    return _Meta(page_size, last_page, transaction, (_DATABASE.unpack(free)[-1], root), version, flags, entries)
+    if not 256 <= page_size <= 65536 or page_size & (page_size - 1):
+        raise DataError(f"'{path}' is damaged: its header says pages of {page_size} bytes; build it again")
+    _, flags, levels, _, _, _, entries, root = _DATABASE.unpack(main)
+    return Header(page_size, last_page, transaction, flags, levels, entries, root)
 
 
-def _is_closed(file: BinaryIO, meta: _Meta, pages: int) -> bool:
-    """Whether all pages that can be reached from the roots are among the first `pages`."""
-    waiting = [root for root in meta.roots if root != _NO_PAGE]
-    seen: set[int] = set()
-    while waiting:
-        number = waiting.pop()
-        if number >= pages:
-            return False
-        if number in seen:
-            continue
-        seen.add(number)
-        file.seek(number * meta.page_size)
-        page = file.read(meta.page_size)
-        try:
-            waiting.extend(_children(page))
-        except struct.error:
-            return False
-    return True
-
-
-def _children(page: bytes) -> Iterator[int]:
-    """The pages that a page refers to; of an overflow, its last."""
-    number, _, flags, lower, upper = _HEADER.unpack_from(page)
-    if not flags & (_BRANCH | _LEAF):
-        length = lower | upper << 16
-        if length > 1:
-            yield number + length - 1
-        return
-    for i in range((lower - _HEADER.size) // 2):
-        place = struct.unpack_from("<H", page, _HEADER.size + 2 * i)[0]
-        low, high, node_flags, key_size = _NODE.unpack_from(page, place)
-        data = place + _NODE.size + key_size
-        if flags & _BRANCH:
-            yield low | high << 16 | node_flags << 32
-        elif node_flags & _BIG_DATA:
-            yield struct.unpack_from("<Q", page, data)[0]
-        elif node_flags & _SUB_DATABASE and _DATABASE.unpack_from(page, data)[-1] != _NO_PAGE:
-            yield _DATABASE.unpack_from(page, data)[-1]
+def _not_lmdb(path: Path) -> DataError:
+    return DataError(f"'{path}' is not an LMDB data file (its headers lack LMDB's mark); was it copied completely?")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
+import os
 import struct
 import urllib.request
 import zlib
@@ -19,10 +20,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import parse_datum
+from caffepy.data.images.datum import datum_shape, parse_datum
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.lmdb_write import check_free, record_key, write_datums
 from caffepy.errors import DataError, RunError
+from caffepy.files import open_regular
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,8 @@ SUBSET = Path(__file__).parents[1] / "mnist_subset"
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
 _CLASSES = 10
-_MOST_BYTES = 1 << 30
-"""An idx file is not read further than this: whatever lies there, it is no digits."""
+_MOST_BYTES = 600_000_000
+"""An idx file is not read further than this: EMNIST's, the largest of the kind, has 547 MB."""
 
 
 @dataclass(frozen=True)
@@ -128,18 +130,21 @@ def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
     """The records of an LMDB and the two idx files that they came from.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or its images are not of one size.
     """
     source = LmdbSource(path)
-    try:
-        records = [parse_datum(source.read(number)) for number in range(len(source))]
-        images = b"".join(bytes(data) for _, data in records)
-        labels = bytes(min(max(datum.label, 0), 255) for datum, _ in records)
-        count, first = len(records), records[0][0]
-    finally:
-        source.close()
-    images_header = struct.pack(">4I", _IMAGES_MAGIC, count, first.height, first.width)
-    return count, (images_header + images, struct.pack(">2I", _LABELS_MAGIC, count) + labels)
+    images, labels, shapes = bytearray(), bytearray(), set()
+    for number in range(len(source)):
+        datum, data = parse_datum(source.read(number))
+        shapes.add(datum_shape(datum, len(data), "bytes"))
+        images += data
+        labels.append(min(max(datum.label, 0), 255))
+        if len(shapes) > 1 or len(images) > _MOST_BYTES:
+            raise DataError(f"LMDB '{path}' holds other images than digits")
+    [(_, height, width)] = shapes
+    images_header = struct.pack(">4I", _IMAGES_MAGIC, len(source), height, width)
+    labels_header = struct.pack(">2I", _LABELS_MAGIC, len(source))
+    return len(source), (images_header + bytes(images), labels_header + bytes(labels))
 
 
 def _datums(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:
@@ -204,13 +209,13 @@ def folder_reader(folder: Path) -> Opener:
     def read(file: IdxFile) -> bytes:
         stem, _, kind = file.name.rpartition("-idx")
         names = [file.name, file.name + ".gz", f"{stem}.idx{kind}", f"{stem}.idx{kind}.gz"]
-        path = next((folder / name for name in names if (folder / name).is_file()), None)
+        path = next((folder / name for name in names if os.path.isfile(folder / name)), None)
         if path is None:
             raise DataError(f"'{folder}' has no {file.name} or {file.name}.gz")
         try:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
-                return opened.read(_MOST_BYTES)
-        except (OSError, EOFError, zlib.error) as error:
+            with open_regular(path) as raw:
+                return gzip.GzipFile(fileobj=raw).read(_MOST_BYTES) if path.suffix == ".gz" else raw.read(_MOST_BYTES)
+        except (OSError, EOFError, zlib.error, MemoryError) as error:
             raise DataError(f"'{path}' cannot be read: {error}") from error
 
     return read

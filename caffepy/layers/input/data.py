@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from caffepy.data import random
@@ -47,7 +48,7 @@ class DataLayer(ImagesLayer):
     def _check_backend(self, path: Path) -> Path:
         """The default of `backend` is LevelDB, so an LMDB is taken as one whatever the prototxt says."""
         param = self.param.data_param
-        if param.backend != caffe_pb2.DataParameter.LMDB and not (path / "data.mdb").exists():
+        if param.backend != caffe_pb2.DataParameter.LMDB and not os.path.exists(path / "data.mdb"):
             default = "" if param.HasField("backend") else " (the default)"
             raise DataError(
                 f"{self.where}: backend: LEVELDB{default} is not supported, and '{path}' is no LMDB; convert it to "

@@ -1,4 +1,4 @@
-"""What the text of a kernel may use beyond Python: pointers of each type, bit casts and memcpy."""
+"""What the text of a kernel may use beyond Python: pointers of each type, bit casts, memcpy and pread."""
 
 from __future__ import annotations
 
@@ -58,3 +58,17 @@ def copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) -
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def read_at(typing_context: Any, descriptor: Any, destination: Any, count: Any, offset: Any) -> Any:
+    """POSIX's pread to an address: the bytes read, fewer than `count` at the file's end, -1 for an error."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word, number = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(word, [number, cgutils.voidptr_t, word, word])
+        pread = cgutils.get_or_insert_function(builder.module, kind, "pread")
+        file, to, size, at = arguments
+        return builder.call(pread, [builder.trunc(file, number), builder.inttoptr(to, cgutils.voidptr_t), size, at])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), generate

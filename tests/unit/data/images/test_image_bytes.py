@@ -1,3 +1,4 @@
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,19 +13,37 @@ from caffepy.data.transform import Transformer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
 
 
-def index_of(records):
-    """Records one after the other, with bytes between them that belong to none."""
-    places, memory = [], b"\xff\xff"
+@pytest.fixture(scope="module", autouse=True)
+def scratch(tmp_path_factory):
+    """The file that `index_of` writes its records to."""
+    index_of.file = open(tmp_path_factory.mktemp("records") / "file", "w+b")  # noqa: SIM115 -- the module's
+    yield
+    index_of.file.close()
+
+
+def index_of(records, large=False):
+    """Records one after the other, with bytes between them that belong to none; or each with pages of its own."""
+    places, sizes, memory = [], [len(record) for record in records], b"\xff" * (4096 if large else 18)
     for record in records:
-        places.append(len(memory))
-        memory += record + b"\xff\xff"
-    sizes = [len(record) for record in records]
+        if large:
+            pages = -(-(16 + len(record)) // 4096)
+            header = struct.pack("<QHHI", len(memory) // 4096, 0, 4, pages)
+            places.append(len(memory) + 16)
+            memory += (header + record).ljust(pages * 4096, b"\xff")
+        else:
+            places.append(len(memory))
+            memory += record + b"\xff\xff"
+    index_of.file.seek(0)
+    index_of.file.write(memory)
+    index_of.file.truncate()
+    index_of.file.flush()
     return SimpleNamespace(
-        memory=np.frombuffer(memory, np.uint8), offsets=np.array(places, np.int64), sizes=np.array(sizes, np.int64)
-    )
+        descriptor=index_of.file.fileno(), page_size=4096 if large else 1 << 40, offsets=np.array(places, np.int64),
+        sizes=np.array(sizes, np.int64),
+    )  # fmt: skip
 
 
-def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, resolve=None):
+def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, resolve=None, large=False):
     """Which samples are left over, and the labels, places and pixels of the slots."""
     transformer = Transformer(text_format.Parse(text, TransformationParameter()), phase, resolve or (lambda path: path))
     written = [r if isinstance(r, bytes) else r.SerializeToString() for r in records]
@@ -32,7 +51,7 @@ def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, r
     slots = len(records) // slot.count
     block = np.full(slots * slot.size, 77, np.uint8)
     numbers = np.arange(len(records))
-    left = copy_records(index_of(written), numbers, numbers + first, transformer, 5, 6, slot, block, threads)
+    left = copy_records(index_of(written, large), numbers, numbers + first, transformer, 5, 6, slot, block, threads)
     return left, [slot.parts(block[i * slot.size : (i + 1) * slot.size]) for i in range(slots)], transformer
 
 
@@ -45,15 +64,15 @@ def datum(number=0, shape=(3, 4, 5), **more):
 @given(
     channels=st.sampled_from([1, 2, 3, 7]), sizes=st.lists(st.tuples(*[st.integers(3, 9)] * 2), min_size=4, max_size=4),
     crop=st.sampled_from([0, 1, 3]), mirror=st.booleans(), phase=st.sampled_from([TRAIN, TEST]),
-    first=st.integers(0, 2**40), threads=st.sampled_from([1, 2]),
+    first=st.integers(0, 2**40), threads=st.sampled_from([1, 2]), large=st.booleans(),
 )  # fmt: skip
-def test_crops_and_mirrors_are_the_transformers(channels, sizes, crop, mirror, phase, first, threads):
+def test_crops_and_mirrors_are_the_transformers(channels, sizes, crop, mirror, phase, first, threads, large):
     if not crop:
         sizes = sizes[:1] * 4
     datums = [datum(n, (channels, *size), label=n - 1) for n, size in enumerate(sizes)]
     shape = (channels, crop, crop) if crop else (channels, *sizes[0])
     text = f"crop_size: {crop} mirror: {str(mirror).lower()}"
-    left, slots, transformer = copy(datums, shape, text, phase, count=2, first=first, threads=threads)
+    left, slots, transformer = copy(datums, shape, text, phase, 2, first, threads, large=large)
     assert not left.any()
     choices = transformer.choose(5, 6, np.arange(first, first + 4))
     for n, (one, size) in enumerate(zip(datums, sizes, strict=True)):

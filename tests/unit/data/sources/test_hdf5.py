@@ -140,7 +140,7 @@ def test_a_dataset_too_large_for_a_blob(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("data", (2**40, 3), "f4", chunks=(1000, 3))
     (tmp_path / "list.txt").write_text("a.h5")
-    with pytest.raises(DataError, match="is larger than a blob may be; divide it over several files"):
+    with pytest.raises(DataError, match="'/data' would take [0-9]+ bytes, but the file has only 0 of it"):
         Hdf5Source(tmp_path / "list.txt", ["data"])
 
 
@@ -165,5 +165,5 @@ def test_truncated_files(tmp_path, size):
     with path.open("r+b") as file:
         file.truncate(size)
     (tmp_path / "list.txt").write_text("a.h5")
-    with pytest.raises(DataError, match=r"HDF5 file '.*a\.h5' cannot be opened: "):
+    with pytest.raises(DataError, match=r"HDF5 file '.*a\.h5' cannot be read: "):
         Hdf5Source(tmp_path / "list.txt", ["data"])
