@@ -48,6 +48,7 @@ from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
+from caffepy.solvers.statistics import keeping_statistics
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
 
@@ -320,7 +321,7 @@ class Solver(ABC):
     def _finish(self) -> None:
         """A last forward pass to show the loss and a last test, where they fall due."""
         if self._due(self.param.display):
-            with self._keeping_statistics():
+            with keeping_statistics(self.net):
                 self.net.forward()
             self.losses.add(self._loss_check.read())
             self.net.raise_device_errors()
@@ -338,17 +339,6 @@ class Solver(ABC):
         self._averaged_at = self.iteration
         if arrays := self.net.statistics(local_only=True):
             self.callback.average_over_devices(arrays)
-
-    @contextmanager
-    def _keeping_statistics(self) -> Iterator[None]:
-        """Restore the running statistics after a forward pass of the train net that is no part of training."""
-        arrays = self.net.statistics()
-        saved = [self.backend.zeros(tuple(array.shape)) for array in arrays]
-        for array, before in zip(arrays, saved, strict=True):
-            self.backend.copy(array, before)
-        yield
-        for array, before in zip(arrays, saved, strict=True):
-            self.backend.copy(before, array)
 
     # -- what an iteration is made of ----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 lr_policy: "fixed" '
-FIELDS = "gamma: 0.5 power: 0.75 stepsize: 3 stepvalue: 2 stepvalue: 4 "
+FIELDS = "gamma: 0.5 power: 0.75 stepsize: 3 stepvalue: 2 stepvalue: 4 plateau_winsize: 3 "
 
 
 def check(text: str) -> None:
