@@ -25,6 +25,7 @@ LEVELS = {
     "version": 0,
     "registry": 1,
     "files": 1,
+    "hdf5": 2,
     "caches": 1,
     "report": 1,
     "awake": 1,
