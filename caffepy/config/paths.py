@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+
+def is_folder(path: Path | str) -> bool:
+    """Whether there is such a folder; False for what cannot be a path at all: with NUL, too long."""
+    try:
+        return os.path.isdir(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return os.path.exists(path)
+    except (OSError, ValueError):
+        return False
 
 
 class PathResolver:
@@ -24,18 +40,18 @@ class PathResolver:
 
     def __call__(self, written: str) -> Path:
         """The file or folder that `written` names; a path that does not exist is returned as Caffe would use it."""
-        path = Path(written).expanduser()
-        if self.folder is None or path.is_absolute() or path.exists():
+        path = Path(os.path.expanduser(written))
+        if self.folder is None or path.is_absolute() or _exists(path):
             return path
         beside = self.folder / path
-        if not beside.exists():
+        if not _exists(beside):
             return path
         self._report(written, beside)
         return beside
 
     def output(self, written: str) -> Path:
         """Where to write what `written` names: always from the working directory, as in Caffe."""
-        return Path(written).expanduser()
+        return Path(os.path.expanduser(written))
 
     def _report(self, written: str, used: Path) -> None:
         if written not in self._reported:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from caffepy.errors import CaffepyError, RunError
+from caffepy.errors import CaffepyError, RunError, one_line
 from caffepy.layers.core.base import Layer
 from caffepy.parallel.store.records import Failure
 
@@ -13,7 +13,7 @@ __all__ = ["Failure", "describe_error", "exit_status", "failing_layer"]
 
 def describe_error(error: BaseException) -> str:
     """What went wrong in one line: an error of ours as it stands, another with its type; the layer that was at work."""
-    text = str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}"
+    text = one_line(str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}")
     layer = failing_layer(error.__traceback__)
     if layer is None or f"'{layer.name}'" in text:
         return text
