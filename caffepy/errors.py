@@ -11,11 +11,11 @@ import re
 
 LONGEST_MESSAGE = 4000
 """Characters of an error's line; the middle of a longer one is left out."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def one_line(text: str) -> str:
-    """A message as one line of at most `LONGEST_MESSAGE` characters: control characters are written as escapes."""
+    """A message as one line of at most `LONGEST_MESSAGE` characters: what cannot be printed there as escapes."""
     line = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text.strip())
     if len(line) <= LONGEST_MESSAGE:
         return line

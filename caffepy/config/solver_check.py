@@ -47,6 +47,9 @@ LEAST = {
 }
 """The least value of each field that has one."""
 
+MOST_PASSES = 2**16
+"""Largest iter_size: the random numbers and batches of an iteration's passes are prepared together."""
+
 WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
 
 
@@ -117,6 +120,8 @@ def _check_least(param: SolverParameter, origin: str) -> None:
         value = getattr(param, name)
         if _has(param, name) and not value >= least:
             raise ConfigError(f"{origin}: {name} is {value:g}; it must be at least {least}")
+    if param.iter_size > MOST_PASSES:
+        raise ConfigError(f"{origin}: iter_size is {param.iter_size}; it must be at most {MOST_PASSES}")
 
 
 def _check_learning_rate(param: SolverParameter, origin: str) -> None:

@@ -99,7 +99,8 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\w.+-]+|\s+|.', re.DOTALL)
 def damage_text(text: str, others: Sequence[str], random: Random) -> bytes:
     """One to four changes of tokens: another's, hostile numbers, left out, repeated, nested; sometimes of bytes."""
     if random.random() < 0.1:
-        return damage_bytes(text.encode(), [other.encode() for other in others], random)
+        coded = [other.encode(errors="surrogateescape") for other in (text, *others)]
+        return damage_bytes(coded[0], coded[1:], random)
     tokens = _TOKEN.findall(text)
     for _ in range(random.choice((1, 1, 2, 4))):
         _change_tokens(tokens, others, random)

@@ -61,6 +61,23 @@ layer { name: "sum" type: "Eltwise" bottom: "data" bottom: "d" top: "sum"
 layer { name: "re" type: "Reshape" bottom: "data" top: "re"
   reshape_param { shape { dim: 0 dim: -1 } axis: 0 num_axes: -1 } }
 layer { name: "p" type: "Power" bottom: "re" top: "re" power_param { power: 2 scale: 0.1 shift: 1 } }""",
+    "thresh": """
+layer { name: "log" type: "Log" bottom: "data" top: "log" log_param { base: 2 scale: 0.1 shift: 9 } }
+layer { name: "elu" type: "ELU" bottom: "log" top: "elu" elu_param { alpha: 1 } }
+layer { name: "prelu" type: "PReLU" bottom: "elu" top: "prelu" prelu_param { channel_shared: false } }
+layer { name: "swish" type: "Swish" bottom: "prelu" top: "swish" swish_param { beta: 1 } }
+layer { name: "clip" type: "Clip" bottom: "swish" top: "clip" clip_param { min: -1 max: 1 } }
+layer { name: "bias" type: "Bias" bottom: "clip" top: "bias" bias_param { axis: 1 num_axes: 1 } }
+layer { name: "tanh" type: "TanH" bottom: "bias" top: "bias" }
+layer { name: "thresh" type: "Threshold" bottom: "bias" top: "thresh" threshold_param { threshold: 0.1 } }""",
+    "within": """
+layer { name: "within" type: "LRN" bottom: "data" top: "within"
+  lrn_param { local_size: 3 norm_region: WITHIN_CHANNEL } }
+layer { name: "sig" type: "Sigmoid" bottom: "within" top: "sig" }
+layer { name: "soft" type: "Softmax" bottom: "sig" top: "soft" softmax_param { axis: 1 } }
+layer { name: "other" type: "EuclideanLoss" bottom: "soft" bottom: "data" top: "other" loss_weight: 0.5 }
+layer { name: "cross" type: "SigmoidCrossEntropyLoss" bottom: "sig" bottom: "data" top: "cross"
+  loss_param { normalization: VALID ignore_label: 3 } }""",
     "flat": """
 layer { name: "flat" type: "Flatten" bottom: "data" top: "flat" flatten_param { axis: 1 end_axis: -1 } }
 layer { name: "e" type: "Exp" bottom: "flat" top: "flat" exp_param { base: 2 scale: 0.1 shift: 0 } }

@@ -14,6 +14,9 @@ from caffepy.layers.core.order import Extended, Reordered
 
 Shape = tuple[int, ...]
 
+LARGEST_KERNEL = 2**14
+"""Along an axis; planning a convolution takes time for each of a kernel's rows."""
+
 
 class Operand:
     """A blob's arrays as a plan takes them: (N, C, spatial...), perhaps with zeros behind the image.
@@ -200,6 +203,8 @@ class BaseConvolutionLayer(Layer):
         for what in ("kernel", "stride", "dilation"):
             if min(getattr(geometry, what), default=1) < 1:
                 raise self.error(f"{what} is {getattr(geometry, what)}; no entry may be 0")
+        if max(geometry.kernel, default=1) > LARGEST_KERNEL:
+            raise self.error(f"kernel is {geometry.kernel}; at most {LARGEST_KERNEL} along an axis are possible")
         return geometry
 
     def _per_axis(
