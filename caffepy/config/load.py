@@ -229,7 +229,8 @@ def _describe(data: bytes, path: Path | str) -> str:
     if data.startswith(LFS_MAGIC):
         return "it is a Git LFS pointer; fetch the file itself with 'git lfs pull'"
     if _is_text(data[:4096]):
-        return f"it is text ('{data[:24].decode('utf-8', 'replace').strip().splitlines()[0]}'); give the binary file"
+        beginning = data[:24].decode("utf-8", "replace").strip().partition("\n")[0]
+        return f"it is text ('{beginning}'); give the binary file"
     if _parses(data, SolverState(), "iter"):
         return "it is a .solverstate; resume from it with --snapshot"
     if _parses(data, NetParameter(), "layer") or _parses(data, NetParameter(), "layers"):

@@ -48,7 +48,12 @@ def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
     if blob.double_data:
         values = np.array(blob.double_data, np.float32)
     elif blob.raw_data:
-        values = np.frombuffer(blob.raw_data, _RAW_TYPES.get(blob.raw_data_type, "<f4")).astype(np.float32)
+        kind = np.dtype(_RAW_TYPES.get(blob.raw_data_type, "<f4"))
+        if len(blob.raw_data) % kind.itemsize:
+            raise SnapshotError(
+                f"{where}: raw_data of {len(blob.raw_data)} bytes are no whole number of {kind.name}; the file is damaged"
+            )
+        values = np.frombuffer(blob.raw_data, kind).astype(np.float32)
     else:
         values = _packed_data(blob)
     if values.size != math.prod(shape):

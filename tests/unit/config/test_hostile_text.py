@@ -92,6 +92,12 @@ def test_numbers_that_no_solver_stands(tmp_path: Path, text: str, message: str) 
         check_solver(param, "s.prototxt")
 
 
+def test_weights_that_are_blanks(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b" \n" * 20)
+    with pytest.raises(SnapshotError, match=r"not a binary NetParameter: it is text \(''\)"):
+        read_weights(tmp_path / "w")
+
+
 def test_weights_whose_text_is_not_utf8(tmp_path: Path) -> None:
     layers = NetParameter(layers=[{"name": "naem"}]).SerializeToString()
     (tmp_path / "w").write_bytes(layers.replace(b"naem", b"na\xe8m"))

@@ -9,10 +9,11 @@ from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.meta.backend import MetaBackend
-from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, ShapeError
+from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, ShapeError, SnapshotError
 from caffepy.layers import LayerContext
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.net import Net
+from caffepy.net.weights import from_blob_proto
 from caffepy.proto import caffe_pb2
 
 DATA = """
@@ -55,7 +56,7 @@ def test_a_padded_convolution_of_no_channels() -> None:
             "kernel is .1000000, 1000000.; at most 16384 along an axis",
         ),
         ("Convolution", "kernel_h: 1000000 kernel_w: 1 pad_h: 500000", "kernel is .1000000, 1.; at most 16384"),
-        ("Convolution", "kernel_size: 9999 pad: 9999", "shape .* is not possible"),
+        ("Convolution", "kernel_size: 9999 pad: 9999", "windows of an image 3 9999 9999 10008 10008"),
         ("Convolution", "kernel_h: 16000 kernel_w: 1 pad_h: 100000 pad_w: 0", "windows of an image"),
         ("Convolution", "kernel_size: 3 pad: 1000000 stride: 1000000", "padded image 3 2000008 2000008"),
         ("Convolution", "kernel_size: 1 pad: 1000000", "shape .* is not possible"),
@@ -63,7 +64,7 @@ def test_a_padded_convolution_of_no_channels() -> None:
     ],
 )
 def test_kernels_and_pads_that_would_compute_for_minutes(kind: str, settings: str, message: str) -> None:
-    with pytest.raises(ShapeError, match=rf"layer 'c' \({kind}\): .*{message}"):
+    with pytest.raises((ConfigError, ShapeError), match=rf"layer 'c' \({kind}\): .*{message}"):
         build(convolution(settings, kind))
 
 
@@ -119,6 +120,12 @@ def test_a_large_array_is_asked_for_before_it_is_allocated(monkeypatch: pytest.M
     monkeypatch.setattr("caffepy.backend.cpu.backend.available_memory", lambda: 2**20)
     with pytest.raises(OutOfMemoryError, match="out of memory: 4.00 GiB for an array"):
         CpuBackend(1).zeros((2**30,))
+
+
+def test_raw_data_that_are_no_whole_number_of_values() -> None:
+    blob = caffe_pb2.BlobProto(raw_data=bytes(7), raw_data_type=caffe_pb2.FLOAT)
+    with pytest.raises(SnapshotError, match="layer 'x': raw_data of 7 bytes are no whole number of float32"):
+        from_blob_proto(blob, "layer 'x'")
 
 
 # -- mistakes of caffepy's -------------------------------------------------------------------------------
