@@ -51,7 +51,7 @@ def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
         kind = np.dtype(_RAW_TYPES.get(blob.raw_data_type, "<f4"))
         if len(blob.raw_data) % kind.itemsize:
             raise SnapshotError(
-                f"{where}: raw_data of {len(blob.raw_data)} bytes are no whole number of {kind.name}; the file is damaged"
+                f"{where}: raw_data of {len(blob.raw_data)} bytes are no whole number of {kind.name}; it is damaged"
             )
         values = np.frombuffer(blob.raw_data, kind).astype(np.float32)
     else:
