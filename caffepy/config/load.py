@@ -135,7 +135,7 @@ def read_binary(path: Path | str, message: M) -> M:
     if isinstance(message, (NetParameter, SolverState)):
         check_whole(message, data, str(path))
     if field := _damaged_text(message):
-        raise SnapshotError(f"{path}: field '{field}' is not UTF-8, as text in a {kind} must be; the file is damaged")
+        raise SnapshotError(f"{path}: {field} is not UTF-8; the file is damaged")
     return message
 
 
@@ -156,27 +156,22 @@ def refusing_damage(origin: str) -> Iterator[None]:
 
 
 def check_weights(param: NetParameter, origin: str) -> None:
-    """Check the names of the layers in a .caffemodel, and its blobs.
+    """Check the blobs of a .caffemodel.
 
     Raises:
         SnapshotError: one of them makes no sense.
     """
-    for number, layer in enumerate(param.layer):
-        _check_text(layer, "name", f"{origin}: layer {number}")
+    for layer in param.layer:
         for index, blob in enumerate(layer.blobs):
             check_blob(blob, f"{origin}: layer '{layer.name}' blob {index}")
 
 
 def check_state(state: SolverState, origin: str) -> None:
-    """Check the texts, numbers and blobs of a .solverstate.
+    """Check the numbers and blobs of a .solverstate.
 
     Raises:
         SnapshotError: one of them makes no sense.
     """
-    for field in ("learned_net", "solver_type"):
-        _check_text(state, field, origin)
-    for position in state.data_position:
-        _check_text(position, "layer", origin)
     counts = {"iter": state.iter, "current_step": state.current_step, "pass_number": state.pass_number}
     counts |= {"data_position": max((position.position for position in state.data_position), default=0)}
     counts |= {"test_pass_number": max(state.test_pass_number, default=0)}
@@ -201,12 +196,6 @@ def _check_counts(param: NetParameter, origin: str) -> None:
     blobs = max(len(layer.blobs) for layers in (param.layer, param.layers) for layer in layers)
     if blobs > _MOST_BLOBS:
         raise SnapshotError(f"{origin}: has a layer of {blobs} blobs; the file is damaged")
-
-
-def _check_text(message: Message, field: str, where: str) -> None:
-    """Refuse what is not UTF-8, which protobuf hands out as bytes."""
-    if isinstance(getattr(message, field), bytes):
-        raise SnapshotError(f"{where}: {field} is not UTF-8; the file is damaged")
 
 
 def _damaged_text(message: Message) -> str:

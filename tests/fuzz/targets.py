@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -547,16 +546,13 @@ class Handshake(BinaryTarget):
         self.blobs = [b"\0\x20" + bytes(32) + b'{"host": "h", "machine": "m", "process": 1}', b"GET / HTTP/1.1\r\n\r\n"]
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.store.handshake import ServerHandshake
+        from caffepy.parallel.store.handshake import challenge
 
         near, far = socket.socketpair()
         with near, far:
-            handshake = ServerHandshake(far, "secret", time.monotonic())
             near.sendall(data[:4096])
             near.shutdown(socket.SHUT_WR)
-            for _ in range(10):
-                if handshake.read() is not None:
-                    break
+            challenge(far, "secret")
 
 
 COMMANDS: tuple[Sequence[str], ...] = (
