@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,6 +167,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
     from caffepy.config.solver_check import check_solver
+    from caffepy.parallel.launch.run import SINCE
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
     from caffepy.solvers.execution_options import ExecutionOptions
@@ -177,6 +179,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     param.train_state.stage.extend(args.stage)
     if args.weights or args.snapshot:
         del param.weights[:]
+    keep_batch_of_all(param)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     resolve = PathResolver(args.solver)
     return TrainOptions(
@@ -187,6 +190,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         cpu_solvers=args.cpu_solvers,
         snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
         resume_newest=args.snapshot == "auto",
+        resume_since=float(os.environ[SINCE]) if SINCE in os.environ else None,
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
@@ -212,6 +216,29 @@ def _options(args: argparse.Namespace) -> TrainOptions:
             deterministic=args.deterministic,
         ),
     )
+
+
+def keep_batch_of_all(param: SolverParameter) -> None:
+    """Multiply iter_size where `caffepy launch` goes on with fewer ranks than the prototxts were written for.
+
+    Raises:
+        ConfigError: the samples of an iteration cannot be divided so.
+    """
+    from caffepy.parallel.launch.run import BATCH_RANKS
+    from caffepy.parallel.processes.launcher import find_launcher
+
+    launcher, before = find_launcher(), int(os.environ.get(BATCH_RANKS, "0"))
+    ranks = launcher.size if launcher else None
+    if not before or not ranks or ranks == before:
+        return
+    passes = param.iter_size * before
+    if passes % ranks:
+        raise ConfigError(
+            f"the samples of {before} ranks cannot be divided among {ranks}: an iteration has {passes} batches in all; "
+            f"start as many ranks as divide {passes}"
+        )
+    param.iter_size = passes // ranks
+    logger.info("%d ranks train for %d: iter_size is %d", ranks, before, param.iter_size)
 
 
 def _check_options(args: argparse.Namespace) -> None:

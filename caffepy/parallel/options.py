@@ -50,6 +50,8 @@ class TrainOptions:
         sync_bn: BatchNorm's statistics are those of all devices' batches together.
         compression: how gradients travel, one of `COMPRESSIONS`.
         max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
+        resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
+            the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
 
@@ -77,6 +79,7 @@ class TrainOptions:
     trace_iterations: range | None = None
     single_rate: float | None = None
     resume_newest: bool = False
+    resume_since: float | None = None
     check_replicas: int = 0
 
     @property
