@@ -74,11 +74,12 @@ def check_trained(place: Place, laboratory: Laboratory, outcome: Outcome, restar
 
 
 def contents(outcome: Outcome, iteration: int) -> tuple[bytes, bytes]:
-    """A snapshot, less the name of its file."""
+    """All numbers of a snapshot, less the name of its file and the text of the net, which may differ."""
     stem = f"{outcome.prefix}_iter_{iteration}"
     state = read_state(outcome.folder / f"{stem}.solverstate")
     state.ClearField("learned_net")
-    return (outcome.folder / f"{stem}.caffemodel").read_bytes(), state.SerializeToString(deterministic=True)
+    weights = b"".join(values.tobytes() for _, values in sorted(outcome.weights(iteration).items()))
+    return weights, state.SerializeToString(deterministic=True)
 
 
 def begins_again(kind: str, place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:
