@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 _LIBRARY = "libnvidia-ml.so.1"
 _SUCCESS = 0
 _ENABLED = 1
+_READ = 0
+"""NVML's NVML_P2P_CAPS_INDEX_READ."""
+_P2P_OK = 0
 _LINKS = 36
 """More than a GPU has; NVML refuses the first that is not there."""
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -84,6 +87,14 @@ class Nvml:
         if None in devices or not self._call("nvmlDeviceGetTopologyCommonAncestor", *devices, ctypes.byref(level)):
             return ""
         return _ANCESTORS.get(level.value, "")
+
+    def reads(self, first: str, second: str) -> bool:
+        """Whether one GPU can read another's memory directly."""
+        devices, status = (self._device(first), self._device(second)), ctypes.c_int(-1)
+        if None in devices:
+            return False
+        found = self._call("nvmlDeviceGetP2PStatus", *devices, ctypes.c_int(_READ), ctypes.byref(status))
+        return found and status.value == _P2P_OK
 
     def _device(self, bus_id: str) -> ctypes.c_void_p | None:
         device = ctypes.c_void_p()

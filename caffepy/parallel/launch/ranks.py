@@ -9,7 +9,6 @@ the ranks themselves; on other machines this module, started there as a program 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,11 +97,10 @@ def sending_command(number: int, mark: str, variable: str, whom: str) -> list[st
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Send, without being ended by a signal to the job: it is none of its processes."""
+    """Send; the status is 1 where ranks were meant and there are none."""
     number, mark, variable, whom = arguments
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    send(int(number), mark, variable, whom)
-    return 0
+    sent = send(int(number), mark, variable, whom)
+    return 0 if sent or whom == "every" else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from caffepy.parallel.launch.supervisor import Ending
 
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
+_DOUBLINGS = 6
+"""After so many the delay is the longest."""
 _USERS_MISTAKE = 2
 _INTERRUPTED = 130
 _VARYING = re.compile(r" ?\(?process \d+\)?|\d+(\.\d+)? s\b|0x[0-9a-f]+")
@@ -47,7 +49,7 @@ class Restarts:
 
     def next_delay(self) -> float:
         """Count another start; returns the seconds to wait before it: 1, 2, 4, … and at most 60."""
-        delay = min(_FIRST_SECONDS * 2.0**self.made, _LONGEST_SECONDS)
+        delay = min(_FIRST_SECONDS * 2.0 ** min(self.made, _DOUBLINGS), _LONGEST_SECONDS)
         self.made += 1
         return delay
 

@@ -132,8 +132,9 @@ class Supervisor:
             return self._wait(listeners)
         finally:
             self._end_processes()
-            for listener in listeners:
-                listener.join()
+            if any(process.returncode for process in self._processes):
+                self._clear()
+            self._processes = []
 
     def pause(self, seconds: float) -> None:
         """Wait before another start, unless a signal asks for the end."""
@@ -204,7 +205,7 @@ class Supervisor:
         return Ending(128 + signal.SIGINT if again else status, error, self.stopping)
 
     def _end_processes(self) -> None:
-        """End what still runs, and wait for what belongs to the job on this machine."""
+        """End what still runs."""
         alive = [process for process in self._processes if process.poll() is None]
         for process in alive:
             process.terminate()
@@ -215,9 +216,6 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if alive or any(process.returncode for process in self._processes):
-            self._clear()
-        self._processes = []
 
 
 class _Listener:
