@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 NOT_FOUND = 6
@@ -22,6 +23,7 @@ class FakeNvml:
         links: where each GPU's NVLinks end; None for one that is not active.
         levels: of the path between two GPUs.
         status: what the initialisation returns.
+        readable: pairs of GPUs that read each other's memory over PCIe.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class FakeNvml:
         links: dict[str, list[str | None]] | None = None,
         levels: dict[tuple[str, str], int] | None = None,
         status: int = 0,
+        readable: Sequence[tuple[str, str]] = (),
     ) -> None:
+        self._readable = [set(pair) for pair in readable]
         self._cores, self._links, self._levels, self._status = cores or {}, links or {}, levels or {}, status
         self._known = sorted({*self._cores, *self._links, *(gpu for pair in self._levels for gpu in pair)})
         self.open = 0
@@ -74,6 +78,11 @@ class FakeNvml:
         if found is None:
             return INVALID
         ctypes.cast(level, ctypes.POINTER(ctypes.c_int))[0] = found
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, capability: Any, status: Any) -> int:
+        readable = {self._name(first), self._name(second)} in self._readable
+        ctypes.cast(status, ctypes.POINTER(ctypes.c_int))[0] = 0 if readable else 3
         return 0
 
     def _name(self, device: Any) -> str:

@@ -203,7 +203,7 @@ _KINDS: dict[str, tuple[Check, list[Place], list[Place]]] = {
     "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [], [Place(0, 2)]),
     "parent SIGINT": (partial(parent_signalled, signal.SIGINT), [Place(0, 2)], []),
     "parent SIGTERM": (partial(parent_signalled, signal.SIGTERM), [], [Place(0, 2)]),
-    "parent SIGINT twice": (parent_signalled_twice, [Place(1, 2)], []),
+    "parent SIGINT twice": (parent_signalled_twice, [], [Place(1, 2)]),
     "parent SIGKILL": (parent_killed, [Place(0, 2)], []),
 }
 """Each kind's check, where the tests make it happen, and where `endurance.py` does as well."""

@@ -145,7 +145,7 @@ def test_ranks_of_other_hosts_get_signals_by_the_launcher(
 def test_ranks_of_this_machine_get_signals_directly(tmp_path: Path) -> None:
     rank = "trap 'echo {rank} >> got; exit 0' TERM; while :; do sleep 0.05; done"
     ranks = " ".join(f"RANK={rank_} sh -c {shlex.quote(rank.format(rank=rank_))} &" for rank_ in range(2))
-    launcher = PlayedLauncher(tmp_path, [f"cd {shlex.quote(str(tmp_path))}; trap '' TERM; {ranks} wait"])
+    launcher = PlayedLauncher(tmp_path, [f"cd {shlex.quote(str(tmp_path))}; {ranks} wait"])
     job = LaunchedJob(launcher.start(Job(["caffepy"], 2)), restarts=1)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     assert job.run() == 0 and job.supervisor.stopping
