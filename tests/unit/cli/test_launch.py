@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from laboratory import find_mpirun, program_environment
 
-from caffepy.cli.main import main
+from caffepy.cli.launch import make_start
+from caffepy.cli.main import build_parser, main
+from caffepy.parallel.launch.run import Start
 
 PYTHON = sys.executable
 OPEN_MPI = "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n"
@@ -215,6 +217,37 @@ def test_where_no_mpirun_is_installed_the_processes_are_started_without(
     assert "no mpirun is installed: the processes are started without MPI" in err
     assert "CAFFEPY_JOB_SECRET" not in err
     assert "mpirun is not installed" in mistake(capfd, "--hosts=a,b", "--", "./program")
+
+
+def start_of(*arguments: str) -> Start:
+    """How a job would be started."""
+    words = ["launch", *arguments]
+    return make_start(build_parser(words).parse_strictly(words))
+
+
+def test_what_is_known_of_training() -> None:
+    Path("s.prototxt").write_text("iter_size: 3 snapshot_prefix: 's'")
+    fake = ("--mpirun=./fake", "--hosts=a,b", "--min-nodes=1", "--")
+    plain = start_of(*fake, "train", "-solver=s.prototxt")
+    assert (plain.shares_signals, plain.interrupt_stops, plain.terminate_stops, plain.passes) == (True, True, True, 3)
+    assert plain.variable == "OMPI_COMM_WORLD_RANK"
+    other = start_of(*fake, "train", "-solver", "absent", "--sigint_effect", "snapshot", "--sigterm-effect=none")
+    assert (other.interrupt_stops, other.terminate_stops, other.passes) == (False, False, 1)
+    assert start_of(*fake, "train", "--absent").shares_signals  # the ranks will say what is wrong
+    program = start_of(*fake, "sh")
+    assert (program.shares_signals, program.passes) == (False, 0)
+
+
+def test_fewer_nodes_of_an_allocation_are_known_by_name(allocation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = allocation / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    start = start_of("--min-nodes=1", "--", "train")
+    assert start.variable == "SLURM_PROCID" and start.job.hosts == ["n1", "n2", "n3"]
+    (line, _), *_ = start.commands(start.job)
+    assert "--nodelist=n1,n2,n3" in line
+    assert start_of("--", "train").job.hosts == []
 
 
 @pytest.mark.mpi
