@@ -27,6 +27,7 @@ from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 from caffepy.parallel.processes.world import World
+from caffepy.parallel.run_header import log_run
 from caffepy.parallel.run_report import check_trace, describe_batch, gather_trace, report_performance
 from caffepy.parallel.signals import SignalRequests
 from caffepy.proto.caffe_pb2 import SolverState
@@ -77,6 +78,7 @@ class P2PManager:
 
     def _run(self) -> None:
         options, cores = self._agree()
+        log_run(self._world, options)
         signals = self._signals(options)
         self._make_syncs(options, cores, signals)
         self._watch(options)

@@ -169,3 +169,10 @@ def refusal(srun: str, plugin: str) -> str | None:
     if not _REFUSED.search(answer):
         return None
     return _PREFIX.sub("", answer.strip().split("\n")[0])
+
+
+def host_names() -> list[str]:
+    """The names of the allocation's hosts; empty where Slurm does not say."""
+    scontrol = shutil.which("scontrol")
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    return ask([scontrol, "show", "hostnames", nodes]).split() if scontrol and nodes else []
