@@ -124,7 +124,7 @@ def test_a_large_array_is_asked_for_before_it_is_allocated(monkeypatch: pytest.M
 
 def test_raw_data_that_are_no_whole_number_of_values() -> None:
     blob = caffe_pb2.BlobProto(raw_data=bytes(7), raw_data_type=caffe_pb2.FLOAT)
-    with pytest.raises(SnapshotError, match="layer 'x': has 7 bytes of raw_data, which end within a value"):
+    with pytest.raises(SnapshotError, match="layer 'x' has 7 bytes of raw_data, which end within a value"):
         from_blob_proto(blob, "layer 'x'")
 
 

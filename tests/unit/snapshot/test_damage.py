@@ -236,7 +236,7 @@ def test_a_fifo_and_a_device_are_not_waited_for() -> None:
     os.mkfifo("fifo")
     for path, kind in ((Path("fifo"), "a FIFO"), (Path("/dev/zero"), "a device")):
         for read in (read_weights, read_state):
-            with pytest.raises(SnapshotError, match=f"{path}: cannot read: it is {kind}, not a regular file"):
+            with pytest.raises(SnapshotError, match=f"{path}: cannot read the file: it is {kind}, not a regular file"):
                 read(path)
 
 
