@@ -56,7 +56,7 @@ FOLDERS = {
         "backend.cpu.convolution",
         "backend.cpu.backend",
         "backend.cuda",
-        "backend.cuda.elementwise backend.cuda.gemm",
+        "backend.cuda.elementwise backend.cuda.gemm backend.cuda.rows",
         "backend.cuda.convolution",
         "backend.cuda.backend",
         "backend.__init__",
