@@ -21,14 +21,7 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     Raises:
         DataError: there is no such file, or it is not one whole BlobProto of one image.
     """
-    try:
-        blob = caffe_pb2.BlobProto.FromString(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"mean_file '{path}' cannot be read: {error.strerror}") from error
-    except DecodeError as error:
-        raise DataError(
-            f"mean_file '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
-        ) from error
+    blob = _read_proto(path, "mean_file")
     shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
     values = _values(blob)
     while len(shape) > 3 and shape[0] == 1:
@@ -39,6 +32,30 @@ def read_mean(path: Path) -> NDArray[np.float32]:
             "a mean is one image of channels x height x width"
         )
     return values.reshape(shape)
+
+
+def read_blob(path: Path, what: str) -> NDArray[np.float32]:
+    """The elements of a BlobProto in a file, 1-D.
+
+    Args:
+        path: the file.
+        what: the field that names it, for messages.
+
+    Raises:
+        DataError: there is no such file, or it is not a BlobProto.
+    """
+    return _values(_read_proto(path, what))
+
+
+def _read_proto(path: Path, what: str) -> caffe_pb2.BlobProto:
+    try:
+        return caffe_pb2.BlobProto.FromString(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{what} '{path}' cannot be read: {error.strerror}") from error
+    except DecodeError as error:
+        raise DataError(
+            f"{what} '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
+        ) from error
 
 
 def _values(blob: caffe_pb2.BlobProto) -> NDArray[np.float32]:

@@ -144,6 +144,8 @@ class Layer:
     """Index of the first top that is always float32 (labels)."""
     prefetches: ClassVar[bool] = False
     """Whether the layer has `prefetch_to_device` and `release_batch`, which run outside of any captured graph."""
+    changes_shapes: ClassVar[bool] = False
+    """Whether each forward pass sets the tops' shapes by the bottoms' numbers; no later layer can be captured then."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
 
