@@ -30,7 +30,7 @@ class ArgMaxLayer(Layer):
         if not shape:
             raise self.shape_error("the bottom needs a first axis, N", bottom[0])
         self._axis = 1
-        seen = (shape[0], bottom[0].count // max(shape[0], 1))
+        seen: tuple[int, ...] = (shape[0], bottom[0].count // max(shape[0], 1))
         if param.HasField("axis"):
             self._axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
             seen = shape

@@ -23,8 +23,8 @@ class Im2colLayer(BaseConvolutionLayer):
     """
 
     supports_half = False
-    bottoms = (1, 1)
-    tops = (1, 1)
+    bottoms = (1, 1)  # type: ignore[assignment]
+    tops = (1, 1)  # type: ignore[assignment]
 
     _shape: Shape | None = None
 

@@ -42,7 +42,7 @@ class SpatialMap:
             arrays.append(self._backend.zeros((max(len(values), 1),), dtype))
             if len(values):
                 self._backend.from_host(values, arrays[-1])
-        return SparseMatrix(*arrays, shape)
+        return SparseMatrix(arrays[0], arrays[1], arrays[2], shape)
 
     def forward(self, x: Array, y: Array) -> None:
         """y = M x."""

@@ -51,7 +51,8 @@ class SPPLayer(Layer):
     def _make_level(self, bottom: Blobs, number: int) -> PoolingLayer:
         param = caffe_pb2.LayerParameter(name=f"{self.name}/{number}", type="Pooling")
         pooling = param.pooling_param
-        pooling.pool = caffe_pb2.PoolingParameter.PoolMethod.Value(_Methods.Name(self.param.spp_param.pool))
+        method = _Methods.Name(self.param.spp_param.pool)
+        pooling.pool = caffe_pb2.PoolingParameter.PoolMethod.Value(method)  # type: ignore[assignment]
         for name, size in zip("hw", bottom[0].shape[2:], strict=True):
             kernel = math.ceil(size / 2**number)
             setattr(pooling, f"kernel_{name}", kernel)
