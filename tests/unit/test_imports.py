@@ -96,7 +96,7 @@ DOORS = {
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
     "backend.meta": ("net", "plan", "cli"),
-    "data.images": ("layers.input", "cli"),
+    "data.images": ("layers.input", "layers.loss", "cli"),
     "data.sources": ("layers.input", "cli"),
     "layers.activation": (),
     "layers.common": ("net.fusion",),

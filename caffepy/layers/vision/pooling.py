@@ -20,6 +20,17 @@ def weighted(squares: Each, total: Each) -> Each:
     return squares / total if total > 0 else 0.0
 
 
+@expression
+def weighted_slopes(squares: Each, total: Each, dy: Each) -> tuple[Each, Each]:
+    slope = dy / total if total > 0 else 0.0
+    return slope, (slope * squares / total if total > 0 else 0.0)
+
+
+@expression
+def weighted_gradient(x: Each, slope: Each, share: Each) -> Each:
+    return 2 * x * slope - share
+
+
 SMALL_WINDOW = 255
 """Largest window whose positions fit a mask of one byte an element."""
 
@@ -32,7 +43,7 @@ class PoolingLayer(Layer):
     window that would begin past size + pad is left out. The average divides by the window's area, padding included up
     to size + pad. MAX gives the index h * W + w of the maximum in a second top. STOCHASTIC, which has no padding, draws
     an element of the window in proportion to its value in TRAIN; in TEST it gives sum of x^2 / sum of x, 0 where the
-    sum is not positive, and has no gradient (Zeiler and Fergus 2013).
+    sum is not positive (Zeiler and Fergus 2013).
     """
 
     supports_half = True
@@ -139,6 +150,18 @@ class PoolingLayer(Layer):
         if len(top) > 1:
             self.backend.copy(self._mask.array, top[1].data)
 
+    def _weighted_backward(self, top: Blobs, bottom: Blobs) -> None:
+        """dx = 2 x * the sum of dy / total over windows, less the sum of y * dy / total."""
+        backend, g = self.backend, self._geometry
+        squares, totals = (self.scratch(name, top[0].shape).array for name in ("squares", "totals"))
+        by_total, by_square = (self.scratch(name, top[0].shape).array for name in ("dy", "y dy"))
+        dx, part, x = (self.scratch(name, bottom[0].shape).array for name in ("dx", "part", "x"))
+        backend.copy(bottom[0].data, x)
+        backend.apply(weighted_slopes, (squares, totals, top[0].diff), (by_total, by_square))
+        backend.pool_average_backward(by_total, dx, g)
+        backend.pool_average_backward(by_square, part, g)
+        backend.apply(weighted_gradient, (x, dx, part), (bottom[0].diff,))
+
     def _draw(self, bottom: Blobs, top: Blobs) -> None:
         backend, g, x, y = self.backend, self._geometry, bottom[0].data, top[0].data
         if self.dtype != "float32":
@@ -163,8 +186,8 @@ class PoolingLayer(Layer):
         if not propagate_down[0]:
             return
         if self._is_drawn and self.context.phase != caffe_pb2.TRAIN:
-            raise self.error("pool: STOCHASTIC has no gradient in the TEST phase")
-        if self._is_max or self._is_drawn:
+            self._weighted_backward(top, bottom)
+        elif self._is_max or self._is_drawn:
             self.backend.pool_max_backward(top[0].diff, self._mask.array, bottom[0].diff, self._geometry)
         else:
             self.backend.pool_average_backward(top[0].diff, bottom[0].diff, self._geometry)
