@@ -132,6 +132,9 @@ class Layer:
     """Whether to make unnamed tops up to the fewest allowed, as Caffe does for losses."""
     no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
+    exact_bottoms: ClassVar[frozenset[int]] = frozenset()
+    """Bottoms whose numbers must be exact, as labels' (masks, regions), and which may depend on parameters: the layer
+    gives them a gradient of 0."""
     no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
     """Tops whose gradient `backward` leaves out, as Caffe does; the net refuses a loss weight there."""
     supports_half: ClassVar[bool] = False

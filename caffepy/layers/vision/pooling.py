@@ -50,6 +50,7 @@ class PoolingLayer(Layer):
     keeps_labels = True
 
     tops = (1, 2)
+    float32_tops_from = 1
     _mask: ScratchBuffer
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -10,7 +10,7 @@ class RegionLayer(Layer):
     """A layer whose second bottom has regions of the first one's images: (R, 5) of sample, x1, y1, x2, y2."""
 
     bottoms = (2, 2)
-    no_gradient_bottoms = frozenset({1})
+    exact_bottoms = frozenset({1})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -30,6 +30,11 @@ class RegionLayer(Layer):
         if bottom[1].count != 5 * regions or len(bottom[1].shape) < 2 or bottom[1].shape[1] != 5:
             raise self.shape_error("the second bottom must have five numbers for each region", bottom[1])
         return regions
+
+    def clear_region_gradient(self, propagate_down: list[bool], bottom: Blobs) -> None:
+        """Regions have none."""
+        if propagate_down[1]:
+            self.backend.fill(bottom[1].diff, 0)
 
     def raise_device_errors(self) -> None:
         self._check.raise_device_errors()
@@ -60,6 +65,7 @@ class ROIPoolingLayer(RegionLayer):
         self.backend.roi_max_forward(x, rois, top[0].data, self._mask.array, scale, self._check.bad)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self.clear_region_gradient(propagate_down, bottom)
         if propagate_down[0]:
             scale = self.param.roi_pooling_param.spatial_scale
             self.backend.roi_max_backward(top[0].diff, bottom[1].data, self._mask.array, bottom[0].diff, scale)
@@ -92,6 +98,7 @@ class PSROIPoolingLayer(RegionLayer):
         self.backend.roi_average_forward(x, rois, top[0].data, scale, self._check.bad)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self.clear_region_gradient(propagate_down, bottom)
         if propagate_down[0]:
             scale = self.param.psroi_pooling_param.spatial_scale
             self.backend.roi_average_backward(top[0].diff, bottom[1].data, bottom[0].diff, scale)

@@ -20,7 +20,7 @@ class UpsampleLayer(Layer):
     """
 
     bottoms = (1, 2)
-    no_gradient_bottoms = frozenset({1})
+    exact_bottoms = frozenset({1})
 
     _shape: tuple[int, ...] | None = None
 
@@ -78,6 +78,8 @@ class UpsampleLayer(Layer):
             self._map.forward(bottom[0].data, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[-1] and len(bottom) > 1:
+            self.backend.fill(bottom[1].diff, 0)
         if not propagate_down[0]:
             return
         if len(bottom) > 1:

@@ -52,7 +52,8 @@ def test_hdf5_output_writes_what_it_sees(backend, tmp_path):
     path = tmp_path / "out.h5"
     text = f"""layer {{ name: "d" {MEMORY} top: "x" top: "label" }}
       layer {{ name: "r" type: "ReLU" bottom: "x" top: "r" }}
-      layer {{ name: "o" type: "HDF5Output" bottom: "r" bottom: "label" hdf5_output_param {{ file_name: "{path}" }} }}"""
+      layer {{ name: "o" type: "HDF5Output" bottom: "r" bottom: "label"
+        hdf5_output_param {{ file_name: "{path}" }} }}"""
     device = backend_named(backend)
     data, labels = gaussian((4, 3, 4, 5)), np.arange(4, dtype=np.float32)
     with device.activate():

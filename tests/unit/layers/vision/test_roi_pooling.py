@@ -34,6 +34,19 @@ def test_roi_pooling(tail):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_regions_and_masks_get_a_gradient_of_zero(backend):
+    """They may come from layers that learn, which Caffe allows."""
+    regions = "type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 }"
+    parts = "type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 0.5 }"
+    mask = np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2)
+    for text, inputs in ((regions, [spread((2, 4, 12, 16)), ROIS]), (parts, [spread((2, 4, 12, 16)), ROIS]),
+                         ("type: 'Upsample'", [spread((1, 1, 2, 2)), mask])):  # fmt: skip
+        runner = Runner(text, inputs, backend)
+        diffs = runner.backward([np.ones_like(top) for top in runner.forward()], [True, True])
+        assert diffs[0].any() and not diffs[1].any()
+
+
 def test_psroi_pooling_has_derivatives():
     text = "type: 'PSROIPooling' psroi_pooling_param { output_dim: 2 group_size: 2 spatial_scale: 0.5 }"
     check_layer(text, [gaussian((2, 8, 12, 16)), ROIS], step=0.1)
@@ -46,8 +59,9 @@ def test_psroi_pooling_has_derivatives():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_regions_of_images_that_are_not_there(backend):
     rois = np.array([[0, 0, 0, 4, 4], [2, 0, 0, 4, 4]], np.float32)
-    for text in ("type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 2 }",
-                 "type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 1 }"):  # fmt: skip
+    one = "type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 2 }"
+    other = "type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 1 }"
+    for text in (one, other):
         runner = Runner(text, [gaussian((2, 4, 8, 8)), rois], backend)
         assert not runner.forward()[0][1].any()
         with pytest.raises(DataError, match="region 1 of 'b' names a sample that 'a' does not have"):
