@@ -269,7 +269,8 @@ def run_nets(backend: Any) -> None:
     from caffepy.net.net import Net
     from caffepy.proto import caffe_pb2
 
-    for path in sorted((ROOT / "tests" / "golden" / "layers").glob("*.npz")):
+    golden = ROOT / "tests" / "golden"
+    for path in sorted([*(golden / "layers").glob("*.npz"), *(golden / "nvidia" / "layers").glob("*.npz")]):
         case = np.load(path)
         for kind in BLOB_DTYPES:
             param = text_format.Parse(str(case["prototxt"]), caffe_pb2.NetParameter())

@@ -115,13 +115,14 @@ def largest(x: Any, axis: int, indices: Any, values: Any) -> None:
 
 def _planes(array: Any) -> Any:
     """(N, C, H, W) as (N * C, H * W) in logical order."""
-    return np.ascontiguousarray(array).reshape(array.shape[0] * array.shape[1], -1)
+    n, c, h, w = array.shape
+    return np.ascontiguousarray(array).reshape(n * c, h * w)
 
 
 def unpool_forward(x: Any, mask: Any, y: Any, bad: Any) -> None:
     """See `RowPrimitives.unpool_forward`."""
     pixels = y.shape[2] * y.shape[3]
-    numbers = _numbers(mask, pixels, bad).reshape(x.shape[0] * x.shape[1], -1)
+    numbers = _numbers(mask, pixels, bad).reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3])
     planes = np.zeros((len(numbers), pixels + 1), np.float32)
     # Bad entries go behind the plane.
     np.put_along_axis(planes, np.where(numbers < 0, pixels, numbers), _planes(x), axis=1)
@@ -131,7 +132,7 @@ def unpool_forward(x: Any, mask: Any, y: Any, bad: Any) -> None:
 def unpool_backward(dy: Any, mask: Any, dx: Any) -> None:
     """See `RowPrimitives.unpool_backward`."""
     pixels = dy.shape[2] * dy.shape[3]
-    numbers = _numbers(mask, pixels, None).reshape(dx.shape[0] * dx.shape[1], -1)
+    numbers = _numbers(mask, pixels, None).reshape(dx.shape[0] * dx.shape[1], dx.shape[2] * dx.shape[3])
     found = np.take_along_axis(_planes(dy), np.maximum(numbers, 0), axis=1)
     dx[...] = np.where(numbers < 0, 0, found).reshape(dx.shape)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from caffepy.backend import Array
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.order import Reordered
@@ -30,7 +32,7 @@ class ArgMaxLayer(Layer):
         if not shape:
             raise self.shape_error("the bottom needs a first axis, N", bottom[0])
         self._axis = 1
-        seen: tuple[int, ...] = (shape[0], bottom[0].count // max(shape[0], 1))
+        seen: tuple[int, ...] = (shape[0], math.prod(shape[1:]))
         if param.HasField("axis"):
             self._axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
             seen = shape

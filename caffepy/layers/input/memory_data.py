@@ -18,6 +18,7 @@ class MemoryDataLayer(Layer):
     """Tops (batch_size, channels, height, width) and (batch_size,): the next batch of the arrays of `reset_arrays`.
 
     After the last batch the first follows (Caffe's `memory_data_layer.cpp`). Arrays are not transformed, as in Caffe.
+    They are those of one device, and so is `batch_size`.
     """
 
     bottoms = (0, 0)
@@ -34,6 +35,9 @@ class MemoryDataLayer(Layer):
         self._shape = (param.batch_size, param.channels, param.height, param.width)
         if min(self._shape) < 1:
             raise self.error("memory_data_param needs batch_size, channels, height and width, all at least 1")
+        if self.context.first_sample is None:
+            shard, batch = self.context.shard, self._shape[0]
+            self.context.first_sample = lambda number: (number * shard.world_size + shard.rank) * batch
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(self._shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import log
 
 from caffepy.backend import Array, Each, Expression, Scalar, expression
@@ -68,7 +69,7 @@ class SampleLabelLoss(LossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         shape = bottom[0].shape
-        rows = (shape[0], bottom[0].count // max(shape[0], 1))
+        rows = (shape[0], math.prod(shape[1:]))
         self._labels.reshape(Blob(self.backend, rows, bottom[0].name), bottom[1], 1)
         if shape != self._shape:
             self._shape = shape

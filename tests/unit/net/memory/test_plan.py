@@ -103,6 +103,9 @@ ZOO = {
     + layer("PSROIPooling", "conv rois", "q", "psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 2 }")
     + layer("Reduction", "p", "y", "loss_weight: 0.1") + layer("Reduction", "q", "z", "loss_weight: 0.1")
     + layer("BNLL", "conv", "x"),
+    "filtered": layer("DummyData", "", "s", "dummy_data_param { shape { dim: 2 } data_filler { type: 'gaussian' } }")
+    + layer("Filter", "conv label s", "f l") + layer("ReLU", "f", "f")
+    + layer("Reduction", "f", "y", "loss_weight: 0.1") + layer("TanH", "conv", "x"),
     "silenced": layer("Split", "conv", "x y") + layer("Silence", "y", ""),
     "deconvolution": layer("Deconvolution", "conv", "x", "convolution_param { num_output: 2 kernel_size: 2 }"),
     "sum in place": layer("ReLU", "conv", "r") + layer("BatchNorm", "r", "bn")
