@@ -5,6 +5,7 @@ from __future__ import annotations
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
+from caffepy.backend.row_primitives import SparseMatrix
 from caffepy.backend.types import MATH_MODES, Array, Geometry, LrnWindow, RandomStream
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "LrnWindow",
     "RandomStream",
     "Scalar",
+    "SparseMatrix",
     "create_backend",
     "expression",
 ]

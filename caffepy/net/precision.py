@@ -56,7 +56,7 @@ def _read_as_labels(
     for i in reversed(range(len(net.layer))):
         layer, kind = net.layer[i], classes[i]
         bottoms = range(len(layer.bottom))
-        labels.update(sources[i, j] for j in bottoms if j in kind.no_gradient_bottoms)
+        labels.update(sources[i, j] for j in bottoms if j in kind.no_gradient_bottoms | kind.exact_bottoms)
         if kind.keeps_labels and any((i, j) in labels for j in range(len(layer.top))):
             labels.update(sources[i, j] for j in bottoms)
     return labels

@@ -269,6 +269,16 @@ def prune_backward(nodes: list[Node]) -> None:
         skipped.update(blob for blob, down in zip(node.bottoms, node.propagate_down, strict=True) if not down)
 
 
+def capture_blockers(schedule: list[Node]) -> list[str | None]:
+    """For each node why it cannot be captured in a CUDA graph; None if it can."""
+    found, changing = [], ""
+    for node in schedule:
+        behind = f"the shapes change from pass to pass behind layer '{changing}'" if changing else None
+        found.append(node.layer.capture_blocker() or behind)
+        changing = changing or (node.layer.name if node.layer.changes_shapes else "")
+    return found
+
+
 def find_loss_readers(nodes: list[Node]) -> None:
     """Set `reader_propagates` of losses: whether a later layer writes the gradient of the first top.
 

@@ -16,6 +16,7 @@ from caffepy.awake import awake_seconds
 from caffepy.backend import Array, Backend, create_backend
 from caffepy.errors import AbortedError, PeerError
 from caffepy.net.parameters import bucket_count
+from caffepy.net.wiring import capture_blockers
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.control.heartbeat import Heartbeat
@@ -289,7 +290,8 @@ class P2PSync(DeviceThread):
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
         buckets = bucket_count(solver.net.param) if overlap else 1
-        cut = any(node.need_backward and node.layer.capture_blocker() for node in solver.net.schedule)
+        schedule = solver.net.schedule
+        cut = any(n.need_backward and blocker for n, blocker in zip(schedule, capture_blockers(schedule), strict=True))
         if cut and solver.backend.captures:
             buckets = 1  # what is begun within a graph must end within it, and here there are several
         reducer = Reducer(solver.net, self._connected, buckets, self._may_begin, self._waiting, self.trace)

@@ -9,6 +9,7 @@ from functools import partial
 from caffepy.backend.handles import Event
 from caffepy.errors import RunError
 from caffepy.net.capture import GraphSegments, Segment
+from caffepy.net.wiring import capture_blockers
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.train_state import TrainState
 
@@ -100,16 +101,17 @@ class CudaGraphRunner:
     def _all_segments(self) -> list[Segment]:
         """All calls of an iteration that put work on the device, in order; the same that run eagerly."""
         state, net, steps = self._state, self._state.net, self._steps
-        segments = []
+        segments, blockers = [], capture_blockers(net.schedule)
         for index in range(state.param.iter_size):
             segments.append(Segment("the start of a pass", partial(steps.begin_pass, index)))
-            for node in net.schedule:
-                segments.append(Segment(node.layer.name, partial(net.forward_node, node), node.layer.capture_blocker()))
+            for node, blocker in zip(net.schedule, blockers, strict=True):
+                segments.append(Segment(node.layer.name, partial(net.forward_node, node), blocker))
             if state.param.iter_size > 1:
                 segments.append(Segment("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
-            for node in reversed(net.schedule):
-                blocker = node.layer.capture_blocker() if node.need_backward else None
-                segments.append(Segment(node.layer.name, partial(net.backward_node, node), blocker))
+            for node, blocker in zip(net.schedule[::-1], blockers[::-1], strict=True):
+                segments.append(
+                    Segment(node.layer.name, partial(net.backward_node, node), blocker if node.need_backward else None)
+                )
         blocker = state.callback.capture_blocker()
         segments.append(Segment("the exchange of gradients", steps.exchange_gradients, blocker))
         segments.append(Segment("the update", steps.update))

@@ -1,4 +1,4 @@
-"""Single layers against numbers that BVLC Caffe 1.0 gave for the same inputs (float32, on the CPU)."""
+"""Single layers against numbers that BVLC Caffe 1.0 and NVIDIA Caffe 0.17 gave for the same inputs, on the CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, forward_tolerance
 
 from caffepy.layers import LayerContext
+from caffepy.layers.loss.infogain_loss import InfogainLossLayer
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 
-FOLDER = Path(__file__).parent / "layers"
-CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+GOLDEN = Path(__file__).parent
+FOLDERS = {"bvlc": GOLDEN / "layers", "nvidia": GOLDEN / "nvidia" / "layers"}
+CASES = [(dialect, path.stem) for dialect, folder in FOLDERS.items() for path in sorted(folder.glob("*.npz"))]
+
+
+@pytest.fixture
+def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which Caffe the numbers are of; layers whose numbers differ are told."""
+    monkeypatch.setattr(InfogainLossLayer, "takes_probabilities", request.param == "nvidia")
+    return str(request.param)
 
 
 def _run(case: Any, backend_name: str) -> Net:
@@ -40,9 +49,9 @@ def _run(case: Any, backend_name: str) -> Net:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_agrees_with_caffe(name: str, backend: str) -> None:
-    case = np.load(FOLDER / f"{name}.npz")
+@pytest.mark.parametrize(("dialect", "name"), CASES, indirect=["dialect"])
+def test_agrees_with_caffe(dialect: str, name: str, backend: str) -> None:
+    case = np.load(FOLDERS[dialect] / f"{name}.npz")
     with backend_named(backend).activate():
         net = _run(case, backend)
         layer = net.layers[net.layer_names.index("L")]

@@ -269,7 +269,8 @@ def run_nets(backend: Any) -> None:
     from caffepy.net.net import Net
     from caffepy.proto import caffe_pb2
 
-    for path in sorted((ROOT / "tests" / "golden" / "layers").glob("*.npz")):
+    golden = ROOT / "tests" / "golden"
+    for path in sorted([*(golden / "layers").glob("*.npz"), *(golden / "nvidia" / "layers").glob("*.npz")]):
         case = np.load(path)
         for kind in BLOB_DTYPES:
             param = text_format.Parse(str(case["prototxt"]), caffe_pb2.NetParameter())
@@ -377,6 +378,31 @@ def run_copies(backend: Any) -> None:
             backend.all_finite(x)
 
 
+def run_rows(backend: Any) -> None:
+    """Everything that moves elements by index."""
+    from caffepy.backend import Geometry, SparseMatrix
+
+    x, planes, rois = backend.zeros((6, 8)), backend.zeros((2, 18, 6, 6)), backend.zeros((3, 5))
+    index, bad, mask = backend.zeros((6,)), backend.zeros((1,), "int32"), backend.zeros((2, 18, 3, 3), "int32")
+    backend.gather_rows(x, index, x, bad)
+    backend.scatter_add_rows(x, index, x)
+    backend.one_hot(index, x, bad)
+    for dtype in BLOB_DTYPES.values():
+        matrix = SparseMatrix(backend.zeros((10,), "int32"), backend.zeros((4,), "int32"), backend.zeros((4,)), (9, 36))
+        backend.spatial_product(matrix, backend.zeros(planes.shape, dtype), backend.zeros(mask.shape, dtype))
+    backend.largest(planes, 1, *(backend.zeros((2, 2, 6, 6)) for _ in range(2)))
+    small = backend.zeros(mask.shape)
+    backend.unpool_forward(small, small, planes, bad)
+    backend.unpool_backward(planes, small, small)
+    backend.pool_stochastic_forward(planes, small, small, mask, Geometry((2, 2), (2, 2), (0, 0), (1, 1)))
+    wide, bins = backend.zeros((3, 18, 3, 3)), backend.zeros((3, 2, 3, 3))
+    masks = backend.zeros(wide.shape, "int32")
+    backend.roi_max_forward(planes, rois, wide, masks, 0.5, bad)
+    backend.roi_max_backward(wide, rois, masks, planes, 0.5)
+    backend.roi_average_forward(planes, rois, bins, 0.5, bad)
+    backend.roi_average_backward(bins, rois, planes, 0.5)
+
+
 def run_input(backend: Any) -> None:
     """Images and other values that become blobs, and clocks."""
     from caffepy.backend.input_ring import ImageSlot
@@ -406,6 +432,7 @@ def main() -> int:
     run_softmax(backend)
     run_copies(backend)
     run_input(backend)
+    run_rows(backend)
     run_formulas(backend)
     Path(sys.argv[1]).write_text(json.dumps(recorder.as_list()))
     return 0

@@ -170,8 +170,9 @@ class Runner:
             return [blob.host_diff() if want else None for blob, want in zip(self.bottom, wanted, strict=True)]
 
     def can_propagate(self) -> list[bool]:
-        """Which bottoms may have a gradient."""
-        return [i not in self.layer.no_gradient_bottoms for i in range(len(self.bottom))]
+        """Which bottoms may have a gradient other than 0."""
+        without = self.layer.no_gradient_bottoms | self.layer.exact_bottoms
+        return [i not in without for i in range(len(self.bottom))]
 
     def clear_param_diffs(self) -> None:
         """As the net does before each iteration."""

@@ -24,6 +24,7 @@ from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.memory import available_memory
+from caffepy.backend.cpu.rows import CpuRows
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
@@ -53,7 +54,7 @@ LARGE = 2**28
 """Bytes of an array before whose allocation the machine is asked what it has."""
 
 
-class CpuBackend(CpuInput, Synchronous, Composite):
+class CpuBackend(CpuInput, CpuRows, Synchronous, Composite):
     """One solver thread's share of the machine's cores.
 
     Args:

@@ -180,6 +180,8 @@ def apply_channels(
 ) -> None:
     """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
     outer, channels, inner = extents
+    if 0 in extents:
+        return
     if inner == 1:
         rows = _apply_rows(expression, _same(inputs, outputs))
         rows.run(threads, outer, GRAIN // channels, *inputs, *outputs, channels, 1)

@@ -37,6 +37,7 @@ from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
 from caffepy.backend.cuda.gemm.cublas import Blas
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
+from caffepy.backend.cuda.rows.primitives import CudaRows
 from caffepy.backend.cuda.softmax import SoftmaxKernels
 from caffepy.backend.cuda.timer import CudaTimer
 from caffepy.backend.elementwise import Expression
@@ -57,7 +58,7 @@ from caffepy.errors import ConfigError
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 
 
-class CudaBackend(CudaInput, Composite):
+class CudaBackend(CudaInput, CudaRows, Composite):
     """One GPU for one solver thread.
 
     Args:

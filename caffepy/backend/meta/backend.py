@@ -62,6 +62,7 @@ def _primitive(name: str, reads: Sequence[str] = (), writes: Sequence[str] = (),
 
 _STATISTICS = ("n.mean", "n.inverse")
 _NORMAL = (*_STATISTICS, "n.scale", "n.bias")
+_MATRIX = ("matrix.begins", "matrix.columns", "matrix.weights")
 _RUNNING = ("n.sum_mean", "n.sum_variance", "n.count")
 
 
@@ -182,6 +183,18 @@ class MetaBackend(Synchronous, Backend):
     )
     softmax_loss_backward = _primitive("softmax_loss_backward", ["probabilities", "labels", "totals"], ["dx"])
     label_ranks = _primitive("label_ranks", ["x", "labels", "bad_label"], ["ranks", "bad_label"])
+    gather_rows = _primitive("gather_rows", ["source", "index"], ["destination", "bad"])
+    scatter_add_rows = _primitive("scatter_add_rows", ["source", "index", "destination"], ["destination"])
+    one_hot = _primitive("one_hot", ["labels"], ["out", "bad"])
+    spatial_product = _primitive("spatial_product", [*_MATRIX, "x"], ["y"])
+    largest = _primitive("largest", ["x"], ["indices", "values"])
+    unpool_forward = _primitive("unpool_forward", ["x", "mask"], ["y", "bad"])
+    unpool_backward = _primitive("unpool_backward", ["dy", "mask"], ["dx"])
+    pool_stochastic_forward = _primitive("pool_stochastic_forward", ["x", "chance"], ["y", "mask"])
+    roi_max_forward = _primitive("roi_max_forward", ["x", "rois"], ["y", "mask", "bad"])
+    roi_max_backward = _primitive("roi_max_backward", ["dy", "rois", "mask"], ["dx"])
+    roi_average_forward = _primitive("roi_average_forward", ["x", "rois"], ["y", "bad"])
+    roi_average_backward = _primitive("roi_average_backward", ["dy", "rois"], ["dx"])
     random_uniform = _primitive("random_uniform", writes=["out"])
 
     def all_finite(self, array: Array) -> bool:

@@ -23,16 +23,9 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     Raises:
         DataError: there is no such file, or it is not one whole BlobProto of one image.
     """
-    try:
-        blob = caffe_pb2.BlobProto.FromString(read_regular(path, _MOST_BYTES))
-    except OSError as error:
-        raise DataError(f"mean_file '{path}' cannot be read: {error.strerror}") from error
-    except DecodeError as error:
-        raise DataError(
-            f"mean_file '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
-        ) from error
+    blob = _read_proto(path, "mean_file")
     shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
-    values = _values(blob, path)
+    values = _values(blob, f"mean_file '{path}'")
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) != 3 or min(shape) <= 0 or math.prod(shape) != values.size:
@@ -43,7 +36,31 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     return values.reshape(shape)
 
 
-def _values(blob: caffe_pb2.BlobProto, path: Path) -> NDArray[np.float32]:
+def read_blob(path: Path, what: str) -> NDArray[np.float32]:
+    """The elements of a BlobProto in a file, 1-D.
+
+    Args:
+        path: the file.
+        what: the field that names it, for messages.
+
+    Raises:
+        DataError: there is no such file, or it is not a BlobProto.
+    """
+    return _values(_read_proto(path, what), f"{what} '{path}'")
+
+
+def _read_proto(path: Path, what: str) -> caffe_pb2.BlobProto:
+    try:
+        return caffe_pb2.BlobProto.FromString(read_regular(path, _MOST_BYTES))
+    except OSError as error:
+        raise DataError(f"{what} '{path}' cannot be read: {error.strerror}") from error
+    except DecodeError as error:
+        raise DataError(
+            f"{what} '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
+        ) from error
+
+
+def _values(blob: caffe_pb2.BlobProto, where: str) -> NDArray[np.float32]:
     if blob.double_data:
         with np.errstate(over="ignore"):
             return np.array(blob.double_data, np.float64).astype(np.float32)
@@ -51,7 +68,7 @@ def _values(blob: caffe_pb2.BlobProto, path: Path) -> NDArray[np.float32]:
         kind = np.dtype(_RAW_TYPES[blob.raw_data_type])
         if len(blob.raw_data) % kind.itemsize:
             raise DataError(
-                f"mean_file '{path}' has {len(blob.raw_data)} bytes of raw_data, no whole number of values of "
+                f"{where} has {len(blob.raw_data)} bytes of raw_data, no whole number of values of "
                 f"{kind.itemsize} bytes; is it whole?"
             )
         with np.errstate(over="ignore"):

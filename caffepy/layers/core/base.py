@@ -143,6 +143,9 @@ class Layer:
     """Whether to make unnamed tops up to the fewest allowed, as Caffe does for losses."""
     no_gradient_bottoms: ClassVar[frozenset[int]] = frozenset()
     """Bottoms that can never have a gradient (labels); the net refuses to backpropagate to them."""
+    exact_bottoms: ClassVar[frozenset[int]] = frozenset()
+    """Bottoms whose numbers must be exact, as labels' (masks, regions), and which may depend on parameters: the layer
+    gives them a gradient of 0."""
     no_gradient_tops: ClassVar[frozenset[int]] = frozenset()
     """Tops whose gradient `backward` leaves out, as Caffe does; the net refuses a loss weight there."""
     supports_half: ClassVar[bool] = False
@@ -155,6 +158,8 @@ class Layer:
     """Index of the first top that is always float32 (labels)."""
     prefetches: ClassVar[bool] = False
     """Whether the layer has `prefetch_to_device` and `release_batch`, which run outside of any captured graph."""
+    changes_shapes: ClassVar[bool] = False
+    """Whether each forward pass sets the tops' shapes by the bottoms' numbers; no later layer can be captured then."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
 

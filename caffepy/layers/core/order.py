@@ -17,6 +17,17 @@ def memory_is_logical(shape: tuple[int, ...]) -> bool:
     return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
 
 
+def by_samples(backend: Backend, array: Array) -> Array:
+    """(N, …) as (N, elements), a view; the order within a sample is that of memory."""
+    return backend.flat(array).reshape(array.shape[0], math.prod(array.shape[1:]))
+
+
+def by_pixels(backend: Backend, array: Array) -> Array:
+    """(N, C, H, W) as (N * H * W, C), a view."""
+    n, c, h, w = array.shape
+    return backend.flat(array).reshape(n * h * w, c)
+
+
 class Reordered:
     """Arrays of `shape` seen as arrays of `other`: views where memory order allows, else copies in one buffer.
 

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Geometry
+from caffepy.backend import Each, Geometry, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.PoolingParameter
+
+
+@expression
+def square(x: Each) -> Each:
+    return x * x
+
+
+@expression
+def weighted(squares: Each, total: Each) -> Each:
+    return squares / total if total > 0 else 0.0
+
+
+@expression
+def weighted_slopes(squares: Each, total: Each, dy: Each) -> tuple[Each, Each]:
+    slope = dy / total if total > 0 else 0.0
+    return slope, (slope * squares / total if total > 0 else 0.0)
+
+
+@expression
+def weighted_gradient(x: Each, slope: Each, share: Each) -> Each:
+    return 2 * x * slope - share
+
 
 SMALL_WINDOW = 255
 """Largest window whose positions fit a mask of one byte an element."""
@@ -15,30 +37,34 @@ SMALL_WINDOW = 255
 
 @register_layer("Pooling")
 class PoolingLayer(Layer):
-    """The maximum or average of each window of (N, C, H, W).
+    """The maximum, the average or a drawn element of each window of (N, C, H, W).
 
     Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR`; with padding a last
     window that would begin past size + pad is left out. The average divides by the window's area, padding included up
-    to size + pad. MAX gives the index h * W + w of the maximum in a second top.
+    to size + pad. MAX gives the index h * W + w of the maximum in a second top. STOCHASTIC, which has no padding, draws
+    an element of the window in proportion to its value in TRAIN; in TEST it gives sum of x^2 / sum of x, 0 where the
+    sum is not positive (Zeiler and Fergus 2013).
     """
 
     supports_half = True
     keeps_labels = True
 
     tops = (1, 2)
+    float32_tops_from = 1
     _mask: ScratchBuffer
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
         param = self.param.pooling_param
-        if param.pool == _Parameter.STOCHASTIC:
-            raise self.error("pool: STOCHASTIC is not there yet; use MAX or AVE")
         self._is_max = param.pool == _Parameter.MAX
+        self._is_drawn = param.pool == _Parameter.STOCHASTIC
         if len(top) > 1 and not self._is_max:
             raise self.error("only pool: MAX has a second top, the mask")
         self._check_settings()
         self._stride = self._pair("stride", param.stride)
         self._pad = self._pair("pad", param.pad)
+        if self._is_drawn and self._pad != (0, 0):
+            raise self.error("pool: STOCHASTIC has no padding; remove pad, or use MAX or AVE")
 
     def _check_settings(self) -> None:
         param = self.param.pooling_param
@@ -91,6 +117,8 @@ class PoolingLayer(Layer):
         if self._is_max:
             small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
             self._mask = self.scratch("mask", shape, self.backend.mask_dtype if small else "int32")
+        elif self._is_drawn:
+            self._mask = self.scratch("mask", shape, "int32")
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
         """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""
@@ -113,6 +141,9 @@ class PoolingLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y = bottom[0].data, top[0].data
+        if self._is_drawn:
+            self._draw(bottom, top)
+            return
         if not self._is_max:
             self.backend.pool_average_forward(x, y, self._geometry)
             return
@@ -120,11 +151,44 @@ class PoolingLayer(Layer):
         if len(top) > 1:
             self.backend.copy(self._mask.array, top[1].data)
 
+    def _weighted_backward(self, top: Blobs, bottom: Blobs) -> None:
+        """dx = 2 x * the sum of dy / total over windows, less the sum of y * dy / total."""
+        backend, g = self.backend, self._geometry
+        squares, totals = (self.scratch(name, top[0].shape).array for name in ("squares", "totals"))
+        by_total, by_square = (self.scratch(name, top[0].shape).array for name in ("dy", "y dy"))
+        dx, part, x = (self.scratch(name, bottom[0].shape).array for name in ("dx", "part", "x"))
+        backend.copy(bottom[0].data, x)
+        backend.apply(weighted_slopes, (squares, totals, top[0].diff), (by_total, by_square))
+        backend.pool_average_backward(by_total, dx, g)
+        backend.pool_average_backward(by_square, part, g)
+        backend.apply(weighted_gradient, (x, dx, part), (bottom[0].diff,))
+
+    def _draw(self, bottom: Blobs, top: Blobs) -> None:
+        backend, g, x, y = self.backend, self._geometry, bottom[0].data, top[0].data
+        if self.dtype != "float32":
+            x, y = (self.scratch(name, b.shape).array for name, b in (("x", bottom[0]), ("y", top[0])))
+            backend.copy(bottom[0].data, x)
+        if self.context.phase == caffe_pb2.TRAIN:
+            chance = self.scratch("chance", top[0].shape).array
+            backend.random_uniform(chance, self.random_stream(), self.counter())
+            backend.pool_stochastic_forward(x, chance, y, self._mask.array, g)
+        else:
+            squares, totals = (self.scratch(name, top[0].shape).array for name in ("squares", "totals"))
+            squared = self.scratch("squared", bottom[0].shape).array
+            backend.apply(square, (x,), (squared,))
+            backend.pool_average_forward(squared, squares, g)
+            backend.pool_average_forward(x, totals, g)
+            backend.apply(weighted, (squares, totals), (y,))
+        if y is not top[0].data:
+            backend.copy(y, top[0].data)
+
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """The gradient goes to each window's maximum, or evenly over the window."""
+        """The gradient goes to each window's maximum or drawn element, or evenly over the window."""
         if not propagate_down[0]:
             return
-        if self._is_max:
+        if self._is_drawn and self.context.phase != caffe_pb2.TRAIN:
+            self._weighted_backward(top, bottom)
+        elif self._is_max or self._is_drawn:
             self.backend.pool_max_backward(top[0].diff, self._mask.array, bottom[0].diff, self._geometry)
         else:
             self.backend.pool_average_backward(top[0].diff, bottom[0].diff, self._geometry)

@@ -214,3 +214,18 @@ def test_layers_in_place_know_their_input(case: str, fuse: bool) -> None:
         weights = next(layer for layer in net.layers if layer.name == "ip").blobs[0].host_data()
         dx = values["dy"] * slope(values["data"] @ weights.T)
         np.testing.assert_allclose(parameter_diff(net, "ip"), dx.T @ values["data"], rtol=1e-3, atol=1e-5)
+
+
+def test_axpy_whose_factor_needs_no_gradient() -> None:
+    """Only x comes from a layer that learns; a layer that looks at the factor's flag would leave its gradient out."""
+    net = net_of(
+        'layer { name: "s" type: "Input" top: "s" input_param { shape { dim: 2 dim: 3 } } }'
+        'layer { name: "b" type: "Input" top: "b" input_param { shape { dim: 2 dim: 3 dim: 4 } } }'
+        'layer { name: "p" type: "Parameter" top: "x" parameter_param { shape { dim: 2 dim: 3 dim: 4 } } }'
+        'layer { name: "axpy" type: "Axpy" bottom: "s" bottom: "x" bottom: "b" top: "y" }'
+        'layer { name: "sum" type: "Reduction" bottom: "y" top: "loss" loss_weight: 2 }'
+    )
+    given = feed(net)
+    net.forward()
+    net.backward()
+    np.testing.assert_allclose(parameter_diff(net, "p"), np.repeat(2 * given["s"], 4).reshape(2, 3, 4), rtol=1e-6)

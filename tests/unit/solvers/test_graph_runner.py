@@ -53,6 +53,33 @@ def test_all_iterations_but_the_first_are_replayed_and_give_the_same() -> None:
         np.testing.assert_array_equal(values, found[1][name])
 
 
+FILTERED = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" top: "s" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 } shape { dim: 6 } data_filler { type: "gaussian" }
+  data_filler { type: "constant" value: 1 } data_filler { type: "gaussian" } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 8 weight_filler { type: "xavier" } } }
+layer { name: "filter" type: "Filter" bottom: "ip" bottom: "label" bottom: "s" top: "some" top: "theirs" }
+layer { name: "last" type: "InnerProduct" bottom: "some" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "theirs" top: "loss"
+  propagate_down: true propagate_down: false }
+"""
+"""Another number of samples reaches the last layers in every pass."""
+
+
+def test_layers_behind_a_filter_are_not_replayed_and_all_give_the_same() -> None:
+    found = []
+    for eager in (True, False):
+        with replaying(net=FILTERED, eager=eager) as solver:
+            solver.step(8)
+            found.append(weights_of(solver.net))
+            # Three graphs in each of seven iterations: what lies before, between and after the segments of the host.
+            assert launches(solver) == (0 if eager else 21)
+    for name, values in found[0].items():
+        np.testing.assert_array_equal(values, found[1][name])
+
+
 def test_displays_show_the_loss_of_their_own_iteration(caplog: pytest.LogCaptureFixture) -> None:
     shown = []
     for eager in (True, False):

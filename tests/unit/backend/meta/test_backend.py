@@ -10,6 +10,7 @@ from caffepy.backend import Geometry, create_backend
 from caffepy.backend.interface import Backend
 from caffepy.backend.meta.array import SETUP, MetaArray
 from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.row_primitives import SparseMatrix
 from caffepy.backend.types import BatchNormState, RandomStream
 
 NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "window", "relu",
@@ -38,6 +39,8 @@ def test_every_array_argument_is_noted(name: str):
     for argument, parameter in inspect.signature(getattr(Backend, name)).parameters.items():
         if argument == "n":
             arguments[argument] = BatchNormState(*fields, 1e-5, 0.9)
+        elif argument == "matrix":
+            arguments[argument] = SparseMatrix(*fields[:3], (3, 3))
         elif parameter.annotation in ("Array", "Array | None"):
             arguments[argument] = meta.zeros((2, 3))
         elif "Sequence" in str(parameter.annotation):
@@ -50,7 +53,7 @@ def test_every_array_argument_is_noted(name: str):
     arrays = [v for value in arguments.values() for v in (value if isinstance(value, list) else [value])]
     untouched = [a for a in arrays if isinstance(a, MetaArray) and a.memory.first is None]
     assert not untouched
-    if "n" in arguments:
+    if "n" in arguments or "matrix" in arguments:
         assert any(field.memory.first == 0 for field in fields)
 
 

@@ -37,12 +37,21 @@ CASES = {
     "type: 'Exp'": np.exp,
     "type: 'Clip' clip_param { min: -0.5 max: 0.75 }": lambda x: np.clip(x, -0.5, 0.75),
     "type: 'Swish' swish_param { beta: 1.5 }": lambda x: x * sigmoid(1.5 * x),
+    "type: 'ReLU6'": lambda x: np.clip(x, 0, 6),
+    "type: 'ReLU6' relu_param { negative_slope: 0.5 }": lambda x: np.where(x > 0, np.minimum(x, 6), 0.5 * x),
+    "type: 'HardSwish'": lambda x: x * np.clip(x + 3, 0, 6) / 6,
 }
 
 
 @pytest.mark.parametrize("text", CASES)
 def test_formula_gradient_and_in_place(text):
     check_layer(text, [spread((2, 3, 4, 5), step=0.03)], CASES[text], in_place=True)
+
+
+@pytest.mark.parametrize("kind", ["ReLU6", "HardSwish"])
+def test_beyond_the_kinks(kind):
+    text = f"type: '{kind}'"
+    check_layer(text, [spread((2, 3, 4, 5), step=0.31)], CASES[text], in_place=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -88,7 +88,7 @@ def test_mask_points_at_the_first_maximum(backend):
 @pytest.mark.parametrize(
     ("settings_text", "message"),
     [
-        ("pool: STOCHASTIC kernel_size: 2", "STOCHASTIC is not there yet"),
+        ("pool: STOCHASTIC kernel_size: 2 pad: 1", "STOCHASTIC has no padding"),
         ("pool: MAX", "give the window as kernel_size, or as kernel_h and kernel_w"),
         ("kernel_size: 2 kernel_h: 2 kernel_w: 2", "give the window as kernel_size, or"),
         ("kernel_size: 2 pad: 2", r"pad \(2, 2\) must be smaller than the kernel \(2, 2\)"),

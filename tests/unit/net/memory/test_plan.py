@@ -74,6 +74,38 @@ ZOO = {
     + layer("ReLU", "x", "x"),
     "losses within": layer("Power", "conv", "x", "power_param { power: 2 } loss_weight: 0.25")
     + layer("EuclideanLoss", "x data", "distance", "loss_weight: 0.5"),
+    "moved": layer("Permute", "conv", "p", "permute_param { order: 0 order: 2 order: 3 order: 1 }")
+    + layer("Tile", "p", "t", "tile_param { axis: 2 tiles: 2 }") + layer("Crop", "t p", "c", "crop_param { axis: 2 }")
+    + layer("ShuffleChannel", "c", "x", "shuffle_channel_param { group: 2 }"),
+    "windows": layer("Im2col", "conv", "w", "convolution_param { kernel_size: 2 stride: 2 }")
+    + layer("Interp", "w", "i", "interp_param { zoom_factor: 2 }") + layer("Upsample", "i", "u",
+    "upsample_param { scale: 2 }") + layer("SPP", "u", "x", "spp_param { pyramid_height: 2 }"),
+    "unpooled": layer("Pooling", "conv", "p mask", "pooling_param { pool: MAX kernel_size: 2 stride: 2 }")
+    + layer("ReLU6", "p", "p") + layer("Upsample", "p mask", "u") + layer("HardSwish", "u", "x"),
+    "drawn": layer("Pooling", "conv", "x", "pooling_param { pool: STOCHASTIC kernel_size: 2 stride: 2 }"),
+    "standardised": layer("MVN", "conv", "m") + layer("Normalize", "m", "n", "norm_param { across_spatial: false }")
+    + layer("Reduction", "n", "r", "reduction_param { axis: 2 operation: SUMSQ }") + layer("Axpy", "r n conv", "x")
+    + layer("MVN", "x", "x", "mvn_param { across_channels: true }") + layer("ReLU", "x", "x"),
+    "rows": layer("DummyData", "", "index", "dummy_data_param { shape { dim: 3 } }")
+    + layer("BatchReindex", "conv index", "more") + layer("Embed", "index", "e",
+    "embed_param { num_output: 3 input_dim: 4 weight_filler { type: 'xavier' } }")
+    + layer("Reduction", "more", "r") + layer("Reduction", "e", "s", "reduction_param { operation: ASUM }")
+    + layer("Eltwise", "r s", "y") + layer("Power", "y", "z", "loss_weight: 0.1") + layer("TanH", "conv", "x"),
+    "other losses": layer("DummyData", "", "gain", "dummy_data_param { shape { dim: 3 dim: 3 } }")
+    + layer("Parameter", "", "h", "parameter_param { shape { dim: 2 dim: 3 } } loss_weight: 0.5")
+    + layer("InnerProduct", "conv", "s", "inner_product_param { num_output: 3 weight_filler { type: 'xavier' } }")
+    + layer("InfogainLoss", "s label gain", "g", "loss_param { ignore_label: 0 }")
+    + layer("HingeLoss", "s label", "hinge")
+    + layer("Softmax", "s", "q") + layer("MultinomialLogisticLoss", "q label", "m") + layer("L1Loss", "s q", "l")
+    + layer("SmoothL1Loss", "s q", "sl") + layer("ContrastiveLoss", "s q label", "c") + layer("ELU", "conv", "x"),
+    "regions": layer("DummyData", "", "rois", "dummy_data_param { shape { dim: 3 dim: 5 } data_filler { value: 1 } }")
+    + layer("ROIPooling", "conv rois", "p", "roi_pooling_param { pooled_h: 2 pooled_w: 2 spatial_scale: 2 }")
+    + layer("PSROIPooling", "conv rois", "q", "psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 2 }")
+    + layer("Reduction", "p", "y", "loss_weight: 0.1") + layer("Reduction", "q", "z", "loss_weight: 0.1")
+    + layer("BNLL", "conv", "x"),
+    "filtered": layer("DummyData", "", "s", "dummy_data_param { shape { dim: 2 } data_filler { type: 'gaussian' } }")
+    + layer("Filter", "conv label s", "f l") + layer("ReLU", "f", "f")
+    + layer("Reduction", "f", "y", "loss_weight: 0.1") + layer("TanH", "conv", "x"),
     "silenced": layer("Split", "conv", "x y") + layer("Silence", "y", ""),
     "deconvolution": layer("Deconvolution", "conv", "x", "convolution_param { num_output: 2 kernel_size: 2 }"),
     "sum in place": layer("ReLU", "conv", "r") + layer("BatchNorm", "r", "bn")

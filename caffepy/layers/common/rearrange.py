@@ -1,0 +1,150 @@
+"""Permute, Crop, Tile and ShuffleChannel: elements that move, and nothing else."""
+
+from __future__ import annotations
+
+from caffepy.backend import Array
+from caffepy.blob import Blob
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+
+
+class RearrangingLayer(Layer):
+    """A layer whose top has elements of its first bottom in another order."""
+
+    supports_half = True
+    keeps_labels = True
+    inherits_dtype = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+
+    def axis_of(self, blob: Blob, axis: int) -> int:
+        """The axis, counted from 0.
+
+        Raises:
+            ShapeError: there is none.
+        """
+        return blob.axis(axis, f"layer '{self.name}' ({self.type})")
+
+
+@register_layer("Permute")
+class PermuteLayer(RearrangingLayer):
+    """Axis i of the top is axis order[i] of the bottom; axes left out of `order` follow (SSD's `permute_layer.cpp`)."""
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        order, axes = list(self.param.permute_param.order), len(bottom[0].shape)
+        if any(axis >= axes for axis in order) or len(set(order)) < len(order):
+            raise self.error(f"permute_param.order is {order}; it must name axes below {axes}, each once")
+        self._order = (*order, *(axis for axis in range(axes) if axis not in order))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom[0].shape) != len(self._order):
+            raise self.shape_error(f"the bottom must keep its {len(self._order)} axes", bottom[0])
+        top[0].reshape(tuple(bottom[0].shape[axis] for axis in self._order))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(bottom[0].data.transpose(*self._order), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.copy(top[0].diff, bottom[0].diff.transpose(*self._order))
+
+
+@register_layer("Crop")
+class CropLayer(RearrangingLayer):
+    """The part of the first bottom that has the second one's sizes from `axis` on (Caffe's `crop_layer.cpp`).
+
+    It begins at `offset`: one number for all these axes, or one for each; 0 where none is given.
+    """
+
+    bottoms = (2, 2)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        offsets = list(self.param.crop_param.offset)
+        axis, axes = self.axis_of(bottom[0], self.param.crop_param.axis), len(bottom[0].shape)
+        if len(offsets) > 1 and len(offsets) != axes - axis:
+            raise self.error(f"crop_param has {len(offsets)} offsets; give one, or one for each of {axes - axis} axes")
+        if len(bottom[1].shape) != axes:
+            raise self.shape_error("both bottoms must have as many axes", bottom[0], bottom[1])
+        offsets = offsets if len(offsets) > 1 else (offsets or [0]) * (axes - axis)
+        part = [slice(0, size) for size in bottom[0].shape[:axis]]
+        for i, begin in enumerate(offsets, axis):
+            if begin + bottom[1].shape[i] > bottom[0].shape[i]:
+                raise self.shape_error(
+                    f"along axis {i} {bottom[1].shape[i]} elements from offset {begin} on are more than there are",
+                    bottom[0], bottom[1],
+                )  # fmt: skip
+            part.append(slice(begin, begin + bottom[1].shape[i]))
+        self._part = tuple(part)
+        top[0].reshape(tuple(one.stop - one.start for one in part))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(bottom[0].data[self._part], top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        for blob, wanted in zip(bottom, propagate_down, strict=True):
+            if wanted:
+                self.backend.fill(blob.diff, 0)
+        if propagate_down[0]:
+            self.backend.copy(top[0].diff, bottom[0].diff[self._part])
+
+
+@register_layer("Tile")
+class TileLayer(RearrangingLayer):
+    """`tiles` copies of the bottom one after the other along `axis` (Caffe's `tile_layer.cpp`)."""
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        if self.param.tile_param.tiles < 1:
+            raise self.error(
+                f"tile_param.tiles is {self.param.tile_param.tiles}; give the number of copies, at least 1"
+            )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, axis = bottom[0].shape, self.axis_of(bottom[0], self.param.tile_param.axis)
+        size, tiles = shape[axis], self.param.tile_param.tiles
+        top[0].reshape((*shape[:axis], size * tiles, *shape[axis + 1 :]))
+        self._parts = [(slice(None),) * axis + (slice(i * size, (i + 1) * size),) for i in range(tiles)]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        for part in self._parts:
+            self.backend.copy(bottom[0].data, top[0].data[part])
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        dx = bottom[0].diff if self.dtype == "float32" else self.scratch("sum", bottom[0].shape).array
+        self.backend.copy(top[0].diff[self._parts[0]], dx)
+        for part in self._parts[1:]:
+            self.backend.add(top[0].diff[part], dx)
+        if dx is not bottom[0].diff:
+            self.backend.copy(dx, bottom[0].diff)
+
+
+@register_layer("ShuffleChannel")
+class ShuffleChannelLayer(RearrangingLayer):
+    """Channels in the order (c, group) instead of (group, c): every group gets channels of all groups.
+
+    x (N, C, …), C a multiple of `group` (ShuffleNet; Zhang et al. 2017).
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        shape, group = bottom[0].shape, self.param.shuffle_channel_param.group
+        if len(shape) < 2 or group < 1 or shape[1] % group:
+            raise self.shape_error(f"shuffle_channel_param.group is {group}; it must divide the channels", bottom[0])
+        top[0].reshape(shape)
+
+    def _move(self, source: Array, destination: Array, outer: int) -> None:
+        """The channels, seen as (outer, inner), turned into (inner, outer)."""
+        samples, channels, *rest = source.shape
+        parts = source.reshape(samples, outer, channels // outer, *rest)
+        turned = parts.transpose(0, 2, 1, *range(3, len(parts.shape)))
+        self.backend.copy(turned, destination.reshape(samples, channels // outer, outer, *rest))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self._move(bottom[0].data, top[0].data, self.param.shuffle_channel_param.group)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            group = self.param.shuffle_channel_param.group
+            self._move(top[0].diff, bottom[0].diff, bottom[0].shape[1] // group)

@@ -1,0 +1,84 @@
+"""MemoryData: batches of arrays that the program hands over."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.errors import RunError, ShapeError
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+
+log = logging.getLogger(__name__)
+
+
+@register_layer("MemoryData")
+class MemoryDataLayer(Layer):
+    """Tops (batch_size, channels, height, width) and (batch_size,): the next batch of the arrays of `reset_arrays`.
+
+    After the last batch the first follows (Caffe's `memory_data_layer.cpp`). Arrays are not transformed, as in Caffe.
+    They are those of one device, and so is `batch_size`.
+    """
+
+    bottoms = (0, 0)
+    tops = (2, 2)
+    has_backward = False
+    supports_half = True
+    float32_tops_from = 1
+
+    _arrays: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+    _position = 0
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.memory_data_param
+        self._shape = (param.batch_size, param.channels, param.height, param.width)
+        if min(self._shape) < 1:
+            raise self.error("memory_data_param needs batch_size, channels, height and width, all at least 1")
+        if self.context.first_sample is None:
+            shard, batch = self.context.shard, self._shape[0]
+            self.context.first_sample = lambda number: (number * shard.world_size + shard.rank) * batch
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].reshape(self._shape)
+        top[1].reshape(self._shape[:1])
+
+    def reset_arrays(self, data: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
+        """Take batches from these arrays, from their first row on; they are not copied.
+
+        Args:
+            data: (n, channels, height, width), n a multiple of the batch size.
+            labels: n elements.
+
+        Raises:
+            ShapeError: they have other shapes.
+        """
+        where = f"layer '{self.name}' ({self.type})"
+        if data.ndim != 4 or data.shape[1:] != self._shape[1:]:
+            raise ShapeError(f"{where}: data of shape {data.shape} do not fit {('n', *self._shape[1:])}")
+        if labels.size != len(data) or not len(data) or len(data) % self._shape[0]:
+            raise ShapeError(
+                f"{where}: {len(data)} rows of data and {labels.size} labels; there must be as many of "
+                f"both, a multiple of the batch size {self._shape[0]}"
+            )
+        if self.param.HasField("transform_param"):
+            log.warning("%s does not transform the arrays it is given; transform_param has no effect", where)
+        self._arrays = (data, labels.reshape(-1))
+        self._position = 0
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if not self.backend.holds_values:
+            self._copy(np.zeros(self._shape, np.float32), np.zeros(self._shape[:1], np.float32), top)
+            return
+        if self._arrays is None:
+            raise RunError(f"layer '{self.name}' ({self.type}) has no data; call its reset_arrays before a pass")
+        rows = slice(self._position, self._position + self._shape[0])
+        self._copy(self._arrays[0][rows], self._arrays[1][rows], top)
+        self._position = rows.stop % len(self._arrays[0])
+
+    def _copy(self, data: NDArray[np.float32], labels: NDArray[np.float32], top: Blobs) -> None:
+        self.backend.from_host(data, top[0].data)
+        self.backend.from_host(labels, top[1].data)
+
+    def capture_blocker(self) -> str | None:
+        return "its numbers come from the host in every pass"

@@ -1,0 +1,104 @@
+"""ROIPooling and PSROIPooling: features of regions of images."""
+
+from __future__ import annotations
+
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.index_check import IndexCheck
+
+
+class RegionLayer(Layer):
+    """A layer whose second bottom has regions of the first one's images: (R, 5) of sample, x1, y1, x2, y2."""
+
+    bottoms = (2, 2)
+    exact_bottoms = frozenset({1})
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        self._check = IndexCheck(
+            self, f"region {{}} of '{bottom[1].name}' names a sample that '{bottom[0].name}' does not have"
+        )
+
+    def check_shapes(self, bottom: Blobs) -> int:
+        """How many regions there are.
+
+        Raises:
+            ShapeError: the bottoms are no images or no regions.
+        """
+        if len(bottom[0].shape) != 4:
+            raise self.shape_error("the first bottom must have four axes, (N, C, H, W)", bottom[0])
+        regions = bottom[1].shape[0] if bottom[1].shape else 0
+        if bottom[1].count != 5 * regions or len(bottom[1].shape) < 2 or bottom[1].shape[1] != 5:
+            raise self.shape_error("the second bottom must have five numbers for each region", bottom[1])
+        return regions
+
+    def clear_region_gradient(self, propagate_down: list[bool], bottom: Blobs) -> None:
+        """Regions have none."""
+        if propagate_down[1]:
+            self.backend.fill(bottom[1].diff, 0)
+
+    def raise_device_errors(self) -> None:
+        self._check.raise_device_errors()
+
+
+@register_layer("ROIPooling")
+class ROIPoolingLayer(RegionLayer):
+    """The maximum of each of `pooled_h` by `pooled_w` bins of each region (Fast R-CNN's `roi_pooling_layer.cpp`).
+
+    x (N, C, H, W), y (R, C, pooled_h, pooled_w), 0 where a bin is empty. Regions are multiplied by `spatial_scale`,
+    rounded, and have their last row and column within them.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.roi_pooling_param
+        if min(param.pooled_h, param.pooled_w) < 1:
+            raise self.error("roi_pooling_param needs pooled_h and pooled_w, at least 1")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, regions = self.param.roi_pooling_param, self.check_shapes(bottom)
+        top[0].reshape((regions, bottom[0].shape[1], param.pooled_h, param.pooled_w))
+        self._mask = self.scratch("mask", top[0].shape, "int32")
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        scale = self.param.roi_pooling_param.spatial_scale
+        x, rois = bottom[0].data, bottom[1].data
+        self.backend.roi_max_forward(x, rois, top[0].data, self._mask.array, scale, self._check.bad)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self.clear_region_gradient(propagate_down, bottom)
+        if propagate_down[0]:
+            scale = self.param.roi_pooling_param.spatial_scale
+            self.backend.roi_max_backward(top[0].diff, bottom[1].data, self._mask.array, bottom[0].diff, scale)
+
+
+@register_layer("PSROIPooling")
+class PSROIPoolingLayer(RegionLayer):
+    """The mean of each of `group_size` by `group_size` bins of each region, each over a channel of its own (R-FCN).
+
+    x (N, output_dim * group_size^2, H, W), y (R, output_dim, group_size, group_size), 0 where a bin is empty. Regions
+    are rounded, include their last row and column, and are multiplied by `spatial_scale` (`psroi_pooling_layer.cu`).
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        param = self.param.psroi_pooling_param
+        if min(param.output_dim, param.group_size) < 1 or param.spatial_scale <= 0:
+            raise self.error("psroi_pooling_param needs output_dim, group_size and spatial_scale, all above 0")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, regions = self.param.psroi_pooling_param, self.check_shapes(bottom)
+        wanted = param.output_dim * param.group_size**2
+        if bottom[0].shape[1] != wanted:
+            raise self.shape_error(f"needs {wanted} channels, output_dim * group_size^2", bottom[0])
+        top[0].reshape((regions, param.output_dim, param.group_size, param.group_size))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        scale = self.param.psroi_pooling_param.spatial_scale
+        x, rois = bottom[0].data, bottom[1].data
+        self.backend.roi_average_forward(x, rois, top[0].data, scale, self._check.bad)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        self.clear_region_gradient(propagate_down, bottom)
+        if propagate_down[0]:
+            scale = self.param.psroi_pooling_param.spatial_scale
+            self.backend.roi_average_backward(top[0].diff, bottom[1].data, bottom[0].diff, scale)
