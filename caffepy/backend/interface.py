@@ -40,6 +40,9 @@ class Backend(InputPrimitives, ABC):
     asynchronous: bool
     """Whether primitives return before their result is there."""
 
+    threads: int = 0
+    """How many CPU threads its primitives use; 0: they do not run on the CPU."""
+
     captures: bool = False
     """Whether work can be captured into graphs."""
 

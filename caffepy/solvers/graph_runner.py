@@ -75,6 +75,7 @@ class CudaGraphRunner:
         Raises:
             RunError: something cannot be captured.
         """
+        self._refuse_changing_shapes()
         segments, passes = GraphSegments(self._state.backend, self._all_segments()), self._state.net.context.passes
         number = passes.number
         try:
@@ -86,6 +87,19 @@ class CudaGraphRunner:
         finally:
             passes.number = number
         return segments
+
+    def _refuse_changing_shapes(self) -> None:
+        """Refuse nets in which a layer reads a blob whose shape depends on values: a graph holds one shape.
+
+        Raises:
+            RunError: naming the layer that makes the blob.
+        """
+        schedule = self._state.net.schedule
+        for node in schedule:
+            read = any(top in other.bottoms for other in schedule for top in node.tops)
+            if node.layer.shapes_top_in_forward and read:
+                layer = node.layer
+                raise RunError(f"layer '{layer.name}' ({layer.type}): the shape of its top changes from pass to pass")
 
     def _traced_segments(self) -> GraphSegments:
         """Graphs of an iteration in which the device takes the time of every layer and bucket."""

@@ -20,7 +20,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.data.schedule import Shard
-from caffepy.errors import ConfigError, ShapeError
+from caffepy.errors import ConfigError, DataError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
@@ -146,6 +146,10 @@ class Layer:
     """Whether the layer has `prefetch_to_device` and `release_batch`, which run outside of any captured graph."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
+    reads_shapes_only: ClassVar[bool] = False
+    """Whether the tops depend on the bottoms' shapes alone (PriorBox), so that no gradient is asked of the layer."""
+    shapes_top_in_forward: ClassVar[bool] = False
+    """Whether `forward` gives the tops shapes that depend on values; later layers then cannot be captured."""
 
     def __init__(self, param: caffe_pb2.LayerParameter, context: LayerContext) -> None:
         self.param = param
@@ -323,6 +327,10 @@ class Layer:
     def error(self, message: str) -> ConfigError:
         """A ConfigError that names the layer."""
         return ConfigError(f"layer '{self.name}' ({self.type}): {message}")
+
+    def data_error(self, message: str) -> DataError:
+        """A DataError that names the layer."""
+        return DataError(f"layer '{self.name}' ({self.type}): {message}")
 
     def shape_error(self, message: str, *blobs: Blob) -> ShapeError:
         """A ShapeError that names the layer and the shapes of `blobs`."""

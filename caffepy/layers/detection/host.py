@@ -1,0 +1,11 @@
+"""What layers that compute on the host share."""
+
+from __future__ import annotations
+
+from caffepy.backend.cpu.jit.threads import cpu_count
+from caffepy.layers.core.base import Layer
+
+
+def host_threads(layer: Layer) -> int:
+    """How many CPU threads a layer may use: its backend's own, or on a GPU its device's part of the process's cores."""
+    return layer.backend.threads or max(cpu_count() // max(layer.context.shard.devices_per_rank, 1), 1)
