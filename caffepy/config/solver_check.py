@@ -27,6 +27,8 @@ MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
 LARC_POLICIES = ("scale", "clip")
 REGULARIZATIONS = ("L1", "L2")
+EVAL_TYPES = ("classification", "detection")
+AP_VERSIONS = ("Integral", "11point", "MaxIntegral")
 
 LEAST = {
     "max_iter": 0,
@@ -78,7 +80,6 @@ def refuse_unsupported(param: SolverParameter) -> None:
     for field, used in (
         ("larc", param.larc),
         ("test_and_snapshot_last_epochs", param.test_and_snapshot_last_epochs > 0),
-        ("eval_type", param.eval_type != "classification"),
     ):
         if used:
             raise ConfigError(f"solver: {field} is not supported; remove it")
@@ -137,6 +138,11 @@ def _check_rule(param: SolverParameter, origin: str) -> None:
 
 
 def _check_testing(param: SolverParameter, origin: str) -> None:
+    _check_known("eval_type", param.eval_type, EVAL_TYPES, origin)
+    _check_known("ap_version", param.ap_version, AP_VERSIONS, origin)
+    for name in ("ap_version", "show_per_class_result"):
+        if _has(param, name) and param.eval_type != "detection":
+            log.warning('%s: %s has no effect without eval_type: "detection"', origin, name)
     own_nets = len(param.test_net) + len(param.test_net_param)
     shared = param.HasField("net") or param.HasField("net_param")
     tests = len(param.test_iter)

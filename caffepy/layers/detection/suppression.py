@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, device_function, kernel
+from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, device_function, exact_function, kernel
 from caffepy.layers.detection.boxes import Rows, box_sizes, overlap
 from caffepy.layers.detection.sorting import best_scores
 
@@ -29,37 +29,67 @@ class Suppression:
     least_score: float
 
 
+_FIELDS = 5
+"""Numbers of a candidate: its four coordinates and its size."""
+
+
+@device_function
+def _gather(boxes: Floats, sizes: Floats, first: Int, order: Ints, at: Int, found: Int, rows: Floats, row: Int) -> None:
+    """Write the candidates order[at: at + found], field by field, behind each other, so that a loop can be wide."""
+    for i in range(found):
+        number = first + order[at + i]
+        for field in range(4):
+            rows[row + field * found + i] = boxes[4 * number + field]
+        rows[row + 4 * found + i] = sizes[number]
+
+
+@exact_function
+def _raise_overlaps(rows: Floats, row: Int, found: Int, kept: Int, most: Floats, at: Int) -> None:
+    """Raise `most` of the candidates behind `kept` to their overlap with it, as `overlap` computes it.
+
+    NaN stays, because what does not compare suppresses in Caffe. Boxes that do not meet have a negative side here.
+    """
+    left, top = rows[row + kept], rows[row + found + kept]
+    right, bottom = rows[row + 2 * found + kept], rows[row + 3 * found + kept]
+    size = rows[row + 4 * found + kept]
+    for i in range(kept + 1, found):
+        own_left, own_top = rows[row + i], rows[row + found + i]
+        own_right, own_bottom = rows[row + 2 * found + i], rows[row + 3 * found + i]
+        width = (right if right < own_right else own_right) - (left if own_left < left else own_left)
+        height = (bottom if bottom < own_bottom else own_bottom) - (top if own_top < top else own_top)
+        shared = width * height
+        ratio = shared / (rows[row + 4 * found + i] + size - shared)
+        value = ratio if (width > 0) & (height > 0) else np.float32(0)
+        most[at + i] = value if (value > most[at + i]) | (value != value) else most[at + i]
+
+
 @device_function
 def _suppress(
-    boxes: Floats, sizes: Floats, first: Int, order: Ints, at: Int, found: Int, threshold: Float, eta: Float
+    rows: Floats, row: Int, order: Ints, at: Int, found: Int, most: Floats, threshold: Float, eta: Float
 ) -> Int:
-    """Keep, in place, those of order[at: at + found] that no better box suppresses; returns how many.
-
-    The boxes' numbers count from `first`.
-    """
+    """Keep, in place, those of the candidates order[at: at + found] that no better one suppresses; returns how many."""
+    for i in range(found):
+        most[at + i] = -1
     kept = 0
-    for place in range(found):
-        number = first + order[at + place]
-        keep = True
-        for other in range(kept):
-            if not overlap(boxes, sizes, number, boxes, sizes, first + order[at + other], np.float32(0)) <= threshold:
-                keep = False
-                break
-        if keep:
-            order[at + kept] = order[at + place]
-            kept += 1
-            if eta < 1 and threshold > 0.5:
-                threshold = np.float32(threshold * eta)
+    for i in range(found):
+        if not most[at + i] <= threshold:
+            continue
+        order[at + kept] = order[at + i]
+        kept += 1
+        if eta < 1 and threshold > 0.5:
+            threshold = np.float32(threshold * eta)
+        _raise_overlaps(rows, row, found, i, most, at)
     return kept
 
 
 @kernel
 def _suppress_classes(
     begin: Int, end: Int, boxes: Floats, sizes: Floats, scores: Floats, classes: Ints, keys: Floats, order: Ints,
-    counts: Ints, chosen: Int, all_classes: Int, priors: Int, loc_classes: Int, limit: Int, least_score: Float,
-    threshold: Float, eta: Float,
+    rows: Floats, counts: Ints, chosen: Int, all_classes: Int, priors: Int, loc_classes: Int, limit: Int,
+    least_score: Float, threshold: Float, eta: Float,
 ) -> None:  # fmt: skip
     """Item: (image, class) of boxes (N, L, P, 4), sizes (N, L, P) and scores (N, P, C)."""
+    row = begin * _FIELDS * limit
     for item in range(begin, end):
         image = item // chosen
         label = classes[item % chosen]
@@ -67,7 +97,8 @@ def _suppress_classes(
         start = image * priors * all_classes + label
         at = item * limit
         found = best_scores(scores, start, all_classes, priors, least_score, keys, order, at, limit)
-        counts[item] = _suppress(boxes, sizes, first, order, at, found, threshold, eta)
+        _gather(boxes, sizes, first, order, at, found, rows, row)
+        counts[item] = _suppress(rows, row, order, at, found, keys, threshold, eta)
 
 
 def suppress_classes(
@@ -88,9 +119,10 @@ def suppress_classes(
     assert all(array.flags.c_contiguous for array in (boxes, sizes, scores, classes))
     shape = (images, len(classes))
     order, counts = np.empty((*shape, limit), np.int32), np.zeros(shape, np.int32)
+    keys, rows = np.empty(order.shape, np.float32), np.empty((counts.size, _FIELDS, limit), np.float32)
     _suppress_classes.run(
-        threads, counts.size, 1, boxes, sizes, scores, classes, np.empty(order.shape, np.float32), order, counts,
-        len(classes), all_classes, priors, boxes.shape[1], limit, how.least_score, how.threshold, how.eta,
+        threads, counts.size, 1, boxes, sizes, scores, classes, keys, order, rows, counts, len(classes), all_classes,
+        priors, boxes.shape[1], limit, how.least_score, how.threshold, how.eta,
     )  # fmt: skip
     return order, counts
 
