@@ -10,9 +10,11 @@ import pytest
 from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, forward_tolerance
 
-from caffepy.layers import LayerContext
+from caffepy.errors import ConfigError
+from caffepy.layers import LayerContext, layer_class
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.files import read_weights
 
 FOLDER = Path(__file__).parent / "nvidia" / "layers"
 FAMILIES = ("priorbox", "multibox", "detout", "deteval")
@@ -60,3 +62,28 @@ def test_agrees_with_nvidia_caffe(name: str, backend: str, tmp_path: Path, monke
                 net.forward()
                 compared += _compare(net, case, {kind: "host_data"}, backend, name)
         assert compared
+
+
+def _has(layer_type: str) -> bool:
+    try:
+        layer_class(layer_type)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has("Permute"), reason="there is no Permute layer yet")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tiny_ssd_detects_what_nvidia_caffe_detects(backend: str, tmp_path: Path) -> None:
+    case = np.load(FOLDER / "ssd_tiny_merged.npz")
+    _write_files(case, tmp_path)
+    device = backend_named(backend)
+    with device.activate():
+        param = text_format.Parse(str(case["prototxt"]), caffe_pb2.NetParameter())
+        net = Net(param, LayerContext(device, caffe_pb2.TEST))
+        weights = tmp_path / str(case["file_0_name"])
+        net.copy_trained_layers_from(read_weights(weights), str(weights))
+        device.from_host(case["in_data"], net.blobs["data"].data)
+        net.forward()
+        for name in ("mbox_loc", "mbox_conf_flatten", "mbox_priorbox", "detection_out"):
+            assert_near(net.blobs[name].host_data(), case[f"out_{name}"], 1e-4, name)
