@@ -65,7 +65,8 @@ class DetectionEvaluateLayer(Layer):
         found, truth = (self.backend.to_host(blob.data) for blob in bottom)
         rows = np.zeros((1, _COLUMNS), np.float32)
         if self.backend.holds_values:
-            rows = self._evaluate(found.reshape(-1, _FOUND_COLUMNS), truth)
+            with np.errstate(all="ignore"):
+                rows = self._evaluate(found.reshape(-1, _FOUND_COLUMNS), truth)
         top[0].reshape((1, 1, *rows.shape))
         self.backend.from_host(rows[None, None], top[0].data)
 

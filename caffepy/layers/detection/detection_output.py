@@ -78,7 +78,8 @@ class DetectionOutputLayer(Layer):
         loc, conf, priors = (self.backend.to_host(blob.data) for blob in bottom[:3])
         rows = np.zeros((1, COLUMNS), np.float32)
         if self.backend.holds_values:
-            rows = self._detect(loc, conf, priors)
+            with np.errstate(all="ignore"):
+                rows = self._detect(loc, conf, priors)
         top[0].reshape((1, 1, *rows.shape))
         self.backend.from_host(rows[None, None], top[0].data)
 

@@ -60,9 +60,7 @@ class MultiBoxLossLayer(LossLayer):
         mines = param.mining_type != _Parameter.NONE
         background = param.background_label_id
         if param.num_classes < 1:
-            raise self.error(
-                "multibox_loss_param.num_classes is needed: how many classes there are with the background"
-            )
+            raise self.error("num_classes is needed: how many classes there are with the background")
         if background >= param.num_classes:
             raise self.error(
                 f"background_label_id {background} is not below num_classes {param.num_classes}; correct one"
@@ -105,7 +103,8 @@ class MultiBoxLossLayer(LossLayer):
         values = [self.backend.to_host(blob.data) for blob in bottom]
         totals = np.zeros(2, np.float32)
         if self.backend.holds_values:
-            totals[0], totals[1] = self._compute(*values)
+            with np.errstate(all="ignore"):  # a loss that is not finite is the solver's matter
+                totals[0], totals[1] = self._compute(*values)
         self.backend.from_host(totals, self._totals)
         self.put_loss(self._sum, self._count, self._divisor, top[0].data)
 
