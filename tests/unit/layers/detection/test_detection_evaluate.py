@@ -107,7 +107,7 @@ OBJECT = np.array([[0, 1, 0, 0.1, 0.1, 0.6, 0.5, 0]], np.float32)
 
 
 def test_sizes_are_taken_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an image of one pixel's width the boxes, with the pixels of their border, overlap far more than in a wide one."""
+    """In an image two pixels wide the boxes, with the pixels of their border, overlap far more than in a wide one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sizes.txt").write_text("wide 1000 1000\nnarrow 1000 2\n")
     device = backend_named("cpu")
