@@ -116,7 +116,7 @@ DOORS = {
     "parallel.launch": ("cli",),
     "parallel.processes": ("distributed", "cli"),
     "parallel.store": ("distributed",),
-    "solvers.io": (),
+    "solvers.io": ("cli",),
     "solvers.rules": ("parallel",),
 }
 """Who, outside of its part, may import a folder or module below a part's root. The roots are open to all above."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from caffepy.data.schedule import TestSchedule
 from caffepy.errors import ConfigError
 from caffepy.net import Net
-from caffepy.solvers.io.detection import DetectionScores
+from caffepy.solvers.io.detection import DetectionScores, check_detection_outputs, maker_of
 from caffepy.solvers.io.display import output_lines
 from caffepy.solvers.train_state import TrainState
 
@@ -30,7 +30,7 @@ def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> 
     """
     net, detects = state.test_nets[index], state.param.eval_type == "detection"
     state.log("Iteration %d, Testing net (#%d)", state.iteration, index)
-    scores = DetectionScores(state, net) if detects else MeanScores(state, net)
+    scores = _detection_scores(state, net) if detects else MeanScores(state, net)
     loss = _score_own_batches(state, net, index, interrupted, scores.take)
     if loss is None:
         return None
@@ -38,6 +38,29 @@ def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> 
         mean = state.callback.sum_over_devices(np.array([loss]))[0] / state.param.test_iter[index]
         state.log("Test loss: %.6g", mean)
     return scores.means()
+
+
+def _detection_scores(state: TrainState, net: Net) -> DetectionScores:
+    check_detection_outputs(net)
+    param = state.param
+    shows = param.show_per_class_result
+    return DetectionScores(net, param.ap_version, shows, state.callback, state.shard.rank, state.log)
+
+
+def refuse_changing_outputs(net: Net, names: Iterable[str]) -> None:
+    """Check that these outputs have a mean.
+
+    Raises:
+        ConfigError: one has another size in each batch.
+    """
+    for name in names:
+        layer = maker_of(net, name)
+        if layer.shapes_top_in_forward:
+            raise ConfigError(
+                f"layer '{layer.name}' ({layer.type}): its top '{name}', an output of the test net, has another size "
+                "in each batch and so no mean; score it by a DetectionEvaluate layer and write "
+                'eval_type: "detection" in the solver, or let a Silence layer take it'
+            )
 
 
 def _score_own_batches(
@@ -70,14 +93,7 @@ class MeanScores:
     """
 
     def __init__(self, state: TrainState, net: Net) -> None:
-        for node in net.nodes:
-            for name, blob in net.outputs.items():
-                if node.layer.shapes_top_in_forward and any(top is blob for top in node.tops):
-                    raise ConfigError(
-                        f"layer '{node.layer.name}' ({node.layer.type}): its top '{name}', an output of the test net, "
-                        "has another size in each batch and so no mean; score it by a DetectionEvaluate layer and "
-                        'write eval_type: "detection" in the solver, or let a Silence layer take it'
-                    )
+        refuse_changing_outputs(net, net.outputs)
         self._state = state
         self._net = net
         self._sums = np.zeros(sum(blob.count for blob in net.outputs.values()))

@@ -15,7 +15,6 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.solvers import Solver
 from caffepy.solvers.callbacks import SingleDevice
-from caffepy.solvers.io.detection import DetectionScores
 from caffepy.solvers.io.testing import run_test
 
 NET = """
@@ -132,7 +131,7 @@ def test_a_net_that_does_not_detect_is_refused() -> None:
     with build_solver(DETECTION, net) as solver:
         error = r"the test net's output '\w+' is made by layer '\w+' \(\w+\), not by a DetectionEvaluate layer"
         with pytest.raises(ConfigError, match=error):
-            DetectionScores(solver.state, solver.test_nets[0])
+            run_test(solver.state, 0, lambda: False)
 
 
 def test_detections_have_no_mean() -> None:
