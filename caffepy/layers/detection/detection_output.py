@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from caffepy.layers.core.base import Blobs, Layer, register_layer
@@ -10,6 +12,8 @@ from caffepy.layers.detection.host import host_threads
 from caffepy.layers.detection.result_files import ResultFiles
 from caffepy.layers.detection.sorting import sort_like_cpp
 from caffepy.layers.detection.suppression import Suppression, suppress_classes
+
+logger = logging.getLogger(__name__)
 
 _LOC, _CONF, _PRIORS = range(3)
 COLUMNS = 7
@@ -52,7 +56,12 @@ class DetectionOutputLayer(Layer):
         if not ResultFiles.wanted(self.param.detection_output_param.save_output_param):
             return None
         if self.context.shard.world_size > 1:
-            raise self.error("save_output_param writes files of one device only; leave it out, or test on one device")
+            logger.log(
+                logging.WARNING if self.context.shard.rank == 0 else logging.DEBUG,
+                "layer '%s' (%s): save_output_param has no effect where several devices share a test; to have the "
+                "files, run caffepy test or train on one device", self.name, self.type,
+            )  # fmt: skip
+            return None
         return ResultFiles(self) if self.backend.holds_values else None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

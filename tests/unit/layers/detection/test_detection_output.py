@@ -244,9 +244,12 @@ def test_settings_that_do_not_hold_together(files: Path, text: str, kind: type[E
         build(text, _two_images(), backend_named("cpu"))
 
 
-def test_result_files_of_several_devices_are_refused(files: Path) -> None:
-    with pytest.raises(ConfigError, match="save_output_param writes files of one device only"):
-        build(SAVE.format("VOC", ""), _two_images(), backend_named("cpu"), Shard(1, 2))
+def test_several_devices_write_no_files_and_say_so(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = build(SAVE.format("VOC", ""), _two_images(), backend_named("cpu"), Shard(0, 2))
+    net.forward()
+    assert not (files / "out").exists()
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("layer 'L' (DetectionOutput): save_output_param has no effect where several" in line for line in lines)
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(files: Path) -> None:
