@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.detection.boxes import Rows, box_sizes, decode, read_priors
-from caffepy.layers.detection.host import host_threads
+from caffepy.layers.detection.host import host_threads, warn
 from caffepy.layers.detection.result_files import ResultFiles
 from caffepy.layers.detection.sorting import sort_like_cpp
 from caffepy.layers.detection.suppression import Suppression, suppress_classes
-
-logger = logging.getLogger(__name__)
 
 _LOC, _CONF, _PRIORS = range(3)
 COLUMNS = 7
@@ -53,14 +49,18 @@ class DetectionOutputLayer(Layer):
         self._files = self._result_files()
 
     def _result_files(self) -> ResultFiles | None:
-        if not ResultFiles.wanted(self.param.detection_output_param.save_output_param):
+        param = self.param.detection_output_param.save_output_param
+        given = [param.output_directory, param.label_map_file, param.name_size_file]
+        if any(given) and not all(given):
+            warn(self, "no files are written: save_output_param needs output_directory, label_map_file, name_size_file")
+        if not all(given):
             return None
         if self.context.shard.world_size > 1:
-            logger.log(
-                logging.WARNING if self.context.shard.rank == 0 else logging.DEBUG,
-                "layer '%s' (%s): save_output_param has no effect where several devices share a test; to have the "
-                "files, run caffepy test or train on one device", self.name, self.type,
-            )  # fmt: skip
+            warn(
+                self,
+                "save_output_param has no effect where several devices share a test; to have the files, run caffepy "
+                "test or train on one device",
+            )
             return None
         return ResultFiles(self) if self.backend.holds_values else None
 

@@ -11,7 +11,7 @@ from caffepy.layers.core.formulas import scaled
 from caffepy.layers.detection.boxes import Priors, Rows, decode, read_priors
 from caffepy.layers.detection.confidence import class_losses, logistic_loss, softmax_loss
 from caffepy.layers.detection.ground_truth import COLUMNS, GroundTruth, read_ground_truth
-from caffepy.layers.detection.host import host_threads
+from caffepy.layers.detection.host import host_threads, warn
 from caffepy.layers.detection.localization import Positives, box_gradients, box_losses, differences
 from caffepy.layers.detection.matching import UNMATCHED, Matching, match_boxes
 from caffepy.layers.detection.mining import Mining
@@ -45,6 +45,7 @@ class MultiBoxLossLayer(LossLayer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.multibox_loss_param
         self._check(param)
+        self._warn(param)
         self._classes = param.num_classes
         self._locations = 1 if param.share_location else self._classes
         self._mining = None if param.mining_type == _Parameter.NONE else Mining.of(param)
@@ -77,6 +78,14 @@ class MultiBoxLossLayer(LossLayer):
             raise self.error(f"map_object_to_agnostic needs num_classes: 2, not {param.num_classes}")
         if param.mining_type == _Parameter.HARD_EXAMPLE and param.sample_size < 1:
             raise self.error(f"sample_size is {param.sample_size}; HARD_EXAMPLE needs at least 1")
+
+    def _warn(self, param: caffe_pb2.MultiBoxLossParameter) -> None:
+        """Name settings whose effect is none in either Caffe, or not what one expects."""
+        nms = param.nms_param
+        if param.HasField("nms_param") and not nms.HasField("top_k") and nms.nms_threshold > 0:
+            warn(self, "nms_param without top_k leaves no candidates for mining, as in Caffe; write top_k")
+        if param.ignore_difficult_gt:
+            warn(self, "ignore_difficult_gt has no effect, as in Caffe; write use_difficult_gt: false")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from caffepy.layers.core.base import Layer
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.proto import caffe_pb2
-
-logger = logging.getLogger(__name__)
 
 FORMATS = ("VOC", "COCO", "ILSVRC")
 _Found = tuple[ImageSize, int, float, list[float]]
@@ -81,15 +78,6 @@ class ResultFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._next = 0
         self._found: list[_Found] = []
-
-    @staticmethod
-    def wanted(param: caffe_pb2.SaveOutputParameter) -> bool:
-        """Whether everything is given without which Caffe writes nothing."""
-        given = [param.output_directory, param.label_map_file, param.name_size_file]
-        if any(given) and not all(given):
-            logger.warning("no detections are saved: save_output_param needs output_directory, label_map_file and "
-                           "name_size_file")  # fmt: skip
-        return all(given)
 
     def _check(self, param: caffe_pb2.DetectionOutputParameter) -> None:
         if self._param.output_format not in FORMATS:

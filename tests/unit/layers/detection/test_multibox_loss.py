@@ -225,6 +225,20 @@ def test_settings_that_do_not_hold_together(text: str, error: str) -> None:
         build(text, make_inputs(0, 1), backend_named("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("nms_param { nms_threshold: 0.4 }", "nms_param without top_k leaves no candidates for mining, as in Caffe"),
+        ("ignore_difficult_gt: true", "ignore_difficult_gt has no effect, as in Caffe; write use_difficult_gt: false"),
+    ],
+)
+def test_settings_that_do_not_do_what_one_expects(caplog: pytest.LogCaptureFixture, text: str, warning: str) -> None:
+    build(PLAIN, make_inputs(0, 1), backend_named("cpu"))
+    assert not caplog.records
+    build(PLAIN + text, make_inputs(0, 1), backend_named("cpu"))
+    assert any(f"layer 'L' (MultiBoxLoss): {warning}" in record.getMessage() for record in caplog.records)
+
+
 def test_shapes_that_do_not_fit() -> None:
     inputs = make_inputs(0, 1)
     with pytest.raises(ShapeError, match=r"layer 'L' .*needs 5 scores for each of the 24 priors; num_classes is 5"):
