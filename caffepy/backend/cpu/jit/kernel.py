@@ -201,5 +201,6 @@ def exact_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
     For numbers that are compared with thresholds or with each other.
     """
-    compiled: Callable[..., Any] = numba.njit(inline="never", error_model="numpy")(function)
+    # Without fastmath=False it would take over the option of the kernel that calls it.
+    compiled: Callable[..., Any] = numba.njit(inline="never", error_model="numpy", fastmath=False)(function)
     return compiled
