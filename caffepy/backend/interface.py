@@ -42,6 +42,9 @@ class Backend(InputPrimitives, RowPrimitives, ABC):
     asynchronous: bool
     """Whether primitives return before their result is there."""
 
+    threads: int = 0
+    """How many CPU threads its primitives use; 0: they do not run on the CPU."""
+
     captures: bool = False
     """Whether work can be captured into graphs."""
 

@@ -28,6 +28,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files, divided by commas (needed)"
     )
     parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
+    parser.add_argument(
+        "--ap-version", choices=("11point", "MaxIntegral", "Integral"), default="11point",
+        help="average precision of detections (11point)",
+    )  # fmt: skip
     add_device_options(parser, "default: the CPU")
     add_state_options(parser)
 
@@ -49,23 +53,35 @@ def run(args: argparse.Namespace) -> int:
     with open_net(args, caffe_pb2.TEST, args.iterations) as net:
         load_weights(net, args.weights)
         logger.info("Running for %d iterations.", args.iterations)
-        _log_means(net, *_score(net, args.iterations), args.iterations)
+        _log_means(net, *_score(net, args.iterations, args.ap_version), args.iterations)
     return 0
 
 
-def _score(net: Net, iterations: int) -> tuple[dict[str, np.ndarray], float]:
-    """The sums of all outputs over the batches, flattened, and of the loss."""
+def _score(net: Net, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
+    """The sums of all outputs over the batches, flattened, and of the loss; logs mean average precisions.
+
+    Raises:
+        ConfigError: an output has another size in each batch.
+    """
+    from caffepy.solvers.io.detection import DetectionScores, detection_outputs
+    from caffepy.solvers.io.testing import refuse_changing_outputs
+
+    detections = DetectionScores(net, ap_version, True, log=logger.info)
+    summed = {name: blob for name, blob in net.outputs.items() if name not in detection_outputs(net)}
+    refuse_changing_outputs(net, summed)
     sums: dict[str, np.ndarray] = {}
     loss = 0.0
     for batch in range(iterations):
         net.forward()
         loss += net.loss()
         net.raise_device_errors()
-        for name, blob in net.outputs.items():
+        detections.take(batch)
+        for name, blob in summed.items():
             scores = blob.host_data().astype("float64").ravel()
             for score in scores:
                 logger.info("Batch %d, %s = %.6g", batch, name, score)
             sums[name] = sums[name] + scores if name in sums else scores
+    detections.means()
     return sums, loss
 
 

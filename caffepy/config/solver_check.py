@@ -31,6 +31,8 @@ LARC_POLICIES = ("scale", "clip")
 REGULARIZATIONS = ("L1", "L2", "WD")
 DECOUPLED = ("SGD", "SAG")
 """Solvers with `regularization_type: "WD"`."""
+EVAL_TYPES = ("classification", "detection")
+AP_VERSIONS = ("Integral", "11point", "MaxIntegral")
 
 LEAST = {
     "max_iter": 0,
@@ -81,15 +83,8 @@ def check_solver(param: SolverParameter, origin: str = "solver") -> None:
         raise ConfigError(f"{origin}: snapshot is {param.snapshot} but snapshot_prefix is empty; set snapshot_prefix")
 
 
-def refuse_unsupported(param: SolverParameter) -> None:
-    """Refuses settings with which `caffepy` would silently train differently than they say.
-
-    Raises:
-        ConfigError: the first of them.
-    """
-    for field, used in (("eval_type", param.eval_type != "classification"),):
-        if used:
-            raise ConfigError(f"solver: {field} is not supported; remove it")
+def log_ignored(param: SolverParameter) -> None:
+    """Logs the settings that have no effect."""
     if param.solver_data_type != FLOAT:
         log.info("solver_data_type is ignored: parameters and history are always float32")
 
@@ -163,6 +158,11 @@ def _check_rule(param: SolverParameter, origin: str) -> None:
 
 
 def _check_testing(param: SolverParameter, origin: str) -> None:
+    _check_known("eval_type", param.eval_type, EVAL_TYPES, origin)
+    _check_known("ap_version", param.ap_version, AP_VERSIONS, origin)
+    for name in ("ap_version", "show_per_class_result"):
+        if _has(param, name) and param.eval_type != "detection":
+            log.warning('%s: %s has no effect without eval_type: "detection"', origin, name)
     own_nets = len(param.test_net) + len(param.test_net_param)
     shared = param.HasField("net") or param.HasField("net_param")
     tests = len(param.test_iter)

@@ -245,7 +245,7 @@ class GradientPlan:
                 f"propagate_down must be given for none or for each of the {len(node.bottoms)} bottoms, "
                 f"is given {len(param.propagate_down)} times"
             )
-        depends = [blob in self._learnable for blob in node.bottoms]
+        depends = [blob in self._learnable and not node.layer.reads_shapes_only for blob in node.bottoms]
         node.propagate_down = list(param.propagate_down) or depends
         node.need_backward = any(depends) or any(node.layer.propagate_to_params)
         if node.need_backward:

@@ -21,7 +21,7 @@ import numpy as np
 
 from caffepy.backend import Array, Backend, Expression
 from caffepy.config.paths import PathResolver
-from caffepy.config.solver_check import refuse_unsupported
+from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
 from caffepy.net.memory.plan import describe
@@ -121,7 +121,7 @@ class Solver(ABC):
         self._last_epochs: frozenset[int] = frozenset()
         self._averaged_at = 0
         options = engine or ExecutionOptions()
-        refuse_unsupported(self.param)
+        log_ignored(self.param)
         if self.param.random_seed < 0:
             self.param.random_seed = secrets.randbits(31)
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.

@@ -22,7 +22,7 @@ from caffepy.cli.main import build_parser
 from caffepy.cli.options import normalise
 from caffepy.config.load import read_net, read_solver
 from caffepy.config.paths import PathResolver
-from caffepy.config.solver_check import check_solver, refuse_unsupported
+from caffepy.config.solver_check import check_solver, log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.layers import LayerContext
 from caffepy.net import Net
@@ -130,7 +130,7 @@ class SolverText(TextTarget):
 
         param = read_solver(self.path)
         check_solver(param, str(self.path))
-        refuse_unsupported(param)
+        log_ignored(param)
         solver_class(param.type)
         for iteration in (0, 1, 5, 1000, param.max_iter):
             rate, _ = policies.learning_rate(param, iteration, 0)

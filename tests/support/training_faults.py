@@ -98,6 +98,9 @@ def check_end(outcome: Outcome, limit: float = LIMIT, saved: bool = True) -> flo
     return seconds
 
 
+MISTAKE = "this is a mistake in caffepy, not in the net"
+
+
 def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> None:
     """One error in all, in one line, that matches a pattern; any status but success where it is None."""
     right = outcome.status != 0 if status is None else outcome.status == status
@@ -109,14 +112,14 @@ def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> Non
 
 def raises(place: Place, laboratory: Laboratory, number: int) -> float:
     outcome = place.strike(laboratory, "raise", number)
-    check_message(outcome, rf"^{place.error}layer 'fault' \(Fault\): ValueError: injected$")
+    check_message(outcome, rf"^{place.error}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
     return check_end(outcome)
 
 
 def raises_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
     outcome = laboratory.finish(place.start(laboratory, FAULT=f"raise {place.device} start"))
     rank = rf"rank {place.rank} on \S+: " if place.ranks else ""
-    check_message(outcome, rf"^{rank}layer 'fault' \(Fault\): ValueError: injected$")
+    check_message(outcome, rf"^{rank}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
     return check_end(outcome, saved=False)
 
 

@@ -67,6 +67,7 @@ FOLDERS = {
     "layers": (
         "layers.core",
         "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common",
+        "layers.detection",
         "layers.__init__",
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
@@ -95,7 +96,7 @@ a module that does not stand where its folder does. Entries of one line are inde
 DOORS = {
     "backend.cpu": (),
     "backend.cpu.random": ("data.images",),
-    "backend.cpu.jit": ("data", "layers.input"),
+    "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
     "backend.meta": ("net", "plan", "cli"),
@@ -103,6 +104,7 @@ DOORS = {
     "data.sources": ("layers.input", "cli"),
     "layers.activation": (),
     "layers.common": ("net.fusion",),
+    "layers.detection": (),
     "layers.core": ("net", "solvers", "parallel", "plan"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
@@ -117,7 +119,7 @@ DOORS = {
     "parallel.launch": ("cli",),
     "parallel.processes": ("distributed", "cli"),
     "parallel.store": ("distributed",),
-    "solvers.io": (),
+    "solvers.io": ("cli",),
     "solvers.rules": (),
 }
 """Who, outside of its part, may import a folder or module below a part's root. The roots are open to all above."""

@@ -21,7 +21,7 @@ from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import Dialect
 from caffepy.data.schedule import Shard
-from caffepy.errors import ConfigError, OutOfMemoryError, ShapeError
+from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
@@ -162,6 +162,8 @@ class Layer:
     """Whether each forward pass sets the tops' shapes by the bottoms' numbers; no later layer can be captured then."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
+    reads_shapes_only: ClassVar[bool] = False
+    """Whether the tops depend on the bottoms' shapes alone (PriorBox), so that no gradient is asked of the layer."""
 
     def __init__(self, param: caffe_pb2.LayerParameter, context: LayerContext) -> None:
         self.param = param
@@ -356,6 +358,10 @@ class Layer:
     def error(self, message: str) -> ConfigError:
         """A ConfigError that names the layer."""
         return ConfigError(f"layer '{self.name}' ({self.type}): {message}")
+
+    def data_error(self, message: str) -> DataError:
+        """A DataError that names the layer."""
+        return DataError(f"layer '{self.name}' ({self.type}): {message}")
 
     def shape_error(self, message: str, *blobs: Blob) -> ShapeError:
         """A ShapeError that names the layer and the shapes of `blobs`."""

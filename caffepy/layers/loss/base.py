@@ -64,6 +64,13 @@ class LossLayer(Layer):
         elif self.context.loss_scale is not None:
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
+    def normalization(self, default: int) -> int:
+        """The mode that the prototxt chooses by `normalization` or the old `normalize`; `default` where by neither."""
+        param = self.param.loss_param
+        if param.HasField("normalize") and not param.HasField("normalization"):
+            return _Parameter.VALID if param.normalize else _Parameter.BATCH_SIZE
+        return param.normalization if param.HasField("normalization") else default
+
     def divisor(self, default: int, labels: int, batch: int) -> float | None:
         """What the sum of losses is divided by; None: the number of valid labels, counted on the device.
 
@@ -74,11 +81,8 @@ class LossLayer(Layer):
             labels: losses added up if none is ignored.
             batch: samples.
         """
-        param = self.param.loss_param
-        mode: int = param.normalization if param.HasField("normalization") else default
-        if param.HasField("normalize") and not param.HasField("normalization"):
-            mode = _Parameter.VALID if param.normalize else _Parameter.BATCH_SIZE
-        if mode == _Parameter.VALID and param.HasField("ignore_label"):
+        mode = self.normalization(default)
+        if mode == _Parameter.VALID and self.param.loss_param.HasField("ignore_label"):
             return None
         counts = {_Parameter.FULL: labels, _Parameter.VALID: labels, _Parameter.BATCH_SIZE: batch}
         if mode not in counts:

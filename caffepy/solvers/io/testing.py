@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from caffepy.data.schedule import TestSchedule
+from caffepy.errors import ConfigError
 from caffepy.net import Net
+from caffepy.solvers.io.detection import DetectionScores, check_detection_outputs, maker_of
 from caffepy.solvers.io.display import output_lines
 from caffepy.solvers.train_state import TrainState
 
@@ -15,43 +17,105 @@ from caffepy.solvers.train_state import TrainState
 def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> dict[str, np.ndarray] | None:
     """The means over a whole test of a test net's outputs, by blob name; None if it was interrupted.
 
-    Every device must call it. Logs ``Test net output #0: accuracy = 0.97``.
+    With `eval_type: "detection"` the mean average precision of each. Every device must call it. Logs
+    ``Test net output #0: accuracy = 0.97``.
 
     Args:
         state: of training.
         index: the test net's.
         interrupted: asked before every batch whether to end at once.
+
+    Raises:
+        ConfigError: the outputs cannot be scored as eval_type says.
     """
-    net, batches = state.test_nets[index], state.param.test_iter[index]
+    net, detects = state.test_nets[index], state.param.eval_type == "detection"
     state.log("Iteration %d, Testing net (#%d)", state.iteration, index)
-    sums = _score_own_batches(state, net, batches, interrupted)
-    if sums is None:
+    scores = _detection_scores(state, net) if detects else MeanScores(state, net)
+    loss = _score_own_batches(state, net, index, interrupted, scores.take)
+    if loss is None:
         return None
-    means = state.callback.sum_over_devices(sums) / batches
     if state.param.test_compute_loss:
-        state.log("Test loss: %.6g", means[0])
-    for line in output_lines(net, means[1:]):
-        state.log("    Test net output #%s", line)
-    return _by_name(net, means[1:])
+        mean = state.callback.sum_over_devices(np.array([loss]))[0] / state.param.test_iter[index]
+        state.log("Test loss: %.6g", mean)
+    return scores.means()
 
 
-def _score_own_batches(state: TrainState, net: Net, batches: int, interrupted: Callable[[], bool]) -> np.ndarray | None:
-    """Sums over this device's batches: the loss, then all outputs' elements."""
-    sums = np.zeros(1 + sum(blob.count for blob in net.outputs.values()))
-    for _ in range(TestSchedule(state.shard, 1, batches).passes_per_test):
+def _detection_scores(state: TrainState, net: Net) -> DetectionScores:
+    check_detection_outputs(net)
+    param = state.param
+    shows = param.show_per_class_result
+    return DetectionScores(net, param.ap_version, shows, state.callback, state.shard.rank, state.log)
+
+
+def refuse_changing_outputs(net: Net, names: Iterable[str]) -> None:
+    """Check that these outputs have a mean.
+
+    Raises:
+        ConfigError: one has another size in each batch.
+    """
+    for name in names:
+        layer = maker_of(net, name)
+        if layer.changes_shapes:
+            raise ConfigError(
+                f"layer '{layer.name}' ({layer.type}): its top '{name}', an output of the test net, has another size "
+                "in each batch and so no mean; score it by a DetectionEvaluate layer and write "
+                'eval_type: "detection" in the solver, or let a Silence layer take it'
+            )
+
+
+def _score_own_batches(
+    state: TrainState, net: Net, index: int, interrupted: Callable[[], bool], take: Callable[[int], None]
+) -> float | None:
+    """Run this device's batches and hand each batch's number to `take`; the sum of the losses if they are wanted.
+
+    None if the test was interrupted.
+    """
+    schedule, loss = TestSchedule(state.shard, 1, state.param.test_iter[index]), 0.0
+    for number in range(schedule.passes_per_test):
         if interrupted():
             return None
         net.forward()
-        outputs = [blob.host_data().astype(np.float64).ravel() for blob in net.outputs.values()]
-        loss = net.loss() if state.param.test_compute_loss else 0.0
+        take(schedule.first_sample(number))
+        loss += net.loss() if state.param.test_compute_loss else 0.0
         net.raise_device_errors()
-        sums += np.concatenate([[loss], *outputs])
-    return sums
+    return loss
 
 
-def _by_name(net: Net, values: np.ndarray) -> dict[str, np.ndarray]:
-    scores, start = {}, 0
-    for name, blob in net.outputs.items():
-        scores[name] = values[start : start + blob.count].reshape(blob.shape)
-        start += blob.count
-    return scores
+class MeanScores:
+    """The means of a test net's outputs over a whole test.
+
+    Args:
+        state: of training.
+        net: the test net.
+
+    Raises:
+        ConfigError: an output has another size in each batch, so that it has no mean.
+    """
+
+    def __init__(self, state: TrainState, net: Net) -> None:
+        refuse_changing_outputs(net, net.outputs)
+        self._state = state
+        self._net = net
+        self._sums = np.zeros(sum(blob.count for blob in net.outputs.values()))
+        self._batches = 0
+
+    def take(self, batch: int) -> None:
+        """Add the outputs of a batch."""
+        outputs = [blob.host_data().astype(np.float64).ravel() for blob in self._net.outputs.values()]
+        self._sums += np.concatenate([np.empty(0), *outputs])
+        self._batches += 1
+
+    def means(self) -> dict[str, np.ndarray]:
+        """By blob name, over the batches of all devices; logged as well. Every device must call it."""
+        sums = self._state.callback.sum_over_devices(np.append(self._sums, self._batches))
+        means = sums[:-1] / sums[-1]
+        for line in output_lines(self._net, means):
+            self._state.log("    Test net output #%s", line)
+        return self._by_name(means)
+
+    def _by_name(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        scores, start = {}, 0
+        for name, blob in self._net.outputs.items():
+            scores[name] = values[start : start + blob.count].reshape(blob.shape)
+            start += blob.count
+        return scores

@@ -68,6 +68,53 @@ def test_scores_of_each_batch_and_their_means(capsys: pytest.CaptureFixture[str]
     ]
 
 
+DETECTIONS = """
+layer { name: "boxes" type: "HDF5Data" top: "det" top: "gt" hdf5_data_param { source: "list.txt" batch_size: 1 } }
+layer { name: "eval" type: "DetectionEvaluate" bottom: "det" bottom: "gt" top: "detection_eval"
+  detection_evaluate_param { num_classes: 3 } }
+"""
+
+
+def _write_boxes() -> None:
+    """Two batches with an object of each of two classes; class 1 is hit twice, class 2 once, at a lower score."""
+    near, far = (0.1, 0.1, 0.5, 0.5), (0.6, 0.6, 0.9, 0.9)
+    found = [[(0, 1, 0.9, *near), (0, 2, 0.8, *near)], [(0, 1, 0.9, *near), (0, 2, 0.6, *far)]]
+    objects = [[(0, 1, 0, *near, 0), (0, 2, 0, *far, 0)]] * 2
+    with h5py.File("boxes.h5", "w") as file:
+        file["det"], file["gt"] = (np.array(rows, np.float32)[:, None] for rows in (found, objects))
+    Path("list.txt").write_text("boxes.h5\n")
+
+
+@pytest.mark.parametrize(("version", "second"), [([], 6 * 0.5 / 11), (["--ap-version", "Integral"], 0.25)])
+def test_detections_are_scored_by_average_precision(
+    capsys: pytest.CaptureFixture[str], version: list[str], second: float
+):
+    _write_boxes()
+    Path("net.prototxt").write_text(NET + DETECTIONS)
+    arguments = ["test", "--model=net.prototxt", "--weights=net.caffemodel", "--iterations=2", *version]
+    assert main(arguments) == 0
+    lines = messages(capsys)
+    assert "class AP 1: 1" in lines
+    assert f"class AP 2: {second:.6g}" in lines
+    assert f"Test net output mAP #0: detection_eval = {(1 + second) / 2:.6g}" in lines
+    assert "accuracy = 1" in lines
+
+
+def test_outputs_of_changing_size_have_no_mean(capsys: pytest.CaptureFixture[str]):
+    Path("net.prototxt").write_text(
+        """
+        layer { name: "in" type: "DummyData" top: "loc" top: "conf" top: "prior" dummy_data_param {
+          shape { dim: 1 dim: 4 } shape { dim: 1 dim: 2 } shape { dim: 1 dim: 2 dim: 4 }
+          data_filler { type: "constant" value: 1 } } }
+        layer { name: "out" type: "DetectionOutput" bottom: "loc" bottom: "conf" bottom: "prior" top: "boxes"
+          detection_output_param { num_classes: 2 } }
+        """
+    )
+    assert main(["test", "--model=net.prototxt", "--weights=net.caffemodel"]) == 2
+    error = "layer 'out' (DetectionOutput): its top 'boxes', an output of the test net, has another size in each batch"
+    assert error in capsys.readouterr().err
+
+
 def test_the_loss_is_weighted(capsys: pytest.CaptureFixture[str]):
     weights = caffe_pb2.NetParameter.FromString(Path("net.caffemodel").read_bytes())
     weights.layer[0].blobs[1].data[:] = [0.0] * 5

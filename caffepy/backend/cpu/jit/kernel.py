@@ -194,3 +194,13 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that kernels may call; LLVM inlines it."""
     compiled: Callable[..., Any] = numba.njit(inline="never", **_OPTIONS)(function)
     return compiled
+
+
+def exact_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A `device_function` whose products and sums are rounded one by one, as C++ without fused operations rounds them.
+
+    For numbers that are compared with thresholds or with each other.
+    """
+    # Without fastmath=False it would take over the option of the kernel that calls it.
+    compiled: Callable[..., Any] = numba.njit(inline="never", error_model="numpy", fastmath=False)(function)
+    return compiled

@@ -14,7 +14,16 @@ import pytest
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit.kernel import _documented_address, _field_address, address_of
+from caffepy.backend.cpu.jit.kernel import (
+    Float,
+    Floats,
+    Int,
+    _documented_address,
+    _field_address,
+    address_of,
+    exact_function,
+    kernel,
+)
 from caffepy.backend.cpu.jit.threads import cpu_count
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -71,8 +80,8 @@ def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     first = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
     report = run_python(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_DEBUG_CACHE="1")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == first
-    for kernel in ("relu_flat", "pack", "product_by_rows", "_parallel_loop"):
-        assert any(f"{kernel}" in path.name for path in first), kernel
+    for name in ("relu_flat", "pack", "product_by_rows", "_parallel_loop"):
+        assert any(name in path.name for path in first), name
     assert "data loaded" in report
     assert "saved" not in report
 
@@ -139,3 +148,22 @@ def test_threads_by_default_are_what_the_process_may_use() -> None:
     assert CpuBackend().threads == cpu_count()
     if hasattr(os, "sched_getaffinity"):
         assert cpu_count() == len(os.sched_getaffinity(0))
+
+
+@exact_function
+def _product_less(x: Float, y: Float, z: Float) -> Float:
+    return x * y - z
+
+
+@kernel
+def _remainders(begin: Int, end: Int, x: Floats, y: Floats, z: Floats, out: Floats) -> None:
+    for i in range(begin, end):
+        out[i] = _product_less(x[i], y[i], z[i])
+
+
+def test_exact_functions_round_the_product_before_they_subtract() -> None:
+    rng = np.random.default_rng(0)
+    x, y = (rng.uniform(1, 2, 1000).astype(np.float32) for _ in range(2))
+    out = np.ones(1000, np.float32)
+    _remainders.run(1, 1000, 1000, x, y, x * y, out)
+    np.testing.assert_array_equal(out, 0)

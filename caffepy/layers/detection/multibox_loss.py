@@ -1,0 +1,275 @@
+"""MultiBoxLoss: the loss of SSD."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.layers.core.formulas import scaled
+from caffepy.layers.detection.boxes import Priors, Rows, decode, read_priors
+from caffepy.layers.detection.confidence import class_losses, logistic_loss, softmax_loss
+from caffepy.layers.detection.ground_truth import COLUMNS, GroundTruth, read_ground_truth
+from caffepy.layers.detection.host import host_threads, warn
+from caffepy.layers.detection.localization import Positives, box_gradients, box_losses, differences
+from caffepy.layers.detection.matching import UNMATCHED, Matching, match_boxes
+from caffepy.layers.detection.mining import Mining
+from caffepy.layers.loss.base import LossLayer
+from caffepy.proto import caffe_pb2
+
+_Parameter = caffe_pb2.MultiBoxLossParameter
+_LOC, _CONF, _PRIORS, _TRUTH = range(4)
+
+
+@expression
+def over_matches(gradient: Each, matches: Channel, factor: Scalar) -> Each:
+    return gradient * factor / max(matches, 1.0)
+
+
+@register_layer("MultiBoxLoss")
+class MultiBoxLossLayer(LossLayer):
+    """loss = (loc_weight * loss of the boxes + loss of the scores) / divisor (`multibox_loss_layer.cpp`).
+
+    Shapes: predictions (N, 4 P L), scores (N, P C), priors (1, 2, 4 P), objects (1, 1, G, 8); L is 1 or, without
+    share_location, C. Priors are matched with objects; matched predictions are compared with their encoded object by
+    SMOOTH_L1 or L2, scores with the object's label or the background's by SOFTMAX or LOGISTIC. With mining only some
+    of the scores count. The divisor is the number of matches (VALID, the default; over all devices), of priors (FULL),
+    of images (BATCH_SIZE), or 1 (NONE), at least 1. `propagate_down: false` at the predictions or scores leaves out
+    their loss, as in Caffe. Matching and both losses are computed on the host.
+    """
+
+    bottoms = (4, 4)
+    no_gradient_bottoms = frozenset({_PRIORS, _TRUTH})
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.multibox_loss_param
+        self._check(param)
+        self._warn(param)
+        self._classes = param.num_classes
+        self._locations = 1 if param.share_location else self._classes
+        self._mining = None if param.mining_type == _Parameter.NONE else Mining.of(param)
+        self._matching = Matching(
+            param.match_type == _Parameter.PER_PREDICTION, param.overlap_threshold, param.ignore_cross_boundary_bbox
+        )
+        self._squared = param.loc_loss_type == _Parameter.L2
+        self._counts = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
+        self._totals = self.backend.zeros((2,))
+        self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
+
+    def _check(self, param: caffe_pb2.MultiBoxLossParameter) -> None:
+        mines = param.mining_type != _Parameter.NONE
+        background = param.background_label_id
+        if param.num_classes < 1:
+            raise self.error("num_classes is needed: how many classes there are with the background")
+        if background >= param.num_classes:
+            raise self.error(
+                f"background_label_id {background} is not below num_classes {param.num_classes}; correct one"
+            )
+        if param.HasField("do_neg_mining") and param.do_neg_mining != mines:
+            kind = _Parameter.MiningType.Name(param.mining_type)
+            raise self.error(
+                f"do_neg_mining: {str(param.do_neg_mining).lower()} contradicts mining_type: {kind}; leave out the "
+                "first, which is deprecated, and write the second"
+            )
+        if mines and not param.share_location:
+            raise self.error("mining needs share_location: true; write mining_type: NONE or share_location: true")
+        if param.map_object_to_agnostic and param.num_classes != 2:
+            raise self.error(f"map_object_to_agnostic needs num_classes: 2, not {param.num_classes}")
+        if param.mining_type == _Parameter.HARD_EXAMPLE and param.sample_size < 1:
+            raise self.error(f"sample_size is {param.sample_size}; HARD_EXAMPLE needs at least 1")
+
+    def _warn(self, param: caffe_pb2.MultiBoxLossParameter) -> None:
+        """Name settings whose effect is none in either Caffe, or not what one expects."""
+        nms = param.nms_param
+        if param.HasField("nms_param") and not nms.HasField("top_k") and nms.nms_threshold > 0:
+            warn(self, "nms_param without top_k leaves no candidates for mining, as in Caffe; write top_k")
+        if param.ignore_difficult_gt:
+            warn(self, "ignore_difficult_gt has no effect, as in Caffe; write use_difficult_gt: false")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        images, priors = bottom[_LOC].shape[0], bottom[_PRIORS].count // 8
+        if bottom[_PRIORS].count != 8 * priors or bottom[_TRUTH].count % COLUMNS:
+            raise self.shape_error("needs priors 1 2 4*P and objects 1 1 G 8", bottom[_PRIORS], bottom[_TRUTH])
+        for blob, per_prior, what in (
+            (bottom[_LOC], 4 * self._locations, "location predictions"),
+            (bottom[_CONF], self._classes, "scores"),
+        ):
+            if blob.count != images * priors * per_prior:
+                raise self.shape_error(
+                    f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._classes}",
+                    blob, bottom[_PRIORS],
+                )  # fmt: skip
+        self._shape = (images, priors)
+        counted = self.normalization(caffe_pb2.LossParameter.VALID) == caffe_pb2.LossParameter.VALID
+        self._divisor = None if counted else self.divisor(caffe_pb2.LossParameter.VALID, images * priors, images)
+
+    def capture_blocker(self) -> str:
+        return "it matches boxes on the host"
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        values = [self.backend.to_host(blob.data) for blob in bottom]
+        totals = np.zeros(2, np.float32)
+        if self.backend.holds_values:
+            with np.errstate(all="ignore"):  # a loss that is not finite is the solver's matter
+                totals[0], totals[1] = self._compute(*values)
+        self.backend.from_host(totals, self._totals)
+        self.put_loss(self._sum, self._count, self._divisor, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        for index in (_LOC, _CONF):
+            if not propagate_down[index]:
+                continue
+            blob = bottom[index]
+            if self.backend.holds_values:
+                self.backend.from_host(self._gradients[index].reshape(blob.shape), blob.diff)
+            else:
+                self.backend.fill(blob.diff, 0)
+            if self._divisor is None:
+                self.backend.apply(over_matches, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
+            else:
+                self.backend.apply(scaled, (blob.diff, self.scale()), (blob.diff,))
+            self.finish(top, blob.diff)
+
+    # -- on the host ---------------------------------------------------------------------------------
+
+    def _compute(self, loc: Rows, conf: Rows, prior_values: Rows, truth_values: Rows) -> tuple[float, float]:
+        """The sum of both losses and the number of matches; keeps their gradients, not divided by anything."""
+        param = self.param.multibox_loss_param
+        images, count = self._shape
+        locations = np.ascontiguousarray(loc.reshape(images, count, self._locations, 4).transpose(0, 2, 1, 3))
+        scores = conf.reshape(images, count, self._classes)
+        priors = read_priors(self, prior_values, param.code_type)
+        truth = self._read_truth(truth_values)
+        matches, overlaps = self._match(priors, locations, truth)
+        negatives = self._mine(matches, overlaps, priors, locations, scores, truth)
+        found = Positives.of(matches)
+        loc_loss, loc_gradient = self._compare_boxes(differences(priors, locations, truth, found, param), found)
+        conf_loss, conf_gradient = self._compare_scores(scores, truth, found, negatives)
+        self._gradients = (loc_gradient, conf_gradient)
+        return loc_loss * self._counts[_LOC] + conf_loss * self._counts[_CONF], len(found.images)
+
+    def _read_truth(self, values: Rows) -> GroundTruth:
+        """The objects of the batch's images.
+
+        Raises:
+            DataError: a label names no class.
+        """
+        param, name = self.param.multibox_loss_param, self.param.bottom[_TRUTH]
+        truth = read_ground_truth(self, values, name, param.background_label_id, difficult=param.use_difficult_gt)
+        bad = np.flatnonzero((truth.labels >= self._classes) & (truth.images >= 0) & (truth.images < self._shape[0]))
+        if len(bad) and not param.map_object_to_agnostic:
+            raise self.data_error(
+                f"'{name}' has an object of class {truth.labels[bad[0]]} in image {truth.images[bad[0]]} of the batch, "
+                f"but there are {self._classes} classes, 0 to {self._classes - 1}; correct the labels or num_classes"
+            )
+        return truth
+
+    def _match(self, priors: Priors, locations: Rows, truth: GroundTruth) -> tuple[NDArray[np.int32], Rows]:
+        """Objects of the predictions (N, L, P), and overlaps (N, P), which only mining needs."""
+        param, threads = self.param.multibox_loss_param, host_threads(self)
+        images, count = self._shape
+        begins = truth.begins(images)
+        if not param.use_prior_for_matching:
+            return self._match_predictions(priors, locations, truth, begins)
+        sets = np.zeros(images, np.int64)
+        matches, overlaps = match_boxes(
+            threads, priors.boxes, sets, count, truth, begins[:-1], begins[1:], self._matching
+        )
+        if param.share_location:
+            return matches[:, None], overlaps
+        labels = np.full(matches.shape, -1)
+        labels[matches >= 0] = truth.labels[matches[matches >= 0]]
+        own = labels[:, None] == np.arange(self._classes)[:, None]
+        return np.where(own, matches[:, None], np.int32(UNMATCHED)), overlaps
+
+    def _match_predictions(
+        self, priors: Priors, locations: Rows, truth: GroundTruth, begins: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], Rows]:
+        """The same by the predicted boxes, those of each class with the objects of that class."""
+        param, threads = self.param.multibox_loss_param, host_threads(self)
+        images, count = self._shape
+        boxes = decode(priors, locations, param.code_type, param.encode_variance_in_target)
+        sets = np.arange(images * self._locations, dtype=np.int64)
+        if param.share_location:
+            matches, overlaps = match_boxes(
+                threads, boxes, sets * count, count, truth, begins[:-1], begins[1:], self._matching
+            )
+            return matches[:, None], overlaps
+        order = np.lexsort((truth.labels, truth.images))
+        by_class = GroundTruth(*(part[order] for part in vars(truth).values()))
+        most = max(self._classes, int(by_class.labels.max(initial=0)) + 1)
+        keys = by_class.images * most + by_class.labels
+        wanted = sets // self._locations * most + sets % self._locations
+        ranges = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
+        matches, overlaps = match_boxes(threads, boxes, sets * count, count, by_class, *ranges, self._matching)
+        matches = np.where(matches >= 0, order[matches].astype(np.int32), matches) if len(order) else matches
+        shape = (images, self._locations, count)
+        return matches.reshape(shape), overlaps.reshape(shape)[:, 0]
+
+    def _mine(
+        self, matches: NDArray[np.int32], overlaps: Rows, priors: Priors, locations: Rows, scores: Rows,
+        truth: GroundTruth,
+    ) -> NDArray[np.bool_] | None:  # fmt: skip
+        """Which priors (N, P) are taken as background; None: all that are not matched. May take back matches."""
+        if self._mining is None:
+            return None
+        param = self.param.multibox_loss_param
+        found = Positives.of(matches)
+        begins = truth.begins(self._shape[0])
+        with_objects = begins[1:] > begins[:-1]
+        labels = np.where(with_objects[:, None], np.int32(param.background_label_id), np.int32(-1))
+        labels = np.ascontiguousarray(np.broadcast_to(labels, self._shape))
+        labels[found.images, found.priors] = self._labels(truth, found)
+        losses = class_losses(host_threads(self), scores, labels, param.conf_loss_type == _Parameter.LOGISTIC)
+        if self._mining.hard:
+            own = box_losses(differences(priors, locations, truth, found, param), self._squared)
+            losses[found.images, found.priors] += ((own[:, 0] + own[:, 1]) + own[:, 2]) + own[:, 3]
+        negatives = np.zeros(self._shape, bool)
+        for image in np.flatnonzero(with_objects):
+
+            def boxes(image: int = int(image)) -> Rows:
+                if param.use_prior_for_nms:
+                    return priors.boxes
+                return decode(priors, locations[image, 0], param.code_type, param.encode_variance_in_target)
+
+            chosen = self._mining.choose(matches[image, 0], overlaps[image], losses[image], boxes)
+            negatives[image, chosen] = True
+        return negatives
+
+    def _labels(self, truth: GroundTruth, found: Positives) -> NDArray[np.int64]:
+        param = self.param.multibox_loss_param
+        labels = truth.labels[found.objects]
+        return np.full_like(labels, param.background_label_id + 1) if param.map_object_to_agnostic else labels
+
+    def _compare_boxes(self, difference: Rows, found: Positives) -> tuple[float, Rows]:
+        """The weighted loss of the predictions and its gradient (N, P, L, 4)."""
+        images, count = self._shape
+        weight = np.float32(self.param.multibox_loss_param.loc_weight)
+        gradient = np.zeros((images, count, self._locations, 4), np.float32)
+        gradient[found.images, found.priors, found.classes] = weight * box_gradients(difference, self._squared)
+        return float(weight * box_losses(difference, self._squared).sum(dtype=np.float64)), gradient
+
+    def _compare_scores(
+        self, scores: Rows, truth: GroundTruth, found: Positives, negatives: NDArray[np.bool_] | None
+    ) -> tuple[float, Rows]:
+        """The loss of the scores that count and its gradient (N, P, C)."""
+        param = self.param.multibox_loss_param
+        matched, labels = found.images * self._shape[1] + found.priors, self._labels(truth, found)
+        if negatives is None:
+            rows = np.arange(scores.size // self._classes)
+        else:
+            negatives[found.images, found.priors] = True
+            rows = np.flatnonzero(negatives)
+        places = np.searchsorted(rows, matched)
+        if param.conf_loss_type == _Parameter.SOFTMAX:
+            wanted = np.full(len(rows), param.background_label_id, np.int32)
+            wanted[places] = labels
+            return softmax_loss(host_threads(self), scores, rows, wanted)
+        targets = np.zeros((len(rows), self._classes), np.float32)
+        if negatives is not None:
+            targets[:, param.background_label_id] = 1
+            targets[places, param.background_label_id] = 0
+        targets[places, labels] = 1
+        return logistic_loss(scores, rows, targets)

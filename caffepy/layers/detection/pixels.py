@@ -1,0 +1,95 @@
+"""Boxes in the pixels of the image that was read, and the files that name images and their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from caffepy.layers.core.base import Layer
+from caffepy.layers.detection.boxes import Rows, box_sizes, clip_boxes
+from caffepy.proto import caffe_pb2
+
+_Resize = caffe_pb2.ResizeParameter
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """An image's name and its size in pixels."""
+
+    name: str
+    height: int
+    width: int
+
+
+def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
+    """The lines "name height width" of a name_size_file.
+
+    Raises:
+        DataError: a line is something else, or there is none.
+    """
+    path = layer.context.resolve(name)
+    sizes = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise layer.data_error(f"name_size_file {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) != 3 or not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words[1:]):
+            raise layer.data_error(f"{path}, line {number}: '{line[:80]}' is not a name, a height and a width")
+        sizes.append(ImageSize(words[0], int(words[1]), int(words[2])))
+    if not sizes:
+        raise layer.data_error(f"name_size_file {path} is empty; it needs a line 'name height width' for each image")
+    return sizes
+
+
+def check_resize(layer: Layer, param: caffe_pb2.ResizeParameter) -> None:
+    """Check a resize_param that boxes are to be taken back from.
+
+    Raises:
+        ConfigError: it has no height or width.
+    """
+    if not (param.height and param.width):
+        raise layer.error("resize_param needs height and width above 0, those of the net's input")
+
+
+def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter | None) -> tuple[Rows, Rows]:
+    """Boxes (K, 4) of the net's input in pixels of the image, cut at its border, and their sizes (OutputBBox).
+
+    Args:
+        boxes: as parts of the input's width and height.
+        image: the image.
+        resize: how the image was made the net's input; None: stretched.
+
+    Returns:
+        The boxes, and sizes that count the pixels on the border.
+    """
+    height, width = image.height, image.width
+    mode = resize.resize_mode if resize is not None else _Resize.WARP
+    if resize is not None and mode == _Resize.FIT_SMALL_SIZE and resize.height_scale and resize.width_scale:
+        scaled = boxes * np.array([resize.width_scale, resize.height_scale] * 2, np.float32)
+        clipped = clip_boxes(scaled, height, width)
+        return clipped, box_sizes(clipped)
+    if resize is not None and mode == _Resize.FIT_LARGE_SIZE_AND_PAD:
+        boxes = _without_padding(boxes, image, resize)
+    pixels = clip_boxes(boxes) * np.array([width, height] * 2, np.float32)
+    return pixels, box_sizes(pixels, 1.0 if width > 1 or height > 1 else 0.0)
+
+
+def _without_padding(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter) -> Rows:
+    """The boxes as parts of the image within the padded input; those beside it stay as they are, as in Caffe."""
+    wanted_height, wanted_width = np.float32(resize.height), np.float32(resize.width)
+    aspect = np.float32(image.width) / np.float32(image.height)
+    source = np.array([0, 0, 1, 1], np.float32)
+    if aspect > wanted_width / wanted_height:
+        part = (wanted_height - wanted_width / aspect) / np.float32(2) / wanted_height
+        source[1], source[3] = part, 1 - float(part)
+    else:
+        part = (wanted_width - wanted_height * aspect) / np.float32(2) / wanted_width
+        source[0], source[2] = part, 1 - float(part)
+    beside = (boxes[:, :2] >= source[2:]).any(1) | (boxes[:, 2:] <= source[:2]).any(1)
+    extents = np.tile(source[2:] - source[:2], 2)
+    return np.where(beside[:, None], boxes, clip_boxes((boxes - np.tile(source[:2], 2)) / extents))

@@ -1,0 +1,124 @@
+"""PriorBox."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from caffepy.blob import Blob, check_shape
+from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.detection.boxes import Rows
+
+
+@register_layer("PriorBox")
+class PriorBoxLayer(Layer):
+    """The boxes that predictions start from, at every position of a feature map (`prior_box_layer.cpp`).
+
+    Shapes: feature map (N, C, H, W), image (N, C, h, w); the top is (1, 2, H W K 4): the boxes and their variances. At
+    each position there are for each min_size a square of that side, one of sqrt(min_size * max_size) if there are
+    max_sizes, and one box of the first one's area for each aspect_ratio but 1, and with `flip` for its inverse. Sizes
+    are cut to whole pixels, as in Caffe. The boxes depend on shapes alone: they are computed when these change.
+    """
+
+    bottoms = (2, 2)
+    has_backward = False
+    reads_shapes_only = True
+    supports_half = True
+    float32_tops_from = 0
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.prior_box_param
+        self._check_sizes()
+        self._ratios = self._all_ratios()
+        self._image = self._pair("img_size", "img_h", "img_w")
+        self._step = self._pair("step", "step_h", "step_w")
+        variances = list(param.variance) or [0.1]
+        if len(variances) not in (1, 4) or not all(value > 0 for value in variances):
+            raise self.error("variance must be given once or four times, and be above 0; correct prior_box_param")
+        self._variances = np.full(4, variances, np.float32)
+
+    def _check_sizes(self) -> None:
+        param = self.param.prior_box_param
+        if not param.min_size or not all(1 <= size < 2**31 for size in param.min_size):
+            raise self.error("min_size is needed, in pixels, and must be at least 1; correct prior_box_param")
+        if param.max_size and len(param.max_size) != len(param.min_size):
+            raise self.error(
+                f"has {len(param.max_size)} max_size for {len(param.min_size)} min_size; give one for each, or none"
+            )
+        for small, large in zip(param.min_size, param.max_size, strict=False):
+            if not small < large < 2**31:
+                raise self.error(f"max_size {large:g} must be above its min_size {small:g}; correct prior_box_param")
+        if not all(ratio > 0 for ratio in param.aspect_ratio):
+            raise self.error("aspect_ratio must be above 0; correct prior_box_param")
+
+    def _all_ratios(self) -> list[np.float32]:
+        """The ratios but 1, each once, with the inverse of each behind it if asked for."""
+        param, ratios = self.param.prior_box_param, [np.float32(1)]
+        for ratio in np.array(param.aspect_ratio, np.float32):
+            if all(abs(ratio - other) >= 1e-6 for other in ratios):
+                ratios += [ratio, np.float32(1 / float(ratio))] if param.flip else [ratio]
+        return ratios[1:]
+
+    def _pair(self, both: str, height: str, width: str) -> tuple[float, float] | None:
+        """A setting given as one number or as two; None if it is not given.
+
+        Raises:
+            ConfigError: it is given in both ways, or is not above 0.
+        """
+        param = self.param.prior_box_param
+        names = [name for name in (height, width) if param.HasField(name)]
+        if names and param.HasField(both):
+            raise self.error(f"has {both} and {names[0]}; keep {both}, or {height} and {width}")
+        if not names and not param.HasField(both):
+            return None
+        pair = (getattr(param, height), getattr(param, width)) if names else (getattr(param, both),) * 2
+        if not all(value > 0 for value in pair):
+            raise self.error(f"{f'{height} and {width}' if names else both} must be given and be above 0")
+        return pair
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        for blob in bottom:
+            if len(blob.shape) != 4:
+                raise self.shape_error("needs a feature map and an image of 4 axes", *bottom)
+        sizes = len(self.param.prior_box_param.min_size)
+        kinds = sizes * (len(self._ratios) + 1) + len(self.param.prior_box_param.max_size)
+        shape = (1, 2, bottom[0].shape[2] * bottom[0].shape[3] * kinds * 4)
+        check_shape(shape, f"layer '{self.name}' ({self.type})")
+        if not shape[2]:
+            raise self.shape_error("the feature map has no positions", bottom[0])
+        top[0].reshape(shape)
+        self._priors = self.backend.zeros(shape)
+        if self.backend.holds_values:
+            boxes = self._boxes(*bottom).reshape(-1)
+            variances = np.tile(self._variances, len(boxes) // 4)
+            self.backend.from_host(np.stack([boxes, variances])[None], self._priors)
+
+    def _boxes(self, features: Blob, image: Blob) -> Rows:
+        """All boxes (H, W, K, 4)."""
+        height, width = features.shape[2:]
+        image_height, image_width = (np.float32(v) for v in self._image or image.shape[2:])
+        steps = self._step or (image_height / np.float32(height), image_width / np.float32(width))
+        offset = np.float32(self.param.prior_box_param.offset)
+        y, x = (
+            (np.arange(count, dtype=np.float32) + offset) * np.float32(step)
+            for count, step in zip((height, width), steps, strict=True)
+        )
+        half = self._extents() / 2.0
+        centers = np.stack(np.broadcast_arrays(x[None, :], y[:, None]), axis=-1)[:, :, None].astype(np.float64)
+        scale = np.array([image_width, image_height], np.float64)
+        boxes = np.concatenate([(centers - half) / scale, (centers + half) / scale], axis=-1).astype(np.float32)
+        return np.clip(boxes, 0, 1) if self.param.prior_box_param.clip else boxes
+
+    def _extents(self) -> np.ndarray:
+        """Width and height of the boxes of one position (K, 2), in pixels."""
+        param = self.param.prior_box_param
+        extents: list[tuple[float, float]] = []
+        for index, size in enumerate(map(int, param.min_size)):
+            extents.append((size, size))
+            if param.max_size:
+                extents.append((np.sqrt(size * int(param.max_size[index])),) * 2)
+            roots = [np.sqrt(ratio) for ratio in self._ratios]
+            extents += [(size * root, size / root) for root in roots]
+        return np.array(extents, np.float32).astype(np.float64)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(self._priors, top[0].data)

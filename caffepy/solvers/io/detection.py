@@ -1,0 +1,129 @@
+"""Scores a test net that detects objects by mean average precision (NVIDIA Caffe's `Solver::TestDetection`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from caffepy.errors import ConfigError
+from caffepy.layers import Layer
+from caffepy.net import Net
+from caffepy.solvers.callbacks import SingleDevice, SolverCallback
+from caffepy.solvers.io.average_precision import average_precision
+
+logger = logging.getLogger(__name__)
+
+_OUTPUT, _BATCH, _LABEL, _VALUE, _HIT = range(5)
+"""Columns of what is collected: which output, which batch of the test, the class, the detection's score or the number
+of objects, and whether the detection is a hit."""
+_OBJECTS = -1.0
+"""In place of a hit: the row says how many objects of its class the batch has."""
+_WIDTH = 5
+"""Columns of a DetectionEvaluate layer's top."""
+
+Rows = Any
+"""A float64 NumPy array (K, 5)."""
+
+
+def maker_of(net: Net, output: str) -> Layer:
+    """The layer that an output of a net comes from."""
+    return [node.layer for node in net.nodes if any(top is net.outputs[output] for top in node.tops)][-1]
+
+
+def detection_outputs(net: Net) -> list[str]:
+    """The outputs that DetectionEvaluate layers make."""
+    return [name for name in net.outputs if maker_of(net, name).type == "DetectionEvaluate"]
+
+
+def check_detection_outputs(net: Net) -> None:
+    """Check that all outputs of a test net can be scored by average precision.
+
+    Raises:
+        ConfigError: one is no DetectionEvaluate layer's.
+    """
+    for name in net.outputs:
+        maker = maker_of(net, name)
+        if maker.type != "DetectionEvaluate":
+            raise ConfigError(
+                f"solver: eval_type is \"detection\", but the test net's output '{name}' is made by layer "
+                f"'{maker.name}' ({maker.type}), not by a DetectionEvaluate layer; let a Silence layer take it"
+            )
+
+
+class DetectionScores:
+    """The detections of a whole test, of all devices.
+
+    Args:
+        net: the test net.
+        ap_version: how average precision is computed.
+        show_classes: whether to log that of each class too.
+        callback: the other devices; None: there are none.
+        rank: this device's among them.
+        log: for lines that only the root shows.
+    """
+
+    def __init__(
+        self, net: Net, ap_version: str, show_classes: bool, callback: SolverCallback | None = None, rank: int = 0,
+        log: Callable[..., None] = logger.info,
+    ) -> None:  # fmt: skip
+        self._blobs = {name: net.outputs[name] for name in detection_outputs(net)}
+        self._version = ap_version
+        self._shows_classes = show_classes
+        self._callback = callback or SingleDevice()
+        self._rank = rank
+        self._log = log
+        self._rows: list[Rows] = []
+
+    def take(self, batch: int) -> None:
+        """Collect the outputs of a batch of this number."""
+        for index, blob in enumerate(self._blobs.values()):
+            values = blob.host_data().reshape(-1, _WIDTH)
+            objects = values[:, 0] == -1
+            hits, misses = np.trunc(values[:, 3]), np.trunc(values[:, 4])
+            # Neither hit nor miss: a detection of an object marked difficult.
+            wanted = objects | (hits != 0) | (misses != 0)
+            rows = np.empty((len(values), 5))
+            rows[:, _OUTPUT], rows[:, _BATCH], rows[:, _LABEL] = index, batch, np.trunc(values[:, 1])
+            rows[:, _VALUE], rows[:, _HIT] = values[:, 2], np.where(objects, _OBJECTS, hits)
+            self._rows.append(rows[wanted])
+
+    def means(self) -> dict[str, np.ndarray]:
+        """The mean average precision of each output, logged as well; every device must call it."""
+        rows = self._all_rows()
+        means = {}
+        for index, name in enumerate(self._blobs):
+            mean = self._mean(rows[rows[:, _OUTPUT] == index])
+            self._log("Test net output mAP #%d: %s = %.6g", index, name, mean)
+            means[name] = np.array(mean)
+        return means
+
+    def _all_rows(self) -> Rows:
+        """Those of all devices, in the order of the batches, so that they do not depend on who scored which."""
+        own = np.concatenate([np.empty((0, 5)), *self._rows])
+        callback, rank = self._callback, self._rank
+        counts = np.zeros(callback.world_size)
+        counts[rank] = len(own)
+        ends = np.cumsum(callback.sum_over_devices(counts)).astype(np.int64)
+        rows = np.zeros((int(ends[-1]), 5))
+        rows[ends[rank] - len(own) : ends[rank]] = own
+        if len(rows):
+            rows = callback.sum_over_devices(rows.ravel()).reshape(-1, 5)
+        return rows[np.lexsort((rows[:, _BATCH], rows[:, _OUTPUT]))]
+
+    def _mean(self, rows: Rows) -> float:
+        """The mean over all classes of an output; a class without objects or detections counts as 0, as in Caffe."""
+        is_object = rows[:, _HIT] == _OBJECTS
+        total, labels = np.float32(0), np.unique(rows[is_object, _LABEL])
+        for label in labels:
+            own = rows[:, _LABEL] == label
+            objects, found = int(rows[own & is_object, _VALUE].sum()), rows[own & ~is_object]
+            value = average_precision(found[:, _VALUE], found[:, _HIT] == 1, objects, self._version)
+            total += np.float32(value)
+            if not len(found):
+                self._log("nothing was detected of class %d", label)
+            if self._shows_classes:
+                self._log("class AP %d: %.6g", label, value)
+        return float(total / np.float32(max(len(labels), 1)))
