@@ -11,7 +11,6 @@ from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, forward_tolerance
 
 from caffepy.layers import LayerContext
-from caffepy.layers.loss.infogain_loss import InfogainLossLayer
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -23,7 +22,7 @@ CASES = [(dialect, path.stem) for dialect, folder in FOLDERS.items() for path in
 @pytest.fixture
 def dialect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which Caffe the numbers are of; layers whose numbers differ are told."""
-    monkeypatch.setattr(InfogainLossLayer, "takes_probabilities", request.param == "nvidia")
+    monkeypatch.setenv("CAFFEPY_DIALECT", request.param)
     return str(request.param)
 
 

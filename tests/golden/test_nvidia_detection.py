@@ -10,13 +10,12 @@ import pytest
 from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, forward_tolerance
 
-from caffepy.errors import ConfigError
-from caffepy.layers import LayerContext, layer_class
+from caffepy.layers import LayerContext
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.files import read_weights
 
-FOLDER = Path(__file__).parent / "nvidia" / "layers"
+FOLDER = Path(__file__).parent / "nvidia" / "detection"
 FAMILIES = ("priorbox", "multibox", "detout", "deteval")
 CASES = sorted(path.stem for path in FOLDER.glob("*.npz") if path.stem.split("_")[0] in FAMILIES)
 
@@ -64,15 +63,6 @@ def test_agrees_with_nvidia_caffe(name: str, backend: str, tmp_path: Path, monke
         assert compared
 
 
-def _has(layer_type: str) -> bool:
-    try:
-        layer_class(layer_type)
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not _has("Permute"), reason="there is no Permute layer yet")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_tiny_ssd_detects_what_nvidia_caffe_detects(backend: str, tmp_path: Path) -> None:
     case = np.load(FOLDER / "ssd_tiny_merged.npz")

@@ -17,6 +17,7 @@ from google.protobuf import text_format
 
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
+from caffepy.config.dialect import choose_dialect
 from caffepy.data.schedule import Shard
 from caffepy.layers import Layer, LayerContext, layer_class
 from caffepy.proto import caffe_pb2
@@ -129,6 +130,7 @@ class Runner:
         names = [chr(ord("a") + i) for i in range(len(self.inputs))]
         param.bottom.extend(names)
         context = LayerContext(backend, self.phase, self.seed, self.shard, first_sample=lambda _: self.first_sample)
+        context.dialect = choose_dialect([])
         context.passes.number = self.pass_number
         cls = layer_class(param.type)
         count = self.tops if self.tops is not None else max(cls.tops[0], 0 if cls.tops[1] == 0 else 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import log
-from typing import ClassVar
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.data.images.mean import read_blob
@@ -59,8 +58,6 @@ class InfogainLossLayer(LossLayer):
     otherwise.
     """
 
-    takes_probabilities: ClassVar[bool] = False
-    """Whether x holds probabilities, as in NVIDIA's dialect, and not scores, as in BVLC's. The dialect decides here."""
 
     bottoms = (2, 3)
     tops = (1, 2)
@@ -73,7 +70,7 @@ class InfogainLossLayer(LossLayer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if self.param.loss_param.HasField("normalize"):
             raise self.error("loss_param.normalize is not for this layer; use normalization")
-        if self.takes_probabilities and len(top) > 1:
+        if self.context.nvidia and len(top) > 1:
             raise self.error("has no second top in NVIDIA's dialect, where its first bottom holds the probabilities")
         source = self.param.infogain_loss_param.source
         if len(bottom) < 3 and not source:
@@ -94,7 +91,7 @@ class InfogainLossLayer(LossLayer):
         self._axis = bottom[0].axis(self.param.infogain_loss_param.axis, f"layer '{self.name}' ({self.type})")
         self._labels.reshape(bottom[0], bottom[1], self._axis)
         self._check_matrix(bottom)
-        mode = _Parameter.BATCH_SIZE if self.takes_probabilities else _Parameter.VALID
+        mode = _Parameter.BATCH_SIZE if self.context.nvidia else _Parameter.VALID
         self._divisor = self.divisor(mode, self._labels.size, self._labels.outer)
         if len(top) > 1:
             top[1].reshape(shape)
@@ -115,7 +112,7 @@ class InfogainLossLayer(LossLayer):
 
     def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
         """The probabilities as (positions, classes)."""
-        if self.takes_probabilities:
+        if self.context.nvidia:
             return self._rows.pull(bottom[0].data)
         probabilities = self.scratch("probabilities", bottom[0].shape).array
         self.backend.softmax_forward(bottom[0].data, probabilities, self._axis)
@@ -139,9 +136,9 @@ class InfogainLossLayer(LossLayer):
             return
         backend, gains, valid = self.backend, self._gains.array, self._valid.array
         count = self._count if self._divisor is None else 1.0
-        source = bottom[0].data if self.takes_probabilities else self.scratch("probabilities", bottom[0].shape).array
+        source = bottom[0].data if self.context.nvidia else self.scratch("probabilities", bottom[0].shape).array
         rows, dx = self._rows.pull(source), self._gradients.rows
-        if self.takes_probabilities:
+        if self.context.nvidia:
             backend.apply(probability_gradient, (rows, gains, valid, self.scale(), count), (dx,), 0)
         else:
             backend.reduce(identity, (gains,), (self._sums.array,), 0)

@@ -52,7 +52,7 @@ def test_a_reader_of_what_changes_its_shape_is_not_captured(caplog: pytest.LogCa
     layer { name: "twice" type: "Power" bottom: "out" top: "twice" power_param { scale: 2 } }
     """
     backend = Replaying()
-    with backend.activate(), caplog.at_level(logging.INFO, "caffepy"):
+    with backend.activate(), caplog.at_level(logging.DEBUG, "caffepy"):
         solver = create_solver(solver_param(detection_net.SOLVER, detection_net.NET + more), backend)
         detection_net.fill(solver)
         solver.step(3)

@@ -7,7 +7,6 @@ import pytest
 from layer_harness import BACKENDS, Runner, assert_near, check_layer, gaussian
 
 from caffepy.errors import ConfigError, DataError, ShapeError
-from caffepy.layers.loss.infogain_loss import InfogainLossLayer
 from caffepy.proto import caffe_pb2
 
 WEIGHTS = [1.0, -0.5, 2.0]
@@ -199,7 +198,7 @@ def test_infogain_matrix_from_a_file_and_second_top(tmp_path):
 
 def test_infogain_of_probabilities(monkeypatch):
     """NVIDIA's dialect."""
-    monkeypatch.setattr(InfogainLossLayer, "takes_probabilities", True)
+    monkeypatch.setenv("CAFFEPY_DIALECT", "nvidia")
     x, labels, h = softmax(gaussian((5, 4)), 1), np.array([0, 3, 1, 1, 2], np.float32), gaussian((4, 4), 2)
     for fields, ignored, normalization in (
         ("", None, "BATCH_SIZE"),
