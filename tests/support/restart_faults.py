@@ -74,10 +74,11 @@ def check_trained(place: Place, laboratory: Laboratory, outcome: Outcome, restar
 
 
 def contents(outcome: Outcome, iteration: int) -> tuple[bytes, bytes]:
-    """All numbers of a snapshot, less the name of its file and the text of the net, which may differ."""
+    """All numbers of a snapshot, less its file's name and checksum and the net's text, which may differ."""
     stem = f"{outcome.prefix}_iter_{iteration}"
     state = read_state(outcome.folder / f"{stem}.solverstate")
     state.ClearField("learned_net")
+    state.ClearField("crc32c")
     weights = b"".join(values.tobytes() for _, values in sorted(outcome.weights(iteration).items()))
     return weights, state.SerializeToString(deterministic=True)
 
