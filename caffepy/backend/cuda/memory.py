@@ -153,7 +153,7 @@ class Scratch:
         return tickets
 
     def _make(self, purpose: str, count: int, dtype: str) -> Array:
-        size = max(count * np.dtype(dtype).itemsize, 1)
+        size = max(count, 1) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.size < size:
             self._drop(purpose)

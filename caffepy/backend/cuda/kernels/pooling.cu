@@ -58,44 +58,57 @@ __device__ __forceinline__ int number_of(int kernel_row, int kernel_column, int 
     return (PAD_H ? row - top : kernel_row) * KERNEL_W + (PAD_W ? column - left : kernel_column);
 }
 
-extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, SIZES) {
-    FIND_PLACE
-    const int first = p.row * TOGETHER, top = first * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
-    Values best[TOGETHER];
-    Pack<int, WIDTH> where[TOGETHER];
+// Searches the windows that begin at row `top`. CAREFUL: NaN passes on; else it is passed over, and so one comparison is enough.
+// Returns NaN where a value is NaN or infinite.
+template <bool CAREFUL>
+__device__ __forceinline__ float search(const STORED *x, const Place &p, const Sizes &s, int top, int left,
+                                        Values (&best)[TOGETHER], Pack<int, WIDTH> (&where)[TOGETHER]) {
+    float poison = 0;
 #pragma unroll
     for (int r = 0; r < TOGETHER; ++r)
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) best[r][k] = -3.402823466e+38f, where[r][k] = -1;
 #pragma unroll UNROLL
     for (int h = 0; h < (TOGETHER - 1) * STRIDE_H + KERNEL_H; ++h) {
-        const int row = nearest(top + h, height);
+        const int row = nearest(top + h, s.height);
 #pragma unroll UNROLL
         for (int from = 0; from < KERNEL_W; from += SPAN) {
             Raw raw[SPAN];
             int column[SPAN];
 #pragma unroll
             for (int c = 0; c < SPAN; ++c) {
-                column[c] = nearest(left + min(from + c, KERNEL_W - 1), width);
+                column[c] = nearest(left + min(from + c, KERNEL_W - 1), s.width);
                 raw[c] = load_raw<WIDTH>(x, s.in(p.n, row, column[c], p.pack));
             }
 #pragma unroll
             for (int c = 0; c < SPAN; ++c) {
 #pragma unroll
+                for (int k = 0; k < WIDTH; ++k) poison = fmaf(to_float(raw[c][k]), 0.0f, poison);
+#pragma unroll
                 for (int r = 0; r < TOGETHER; ++r) {
                     const int i = h - r * STRIDE_H;
                     if (i < 0 || i >= KERNEL_H) continue;
                     const int code = sizeof(MASK) == 1 ? number_of(i, from + c, row, column[c], top + r * STRIDE_H, left)
-                                                       : row * width + column[c];
+                                                       : row * s.width + column[c];
 #pragma unroll
                     for (int k = 0; k < WIDTH; ++k) {
                         const float value = to_float(raw[c][k]);
-                        if (wins(value, best[r][k])) best[r][k] = value, where[r][k] = code;
+                        if (CAREFUL ? wins(value, best[r][k]) : value > best[r][k]) best[r][k] = value, where[r][k] = code;
                     }
                 }
             }
         }
     }
+    return poison;
+}
+
+extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, SIZES) {
+    FIND_PLACE
+    const int first = p.row * TOGETHER, top = first * STRIDE_H - PAD_H, left = p.column * STRIDE_W - PAD_W;
+    Values best[TOGETHER];
+    Pack<int, WIDTH> where[TOGETHER];
+    const float poison = search<false>(x, p, s, top, left, best, where);
+    if (poison != poison) search<true>(x, p, s, top, left, best, where);
 #pragma unroll
     for (int r = 0; r < TOGETHER; ++r) {
         if (first + r >= out_height) return;

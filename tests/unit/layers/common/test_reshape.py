@@ -49,8 +49,9 @@ def test_memory_is_shared_where_its_order_allows(backend):
         runner = Runner("type: 'Flatten'", [gaussian(shape)], backend)
         runner.forward()
         device = runner.layer.backend
-        device.fill(runner.bottom[0].data, 7)
-        assert (runner.top[0].host_data() == 7).all() == shared
+        with device.activate():
+            device.fill(runner.bottom[0].data, 7)
+            assert (runner.top[0].host_data() == 7).all() == shared
 
 
 @pytest.mark.parametrize(

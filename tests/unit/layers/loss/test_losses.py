@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_harness import BACKENDS, TEST, Runner, assert_near, check_layer, gaussian
+from layer_harness import BACKENDS, TEST, Runner, assert_near, backend_named, check_layer, gaussian
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
@@ -252,9 +252,10 @@ def test_a_label_outside_the_classes(kind, bad, backend):
     runner = Runner(f"type: '{kind}'", [gaussian((4, 5, 2, 2)), labels], backend, first_sample=100)
     runner.forward()
     wanted = rf"layer 'L' \({kind}\): the label of sample 102 is .*, outside the 5 classes, 0 to 4; correct the data"
-    with pytest.raises(DataError, match=wanted):
-        runner.layer.raise_device_errors()
-    runner.layer.raise_device_errors()  # reported once
+    with backend_named(backend).activate():
+        with pytest.raises(DataError, match=wanted):
+            runner.layer.raise_device_errors()
+        runner.layer.raise_device_errors()  # reported once
     runner.forward([runner.inputs[0], labels_for((4, 5, 2, 2), 1)])
     runner.layer.raise_device_errors()
 
