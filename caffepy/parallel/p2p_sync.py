@@ -99,6 +99,8 @@ class P2PSync(DeviceThread):
     def abort(self) -> None:
         self._cancelled = True
         self._go.set()
+        if self.solver is not None:
+            self.solver.cancel()
         super().abort()
 
     @property

@@ -13,7 +13,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import refuse_unsupported
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
+from caffepy.errors import AbortedError, StopRequestedError
 from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -120,6 +121,7 @@ class Solver(ABC):
         self._snapshot_at = -1
         self._last_epochs: frozenset[int] = frozenset()
         self._averaged_at = 0
+        self._cancelled = False
         options = engine or ExecutionOptions()
         refuse_unsupported(self.param)
         if self.param.random_seed < 0:
@@ -128,6 +130,7 @@ class Solver(ABC):
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
+        self._factory.check_wait = self._check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped)
@@ -205,6 +208,23 @@ class Solver(ABC):
         """Whether the present pass is the iteration's last, whose backward pass completes the gradients."""
         return self.state.last_pass
 
+    def cancel(self) -> None:
+        """End the solver's wait for data, now and later, with an AbortedError. Callable from any thread."""
+        self._cancelled = True
+
+    def _check_wait(self) -> None:
+        """End a wait for data where training has failed elsewhere, or where a stop is requested of this device alone.
+
+        Raises:
+            AbortedError: `cancel` was called.
+            StopRequestedError: a stop is requested. Devices that train together go on waiting, because the others are
+                in the iteration already, and only gradients carry a request to them.
+        """
+        if self._cancelled:
+            raise AbortedError("training was stopped while it waited for data")
+        if self._interrupted():
+            raise StopRequestedError
+
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones.
 
@@ -244,7 +264,8 @@ class Solver(ABC):
         if self.stopped_early:
             self.log("Optimization stopped early.")
             return
-        self._finish()
+        with suppress(StopRequestedError):
+            self._finish()
         self.log("Optimization Done.")
         self.log("Optimization Done in %s", duration(time.monotonic() - self._created))
 
@@ -259,13 +280,23 @@ class Solver(ABC):
             if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
                 self.test_all()
             if Action.STOP not in self.requests:
-                with naming_largest_batch(self._factory, self.histories):
-                    self._iterate()
+                self._iterate_unless_stopped()
             self._act_on_requests()
         self.graph_runner.drain()
         if self.requests:
             self._act_on_requests()
         self.clock.pause()
+
+    def _iterate_unless_stopped(self) -> None:
+        """Make an iteration; none if a stop is requested while it waits for its data, which it does before all else."""
+        state, plateau = self.state, self.state.plateau
+        before = state.current_step, plateau.minimum_loss, plateau.last_event
+        try:
+            with naming_largest_batch(self._factory, self.histories):
+                self._iterate()
+        except StopRequestedError:
+            state.current_step, plateau.minimum_loss, plateau.last_event = before
+            self.log("Iteration %d waits for its data and is not made", self.iteration)
 
     def _iterate(self) -> None:
         display = self._due(self.param.display)

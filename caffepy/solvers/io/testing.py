@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from caffepy.data.schedule import TestSchedule
+from caffepy.errors import StopRequestedError
 from caffepy.net import Net
 from caffepy.solvers.io.display import output_lines
 from caffepy.solvers.train_state import TrainState
@@ -41,7 +42,10 @@ def _score_own_batches(state: TrainState, net: Net, batches: int, interrupted: C
     for _ in range(TestSchedule(state.shard, 1, batches).passes_per_test):
         if interrupted():
             return None
-        net.forward()
+        try:
+            net.forward()
+        except StopRequestedError:
+            return None
         outputs = [blob.host_data().astype(np.float64).ravel() for blob in net.outputs.values()]
         loss = net.loss() if state.param.test_compute_loss else 0.0
         net.raise_device_errors()
