@@ -100,7 +100,7 @@ class P2PSync(DeviceThread):
         self._cancelled = True
         self._go.set()
         if self.solver is not None:
-            self.solver.cancel()
+            self.solver.requests.cancel()
         super().abort()
 
     @property

@@ -24,7 +24,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import refuse_unsupported
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
-from caffepy.errors import AbortedError, StopRequestedError
+from caffepy.errors import StopRequestedError
 from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -121,7 +121,6 @@ class Solver(ABC):
         self._snapshot_at = -1
         self._last_epochs: frozenset[int] = frozenset()
         self._averaged_at = 0
-        self._cancelled = False
         options = engine or ExecutionOptions()
         refuse_unsupported(self.param)
         if self.param.random_seed < 0:
@@ -130,7 +129,7 @@ class Solver(ABC):
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
-        self._factory.check_wait = self._check_wait
+        self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped)
@@ -207,23 +206,6 @@ class Solver(ABC):
     def last_pass(self) -> bool:
         """Whether the present pass is the iteration's last, whose backward pass completes the gradients."""
         return self.state.last_pass
-
-    def cancel(self) -> None:
-        """End the solver's wait for data, now and later, with an AbortedError. Callable from any thread."""
-        self._cancelled = True
-
-    def _check_wait(self) -> None:
-        """End a wait for data where training has failed elsewhere, or where a stop is requested of this device alone.
-
-        Raises:
-            AbortedError: `cancel` was called.
-            StopRequestedError: a stop is requested. Devices that train together go on waiting, because the others are
-                in the iteration already, and only gradients carry a request to them.
-        """
-        if self._cancelled:
-            raise AbortedError("training was stopped while it waited for data")
-        if self._interrupted():
-            raise StopRequestedError
 
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones.

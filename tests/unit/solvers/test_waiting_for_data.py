@@ -20,7 +20,8 @@ from caffepy.solvers import Action, Solver
 
 SOLVER = """base_lr: 0.1 momentum: 0.9 lr_policy: "multistep" gamma: 0.5 stepvalue: 5 stepvalue: 21 max_iter: 30
 iter_size: 3
-snapshot_prefix: "{folder}/x""""
+snapshot_prefix: "{folder}/x"
+"""
 NET = """
 layer {{ name: "data" type: "Data" top: "data" top: "label" data_param {{ source: "{folder}/db" batch_size: 4 }} }}
 layer {{ name: "bn" type: "BatchNorm" bottom: "data" top: "bn" }}
@@ -96,7 +97,7 @@ def test_a_failure_elsewhere_ends_the_wait(texts: tuple[str, str], monkeypatch: 
         def cancel() -> None:
             source.waited.wait(20)
             time.sleep(0.2)
-            solver.cancel()
+            solver.requests.cancel()
 
         threading.Thread(target=cancel).start()
         started = time.monotonic()

@@ -103,13 +103,13 @@ def _install() -> None:
     present, action = (ctypes.create_string_buffer(_ACTION_BYTES) for _ in range(2))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sigaction(int(signal.SIGBUS), None, present)
-    if int.from_bytes(present[:8], "little") == address:
+    if ctypes.c_int64.from_buffer(present).value == address:
         return
     ctypes.memmove(_others, present, _ACTION_BYTES)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     kind(address)(0, _table.ctypes.data, 0)
     _table[_MOST_FILES, :2] = ctypes.addressof(_others), ctypes.addressof(_others) + _ACTION_BYTES
-    action[:8] = address.to_bytes(8, "little")
-    action[_FLAGS_AT : _FLAGS_AT + 4] = (_SA_SIGINFO | _SA_ONSTACK).to_bytes(4, "little")
+    ctypes.c_int64.from_buffer(action).value = address
+    ctypes.c_int32.from_buffer(action, _FLAGS_AT).value = _SA_SIGINFO | _SA_ONSTACK
     if libc.sigaction(int(signal.SIGBUS), action, None) != 0:
         raise OSError(ctypes.get_errno(), "the handler of SIGBUS cannot be installed")
