@@ -262,23 +262,13 @@ class Solver(ABC):
             if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
                 self.test_all()
             if Action.STOP not in self.requests:
-                self._iterate_unless_stopped()
+                with self.state.unless_stopped(), naming_largest_batch(self._factory, self.histories):
+                    self._iterate()
             self._act_on_requests()
         self.graph_runner.drain()
         if self.requests:
             self._act_on_requests()
         self.clock.pause()
-
-    def _iterate_unless_stopped(self) -> None:
-        """Make an iteration; none if a stop is requested while it waits for its data, which it does before all else."""
-        state, plateau = self.state, self.state.plateau
-        before = state.current_step, plateau.minimum_loss, plateau.last_event
-        try:
-            with naming_largest_batch(self._factory, self.histories):
-                self._iterate()
-        except StopRequestedError:
-            state.current_step, plateau.minimum_loss, plateau.last_event = before
-            self.log("Iteration %d waits for its data and is not made", self.iteration)
 
     def _iterate(self) -> None:
         display = self._due(self.param.display)
