@@ -22,7 +22,8 @@ The file is mapped, and a page that it loses reads as zeros (`backend/cpu/jit/ma
 with `pread` into windows of the core's cache took about twice as long. Two shared cores, medians of five rounds in
 alternation, thousands of images/s with one and two threads: large in order 8.6 and 7.7 by `pread`, 16.5 and 18.8
 mapped (14.2 and 15.9 mapped without protection); shuffled 6.9 and 8.0, 16.0 and 16.3 (16.0 and 16.3); small shuffled
-172 and 164, 318 and 380 (294 and 408); small in order alike, 670 to 890, within the noise.
+172 and 164, 318 and 380 (294 and 408); small in order
+711 and 889, 655 and 672 (838 and 725), where single rounds differed by more than these do.
 """
 
 from __future__ import annotations
