@@ -122,3 +122,7 @@ def describe(error: BaseException) -> str:
 def exit_status(error: BaseException) -> int:
     """What a process that ends with `error` returns."""
     return error.exit_status if isinstance(error, CaffepyError) else RunError.exit_status
+
+
+class StopRequestedError(AbortedError):
+    """A stop was requested while a solver waited for its data; the solver catches it."""

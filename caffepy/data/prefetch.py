@@ -1,7 +1,7 @@
 """Prefetching: each data layer has a thread that fills batches while the device computes on earlier ones.
 
 Owns the queue between the prefetch thread and the solver's. No wait is endless: the solver's ends with the batch,
-with the prefetch thread's error, with `close`, or after `timeout`.
+with the prefetch thread's error, with `close`, by what `check_wait` raises, or after `timeout`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from caffepy.errors import AbortedError, CaffepyError, RunError
 logger = logging.getLogger(__name__)
 
 
-_POLL_SECONDS = 1.0
-"""Interval at which a waiting solver checks its timeout."""
+_POLL_SECONDS = 0.1
+"""Interval at which a waiting solver checks its timeout, and whether it is to wait any longer."""
 
 _waits: dict[int, tuple[Callable[[], str], float]] = {}
 """By thread identifier: what a solver thread waits for, and since when."""
@@ -42,6 +42,10 @@ def awaited_data(thread: int) -> tuple[str, float] | None:
     """
     wait = _waits.get(thread)
     return None if wait is None else (wait[0](), wait[1])
+
+
+def wait_on() -> None:
+    """The `check_wait` that never ends a wait."""
 
 
 Memory = Callable[[int], NDArray[np.uint8]]
@@ -125,6 +129,7 @@ class Prefetcher:
         memory: allocates the batches' memory.
         warn_after: seconds without a batch after which the log says what is being read.
         timeout: seconds without a batch after which training fails.
+        check_wait: called every 0.1 s while `get` waits; ends the wait by raising.
     """
 
     def __init__(  # noqa: PLR0913 -- one keyword a setting
@@ -141,6 +146,7 @@ class Prefetcher:
         memory: Memory = plain_memory,
         warn_after: float = 30.0,
         timeout: float = 600.0,
+        check_wait: Callable[[], None] = wait_on,
     ) -> None:
         self._loader = loader
         self._first_sample = first_sample
@@ -156,6 +162,7 @@ class Prefetcher:
         """Seconds that `get` has waited for batches."""
         self._warn_after = warn_after
         self._timeout = timeout
+        self._check_wait = check_wait
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()
         self._free: deque[Batch] = deque()
@@ -171,6 +178,7 @@ class Prefetcher:
             AbortedError: `close` was called meanwhile.
             RunError: nothing came within the timeout, or reading failed unexpectedly.
             CaffepyError: what the loader raised.
+            Exception: what `check_wait` raised; the batch is still to come.
         """
         with self._changed:
             if self._thread is None and not self._closed:
@@ -220,6 +228,7 @@ class Prefetcher:
                 raise AbortedError(f"{self._where}: closed while waiting for data")
             if self._ended or not (self._thread and self._thread.is_alive()):
                 raise RunError(f"{self._where}: the thread that reads its data has ended; see the log above")
+            self._check_wait()
             now = awake_seconds()
             if now >= started + self._timeout:
                 raise RunError(

@@ -100,6 +100,8 @@ class P2PSync(DeviceThread):
     def abort(self) -> None:
         self._cancelled = True
         self._go.set()
+        if self.solver is not None:
+            self.solver.requests.cancel()
         super().abort()
 
     @property

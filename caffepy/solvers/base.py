@@ -13,7 +13,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
+from caffepy.errors import StopRequestedError
 from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -128,6 +129,7 @@ class Solver(ABC):
         hidden = self.backend.captures and not self.param.debug_info
         fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
+        self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped)
@@ -244,7 +246,8 @@ class Solver(ABC):
         if self.stopped_early:
             self.log("Optimization stopped early.")
             return
-        self._finish()
+        with suppress(StopRequestedError):
+            self._finish()
         self.log("Optimization Done.")
         self.log("Optimization Done in %s", duration(time.monotonic() - self._created))
 
@@ -259,7 +262,7 @@ class Solver(ABC):
             if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
                 self.test_all()
             if Action.STOP not in self.requests:
-                with naming_largest_batch(self._factory, self.histories):
+                with self.state.unless_stopped(), naming_largest_batch(self._factory, self.histories):
                     self._iterate()
             self._act_on_requests()
         self.graph_runner.drain()

@@ -38,6 +38,8 @@ class EagerIteration:
 
     def _compute_gradients(self, read_loss: bool) -> None:
         state, net, loss = self._state, self._state.net, 0.0
+        for number in state.passes():  # a stop that ends the wait for data finds nothing changed, BatchNorm included
+            net.prefetch_to_device(number)
         for index in range(state.param.iter_size):
             self._steps.begin_pass(index)
             with state.trace.span("forward"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from caffepy.errors import AbortedError, StopRequestedError
 from caffepy.solvers.callbacks import Action
 
 FLAGS = (Action.STOP, Action.SNAPSHOT)
@@ -32,6 +33,8 @@ class Requests:
         self._unsent: set[Action] = self._wanted if alone else set()
         """Requests of this device that were not sent to the others."""
         self._answers: deque[Callable[[], np.ndarray]] = deque()
+        self._alone = alone
+        self._cancelled = False
 
     def __contains__(self, action: Action) -> bool:
         return action in self._wanted
@@ -46,6 +49,27 @@ class Requests:
             if action is Action.NONE:
                 return
             self._unsent.add(action)
+
+    def cancel(self) -> None:
+        """End waits for data, now and later, with an AbortedError. Callable from any thread."""
+        self._cancelled = True
+
+    def check_wait(self) -> None:
+        """End a wait for data where training has failed elsewhere, or where a device that trains alone is to stop.
+
+        Devices that train together go on waiting: the others are in the iteration already, and only its gradients
+        carry requests to them.
+
+        Raises:
+            AbortedError: `cancel` was called.
+            StopRequestedError: a stop is requested.
+        """
+        if self._cancelled:
+            raise AbortedError("training was stopped while it waited for data")
+        if self._alone:
+            self.poll()
+            if Action.STOP in self:
+                raise StopRequestedError("a stop was requested while training waited for data")
 
     def flags(self) -> list[float]:
         """1 for each of `FLAGS` that still has to be sent to the other devices, else 0."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
+from caffepy.errors import StopRequestedError
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
@@ -76,6 +79,20 @@ class TrainState:
     last_pass: bool = True
     scores: dict[int, float] = field(default_factory=dict)
     score_name: str = ""
+
+    @contextmanager
+    def unless_stopped(self) -> Iterator[None]:
+        """An iteration, none if a stop is requested while it waits for its data, which it does before all else.
+
+        Then what the learning rate's policy remembers is as before, and nothing is raised.
+        """
+        plateau = self.plateau
+        before = self.current_step, plateau.minimum_loss, plateau.last_event
+        try:
+            yield
+        except StopRequestedError:
+            self.current_step, plateau.minimum_loss, plateau.last_event = before
+            self.log("Iteration %d waits for its data and is not made", self.iteration)
 
     def passes(self) -> range:
         """The numbers of the present iteration's forward passes."""

@@ -1,5 +1,8 @@
 """A process that reads damaged LMDBs and says what became of each: `lmdb_damage.py FOLDER CASES`.
 
+Every fourth file is damaged while it is open: cut off, grown, or cut off and grown again, between a look at its size
+and the copying of its records.
+
 Prints a line of JSON: how many were refused and read, the longest time of one, and by how much memory grew. Ends with
 an error if something else than a DataError was raised, or a record was read that the file does not hold at its place.
 """
@@ -7,17 +10,20 @@ an error if something else than a DataError was raised, or a record was read tha
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import numpy as np
 from damage import damaged
+from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.loader import DatumLoader
@@ -70,6 +76,35 @@ class Subject:
             return "refused"
         return "read"
 
+    def read_while_it_changes(self, rng: random.Random) -> str:
+        """What becomes of a file that changes in the middle of a batch: always `refused`, if a page of it was lost."""
+        self.file.write_bytes(self.content)
+        source = LmdbSource(self.path)
+        loader, slot, block = self._loader(source)
+        assert loader.load_bytes([0], len(source), slot, block) == 1
+        source.concurrent = self._changing(source.concurrent, rng)  # type: ignore[method-assign]
+        try:
+            loader.load_bytes([0], len(source), slot, block)
+        except DataError as error:
+            assert "while it was read" in str(error) or "for a moment" in str(error), error
+            return "refused"
+        raise AssertionError("the change was not noticed")
+
+    def _changing(self, check: Callable[[int], bool], rng: random.Random) -> Callable[[int], bool]:
+        """A check of the file after whose first success the file changes."""
+        kind, size = rng.choice(["cut", "grown", "both"]), rng.randrange(len(self.content))
+
+        def checked(count: int) -> bool:
+            result = check(count)
+            if count:
+                if kind != "grown":
+                    os.truncate(self.file, size)
+                if kind != "cut":
+                    os.truncate(self.file, len(self.content) + (size if kind == "grown" else 0))
+            return result
+
+        return checked
+
     def compare(self, records: list[bytes], content: bytes) -> None:
         """Each record is what the file holds at its place; sizes of keys and records may be damaged a little."""
         for number, (record, (at, size)) in enumerate(zip(records, self.places, strict=True)):
@@ -78,15 +113,17 @@ class Subject:
 
     def load(self, source: LmdbSource, records: list[bytes]) -> None:
         """Compare the images that loading in bulk copies with the records'."""
-        transformer = Transformer(caffe_pb2.TransformationParameter(), caffe_pb2.TEST)
-        loader = DatumLoader(source, RecordOrder(len(source)), transformer)
-        slot = ImageSlot(len(source), 1, self.size, self.size)
-        block = np.zeros(slot.size, np.uint8)
+        loader, slot, block = self._loader(source)
         if loader.load_bytes([0], len(source), slot, block):
             pixels = slot.parts(block)[2]
             for number, record in enumerate(records):
                 datum = caffe_pb2.Datum.FromString(record)
                 assert datum.encoded or pixels[number].tobytes() == datum.data, number
+
+    def _loader(self, source: LmdbSource) -> tuple[DatumLoader, ImageSlot, NDArray[np.uint8]]:
+        transformer = Transformer(caffe_pb2.TransformationParameter(), caffe_pb2.TEST)
+        slot = ImageSlot(len(source), 1, self.size, self.size)
+        return DatumLoader(source, RecordOrder(len(source)), transformer), slot, np.zeros(slot.size, np.uint8)
 
 
 def main(folder: Path, cases: int) -> dict[str, Any]:
@@ -98,7 +135,11 @@ def main(folder: Path, cases: int) -> dict[str, Any]:
         subject = subjects[seed % len(subjects)]
         started = time.perf_counter()
         try:
-            found[subject.read(damaged(subject.content, random.Random(seed)))] += 1
+            rng = random.Random(seed)
+            if seed % 4 == 3:
+                found[subject.read_while_it_changes(rng)] += 1
+            else:
+                found[subject.read(damaged(subject.content, rng))] += 1
         except BaseException as error:
             raise RuntimeError(f"case {seed}") from error
         longest = max(longest, time.perf_counter() - started)

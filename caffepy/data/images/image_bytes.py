@@ -1,4 +1,4 @@
-"""Many Datums at once from an LMDB's file into a batch of bytes: read, checked, cropped and copied by one kernel.
+"""Many Datums at once from a mapped LMDB into a batch of bytes: read, checked, cropped and copied by one kernel.
 
 Owns the reading of Datum's wire format without protobuf. Records that are not uncompressed images of the expected
 size, or that are damaged, are left to the loader, which raises errors that name the record.
@@ -6,13 +6,12 @@ size, or that are damaged, are left to the loader, which raises errors that name
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.intrinsics import copy_bytes, read_at
+from caffepy.backend.cpu.jit.intrinsics import copy_bytes
 from caffepy.backend.cpu.jit.kernel import (
     Bytes,
     Floats,
@@ -26,17 +25,11 @@ from caffepy.backend.cpu.jit.kernel import (
 from caffepy.backend.cpu.random import philox
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.random import SAMPLE_WORDS, key_of
-from caffepy.data.sources.lmdb_index import PAGE_HEADER, LmdbIndex, word
+from caffepy.data.sources.lmdb_index import LmdbIndex, word
 from caffepy.data.transform import Transformer
 
 _GRAIN = 1 << 22
 """Bytes for each thread, at least."""
-_WINDOW = 1 << 17
-"""Bytes that a thread reads at once where records lie side by side: they stay in the core's own cache."""
-_LARGEST = 1 << 26
-"""Larger records are left to the loader."""
-_GAP = 1 << 13
-"""Bytes that are read in vain rather than with a call of their own."""
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -124,102 +117,57 @@ def _is_image(
 
 
 @device_function
-def _run_of(i: Int, limit: Int, offsets: Words, sizes: Words, records: Words, window: Int) -> tuple[Int, Int]:
-    """Where the bytes begin and end that are read with sample i's record: those of the samples that lie beside it.
-
-    A page holds its records from its end to its begin, so the range grows in both directions.
-    """
-    low = offsets[records[i]] - 16
-    high = low + 16 + sizes[records[i]]
-    for j in range(i + 1, limit):
-        begin = offsets[records[j]] - 16
-        end = begin + 16 + sizes[records[j]]
-        wider_low, wider_high = min(low, begin), max(high, end)
-        if wider_high - wider_low > min(window, high - low + end - begin + _GAP):
-            break
-        low, high = wider_low, wider_high
-    return low, high
-
-
-@device_function
-def _is_large_record(memory: Bytes, at: Int, page: Int, page_size: Int, size: Int) -> bool:
+def _is_large_record(file: Bytes, at: Int, page: Int, page_size: Int, size: Int) -> bool:
     """Whether the header before a record with pages of its own says so."""
-    if word(memory, at - 16, 8) != page or word(memory, at - 6, 2) != 4:
+    if word(file, at - 16, 8) != page or word(file, at - 6, 2) != 4:
         return False
-    return word(memory, at - 4, 4) * page_size >= 16 + size
+    return word(file, at - 4, 4) * page_size >= 16 + size
 
 
 @kernel
 def _copy_records(
-    begin: Int, end: Int, descriptor: Int, page_size: Int, offsets: Words, sizes: Words, records: Words,
-    samples: Words, total: Int, share: Int, memory: Bytes, memory_at: Int, window: Int, block_at: Int, labels: Floats,
-    crops: Ints, pending: Bytes, count: Int, slot_size: Int, crops_at: Int, pixels_at: Int, channels: Int, height: Int,
-    width: Int, crop: Int, random_crop: Int, mirror: Int, whole_height: Int, whole_width: Int, key0: Int, key1: Int,
+    begin: Int, end: Int, file: Bytes, file_at: Int, page_size: Int, offsets: Words, sizes: Words, records: Words,
+    samples: Words, block_at: Int, labels: Floats, crops: Ints, pending: Bytes, count: Int, slot_size: Int,
+    crops_at: Int, pixels_at: Int, channels: Int, height: Int, width: Int, crop: Int, random_crop: Int, mirror: Int,
+    whole_height: Int, whole_width: Int, key0: Int, key1: Int,
 ) -> None:  # fmt: skip
-    """Items are shares of the samples, `count` of which are in each slot; pending[i] becomes 0 when i is copied."""
-    for part in range(begin, end):
-        buffer, low, high = part * window, 0, 0
-        limit = min(total, (part + 1) * share)
-        for i in range(part * share, limit):
-            offset, length = offsets[records[i]], sizes[records[i]]
-            if length + 16 > window:
-                continue
-            if offset - 16 < low or offset + length > high:
-                low, high = _run_of(i, limit, offsets, sizes, records, window)
-                if read_at(descriptor, memory_at + buffer, high - low, low) != high - low:
-                    low, high = 0, 0
-                    continue
-            at = buffer + offset - low
-            if offset % page_size == 16 and not _is_large_record(memory, at, offset // page_size, page_size, length):
-                continue
-            c, h, w, label, pixels, size = _parse(memory, at, at + length)
-            if pixels < 0 or size <= 0:
-                continue
-            if not _is_image(c, h, w, size, channels, height, width, crop, whole_height, whole_width):
-                continue
-            mirrored, top, left = 0, 0, 0
-            if crop != 0:
-                top, left = (h - height) // 2, (w - width) // 2
-            if mirror != 0 or random_crop != 0:
-                sample = np.uint64(samples[i])
-                words = philox(
-                    np.uint64(0), sample & _LOW, sample >> _HALF, np.uint64(SAMPLE_WORDS), np.uint64(key0),
-                    np.uint64(key1),
-                )  # fmt: skip
-                if mirror != 0:
-                    mirrored = np.int64((words[0] * np.uint64(2)) >> _HALF)
-                if random_crop != 0:
-                    top = np.int64((words[1] * np.uint64(h - height + 1)) >> _HALF)
-                    left = np.int64((words[2] * np.uint64(w - width + 1)) >> _HALF)
-            slot = i // count * slot_size
-            n = i % count
-            to = block_at + slot + pixels_at + n * channels * height * width
-            if h == height and w == width:
-                copy_bytes(to, memory_at + pixels, size)
-            else:
-                for channel in range(channels):
-                    for y in range(height):
-                        copy_bytes(to, memory_at + pixels + (channel * h + top + y) * w + left, width)
-                        to += width
-            labels[slot // 4 + n] = np.float32(label)
-            crop_index = (slot + crops_at) // 4 + 3 * n
-            crops[crop_index], crops[crop_index + 1], crops[crop_index + 2] = mirrored, top, left
-            pending[i] = 0
-
-
-class _Scratch(threading.local):
-    """Memory for the records that this thread's kernels read, kept because new memory is slow at its first use."""
-
-    def __init__(self) -> None:
-        self.memory: NDArray[np.uint8] = np.empty(0, np.uint8)
-
-    def of(self, size: int) -> NDArray[np.uint8]:
-        if self.memory.size < size:
-            self.memory = np.empty(size, np.uint8)
-        return self.memory
-
-
-_scratch = _Scratch()
+    """Items are samples, `count` in each slot; pending[i] becomes 0 when sample i is copied."""
+    for i in range(begin, end):
+        first, length = offsets[records[i]], sizes[records[i]]
+        if first % page_size == 16 and not _is_large_record(file, first, first // page_size, page_size, length):
+            continue
+        c, h, w, label, pixels, size = _parse(file, first, first + length)
+        if pixels < 0 or size <= 0:
+            continue
+        if not _is_image(c, h, w, size, channels, height, width, crop, whole_height, whole_width):
+            continue
+        mirrored, top, left = 0, 0, 0
+        if crop != 0:
+            top, left = (h - height) // 2, (w - width) // 2
+        if mirror != 0 or random_crop != 0:
+            sample = np.uint64(samples[i])
+            words = philox(
+                np.uint64(0), sample & _LOW, sample >> _HALF, np.uint64(SAMPLE_WORDS), np.uint64(key0), np.uint64(key1)
+            )
+            if mirror != 0:
+                mirrored = np.int64((words[0] * np.uint64(2)) >> _HALF)
+            if random_crop != 0:
+                top = np.int64((words[1] * np.uint64(h - height + 1)) >> _HALF)
+                left = np.int64((words[2] * np.uint64(w - width + 1)) >> _HALF)
+        slot = i // count * slot_size
+        n = i % count
+        to = block_at + slot + pixels_at + n * channels * height * width
+        if h == height and w == width:
+            copy_bytes(to, file_at + pixels, size)
+        else:
+            for channel in range(channels):
+                for y in range(height):
+                    copy_bytes(to, file_at + pixels + (channel * h + top + y) * w + left, width)
+                    to += width
+        labels[slot // 4 + n] = np.float32(label)
+        crop_index = (slot + crops_at) // 4 + 3 * n
+        crops[crop_index], crops[crop_index + 1], crops[crop_index + 2] = mirrored, top, left
+        pending[i] = 0
 
 
 def copy_records(
@@ -227,6 +175,9 @@ def copy_records(
     stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int,
 ) -> NDArray[np.uint8]:  # fmt: skip
     """Cut the images of some records into the slots of a block.
+
+    What was copied counts only if the index's `check` passes afterwards: the file may change meanwhile, and what it
+    has lost reads as zeros.
 
     Args:
         index: the records' offsets; `find` must have found them.
@@ -248,13 +199,13 @@ def copy_records(
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.whole_size,
         *key_of(transformer.seed(seed), stream),
     )  # fmt: skip
+    file = index.mapped()
+    if file is None:
+        return pending
     image = slot.channels * slot.height * slot.width
-    parts = min(threads, max(1, records.size * image // _GRAIN))
-    window = max(_WINDOW, min(int(index.sizes[records].max()), _LARGEST) + PAGE_HEADER)
-    memory = _scratch.of(parts * window)
     _copy_records.run(
-        threads, parts, 1, index.descriptor, index.page_size, index.offsets, index.sizes,
-        np.ascontiguousarray(records), np.ascontiguousarray(samples), records.size, -(-records.size // parts), memory,
-        address_of(memory), window, address_of(block), block, block, pending, *numbers,
+        threads, records.size, max(1, _GRAIN // image), file, address_of(file), index.page_size, index.offsets,
+        index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), address_of(block), block, block,
+        pending, *numbers,
     )  # fmt: skip
     return pending

@@ -1,7 +1,6 @@
 """The headers of an LMDB's data file (format version 1, `mdb.c`): which tree of pages holds the records.
 
-Files are read through a descriptor and never mapped: touching a page that a mapped file has lost, or that its disk
-cannot read, ends the process with SIGBUS.
+What decides where something lies in a file is read through a descriptor, so that it cannot change after it was checked.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.intrinsics import read_at
 from caffepy.backend.cpu.jit.kernel import Bytes, Int, Words, address_of, device_function, kernel
+from caffepy.backend.cpu.jit.mapped_file import MappedFile
 from caffepy.data.sources.lmdb_file import Header, read_header, truncated
 from caffepy.errors import DataError
 from caffepy.files import open_regular
@@ -108,14 +109,6 @@ def _is_after(buffer: Bytes, key: Int, size: Int, last: Bytes, last_size: Int) -
         if buffer[key + i] != last[i]:
             return buffer[key + i] > last[i]
     return size > last_size
-
-
-@device_function
-def _offset_of_large(page: Int, size: Int, pages: Int, page_size: Int) -> Int:
-    """Where the data of a record with pages of its own begin in the file; -1: outside of it."""
-    if page < 2 or page >= pages or size > (pages - page) * page_size - 16:
-        return -1
-    return page * page_size + 16
 
 
 @device_function
@@ -243,6 +236,8 @@ class LmdbIndex:
         self._header = header
         self._status = _status(self.descriptor)
         self._lock = threading.Lock()
+        self._mapped: MappedFile | None = None
+        self._mappable = True
         self._file_pages = min(self._status[0] // header.page_size, header.last_page + 1)
         if not self.entries:
             return
@@ -263,11 +258,24 @@ class LmdbIndex:
         """Bytes of each record, valid as `offsets`."""
         return self._walk.sizes
 
+    def mapped(self) -> NDArray[np.uint8] | None:
+        """The file in memory, of its size when it was opened; None where it cannot be mapped.
+
+        What is read there counts only if `check` passes afterwards.
+        """
+        with self._lock:
+            if self._mapped is None and self._mappable:
+                try:
+                    self._mapped = MappedFile(self.descriptor, self._status[0])
+                except (OSError, ValueError):  # a file system without maps; no address space; cut off, as `check` says
+                    self._mappable = False
+            return None if self._mapped is None else self._mapped.memory
+
     def check(self) -> None:
         """Refuse to read on if the file is not as it was when it was opened.
 
         Raises:
-            DataError: it was cut off, or written to.
+            DataError: it was cut off or written to, or its disk cannot read it.
         """
         status = _status(self.descriptor)
         if status[0] < self._status[0]:
@@ -276,6 +284,8 @@ class LmdbIndex:
             )
         if status != self._status:
             raise DataError("was changed while it was read; start again, and write to a copy of it")
+        if self._mapped is not None and self._mapped.pages_lost:
+            raise DataError("could not be read for a moment: it was cut off and grew again, or its disk is not whole")
 
     def find(self, count: int) -> bool:
         """Find the first `count` records; False if the tree is damaged or has not so many."""

@@ -20,6 +20,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import Dialect
+from caffepy.data.prefetch import wait_on
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
@@ -80,6 +81,7 @@ class LayerContext:
         iter_size: passes of one iteration; their batches are prefetched before the first of them runs.
         resolve: turns a path written in the prototxt into one that exists (see `caffepy.config.paths`).
         timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
+        check_wait: called every 0.1 s while a layer waits for its data; ends the wait by raising.
         dialect: whose numbers the layers compute where the two Caffes differ; None: the net decides when it is built.
     """
 
@@ -92,6 +94,7 @@ class LayerContext:
     iter_size: int = 1
     resolve: Callable[[str], Path] = Path
     timeout: float = 600.0
+    check_wait: Callable[[], None] = wait_on
     dialect: Dialect | None = None
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""

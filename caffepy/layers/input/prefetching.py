@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _MOST_THREADS = 8
 """Memory bandwidth limits the readers: more threads copy no faster."""
 
+_CLOSE_SECONDS = 2.0
+"""How long closing waits for a reader that may be stuck in a dead network drive; it is a daemon."""
+
 
 class Source(Protocol):
     """What a data layer reads from; opened in `setup`, closed in `close`."""
@@ -274,6 +277,7 @@ class PrefetchingLayer(Layer):
                 block=1 if slot is None else passes_per_block(slot),
                 memory=self.backend.host_memory,
                 timeout=self.context.timeout,
+                check_wait=self.context.check_wait,
             )
         return self._prefetcher
 
@@ -318,7 +322,7 @@ class PrefetchingLayer(Layer):
     def close(self) -> None:
         self._closed = True
         prefetcher, self._prefetcher = getattr(self, "_prefetcher", None), None
-        ended = prefetcher is None or prefetcher.close()
+        ended = prefetcher is None or prefetcher.close(_CLOSE_SECONDS)
         for transfer in (getattr(self, "_transfer", None), *getattr(self, "_prefetched", {}).values()):
             if transfer is not None:
                 transfer.ring.close()

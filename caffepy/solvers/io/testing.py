@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from caffepy.data.schedule import TestSchedule
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.net import Net
 from caffepy.solvers.io.detection import DetectionScores, check_detection_outputs, maker_of
 from caffepy.solvers.io.display import output_lines
@@ -74,7 +74,10 @@ def _score_own_batches(
     for number in range(schedule.passes_per_test):
         if interrupted():
             return None
-        net.forward()
+        try:
+            net.forward()
+        except StopRequestedError:
+            return None
         take(schedule.first_sample(number))
         loss += net.loss() if state.param.test_compute_loss else 0.0
         net.raise_device_errors()

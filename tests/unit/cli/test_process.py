@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 import caffepy
+from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.proto import caffe_pb2
 
 NET = """
 name: "tiny"
@@ -182,3 +185,47 @@ def test_a_mistake_is_one_line_and_nothing_else():
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("caffepy: error: absent.solverstate")
     assert "Traceback" not in result.stderr
+
+
+DATA = """
+layer { name: "data" type: "Data" top: "data" top: "label" data_param { source: "db" batch_size: 4 } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+STUCK = """
+import sys, threading
+from caffepy.cli.main import main
+from caffepy.data.loader import DatumLoader
+read = DatumLoader.load_bytes
+def load_bytes(loader, firsts, *others):
+    if firsts[0] > 0:
+        print("stuck", file=sys.stderr, flush=True)
+        threading.Event().wait()
+    return read(loader, firsts, *others)
+DatumLoader.load_bytes = load_bytes
+sys.exit(main(sys.argv[1:]))
+"""
+"""A disk that answers once: the training of 64 passes, and no more."""
+
+
+def test_sigterm_ends_the_wait_for_a_dead_disk_with_a_snapshot():
+    records = (
+        (record_key(n), caffe_pb2.Datum(channels=1, height=3, width=3, data=bytes([n] * 9), label=n % 3))
+        for n in range(50)
+    )
+    write_datums(Path("db"), records)
+    Path("net.prototxt").write_text(DATA)
+    command = [sys.executable, "-c", STUCK, *COMMAND[3:]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line == "stuck\n":
+                break
+        time.sleep(1)
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=30)[1]
+    assert (process.returncode, last_snapshot()) == (0, 64), rest
+    assert time.monotonic() - started < 10
+    assert "Iteration 64 waits for its data and is not made" in rest

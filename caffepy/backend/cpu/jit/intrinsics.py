@@ -1,8 +1,9 @@
-"""What the text of a kernel may use beyond Python: pointers of each type, bit casts, memcpy and pread."""
+"""What compiled code may use beyond Python: pointers of each type, bit casts, and some calls of the C library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ
 from typing import Any
 
 import numba.extending
@@ -72,3 +73,48 @@ def read_at(typing_context: Any, descriptor: Any, destination: Any, count: Any, 
         return builder.call(pread, [builder.trunc(file, number), builder.inttoptr(to, cgutils.voidptr_t), size, at])
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
+
+
+_MAP_FIXED = 0x10
+
+
+@intrinsic
+def map_zeros(typing_context: Any, address: Any, size: Any) -> Any:
+    """POSIX's mmap of zeros that can only be read, in place of what is at a page's address; -1 for an error."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word, number = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(word, [word, word, number, number, number, word])
+        mmap = cgutils.get_or_insert_function(builder.module, kind, "mmap")
+        settings = (PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | _MAP_FIXED, -1)
+        return builder.call(mmap, [*arguments, *(number(setting) for setting in settings), word(0)])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def set_handler(typing_context: Any, signal: Any, action: Any) -> Any:
+    """POSIX's sigaction: lets a `struct sigaction` at an address hold for a signal; -1 for an error."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word, number = ir.IntType(64), ir.IntType(32)
+        kind = ir.FunctionType(number, [number, word, word])
+        sigaction = cgutils.get_or_insert_function(builder.module, kind, "sigaction")
+        return builder.call(sigaction, [*arguments, word(0)])
+
+    return types.int32(types.int32, types.int64), generate
+
+
+@intrinsic
+def kept_word(typing_context: Any) -> Any:
+    """The address of a word that belongs to the compiled function and is zero at first."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        kept = builder.module.globals.get("kept_word")
+        if kept is None:
+            kept = cgutils.add_global_variable(builder.module, word, "kept_word")
+            kept.linkage, kept.initializer = "internal", word(0)
+        return builder.ptrtoint(kept, word)
+
+    return types.int64(), generate

@@ -13,14 +13,6 @@ from caffepy.data.transform import Transformer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
 
 
-@pytest.fixture(scope="module", autouse=True)
-def scratch(tmp_path_factory):
-    """The file that `index_of` writes its records to."""
-    index_of.file = open(tmp_path_factory.mktemp("records") / "file", "w+b")  # noqa: SIM115 -- the module's
-    yield
-    index_of.file.close()
-
-
 def index_of(records, large=False):
     """Records one after the other, with bytes between them that belong to none; or each with pages of its own."""
     places, sizes, memory = [], [len(record) for record in records], b"\xff" * (4096 if large else 18)
@@ -33,13 +25,9 @@ def index_of(records, large=False):
         else:
             places.append(len(memory))
             memory += record + b"\xff\xff"
-    index_of.file.seek(0)
-    index_of.file.write(memory)
-    index_of.file.truncate()
-    index_of.file.flush()
     return SimpleNamespace(
-        descriptor=index_of.file.fileno(), page_size=4096 if large else 1 << 40, offsets=np.array(places, np.int64),
-        sizes=np.array(sizes, np.int64),
+        mapped=lambda: np.frombuffer(memory, np.uint8), page_size=4096 if large else 1 << 40,
+        offsets=np.array(places, np.int64), sizes=np.array(sizes, np.int64),
     )  # fmt: skip
 
 
