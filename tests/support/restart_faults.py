@@ -19,7 +19,7 @@ import psutil
 from fault_case import FaultCase
 from laboratory import LIMIT, NET, Laboratory, Outcome
 from processes import ranks_of
-from training_faults import Started, Victim
+from training_faults import Place, Started
 
 from caffepy.snapshot.files import read_state
 
@@ -37,13 +37,13 @@ _AGAIN = 25.0
 """What the second run may take besides."""
 _LOCK = threading.Lock()
 
-Check = Callable[[Victim, Laboratory, int], float]
+Check = Callable[[Place, Laboratory, int], float]
 
 
-def start(victim: Victim, laboratory: Laboratory, *options: str, **settings: Any) -> Started:
+def start(place: Place, laboratory: Laboratory, *options: str, **settings: Any) -> Started:
     """Start a run that saves often and ends."""
     usual: dict[str, Any] = {"iterations": _ITERATIONS, "snapshot": _EVERY, "launch": ["--restarts", "1"]}
-    return victim.start(laboratory, *options, **{**usual, **settings})
+    return place.start(laboratory, *options, **{**usual, **settings})
 
 
 def iteration(number: int) -> int:
@@ -51,26 +51,26 @@ def iteration(number: int) -> int:
     return _FIRST + number % (_ITERATIONS - _FIRST - 5)
 
 
-def unfailing(victim: Victim, laboratory: Laboratory, iterations: int) -> Outcome:
+def unfailing(place: Place, laboratory: Laboratory, iterations: int) -> Outcome:
     """A run with as many devices that never failed."""
     with _LOCK:
-        return _unfailing(victim.ranks, victim.solvers, laboratory, iterations)
+        return _unfailing(place.ranks, place.solvers, laboratory, iterations)
 
 
 @cache
 def _unfailing(ranks: int, solvers: int, laboratory: Laboratory, iterations: int) -> Outcome:
-    outcome = laboratory.finish(start(Victim(0, ranks, solvers), laboratory, iterations=iterations))
+    outcome = laboratory.finish(start(Place(0, ranks, solvers), laboratory, iterations=iterations))
     assert outcome.status == 0 and "restart" not in outcome.log, outcome.log
     return outcome
 
 
-def check_trained(victim: Victim, laboratory: Laboratory, outcome: Outcome, restarted: bool = True) -> None:
+def check_trained(place: Place, laboratory: Laboratory, outcome: Outcome, restarted: bool = True) -> None:
     """A run ended with what one without a fault would have learned."""
     assert outcome.status == 0, f"status {outcome.status}:\n{outcome.log}"
     assert ("restart 1 of 1 in 1 s, after " in outcome.log) == restarted, outcome.log
     last = outcome.snapshots()[-1]
     assert last >= _ITERATIONS, outcome.log
-    wanted = unfailing(victim, laboratory, last)
+    wanted = unfailing(place, laboratory, last)
     assert contents(outcome, last) == contents(wanted, last), f"trained otherwise than without a fault:\n{outcome.log}"
 
 
@@ -84,109 +84,109 @@ def contents(outcome: Outcome, iteration: int) -> tuple[bytes, bytes]:
     return weights, state.SerializeToString(deterministic=True)
 
 
-def begins_again(kind: str, victim: Victim, laboratory: Laboratory, number: int, **settings: Any) -> float:
+def begins_again(kind: str, place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:
     """A fault of `program.py` that comes once."""
     later = 0.004 * number if kind == "kill" else 0.0
-    fault = f"{kind} {victim.device} {iteration(number)} {later:.4f}"
-    return ends_trained(victim, laboratory, start(victim, laboratory, "--timeout", _TIMEOUT, FAULT=fault, **settings))
+    fault = f"{kind} {place.device} {iteration(number)} {later:.4f}"
+    return ends_trained(place, laboratory, start(place, laboratory, "--timeout", _TIMEOUT, FAULT=fault, **settings))
 
 
-def begins_anew(kind: str, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def begins_anew(kind: str, place: Place, laboratory: Laboratory, number: int) -> float:
     """A fault before there is a snapshot."""
-    return ends_trained(victim, laboratory, start(victim, laboratory, FAULT=f"{kind} {victim.device} start"))
+    return ends_trained(place, laboratory, start(place, laboratory, FAULT=f"{kind} {place.device} start"))
 
 
-def stalls(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def stalls(place: Place, laboratory: Laboratory, number: int) -> float:
     """What was read ahead is trained before anybody notices."""
     net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
-    return begins_again("stall", victim, laboratory, number, net_text=net, iterations=_FAR)
+    return begins_again("stall", place, laboratory, number, net_text=net, iterations=_FAR)
 
 
-def ends_trained(victim: Victim, laboratory: Laboratory, started: Started, fault: float | None = None) -> float:
+def ends_trained(place: Place, laboratory: Laboratory, started: Started, fault: float | None = None) -> float:
     outcome = laboratory.finish(started, fault=fault)
-    check_trained(victim, laboratory, outcome)
+    check_trained(place, laboratory, outcome)
     seconds = outcome.seconds_after_fault()
     limit = float(_TIMEOUT) + LIMIT + _BACKOFF + _AGAIN
     assert seconds < limit, f"trained {seconds:.1f} s after the fault:\n{outcome.log}"
     return seconds
 
 
-def slow(victim: Victim, laboratory: Laboratory, *options: str, **settings: Any) -> Started:
+def slow(place: Place, laboratory: Laboratory, *options: str, **settings: Any) -> Started:
     """A run that a fault from outside can meet before it ends, at its second snapshot."""
-    started = start(victim, laboratory, *options, DELAY="0.05", **settings)
+    started = start(place, laboratory, *options, DELAY="0.05", **settings)
     laboratory.wait_for_snapshot(started, 2 * _EVERY)
     return started
 
 
-def stopped(victim: Victim, laboratory: Laboratory, number: int) -> float:
-    started = slow(victim, laboratory, "--timeout", _TIMEOUT)
+def stopped(place: Place, laboratory: Laboratory, number: int) -> float:
+    started = slow(place, laboratory, "--timeout", _TIMEOUT)
     fault = time.time()
-    ranks_of(laboratory.mark(started[1]))[victim.rank].suspend()
-    return ends_trained(victim, laboratory, started, fault)
+    ranks_of(laboratory.mark(started[1]))[place.rank].suspend()
+    return ends_trained(place, laboratory, started, fault)
 
 
-def launcher_signalled(number_of_signal: int, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def launcher_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
     """MPI's launcher ends below `caffepy launch`."""
-    started = slow(victim, laboratory)
+    started = slow(place, laboratory)
     fault = time.time()
     os.kill(psutil.Process(started[0].pid).children()[0].pid, number_of_signal)
-    return ends_trained(victim, laboratory, started, fault)
+    return ends_trained(place, laboratory, started, fault)
 
 
-def parent_signalled(number_of_signal: int, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def parent_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
     """Ctrl-C or SIGTERM: all ranks save and stop."""
-    started = slow(victim, laboratory)
+    started = slow(place, laboratory)
     fault = time.time()
     os.kill(started[0].pid, number_of_signal)
-    return stops_and_goes_on(victim, laboratory, laboratory.finish(started, fault=fault))
+    return stops_and_goes_on(place, laboratory, laboratory.finish(started, fault=fault))
 
 
-def rank_signalled(name: str, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def rank_signalled(name: str, place: Place, laboratory: Laboratory, number: int) -> float:
     """A signal to one rank alone stops all of them."""
-    fault = f"{name} {victim.device} {iteration(number)} {0.004 * number:.4f}"
-    started = start(victim, laboratory, FAULT=fault, DELAY="0.01")
-    return stops_and_goes_on(victim, laboratory, laboratory.finish(started))
+    fault = f"{name} {place.device} {iteration(number)} {0.004 * number:.4f}"
+    started = start(place, laboratory, FAULT=fault, DELAY="0.01")
+    return stops_and_goes_on(place, laboratory, laboratory.finish(started))
 
 
-def stops_and_goes_on(victim: Victim, laboratory: Laboratory, outcome: Outcome) -> float:
+def stops_and_goes_on(place: Place, laboratory: Laboratory, outcome: Outcome) -> float:
     assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     assert "Optimization stopped early." in outcome.log and outcome.snapshots()[-1] < _ITERATIONS, outcome.log
-    goes_on(victim, laboratory, outcome)
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
-def goes_on(victim: Victim, laboratory: Laboratory, outcome: Outcome) -> None:
+def goes_on(place: Place, laboratory: Laboratory, outcome: Outcome) -> None:
     """A run that ended early is trained to its end by the same command with ``--snapshot auto``."""
-    again = laboratory.finish(start(victim, laboratory, "--snapshot", "auto", prefix=outcome.prefix))
-    check_trained(victim, laboratory, again, restarted=False)
+    again = laboratory.finish(start(place, laboratory, "--snapshot", "auto", prefix=outcome.prefix))
+    check_trained(place, laboratory, again, restarted=False)
 
 
-def saves(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def saves(place: Place, laboratory: Laboratory, number: int) -> float:
     """SIGHUP: a snapshot, and training goes on as if nothing had been asked."""
-    fault = f"SIGHUP {victim.device} {iteration(number)}"
-    outcome = laboratory.finish(start(victim, laboratory, FAULT=fault))
-    check_trained(victim, laboratory, outcome, restarted=False)
+    fault = f"SIGHUP {place.device} {iteration(number)}"
+    outcome = laboratory.finish(start(place, laboratory, FAULT=fault))
+    check_trained(place, laboratory, outcome, restarted=False)
     assert any(saved % _EVERY for saved in outcome.snapshots()) or (iteration(number) + 1) % _EVERY < 2, outcome.log
     return outcome.seconds_after_fault()
 
 
-def suspended(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def suspended(place: Place, laboratory: Laboratory, number: int) -> float:
     """Ctrl-Z and `fg`: the time in which all were suspended counts for no timeout."""
-    started = slow(victim, laboratory, "--timeout", _TIMEOUT)
+    started = slow(place, laboratory, "--timeout", _TIMEOUT)
     fault = time.time()
     os.kill(started[0].pid, signal.SIGTSTP)
     time.sleep(float(_TIMEOUT) + 1.0)
     os.kill(started[0].pid, signal.SIGCONT)
     outcome = laboratory.finish(started, fault=fault)
-    check_trained(victim, laboratory, outcome, restarted=False)
+    check_trained(place, laboratory, outcome, restarted=False)
     return outcome.seconds_after_fault()
 
 
-def interrupted_twice(parent: bool, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def interrupted_twice(parent: bool, place: Place, laboratory: Laboratory, number: int) -> float:
     """The second Ctrl-C, at `caffepy launch` or at a rank, does not wait for a rank that sleeps."""
-    started = start(victim, laboratory, FAULT=f"sleep {victim.device} {iteration(number)}")
+    started = start(place, laboratory, FAULT=f"sleep {place.device} {iteration(number)}")
     laboratory.wait_for_fault(started)
-    process = started[0].pid if parent else ranks_of(laboratory.mark(started[1]))[victim.rank].pid
+    process = started[0].pid if parent else ranks_of(laboratory.mark(started[1]))[place.rank].pid
     fault = time.time()
     for _ in range(2):
         os.kill(process, signal.SIGINT)
@@ -194,44 +194,44 @@ def interrupted_twice(parent: bool, victim: Victim, laboratory: Laboratory, numb
     outcome = laboratory.finish(started, fault=fault)
     assert outcome.status == 130, f"status {outcome.status}:\n{outcome.log}"
     assert "interrupted again: ending at once" in outcome.log and "restart 1" not in outcome.log, outcome.log
-    goes_on(victim, laboratory, outcome)
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
-def parent_killed(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def parent_killed(place: Place, laboratory: Laboratory, number: int) -> float:
     """Nobody outlives the parent."""
-    started = slow(victim, laboratory)
+    started = slow(place, laboratory)
     fault = time.time()
     started[0].kill()
     outcome = laboratory.finish(started, fault=fault)
     assert outcome.status == -signal.SIGKILL
-    goes_on(victim, laboratory, outcome)
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
-def reads_cut_record(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def reads_cut_record(place: Place, laboratory: Laboratory, number: int) -> float:
     """Damaged data are a mistake in what was given: another start would meet them again."""
     data = laboratory.cut_data(64 * (iteration(number) % 10))
     fault = f"mark 0 {max(0, iteration(number) % 10 - 1)}"
-    started = start(victim, laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault)
-    return ends_by_a_mistake(victim, laboratory, laboratory.finish(started))
+    started = start(place, laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault)
+    return ends_by_a_mistake(place, laboratory, laboratory.finish(started))
 
 
-def loses_its_data(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def loses_its_data(place: Place, laboratory: Laboratory, number: int) -> float:
     """The file is cut off while it is read, which is a mistake of whoever did it."""
     folder = laboratory.new_folder() / "lmdb"
     shutil.copytree(laboratory.folder / "train_lmdb", folder)
-    started = slow(victim, laboratory, net_text=NET.replace("train_lmdb", str(folder)))
+    started = slow(place, laboratory, net_text=NET.replace("train_lmdb", str(folder)))
     fault = time.time()
     os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
-    return ends_by_a_mistake(victim, laboratory, laboratory.finish(started, fault=fault))
+    return ends_by_a_mistake(place, laboratory, laboratory.finish(started, fault=fault))
 
 
-def ends_by_a_mistake(victim: Victim, laboratory: Laboratory, outcome: Outcome) -> float:
+def ends_by_a_mistake(place: Place, laboratory: Laboratory, outcome: Outcome) -> float:
     """Nothing is started again; with whole data the same command goes on."""
     assert outcome.status == 2 and "restart 1" not in outcome.log, f"status {outcome.status}:\n{outcome.log}"
     assert "not started again: another start would meet the same mistake" in outcome.log, outcome.log
-    goes_on(victim, laboratory, outcome)
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
@@ -241,33 +241,33 @@ def check_end_in_time(outcome: Outcome) -> float:
     return seconds
 
 
-_KINDS: dict[str, tuple[Check, list[Victim], list[Victim]]] = {
-    "raise": (partial(begins_again, "raise"), [], [Victim(1, 2), Victim(2, 0, 3), Victim(1, 2, 2)]),
-    "raise at the start": (partial(begins_anew, "raise"), [], [Victim(1, 2)]),
-    "kill": (partial(begins_again, "kill"), [Victim(1, 2)], [Victim(0, 2), Victim(1, 3), Victim(3, 2, 2)]),
-    "kill while saving": (partial(begins_again, "kill", snapshot=1), [], [Victim(0, 2)]),
-    "kill at the start": (partial(begins_anew, "kill"), [], [Victim(1, 2)]),
-    "sleep": (partial(begins_again, "sleep"), [], [Victim(1, 0, 2), Victim(1, 2)]),
-    "stop": (stopped, [], [Victim(0, 2), Victim(1, 2)]),
-    "stall": (stalls, [], [Victim(0), Victim(1, 2)]),
-    "cut record": (reads_cut_record, [], [Victim(0, 2)]),
-    "truncate": (loses_its_data, [], [Victim(0), Victim(0, 2)]),
-    "SIGINT": (partial(rank_signalled, "SIGINT"), [], [Victim(1, 2), Victim(0, 3), Victim(2, 2, 2)]),
-    "SIGINT twice": (partial(interrupted_twice, False), [], [Victim(1, 2)]),
-    "SIGTERM": (partial(rank_signalled, "SIGTERM"), [], [Victim(1, 2), Victim(0, 0, 2)]),
-    "SIGHUP": (saves, [], [Victim(0, 2), Victim(1, 2)]),
-    "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [], [Victim(0, 2)]),
-    "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [], [Victim(0, 2)]),
-    "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [], [Victim(0, 2)]),
-    "parent SIGINT": (partial(parent_signalled, signal.SIGINT), [Victim(0, 2)], []),
-    "parent SIGINT twice": (partial(interrupted_twice, True), [], [Victim(1, 2)]),
-    "parent SIGTERM": (partial(parent_signalled, signal.SIGTERM), [], [Victim(0, 2)]),
-    "parent SIGTSTP": (suspended, [], [Victim(0, 2)]),
-    "parent SIGKILL": (parent_killed, [Victim(0, 2)], []),
+_KINDS: dict[str, tuple[Check, list[Place], list[Place]]] = {
+    "raise": (partial(begins_again, "raise"), [], [Place(1, 2), Place(2, 0, 3), Place(1, 2, 2)]),
+    "raise at the start": (partial(begins_anew, "raise"), [], [Place(1, 2)]),
+    "kill": (partial(begins_again, "kill"), [Place(1, 2)], [Place(0, 2), Place(1, 3), Place(3, 2, 2)]),
+    "kill while saving": (partial(begins_again, "kill", snapshot=1), [], [Place(0, 2)]),
+    "kill at the start": (partial(begins_anew, "kill"), [], [Place(1, 2)]),
+    "sleep": (partial(begins_again, "sleep"), [], [Place(1, 0, 2), Place(1, 2)]),
+    "stop": (stopped, [], [Place(0, 2), Place(1, 2)]),
+    "stall": (stalls, [], [Place(0), Place(1, 2)]),
+    "cut record": (reads_cut_record, [], [Place(0, 2)]),
+    "truncate": (loses_its_data, [], [Place(0), Place(0, 2)]),
+    "SIGINT": (partial(rank_signalled, "SIGINT"), [], [Place(1, 2), Place(0, 3), Place(2, 2, 2)]),
+    "SIGINT twice": (partial(interrupted_twice, False), [], [Place(1, 2)]),
+    "SIGTERM": (partial(rank_signalled, "SIGTERM"), [], [Place(1, 2), Place(0, 0, 2)]),
+    "SIGHUP": (saves, [], [Place(0, 2), Place(1, 2)]),
+    "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [], [Place(0, 2)]),
+    "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [], [Place(0, 2)]),
+    "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [], [Place(0, 2)]),
+    "parent SIGINT": (partial(parent_signalled, signal.SIGINT), [Place(0, 2)], []),
+    "parent SIGINT twice": (partial(interrupted_twice, True), [], [Place(1, 2)]),
+    "parent SIGTERM": (partial(parent_signalled, signal.SIGTERM), [], [Place(0, 2)]),
+    "parent SIGTSTP": (suspended, [], [Place(0, 2)]),
+    "parent SIGKILL": (parent_killed, [Place(0, 2)], []),
 }
 """Each kind's check, where the tests make it happen, and where `endurance.py` does as well."""
 RESTART_FAULTS = [
-    FaultCase(kind, str(victim), partial(check, victim), mpi=True, further=victim in further)
+    FaultCase(kind, str(place), partial(check, place), mpi=True, further=place in further)
     for kind, (check, tested, further) in _KINDS.items()
-    for victim in (*tested, *further)
+    for place in (*tested, *further)
 ]

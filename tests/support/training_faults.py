@@ -27,8 +27,8 @@ _TIMEOUT = 3.0
 
 
 @dataclass(frozen=True)
-class Victim:
-    """The device over which a fault comes, and how many there are.
+class Place:
+    """Where a fault comes over a run.
 
     Args:
         device: its number among all.
@@ -110,81 +110,81 @@ def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> Non
     assert "Traceback" not in outcome.log, outcome.log
 
 
-def raises(victim: Victim, laboratory: Laboratory, number: int) -> float:
-    outcome = victim.strike(laboratory, "raise", number)
-    check_message(outcome, rf"^{victim.error}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
+def raises(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = place.strike(laboratory, "raise", number)
+    check_message(outcome, rf"^{place.error}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
     return check_end(outcome)
 
 
-def raises_at_start(victim: Victim, laboratory: Laboratory, number: int) -> float:
-    outcome = laboratory.finish(victim.start(laboratory, FAULT=f"raise {victim.device} start"))
-    rank = rf"rank {victim.rank} on \S+: " if victim.ranks else ""
+def raises_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = laboratory.finish(place.start(laboratory, FAULT=f"raise {place.device} start"))
+    rank = rf"rank {place.rank} on \S+: " if place.ranks else ""
     check_message(outcome, rf"^{rank}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
     return check_end(outcome, saved=False)
 
 
-def killed(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def killed(place: Place, laboratory: Laboratory, number: int) -> float:
     """Later rounds strike wherever the device is then: in an exchange, a test or a snapshot."""
-    outcome = victim.strike(laboratory, "kill", number, later=0.004 * number)
-    check_message(outcome, rf"^rank {victim.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
+    outcome = place.strike(laboratory, "kill", number, later=0.004 * number)
+    check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
     return check_end(outcome)
 
 
-def killed_while_saving(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def killed_while_saving(place: Place, laboratory: Laboratory, number: int) -> float:
     """With a snapshot after each iteration it is most likely one of them that is broken off."""
-    outcome = victim.strike(laboratory, "kill", 0, later=0.003 * number, snapshot=1)
-    check_message(outcome, rf"^rank {victim.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
+    outcome = place.strike(laboratory, "kill", 0, later=0.003 * number, snapshot=1)
+    check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
     return check_end(outcome)
 
 
-def killed_at_start(victim: Victim, laboratory: Laboratory, number: int) -> float:
-    outcome = laboratory.finish(victim.start(laboratory, FAULT=f"kill {victim.device} start"))
-    check_message(outcome, rf"^rank {victim.rank} on \S+( \(process \d+\))? at iteration 0 ended unexpectedly", None)
+def killed_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = laboratory.finish(place.start(laboratory, FAULT=f"kill {place.device} start"))
+    check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration 0 ended unexpectedly", None)
     return check_end(outcome, saved=False)
 
 
-def sleeps(victim: Victim, laboratory: Laboratory, number: int) -> float:
-    outcome = victim.strike(laboratory, "sleep", number, "--timeout", f"{_TIMEOUT:g}")
+def sleeps(place: Place, laboratory: Laboratory, number: int) -> float:
+    outcome = place.strike(laboratory, "sleep", number, "--timeout", f"{_TIMEOUT:g}")
     exchange = r"(the beginning of )?(part \d of \d of )?the gradients' all-reduce"
     where = rf"({exchange}|the sum of scores) of iteration {_FIRST + number}"
-    check_message(outcome, rf"device CPU( \d)? has waited \d+ s in {where} for {victim.state}, which is in iteration")
+    check_message(outcome, rf"device CPU( \d)? has waited \d+ s in {where} for {place.state}, which is in iteration")
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
-def stopped(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def stopped(place: Place, laboratory: Laboratory, number: int) -> float:
     """SIGSTOP also stops the rank's own watchdog, and that of rank 0 watches over all."""
-    started = victim.start(laboratory, "--timeout", f"{_TIMEOUT:g}")
+    started = place.start(laboratory, "--timeout", f"{_TIMEOUT:g}")
     wait_for_fault(laboratory, started, number)
     fault = time.time()
-    ranks_of(laboratory.mark(started[1]))[victim.rank].suspend()
+    ranks_of(laboratory.mark(started[1]))[place.rank].suspend()
     outcome = laboratory.finish(started, fault=fault)
-    check_message(outcome, rf"has waited \d+ s in .* for rank {victim.rank} on", None)
+    check_message(outcome, rf"has waited \d+ s in .* for rank {place.rank} on", None)
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
-def stalls(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def stalls(place: Place, laboratory: Laboratory, number: int) -> float:
     net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
-    outcome = victim.strike(laboratory, "stall", number, "--timeout", f"{_TIMEOUT:g}", net_text=net)
-    check_message(outcome, rf"{victim.state},? .* record \d+ of LMDB 'train_lmdb'")
+    outcome = place.strike(laboratory, "stall", number, "--timeout", f"{_TIMEOUT:g}", net_text=net)
+    check_message(outcome, rf"{place.state},? .* record \d+ of LMDB 'train_lmdb'")
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
-def reads_cut_record(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def reads_cut_record(place: Place, laboratory: Laboratory, number: int) -> float:
     """Record 64 t + 32 d lies in the part of device d of two in iteration t."""
     iteration = _FIRST - 1 + number % 2
-    record = 64 * iteration + 32 * victim.device + number % 32
+    record = 64 * iteration + 32 * place.device + number % 32
     data = laboratory.cut_data(record)
-    fault = f"mark {victim.device} {iteration - 1}"
-    outcome = laboratory.finish(victim.start(laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault))
-    check_message(outcome, rf"^{victim.error}.*LMDB '{data}'.*record {record} \(key '{record:08}'\)", 2)
+    fault = f"mark {place.device} {iteration - 1}"
+    outcome = laboratory.finish(place.start(laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault))
+    check_message(outcome, rf"^{place.error}.*LMDB '{data}'.*record {record} \(key '{record:08}'\)", 2)
     return check_end(outcome)
 
 
-def loses_its_data(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def loses_its_data(place: Place, laboratory: Laboratory, number: int) -> float:
     """The file is cut off while it is read."""
     folder = laboratory.new_folder() / "lmdb"
     shutil.copytree(laboratory.folder / "train_lmdb", folder)
-    started = victim.start(laboratory, net_text=NET.replace("train_lmdb", str(folder)), DELAY="0.002")
+    started = place.start(laboratory, net_text=NET.replace("train_lmdb", str(folder)), DELAY="0.002")
     wait_for_fault(laboratory, started, number)
     fault = time.time()
     os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
@@ -193,9 +193,9 @@ def loses_its_data(victim: Victim, laboratory: Laboratory, number: int) -> float
     return check_end(outcome)
 
 
-def interrupted(name: str, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def interrupted(name: str, place: Place, laboratory: Laboratory, number: int) -> float:
     """A signal to a rank stops all of them, with a snapshot."""
-    outcome = victim.strike(laboratory, name, number, later=0.004 * number)
+    outcome = place.strike(laboratory, name, number, later=0.004 * number)
     assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     assert "Optimization stopped early." in outcome.log, outcome.log
     last = outcome.snapshots()[-1]
@@ -203,24 +203,24 @@ def interrupted(name: str, victim: Victim, laboratory: Laboratory, number: int) 
     return check_end(outcome)
 
 
-def interrupted_twice(victim: Victim, laboratory: Laboratory, number: int) -> float:
+def interrupted_twice(place: Place, laboratory: Laboratory, number: int) -> float:
     """Whoever presses Ctrl-C again does not want to wait for a rank that sleeps."""
-    fault = f"sleep {victim.device} {_FIRST + number}"
-    started = victim.start(laboratory, FAULT=fault)
+    fault = f"sleep {place.device} {_FIRST + number}"
+    started = place.start(laboratory, FAULT=fault)
     laboratory.wait_for_fault(started)
-    process = ranks_of(laboratory.mark(started[1]))[victim.rank].pid if victim.ranks else started[0].pid
+    victim = ranks_of(laboratory.mark(started[1]))[place.rank].pid if place.ranks else started[0].pid
     begin = time.time()
     for _ in range(2):
-        os.kill(process, signal.SIGINT)
+        os.kill(victim, signal.SIGINT)
         time.sleep(0.3)
     outcome = laboratory.finish(started, fault=begin)
     check_message(outcome, "^interrupted again: ending at once$", 130)
     return check_end(outcome)
 
 
-def launcher_signalled(number_of_signal: int, victim: Victim, laboratory: Laboratory, number: int) -> float:
+def launcher_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
     """Open MPI's mpirun kills its ranks at SIGINT and SIGTERM; where it is killed itself, they notice."""
-    started = victim.start(laboratory)
+    started = place.start(laboratory)
     wait_for_fault(laboratory, started, number)
     fault = time.time()
     os.kill(started[0].pid, number_of_signal)
@@ -235,31 +235,31 @@ def wait_for_fault(laboratory: Laboratory, started: Started, number: int) -> Non
     time.sleep(0.013 * number)
 
 
-_KINDS: dict[str, tuple[Callable[[Victim, Laboratory, int], float], list[Victim], list[Victim]]] = {
-    "raise": (raises, [Victim(2, 0, 3), Victim(1, 2), Victim(1, 2, 2)], [Victim(0), Victim(2, 3)]),
-    "raise at the start": (raises_at_start, [Victim(1, 2)], [Victim(1, 0, 2)]),
-    "kill": (killed, [Victim(0, 2), Victim(1, 3), Victim(3, 2, 2)], [Victim(1, 2), Victim(0, 3)]),
-    "kill while saving": (killed_while_saving, [Victim(0, 2)], []),
-    "kill at the start": (killed_at_start, [Victim(1, 2)], []),
-    "sleep": (sleeps, [Victim(1, 0, 2), Victim(3, 2, 2)], [Victim(1, 2), Victim(2, 3)]),
-    "stop": (stopped, [Victim(0, 2)], [Victim(1, 2)]),
-    "stall": (stalls, [Victim(0), Victim(1, 2)], [Victim(1, 0, 2), Victim(2, 2, 2)]),
-    "cut record": (reads_cut_record, [Victim(1, 2)], [Victim(1, 0, 2)]),
-    "truncate": (loses_its_data, [Victim(0)], [Victim(0, 2)]),
+_KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], list[Place]]] = {
+    "raise": (raises, [Place(2, 0, 3), Place(1, 2), Place(1, 2, 2)], [Place(0), Place(2, 3)]),
+    "raise at the start": (raises_at_start, [Place(1, 2)], [Place(1, 0, 2)]),
+    "kill": (killed, [Place(0, 2), Place(1, 3), Place(3, 2, 2)], [Place(1, 2), Place(0, 3)]),
+    "kill while saving": (killed_while_saving, [Place(0, 2)], []),
+    "kill at the start": (killed_at_start, [Place(1, 2)], []),
+    "sleep": (sleeps, [Place(1, 0, 2), Place(3, 2, 2)], [Place(1, 2), Place(2, 3)]),
+    "stop": (stopped, [Place(0, 2)], [Place(1, 2)]),
+    "stall": (stalls, [Place(0), Place(1, 2)], [Place(1, 0, 2), Place(2, 2, 2)]),
+    "cut record": (reads_cut_record, [Place(1, 2)], [Place(1, 0, 2)]),
+    "truncate": (loses_its_data, [Place(0)], [Place(0, 2)]),
     "SIGINT": (
         partial(interrupted, "SIGINT"),
-        [Victim(0, 2), Victim(2, 2, 2)],
-        [Victim(0, 0, 2), Victim(1, 2), Victim(2, 3)],
+        [Place(0, 2), Place(2, 2, 2)],
+        [Place(0, 0, 2), Place(1, 2), Place(2, 3)],
     ),
-    "SIGINT twice": (interrupted_twice, [Victim(1, 2)], [Victim(0), Victim(0, 2)]),
-    "SIGTERM": (partial(interrupted, "SIGTERM"), [Victim(0, 0, 2), Victim(1, 2)], [Victim(0, 3), Victim(2, 2, 2)]),
-    "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [], [Victim(0, 2)]),
-    "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [Victim(0, 2)], []),
-    "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [Victim(0, 2)], []),
+    "SIGINT twice": (interrupted_twice, [Place(1, 2)], [Place(0), Place(0, 2)]),
+    "SIGTERM": (partial(interrupted, "SIGTERM"), [Place(0, 0, 2), Place(1, 2)], [Place(0, 3), Place(2, 2, 2)]),
+    "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [], [Place(0, 2)]),
+    "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [Place(0, 2)], []),
+    "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [Place(0, 2)], []),
 }
 """Each kind's check, where the tests make it happen, and where `endurance.py` does as well."""
 TRAINING_FAULTS = [
-    FaultCase(kind, str(victim), partial(check, victim), mpi=victim.ranks > 0, further=victim in further)
+    FaultCase(kind, str(place), partial(check, place), mpi=place.ranks > 0, further=place in further)
     for kind, (check, tested, further) in _KINDS.items()
-    for victim in (*tested, *further)
+    for place in (*tested, *further)
 ]
