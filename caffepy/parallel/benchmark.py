@@ -19,9 +19,9 @@ from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
 from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.device_spec import bind_rank
 from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
+from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.processes.world import World
 
