@@ -194,10 +194,10 @@ class ImageLoader(ABC):
         if image.dtype != np.uint8 or shape != slot.shape[1:]:
             return
         number, index = divmod(i, slot.count)
-        labels, places, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
+        labels, crops, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
         top, left = self._transformer.corner(image.shape[1], image.shape[2], choices, i)
         pixels[index] = image[:, top : top + slot.height, left : left + slot.width]
-        places[index] = choices.mirror[i], top, left
+        crops[index] = choices.mirror[i], top, left
         labels[index] = label
         pending[i] = 0
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.factory import connect_by_store, connect_gpu
+from caffepy.parallel.factory import connect_by_store, connect_gpu
 
 BACKENDS = ("nccl", "mpi", "tcp")
 _LOOK_SECONDS = 0.2

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,9 @@ from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
 from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.device_spec import bind_rank
 from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
+from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.processes.world import World
 
@@ -158,26 +159,14 @@ def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], 
 
 
 class _BenchmarkThread(DeviceThread):
-    """Measures on one device.
+    """Calls a function with its backend and communicator; the other arguments are those of `DeviceThread`.
 
     Args:
-        index: the device's number in this process.
-        device: its GPU, or None for the CPU.
-        connect: makes the thread's communicator; called in the thread.
-        measure: called in the thread with its index, backend and communicator.
-        on_change: called when the thread has failed or finished.
+        measure: called in the thread.
     """
 
-    def __init__(
-        self,
-        index: int,
-        device: int | None,
-        connect: Callable[[], Communicator],
-        measure: Callable[[int, Backend, Communicator], None],
-        on_change: Callable[[], None],
-    ) -> None:
-        super().__init__(f"bench {index}", device, str(device), connect, on_change)
-        self._index = index
+    def __init__(self, measure: Callable[[Backend, Communicator], None], *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._measure = measure
 
     def _create_backend(self) -> Backend:
@@ -185,7 +174,7 @@ class _BenchmarkThread(DeviceThread):
 
     def _work(self, backend: Backend) -> None:
         self._communicator = self._connect()
-        self._measure(self._index, backend, self._communicator)
+        self._measure(backend, self._communicator)
         self._communicator.barrier()
 
 
@@ -194,7 +183,7 @@ class AllReduceBenchmark:
 
     Args:
         world: the processes.
-        options: what to measure, the same on all ranks but for the GPUs.
+        options: what to measure, checked, the same on all ranks but for the GPUs.
         on_timing: called with each result, in a thread, on every rank.
     """
 
@@ -210,11 +199,10 @@ class AllReduceBenchmark:
         """Measure.
 
         Raises:
-            ConfigError: what is asked for does not go together.
+            ConfigError: two ranks name the same GPU.
             CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
         """
         world, options = self._world, self._options
-        world.run_on_all(lambda: options.check(world.size))
         bind_rank(world, gpus=options.devices is not None)
         if options.devices is not None:
             refuse_common_gpus(world, options.devices)
@@ -232,8 +220,8 @@ class AllReduceBenchmark:
         on_gpus = options.devices is not None
         connect = DeviceCommunicators(self._world, len(devices), on_gpus, timeout=options.timeout).connect
         for index, device in enumerate(devices):
-            on_change = partial(self._on_change, index)
-            self._threads.append(_BenchmarkThread(index, device, partial(connect, index), self._measure, on_change))
+            own = partial(self._measure, index), f"bench {index}", device, str(device), partial(connect, index)
+            self._threads.append(_BenchmarkThread(*own, partial(self._on_change, index)))
 
     def _measure(self, index: int, backend: Backend, communicator: Communicator) -> None:
         options = self._options

@@ -14,12 +14,12 @@ from functools import partial
 from caffepy.errors import RunError
 from caffepy.parallel.agreed_options import agree_on_options
 from caffepy.parallel.agreement import agree_on_start
-from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_spec import bind_rank, device_names, device_specs
 from caffepy.parallel.device_threads import DeviceThreads
+from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.hardware.affinity import Cores
 from caffepy.parallel.options import OptionsSource, TrainOptions

@@ -114,12 +114,12 @@ class Arrays:
         rng = np.random.default_rng(1)
         x, w, dy = (rounded(rng.standard_normal(s), dtype) for s in (x_shape, weights_shape, self.problem.y))
         bias = rng.standard_normal(outputs).astype(np.float32)
-        self.x, self.weights, self.dy = (self.place(bits(a, dtype)) for a in (x, w, dy))
-        self.bias = self.place(bias)
+        self.x, self.weights, self.dy = (self.upload(bits(a, dtype)) for a in (x, w, dy))
+        self.bias = self.upload(bias)
         self.spread_bias = bias.reshape(-1, *(1 for _ in geometry.kernel)).astype(float)
         self.y, self.dx, self.dweights = reference.convolution(x, w, dy, geometry)
 
-    def place(self, host: Any) -> Any:
+    def upload(self, host: Any) -> Any:
         """An array on the device, bit for bit."""
         import cupy
 
@@ -198,9 +198,9 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
         expected = arrays.y + arrays.spread_bias if task.bias else arrays.y
         arrays.close(out, np.maximum(expected, 0) if task.relu else expected, tolerance, what)
         if sums is not None:
-            places = np.abs(arrays.y).sum((0, 2, 3)).max()
+            magnitude = np.abs(arrays.y).sum((0, 2, 3)).max()
             off = np.abs(numbers(sums[0].get()) - arrays.y.sum((0, 2, 3))).max()
-            assert off <= tolerance * places, f"{what}: sum off by {off}"
+            assert off <= tolerance * magnitude, f"{what}: sum off by {off}"
             arrays.close(sums[1], (arrays.y**2).sum((0, 2, 3)), 4 * tolerance, f"{what}: squares")
     elif task.direction is Direction.DATA:
         out = arrays.output(arrays.problem.x)

@@ -22,7 +22,7 @@ def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:
     results = [checks.dirty(backend, shape, "bfloat16") for _ in range(4)] + [checks.dirty(backend, shape)]
     y, dx, wide, dropped, softmax = results
     pooled, mask = checks.dirty(backend, (6, 16, 4, 4), "float16"), checks.dirty(backend, (6, 16, 4, 4), "uint8")
-    sums, places, total = checks.dirty(backend, (16,)), checks.dirty(backend, (16, 8)), checks.dirty(backend, ())
+    sums, by_position, total = checks.dirty(backend, (16,)), checks.dirty(backend, (16, 8)), checks.dirty(backend, ())
     flat, probabilities, totals = backend.zeros((6 * 1024,)), backend.zeros((4, 5, 6)), backend.zeros((2,))
     bad, ranks = checks.to_device(backend, [-1], "int32"), backend.zeros((6, 8, 8))
     counter, halves = checks.to_device(backend, np.array([1, 2], np.uint64), "uint64"), backend.zeros(shape, "float16")
@@ -32,7 +32,7 @@ def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:
         backend.fill(wide, 0)
         backend.apply(checks.mixed, (x, dy, gain, 0.1), (y,))
         backend.reduce(checks.two, (x, dy), (sums, sums))
-        backend.reduce(checks.two, (x, dy), (places, places))
+        backend.reduce(checks.two, (x, dy), (by_position, by_position))
         backend.reduce(checks.two, (x, dy), (total, total))
         backend.copy(x, flat.reshape(shape))
         backend.copy(x[:, 2:10], wide[:, 4:12])
@@ -49,7 +49,7 @@ def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:
         backend.softmax_loss_forward(rows, labels, probabilities, totals, bad, 1, None)
         backend.softmax_loss_backward(probabilities, labels, probabilities, totals, 1, None, 1.0)
 
-    return work, [*results, pooled, mask, sums, places, total, flat, probabilities, totals, ranks, halves]
+    return work, [*results, pooled, mask, sums, by_position, total, flat, probabilities, totals, ranks, halves]
 
 
 def test_everything_can_be_captured(backend: Any) -> None:
@@ -79,8 +79,8 @@ def test_a_captured_dropout_follows_its_counter(backend: Any) -> None:
     backend.stream.begin_capture()
     backend.dropout(x, out, 0.5, stream, counter)
     graph = backend.stream.end_capture()
-    for place in [(1, 0), (1, 8), (2, 2**33)]:
-        backend.from_host(np.array(place, np.uint64), counter)
+    for count in [(1, 0), (1, 8), (2, 2**33)]:
+        backend.from_host(np.array(count, np.uint64), counter)
         graph.launch(backend.stream)
-        chances = oracle.random_uniform((8, 64), 3, 4, *place)
+        chances = oracle.random_uniform((8, 64), 3, 4, *count)
         assert np.array_equal(backend.to_host(out), np.where(chances >= 0.5, 2, 0))

@@ -28,11 +28,11 @@ POOLINGS = [
 poolings = pytest.mark.parametrize(("x_shape", "y_size", "geometry"), POOLINGS)
 
 
-def numbers_in_windows(places: Any, width: int, g: Geometry) -> Any:
-    """A mask of places h * W + w as numbers within the windows."""
-    rows = np.arange(places.shape[2])[:, None] * g.stride[0] - g.pad[0]
-    columns = np.arange(places.shape[3]) * g.stride[1] - g.pad[1]
-    return (places // width - rows) * g.kernel[1] + places % width - columns
+def numbers_in_windows(positions: Any, width: int, g: Geometry) -> Any:
+    """A mask of positions h * W + w as numbers within the windows."""
+    rows = np.arange(positions.shape[2])[:, None] * g.stride[0] - g.pad[0]
+    columns = np.arange(positions.shape[3]) * g.stride[1] - g.pad[1]
+    return (positions // width - rows) * g.kernel[1] + positions % width - columns
 
 
 @dtypes
@@ -58,16 +58,16 @@ def check_pool_max(
     host = np.round(normal(1, x_shape)) if ties else rounded(normal(1, x_shape), dtype)
     if mask_dtype == "uint8" and np.prod(geometry.kernel) > 255:
         return
-    expected, places = oracle.pool_max(host, y_shape, geometry)
+    expected, positions = oracle.pool_max(host, y_shape, geometry)
     y, mask = checks.dirty(backend, y_shape, dtype), checks.dirty(backend, y_shape, mask_dtype)
     backend.pool_max_forward(checks.to_device(backend, host, dtype), y, mask, geometry)
     assert np.array_equal(backend.to_host(y), expected)
-    numbers = places if mask_dtype == "int32" else numbers_in_windows(places, x_shape[3], geometry)
+    numbers = positions if mask_dtype == "int32" else numbers_in_windows(positions, x_shape[3], geometry)
     assert np.array_equal(backend.to_host(mask), numbers)
     dy, dy_host = stored(backend, 2, y_shape, dtype)
     dx = checks.dirty(backend, x_shape, dtype)
     backend.pool_max_backward(dy, mask, dx, geometry)
-    agrees(backend, dx, oracle.pool_max_gradient(dy_host, places, x_shape), dtype)
+    agrees(backend, dx, oracle.pool_max_gradient(dy_host, positions, x_shape), dtype)
 
 
 @dtypes

@@ -32,11 +32,11 @@ def random_slot(slot, whole, mirror, seed=0):
     """The memory of a slot of random images out of wholes of this height and width."""
     rng = np.random.default_rng(seed)
     memory = np.zeros(slot.size, np.uint8)
-    labels, places, pixels = slot.parts(memory)
+    labels, crops, pixels = slot.parts(memory)
     labels[...] = rng.integers(0, 1000, slot.count)
-    places[:, 0] = rng.integers(0, 2, slot.count) if mirror else 0
-    places[:, 1] = rng.integers(0, whole[0] - slot.height + 1, slot.count)
-    places[:, 2] = rng.integers(0, whole[1] - slot.width + 1, slot.count)
+    crops[:, 0] = rng.integers(0, 2, slot.count) if mirror else 0
+    crops[:, 1] = rng.integers(0, whole[0] - slot.height + 1, slot.count)
+    crops[:, 2] = rng.integers(0, whole[1] - slot.width + 1, slot.count)
     pixels[...] = rng.integers(0, 256, pixels.shape)
     return memory
 

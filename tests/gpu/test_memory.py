@@ -108,24 +108,24 @@ def test_an_arena_that_is_too_large(backend: Backend):
 def test_large_workspaces_are_taken_from_the_lease(backend: Backend):
     from caffepy.backend.cuda.memory import LARGE, Scratch
 
-    scratch, room = Scratch(), backend.zeros((5 * LARGE,), "uint8")
-    begin, end = room.data.ptr, room.data.ptr + room.nbytes
+    scratch, lease = Scratch(), backend.zeros((5 * LARGE,), "uint8")
+    begin, end = lease.data.ptr, lease.data.ptr + lease.nbytes
 
-    def place(count: int, purpose: str = "a", dtype: str = "float32") -> int:
+    def address(count: int, purpose: str = "a", dtype: str = "float32") -> int:
         array = scratch.get(purpose, count, dtype)
         assert (array.size, array.dtype) == (count, dtype)
         return int(array.data.ptr)
 
     with backend.activate():
-        own = place(LARGE)
+        own = address(LARGE)
         assert not begin <= own < end
-        scratch.lease(room)
-        assert place(LARGE // 4 + 1) == begin
-        assert place(LARGE // 4) == begin  # a purpose keeps its place
-        assert place(LARGE // 2, "b", "float16") == begin + LARGE + 512
-        assert place(LARGE) == own  # too large for what is left
-        assert not begin <= place(LARGE - 1, "c", "uint8") < end  # too small to be worth it
+        scratch.lease(lease)
+        assert address(LARGE // 4 + 1) == begin
+        assert address(LARGE // 4) == begin  # a purpose keeps its address
+        assert address(LARGE // 2, "b", "float16") == begin + LARGE + 512
+        assert address(LARGE) == own  # too large for what is left
+        assert not begin <= address(LARGE - 1, "c", "uint8") < end  # too small to be worth it
         assert not begin <= scratch.tickets(LARGE).data.ptr < end  # kept from call to call
-        assert place(LARGE // 2) == begin + 2 * LARGE + 512  # what grows moves behind the others
+        assert address(LARGE // 2) == begin + 2 * LARGE + 512  # what grows moves behind the others
         scratch.lease(None)
-        assert place(LARGE // 4 + 1) == own
+        assert address(LARGE // 4 + 1) == own

@@ -130,8 +130,8 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
 
 
 def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
-    from caffepy.parallel.communicators.compression import Bf16Compressor
-    from caffepy.parallel.communicators.nccl_compression import CudaBf16Compressor
+    from caffepy.parallel.communicators.compression import host_compressor
+    from caffepy.parallel.communicators.nccl_compression import device_compressor
 
     bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, np.uint32)
     bits[:6] = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x3F808000]
@@ -140,7 +140,8 @@ def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
     with backend.activate(), np.errstate(all="ignore"):
         array, found = backend.zeros(values.shape), backend.zeros(values.shape)
         backend.from_host(values, array)
-        device, host = CudaBf16Compressor(1), Bf16Compressor(np, 1)
+        device, host = device_compressor("bf16", 1), host_compressor("bf16", 1)
+        assert device is not None and host is not None
         copy, wanted = device.compress(array), host.compress(values)
         device.decompress(copy, found)
         values_kept = np.isfinite(values) & (np.abs(values) >= np.finfo(np.float32).tiny)

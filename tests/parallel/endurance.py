@@ -1,15 +1,19 @@
 """Lets every fault come over training and over process groups again and again, and prints how each of them ended.
 
     python tests/parallel/endurance.py --rounds 20 [--faults kill,SIGINT] [--jobs 2] [--turns] [--restarts 1]
+    python3 tests/parallel/endurance.py --restarts 1 --rounds 16 --jobs 8 --seconds 560 [--first 17]
 
 The faults and what is promised of their ends are those of the tests: `training_faults.py`, `group_faults.py`; with
 ``--restarts 1`` those of `restart_faults.py`, over training that `caffepy launch --restarts 1` starts. The exit
-status is 1 if anything was not as promised. Ctrl-C prints the table of what was tried so far.
+status is 1 if anything was not as promised. Ctrl-C prints the table of what was tried so far; the last line is a
+summary. Nothing has to be installed: packages may be found through PYTHONPATH, mpirun on the PATH.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 import tempfile
 import time
@@ -63,41 +67,69 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def try_once(record: Record, laboratory: Laboratory, number: int) -> None:
-    """One round of a case."""
-    try:
-        record.seconds.append(record.case.check(laboratory, number))
-    except pytest.skip.Exception as reason:
-        record.skipped = str(reason)
-    except (Exception, pytest.fail.Exception) as error:
-        record.failures.append((number, f"{type(error).__name__}: {error}"))
-        say(f"{record.case}, round {number + 1}: {record.failures[-1][1].splitlines()[0][:300]}")
+class Endurance:
+    """Tries cases, some at a time.
+
+    Args:
+        records: of the cases.
+        laboratory: where.
+        deadline: by `time.monotonic`; what would begin later is left out.
+    """
+
+    def __init__(self, records: Sequence[Record], laboratory: Laboratory, deadline: float) -> None:
+        self.records = records
+        self.left_out = 0
+        """Trials for which there was no time."""
+        self._laboratory = laboratory
+        self._deadline = deadline
+
+    def try_once(self, trial: tuple[int, Record]) -> None:
+        """One round of a case."""
+        number, record = trial
+        if time.monotonic() > self._deadline:
+            self.left_out += 1
+            return
+        try:
+            record.seconds.append(record.case.check(self._laboratory, number))
+        except pytest.skip.Exception as reason:
+            record.skipped = str(reason)
+        except (Exception, pytest.fail.Exception) as error:
+            record.failures.append((number, f"{type(error).__name__}: {error}"))
+            say(f"{record.case}, round {number + 1}: {record.failures[-1][1].splitlines()[0][:300]}")
+
+    def try_all(self, rounds: range, jobs: int, turns: bool) -> None:
+        """All rounds, so many cases at a time; a round has every case once, or one of each kind. Ctrl-C ends it."""
+        chosen = [in_turn(self.records, number) if turns else self.records for number in rounds]
+        trials = [(number, record) for number, records in zip(rounds, chosen, strict=True) for record in records]
+        begin = time.monotonic()
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for (number, record), _ in zip(trials, pool.map(self.try_once, trials), strict=True):
+                    if record is chosen[number - rounds.start][-1]:
+                        failures = sum(len(record.failures) for record in self.records)
+                        say(f"round {number + 1}: {time.monotonic() - begin:.0f} s, {failures} failures so far")
+            except KeyboardInterrupt:
+                say("interrupted: what runs comes to its end")
+                pool.shutdown(cancel_futures=True)
+
+    def summary(self) -> str:
+        """All of it in a line."""
+        seconds = [second for record in self.records for second in record.seconds]
+        failures = sum(len(record.failures) for record in self.records)
+        skipped = sum(bool(record.skipped) for record in self.records)
+        parts = [f"{len(seconds) + failures} faults", f"{failures} not as promised"]
+        parts += [f"at most {max(seconds):.1f} s from fault to end"] if seconds else []
+        parts += [f"{skipped} cases could not be tried"] if skipped else []
+        parts += [f"{self.left_out} left out for lack of time"] if self.left_out else []
+        return ", ".join(parts)
 
 
 def in_turn(records: Sequence[Record], number: int) -> list[Record]:
-    """One record of each kind, in every round that of another place."""
+    """One record of each kind, in every round that of another device."""
     kinds: dict[str, list[Record]] = {}
     for record in records:
         kinds.setdefault(record.case.kind, []).append(record)
-    return [places[number % len(places)] for places in kinds.values()]
-
-
-def try_all(cases: Sequence[FaultCase], rounds: int, jobs: int, turns: bool) -> list[Record]:
-    """All rounds, so many cases at a time; a round has every case once, or one of each kind. Ctrl-C ends it early."""
-    records = [Record(case) for case in cases]
-    with tempfile.TemporaryDirectory(prefix="endurance") as folder, ThreadPoolExecutor(jobs) as pool:
-        laboratory = Laboratory(Path(folder))
-        try:
-            for number in range(rounds):
-                begin = time.monotonic()
-                chosen = in_turn(records, number) if turns else records
-                list(pool.map(lambda record, number=number: try_once(record, laboratory, number), chosen))
-                failures = sum(len(record.failures) for record in records)
-                say(f"round {number + 1} of {rounds}: {time.monotonic() - begin:.0f} s, {failures} failures so far")
-        except KeyboardInterrupt:
-            say("interrupted: what runs comes to its end")
-            pool.shutdown(cancel_futures=True)
-    return records
+    return [alike[number % len(alike)] for alike in kinds.values()]
 
 
 def choose(wanted: str, cases: Sequence[FaultCase]) -> list[FaultCase]:
@@ -130,15 +162,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="how often each fault comes (20)")
     parser.add_argument("--faults", default="", help="kinds of faults with commas between; all if left out")
+    parser.add_argument("--first", type=int, default=1, help="number of the first round: they differ in when (1)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so many seconds")
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time (1)")
-    parser.add_argument("--turns", action="store_true", help="each round has one place of each kind, in turn")
+    parser.add_argument("--turns", action="store_true", help="each round has one device of each kind, in turn")
     parser.add_argument("--restarts", type=int, choices=(0, 1), default=0, help="1: runs must end trained all the same")
     args = parser.parse_args()
-    cases = RESTART_FAULTS if args.restarts else CASES
-    with default_interrupts():
-        records = try_all(choose(args.faults, cases), args.rounds, args.jobs, args.turns)
-    report(records)
-    return int(any(record.failures for record in records))
+    cases = choose(args.faults, RESTART_FAULTS if args.restarts else CASES)
+    threads = max(1, (os.cpu_count() or 1) // (2 * args.jobs))
+    deadline = time.monotonic() + args.seconds
+    with default_interrupts(), tempfile.TemporaryDirectory(prefix="endurance") as folder:
+        endurance = Endurance([Record(case) for case in cases], Laboratory(Path(folder), threads), deadline)
+        endurance.try_all(range(args.first - 1, args.first - 1 + args.rounds), args.jobs, args.turns)
+    report(endurance.records)
+    print(f"\nendurance, --restarts {args.restarts}: {endurance.summary()}")
+    return int(any(record.failures for record in endurance.records))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -39,8 +40,8 @@ class Ended:
 
 def environment(**changes: str) -> dict[str, str]:
     """As all programs get it, with the tests' modules."""
-    path = f"{REPOSITORY}:{REPOSITORY / 'tests' / 'support'}"
-    return program_environment({"PYTHONPATH": path, **WHOLE_LINES, **changes})
+    found = program_environment({**WHOLE_LINES, **changes})
+    return {**found, "PYTHONPATH": os.pathsep.join((str(REPOSITORY / "tests" / "support"), found["PYTHONPATH"]))}
 
 
 def run(commands: list[tuple[list[str], dict[str, str]]], folder: Path, timeout: float = PATIENCE) -> Ended:

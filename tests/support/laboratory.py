@@ -6,6 +6,7 @@ import itertools
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,11 +147,18 @@ class Outcome:
 
 
 class Laboratory:
-    """A folder with data, in which training is started; several threads may use it."""
+    """A folder with data, in which training is started; several threads may use it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: an empty one.
+        threads: CPU threads of each solver; None: as many as training takes by itself.
+    """
+
+    def __init__(self, folder: Path, threads: int | None = None) -> None:
         self.folder = folder
+        self._threads = () if threads is None else ("--threads", str(threads))
         self._numbers = itertools.count(1)
+        self._writing = threading.Lock()
         write_lmdb(folder / "train_lmdb")
 
     def new_folder(self) -> Path:
@@ -158,6 +166,14 @@ class Laboratory:
         folder = self.folder / f"folder{next(self._numbers)}"
         folder.mkdir()
         return folder
+
+    def cut_data(self, record: int) -> str:
+        """The name of data of which a record is cut off in its middle; written once, whichever thread comes first."""
+        name = f"cut{record}_lmdb"
+        with self._writing:
+            if not (self.folder / name).exists():
+                write_lmdb(self.folder / name, cut=record)
+        return name
 
     def start(
         self,
@@ -185,7 +201,7 @@ class Laboratory:
         (self.folder / net).write_text(net_text % {"batch": batch})
         values = {"net": net, "iterations": iterations, "snapshot": snapshot, "prefix": prefix}
         (self.folder / solver).write_text(SOLVER % values + solver_text)
-        command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *options]
+        command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *self._threads, *options]
         if launch is not None:
             parent = [sys.executable, "-m", "caffepy", "launch", "--oversubscribe", "--nproc-per-node", str(ranks or 1)]
             command = [*parent, "--mpirun", find_mpirun(), *launch, "--", *command[1:]]

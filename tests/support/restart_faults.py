@@ -1,12 +1,13 @@
 """The faults of training again, over runs that `caffepy launch --restarts 1` has started: they must end trained.
 
-Where the fault is a mistake in what was given, nothing is started again; where a signal has stopped the run, the same
+Where the fault is a mistake in what was given, or a signal has stopped the run, nothing is started again: then the same
 command goes on later. Either way what was trained is compared byte for byte with a run that never failed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import psutil
 from fault_case import FaultCase
-from laboratory import LIMIT, NET, Laboratory, Outcome, write_lmdb
+from laboratory import LIMIT, NET, Laboratory, Outcome
 from processes import ranks_of
 from training_faults import Place, Started
 
@@ -110,9 +111,9 @@ def ends_trained(place: Place, laboratory: Laboratory, started: Started, fault: 
     return seconds
 
 
-def slow(place: Place, laboratory: Laboratory, *options: str) -> Started:
+def slow(place: Place, laboratory: Laboratory, *options: str, **settings: Any) -> Started:
     """A run that a fault from outside can meet before it ends, at its second snapshot."""
-    started = start(place, laboratory, *options, DELAY="0.05")
+    started = start(place, laboratory, *options, DELAY="0.05", **settings)
     laboratory.wait_for_snapshot(started, 2 * _EVERY)
     return started
 
@@ -133,31 +134,67 @@ def launcher_signalled(number_of_signal: int, place: Place, laboratory: Laborato
 
 
 def parent_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
-    """Ctrl-C or SIGTERM: all ranks save and stop; the same command with ``--snapshot auto`` goes on."""
+    """Ctrl-C or SIGTERM: all ranks save and stop."""
     started = slow(place, laboratory)
     fault = time.time()
     os.kill(started[0].pid, number_of_signal)
-    outcome = laboratory.finish(started, fault=fault)
+    return stops_and_goes_on(place, laboratory, laboratory.finish(started, fault=fault))
+
+
+def rank_signalled(name: str, place: Place, laboratory: Laboratory, number: int) -> float:
+    """A signal to one rank alone stops all of them."""
+    fault = f"{name} {place.device} {iteration(number)} {0.004 * number:.4f}"
+    started = start(place, laboratory, FAULT=fault, DELAY="0.01")
+    return stops_and_goes_on(place, laboratory, laboratory.finish(started))
+
+
+def stops_and_goes_on(place: Place, laboratory: Laboratory, outcome: Outcome) -> float:
     assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     assert "Optimization stopped early." in outcome.log and outcome.snapshots()[-1] < _ITERATIONS, outcome.log
-    seconds = outcome.seconds_after_fault()
-    assert seconds < LIMIT, f"ended {seconds:.1f} s after the signal:\n{outcome.log}"
+    goes_on(place, laboratory, outcome)
+    return check_end_in_time(outcome)
+
+
+def goes_on(place: Place, laboratory: Laboratory, outcome: Outcome) -> None:
+    """A run that ended early is trained to its end by the same command with ``--snapshot auto``."""
     again = laboratory.finish(start(place, laboratory, "--snapshot", "auto", prefix=outcome.prefix))
     check_trained(place, laboratory, again, restarted=False)
-    return seconds
 
 
-def parent_signalled_twice(place: Place, laboratory: Laboratory, number: int) -> float:
-    """The second Ctrl-C does not wait for a rank that sleeps."""
+def saves(place: Place, laboratory: Laboratory, number: int) -> float:
+    """SIGHUP: a snapshot, and training goes on as if nothing had been asked."""
+    fault = f"SIGHUP {place.device} {_EVERY * (1 + number % 6) + 1}"  # not where a snapshot is due anyway
+    outcome = laboratory.finish(start(place, laboratory, FAULT=fault))
+    check_trained(place, laboratory, outcome, restarted=False)
+    assert any(saved % _EVERY for saved in outcome.snapshots()), f"no snapshot was asked for:\n{outcome.log}"
+    return outcome.seconds_after_fault()
+
+
+def suspended(place: Place, laboratory: Laboratory, number: int) -> float:
+    """Ctrl-Z and `fg`: the time in which all were suspended counts for no timeout."""
+    started = slow(place, laboratory, "--timeout", _TIMEOUT)
+    fault = time.time()
+    os.kill(started[0].pid, signal.SIGTSTP)
+    time.sleep(float(_TIMEOUT) + 1.0)
+    os.kill(started[0].pid, signal.SIGCONT)
+    outcome = laboratory.finish(started, fault=fault)
+    check_trained(place, laboratory, outcome, restarted=False)
+    return outcome.seconds_after_fault()
+
+
+def interrupted_twice(parent: bool, place: Place, laboratory: Laboratory, number: int) -> float:
+    """The second Ctrl-C, at `caffepy launch` or at a rank, does not wait for a rank that sleeps."""
     started = start(place, laboratory, FAULT=f"sleep {place.device} {iteration(number)}")
     laboratory.wait_for_fault(started)
+    process = started[0].pid if parent else ranks_of(laboratory.mark(started[1]))[place.rank].pid
     fault = time.time()
     for _ in range(2):
-        os.kill(started[0].pid, signal.SIGINT)
+        os.kill(process, signal.SIGINT)
         time.sleep(0.3)
     outcome = laboratory.finish(started, fault=fault)
     assert outcome.status == 130, f"status {outcome.status}:\n{outcome.log}"
     assert "interrupted again: ending at once" in outcome.log and "restart 1" not in outcome.log, outcome.log
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
@@ -168,19 +205,33 @@ def parent_killed(place: Place, laboratory: Laboratory, number: int) -> float:
     started[0].kill()
     outcome = laboratory.finish(started, fault=fault)
     assert outcome.status == -signal.SIGKILL
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
-def cut_record(place: Place, laboratory: Laboratory, number: int) -> float:
+def reads_cut_record(place: Place, laboratory: Laboratory, number: int) -> float:
     """Damaged data are a mistake in what was given: another start would meet them again."""
-    record = 64 * (iteration(number) % 10)
-    data = f"launched{record}_lmdb"
-    if not (laboratory.folder / data).exists():
-        write_lmdb(laboratory.folder / data, cut=record)
+    data = laboratory.cut_data(64 * (iteration(number) % 10))
     fault = f"mark 0 {max(0, iteration(number) % 10 - 1)}"
-    outcome = laboratory.finish(start(place, laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault))
+    started = start(place, laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault)
+    return ends_by_a_mistake(place, laboratory, laboratory.finish(started))
+
+
+def loses_its_data(place: Place, laboratory: Laboratory, number: int) -> float:
+    """The file is cut off while it is read, which is a mistake of whoever did it."""
+    folder = laboratory.new_folder() / "lmdb"
+    shutil.copytree(laboratory.folder / "train_lmdb", folder)
+    started = slow(place, laboratory, net_text=NET.replace("train_lmdb", str(folder)))
+    fault = time.time()
+    os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
+    return ends_by_a_mistake(place, laboratory, laboratory.finish(started, fault=fault))
+
+
+def ends_by_a_mistake(place: Place, laboratory: Laboratory, outcome: Outcome) -> float:
+    """Nothing is started again; with whole data the same command goes on."""
     assert outcome.status == 2 and "restart 1" not in outcome.log, f"status {outcome.status}:\n{outcome.log}"
     assert "not started again: another start would meet the same mistake" in outcome.log, outcome.log
+    goes_on(place, laboratory, outcome)
     return check_end_in_time(outcome)
 
 
@@ -199,12 +250,19 @@ _KINDS: dict[str, tuple[Check, list[Place], list[Place]]] = {
     "sleep": (partial(begins_again, "sleep"), [], [Place(1, 0, 2), Place(1, 2)]),
     "stop": (stopped, [], [Place(0, 2), Place(1, 2)]),
     "stall": (stalls, [], [Place(0), Place(1, 2)]),
-    "cut record": (cut_record, [], [Place(0, 2)]),
+    "cut record": (reads_cut_record, [], [Place(0, 2)]),
+    "truncate": (loses_its_data, [], [Place(0), Place(0, 2)]),
+    "SIGINT": (partial(rank_signalled, "SIGINT"), [], [Place(1, 2), Place(0, 3), Place(2, 2, 2)]),
+    "SIGINT twice": (partial(interrupted_twice, False), [], [Place(1, 2)]),
+    "SIGTERM": (partial(rank_signalled, "SIGTERM"), [], [Place(1, 2), Place(0, 0, 2)]),
+    "SIGHUP": (saves, [], [Place(0, 2), Place(1, 2)]),
+    "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [], [Place(0, 2)]),
     "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [], [Place(0, 2)]),
     "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [], [Place(0, 2)]),
     "parent SIGINT": (partial(parent_signalled, signal.SIGINT), [Place(0, 2)], []),
+    "parent SIGINT twice": (partial(interrupted_twice, True), [], [Place(1, 2)]),
     "parent SIGTERM": (partial(parent_signalled, signal.SIGTERM), [], [Place(0, 2)]),
-    "parent SIGINT twice": (parent_signalled_twice, [], [Place(1, 2)]),
+    "parent SIGTSTP": (suspended, [], [Place(0, 2)]),
     "parent SIGKILL": (parent_killed, [Place(0, 2)], []),
 }
 """Each kind's check, where the tests make it happen, and where `endurance.py` does as well."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from fault_case import FaultCase
-from laboratory import LIMIT, LONG, NET, Laboratory, Outcome, write_lmdb
+from laboratory import LIMIT, LONG, NET, Laboratory, Outcome
 from processes import ranks_of
 
 Started = tuple[subprocess.Popen[str], str]
@@ -173,9 +173,7 @@ def reads_cut_record(place: Place, laboratory: Laboratory, number: int) -> float
     """Record 64 t + 32 d lies in the part of device d of two in iteration t."""
     iteration = _FIRST - 1 + number % 2
     record = 64 * iteration + 32 * place.device + number % 32
-    data = f"cut{record}_lmdb"
-    if not (laboratory.folder / data).exists():
-        write_lmdb(laboratory.folder / data, cut=record)
+    data = laboratory.cut_data(record)
     fault = f"mark {place.device} {iteration - 1}"
     outcome = laboratory.finish(place.start(laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault))
     check_message(outcome, rf"^{place.error}.*LMDB '{data}'.*record {record} \(key '{record:08}'\)", 2)

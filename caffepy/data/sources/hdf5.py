@@ -154,8 +154,8 @@ class Hdf5Loader:
         outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self._source.row_shapes)]
         done = 0
         while done < count:
-            epoch, place = divmod(first + done, self._total)
-            file, row = self._find(epoch, place)
+            epoch, index = divmod(first + done, self._total)
+            file, row = self._find(epoch, index)
             self.reading = f"row {row} of HDF5 file '{self._source.files[file]}'"
             stop = min(row + count - done, self._source.rows[file])
             rows = self._row_order(epoch, file)[row:stop] if self._shuffle else slice(row, stop)
@@ -173,19 +173,19 @@ class Hdf5Loader:
     def describe(self, sample: int) -> str:
         """What messages call a global sample; may be called by any thread."""
         other = Hdf5Loader(self._source, self._shuffle, self._seed, self._stream)
-        epoch, place = divmod(sample, self._total)
-        file, row = other._find(epoch, place)
+        epoch, index = divmod(sample, self._total)
+        file, row = other._find(epoch, index)
         number = other._row_order(epoch, file)[row] if self._shuffle else row
         return f"row {number} of HDF5 file '{self._source.files[file]}'"
 
-    def _find(self, epoch: int, place: int) -> tuple[int, int]:
-        """The file, and the place among its rows, of a place in an epoch."""
+    def _find(self, epoch: int, index: int) -> tuple[int, int]:
+        """The file and the row in it of an epoch's row with this index."""
         if self._shuffle and epoch != self._epoch:
             self._files = permutation(self._seed, self._stream, epoch, len(self._source.files))
             self._ends = np.cumsum(np.array(self._source.rows)[self._files])
             self._epoch = epoch
-        turn = int(np.searchsorted(self._ends, place, side="right"))
-        return int(self._files[turn]), place - (int(self._ends[turn - 1]) if turn else 0)
+        turn = int(np.searchsorted(self._ends, index, side="right"))
+        return int(self._files[turn]), index - (int(self._ends[turn - 1]) if turn else 0)
 
     def _row_order(self, epoch: int, file: int) -> NDArray[np.int64]:
         if self._rows_key != (epoch, file):

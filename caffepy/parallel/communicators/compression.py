@@ -6,7 +6,8 @@ the upper halves of float32 numbers, as everywhere in caffepy.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,71 +17,74 @@ _CHUNK = 1 << 15
 """Numbers that are rounded at a time, so that what lies in between stays in the processor's cache."""
 
 
-class Fp16Compressor:
-    """Float16 copies of float32 arrays, divided so that their sum is the mean.
-
-    Numbers above 65,504 in absolute value become infinite, those below 6e-8 zero; NaN and infinity stay what they are.
+class Format(NamedTuple):
+    """How numbers are kept in two bytes.
 
     Args:
-        module: numpy or cupy, whose arrays these are; the work goes on cupy's current stream.
-        size: how many arrays the mean is of.
+        dtype: of a copy.
+        round: called with a float32 array, a factor and the copy, which becomes their product.
+        widen: called with the copy and a float32 array, which becomes the copy's numbers.
     """
 
-    dtype = "float16"
+    dtype: str
+    round: Callable[[Array, float, Array], Any]
+    widen: Callable[[Array, Array], Any]
 
-    def __init__(self, module: Any, size: int) -> None:
-        self._module = module
+
+class Compressor:
+    """Copies of float32 arrays in two bytes a number, divided so that their sum is the mean.
+
+    In float16 numbers above 65,504 in absolute value become infinite, those below 6e-8 zero; bfloat16 has float32's
+    range with seven bits of mantissa. Both are rounded to the nearest, ties to even; NaN and infinity stay what they
+    are.
+
+    Args:
+        form: of the copies.
+        size: how many arrays the mean is of.
+        empty: makes a copy of a shape and dtype.
+        address: of an array's first element.
+    """
+
+    def __init__(self, form: Format, size: int, empty: Callable[..., Array], address: Callable[[Array], int]) -> None:
+        self._format = form
         self._factor = 1.0 / size
+        self._empty = empty
+        self._address = address
         self._copies: dict[tuple[int, int], Array] = {}
 
     def compress(self, array: Array) -> Array:
         """array / size in two bytes: (P,). Each array keeps its copy, so that nothing is allocated a second time."""
-        key = (self._address(array), array.size)
+        key = self._address(array), array.size
         if key not in self._copies:
-            self._copies[key] = self._module.empty(array.shape, self.dtype)
-        copy = self._copies[key]
-        self._round(array, copy)
-        return copy
-
-    def _address(self, array: Array) -> int:
-        """Of the first element; GPU arrays override it."""
-        return int(array.ctypes.data)
-
-    def _round(self, array: Array, copy: Array) -> None:
-        with np.errstate(all="ignore"):  # the update sees what became infinite, and skips it
-            self._module.multiply(array, self._factor, out=copy, casting="unsafe")
+            self._copies[key] = self._empty(array.shape, self._format.dtype)
+        self._format.round(array, self._factor, self._copies[key])
+        return self._copies[key]
 
     def decompress(self, copy: Array, array: Array) -> None:
         """array = the copy, once the copies of all ranks were added up."""
-        self._module.copyto(array, copy)
+        self._format.widen(copy, array)
 
 
-class Bf16Compressor(Fp16Compressor):
-    """Bfloat16 copies, rounded to the nearest, ties to even: float32's range with seven bits of mantissa.
-
-    For host memory; `nccl_compression.py` has that of GPUs.
-    """
-
-    dtype = "uint16"
-
-    def _round(self, array: Array, copy: Array) -> None:
-        for start in range(0, array.size, _CHUNK):
-            part = slice(start, start + _CHUNK)
-            round_to_bfloat16(array[part] * np.float32(self._factor), copy[part])
-
-    def decompress(self, copy: Array, array: Array) -> None:
-        widen_bfloat16(copy, array)
-
-
-def host_compressor(kind: str, size: int) -> Fp16Compressor | None:
+def host_compressor(kind: str, size: int) -> Compressor | None:
     """The compressor of host arrays; None where `kind`, one of `defaults.COMPRESSIONS`, is none.
 
     Args:
         kind: of compression.
         size: how many arrays a mean is of.
     """
-    kinds: dict[str, type[Fp16Compressor]] = {"fp16": Fp16Compressor, "bf16": Bf16Compressor}
-    return kinds[kind](np, size) if kind in kinds else None
+    form = _FORMATS.get(kind)
+    return None if form is None else Compressor(form, size, np.empty, lambda array: int(array.ctypes.data))
+
+
+def _round_float16(array: np.ndarray, factor: float, copy: np.ndarray) -> None:
+    with np.errstate(all="ignore"):  # the update sees what became infinite, and skips it
+        np.multiply(array, factor, out=copy, casting="unsafe")
+
+
+def _round_bfloat16(array: np.ndarray, factor: float, copy: np.ndarray) -> None:
+    for start in range(0, array.size, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        round_to_bfloat16(array[part] * np.float32(factor), copy[part])
 
 
 def round_to_bfloat16(values: np.ndarray, target: np.ndarray) -> None:
@@ -109,3 +113,9 @@ def add_bfloat16(source: np.ndarray, total: np.ndarray) -> None:
         with np.errstate(all="ignore"):
             sums += others
         round_to_bfloat16(sums, total[part])
+
+
+_FORMATS = {
+    "fp16": Format("float16", _round_float16, lambda copy, array: np.copyto(array, copy)),
+    "bf16": Format("uint16", _round_bfloat16, widen_bfloat16),
+}

@@ -95,7 +95,7 @@ class MpiCommunicator(Communicator):
             yield
         except self._mpi.Exception as error:
             if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
-                raise UserError("another rank gave more numbers than this rank has room for") from error
+                raise UserError("another rank sent more numbers than this rank's array holds") from error
             raise PeerError(f"MPI's {collective.op.value} failed: {error}") from error
 
     def abort(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array
-from caffepy.parallel.communicators.compression import Fp16Compressor
+from caffepy.parallel.communicators.compression import Compressor, Format
 
 _ROUND = """
 unsigned int bits = __float_as_uint(x * factor);
@@ -15,44 +15,22 @@ y = (unsigned short)(is_nan ? upper | 0x40u : (bits + 0x7fffu + (upper & 1u)) >>
 _WIDEN = "y = __uint_as_float((unsigned int)x << 16);"
 
 
-class CudaFp16Compressor(Fp16Compressor):
-    """`compression.Fp16Compressor` for arrays on GPUs, on the current stream, which may be captured.
+def device_compressor(kind: str, size: int) -> Compressor | None:
+    """The compressor of arrays on GPUs, on the current stream, which may be captured.
 
-    Args:
-        size: how many arrays the mean is of.
+    The bits of bfloat16 are the host's, but for numbers below 1.2e-38 (subnormal ones), which GPUs take for 0.
+    Arguments as in `compression.host_compressor`.
     """
-
-    def __init__(self, size: int) -> None:
-        super().__init__(cupy, size)
-
-    def _address(self, array: Array) -> int:
-        return int(array.data.ptr)
-
-
-class CudaBf16Compressor(CudaFp16Compressor):
-    """`compression.Bf16Compressor` for arrays on GPUs, on the current stream, which may be captured.
-
-    The bits are the same, but for numbers below 1.2e-38 (subnormal ones), which GPUs take for 0.
-
-    Args:
-        size: how many arrays the mean is of.
-    """
-
-    dtype = "uint16"
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._rounding = cupy.ElementwiseKernel("float32 x, float32 factor", "uint16 y", _ROUND, "caffepy_to_bfloat16")
-        self._widening = cupy.ElementwiseKernel("uint16 x", "float32 y", _WIDEN, "caffepy_from_bfloat16")
-
-    def _round(self, array: Array, copy: Array) -> None:
-        self._rounding(array, self._factor, copy)
-
-    def decompress(self, copy: Array, array: Array) -> None:
-        self._widening(copy, array)
+    if kind == "fp16":
+        form = Format("float16", _round_float16, lambda copy, array: cupy.copyto(array, copy))
+    elif kind == "bf16":
+        rounding = cupy.ElementwiseKernel("float32 x, float32 factor", "uint16 y", _ROUND, "caffepy_to_bfloat16")
+        widening = cupy.ElementwiseKernel("uint16 x", "float32 y", _WIDEN, "caffepy_from_bfloat16")
+        form = Format("uint16", rounding, widening)
+    else:
+        return None
+    return Compressor(form, size, cupy.empty, lambda array: int(array.data.ptr))
 
 
-def device_compressor(kind: str, size: int) -> Fp16Compressor | None:
-    """The compressor of arrays on GPUs; arguments as in `compression.host_compressor`."""
-    kinds: dict[str, type[CudaFp16Compressor]] = {"fp16": CudaFp16Compressor, "bf16": CudaBf16Compressor}
-    return kinds[kind](size) if kind in kinds else None
+def _round_float16(array: Array, factor: float, copy: Array) -> None:
+    cupy.multiply(array, factor, out=copy, casting="unsafe")

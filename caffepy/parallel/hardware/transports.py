@@ -13,8 +13,8 @@ Links = Mapping[tuple[str, str], str]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a device is.
+class Device:
+    """A device, and where it is.
 
     Args:
         rank: its process.
@@ -47,7 +47,7 @@ def gpu_links(bus_ids: Sequence[str], nvml: Nvml | None) -> dict[tuple[str, str]
     return links
 
 
-def transport(first: Place, second: Place, links: Mapping[str, Links]) -> str:
+def transport(first: Device, second: Device, links: Mapping[str, Links]) -> str:
     """What lies between two devices.
 
     Args:
@@ -62,15 +62,15 @@ def transport(first: Place, second: Place, links: Mapping[str, Links]) -> str:
     return "memory of one process" if first.rank == second.rank else "shared memory"
 
 
-def describe_devices(places: Sequence[Place], links: Mapping[str, Links]) -> Iterator[str]:
+def describe_devices(devices: Sequence[Device], links: Mapping[str, Links]) -> Iterator[str]:
     """Lines: each device, then for each kind of transport the pairs of devices that have it."""
-    for number, place in enumerate(places):
-        where = f", PCI {place.bus_id}" if place.bus_id is not None else ""
-        yield f"Device {number}: rank {place.rank} on {place.host}, {place.name}{where}"
+    for number, device in enumerate(devices):
+        where = f", PCI {device.bus_id}" if device.bus_id is not None else ""
+        yield f"Device {number}: rank {device.rank} on {device.host}, {device.name}{where}"
     found: dict[str, dict[int, list[int]]] = {}
-    for i, first in enumerate(places):
-        for j in range(i + 1, len(places)):
-            found.setdefault(transport(first, places[j], links), {}).setdefault(i, []).append(j)
+    for i, first in enumerate(devices):
+        for j in range(i + 1, len(devices)):
+            found.setdefault(transport(first, devices[j], links), {}).setdefault(i, []).append(j)
     for kind, pairs in found.items():
         text = "; ".join(f"{i} and {format_cores(tuple(others))}" for i, others in pairs.items())
         yield f"Transport {kind} between devices {'of all pairs' if len(found) == 1 else text}"

@@ -1,4 +1,4 @@
-"""The parent of a launcher, or of ranks without one: hands signals on, watches what is said, leaves nobody behind."""
+"""The parent of a launcher, or of ranks without one: forwards signals, reads the log, leaves no process behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _POLL = 0.05
 """Seconds between looks at the processes."""
 _RETRY_SECONDS = 0.5
-"""Between attempts to hand on a signal while there is no rank yet."""
+"""Between attempts to forward a signal while there is no rank yet."""
 _START_SECONDS = 60.0
 """How long a signal waits for ranks that can take it; then the launcher is ended."""
 _AGAIN_SECONDS = 2.0
@@ -169,7 +169,7 @@ class Supervisor:
         os.kill(os.getpid(), signal.SIGSTOP)
         self._suspend(signal.SIGCONT)
 
-    def _hand_on(self) -> None:
+    def _forward(self) -> None:
         """Send what waits, in order; where no rank has come up in time for it, the launcher is ended."""
         now = time.monotonic()
         while self._waiting and now >= self._next_try:
@@ -187,7 +187,7 @@ class Supervisor:
         status, counted = 0, set[int]()
         while len(counted) < len(self._processes):
             self._look_at_signals()
-            self._hand_on()
+            self._forward()
             for process in self._processes:
                 if process.poll() is None or process.pid in counted:
                     continue
@@ -219,7 +219,7 @@ class Supervisor:
 
 
 class _Listener:
-    """Hands on what a process writes to stderr, and remembers the first error in it."""
+    """Forwards what a process writes to stderr, and keeps the first error in it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.error = ""

@@ -15,8 +15,8 @@ from laboratory import find_mpirun, program_environment
 from caffepy.cli import bench as command
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, PeerError, RunError
+from caffepy.parallel import factory
 from caffepy.parallel.benchmark import AllReduceBenchmark, BenchmarkOptions, Timing
-from caffepy.parallel.communicators import factory
 from caffepy.parallel.communicators.local import LocalCommunicator
 from caffepy.parallel.processes.world import SingleProcess
 from caffepy.plan.calibrate import read_measurements

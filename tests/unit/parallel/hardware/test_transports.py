@@ -3,11 +3,11 @@ from __future__ import annotations
 from fake_nvml import FakeNvml, pci
 
 from caffepy.parallel.hardware.nvml import Nvml
-from caffepy.parallel.hardware.transports import Place, describe_devices, gpu_links, transport
+from caffepy.parallel.hardware.transports import Device, describe_devices, gpu_links, transport
 
 
-def gpu(number: int, rank: int = 0, machine: str = "m") -> Place:
-    return Place(rank, f"host{machine}", machine, pci(number), f"GPU {number}")
+def gpu(number: int, rank: int = 0, machine: str = "m") -> Device:
+    return Device(rank, f"host{machine}", machine, pci(number), f"GPU {number}")
 
 
 def test_links_between_gpus() -> None:
@@ -25,7 +25,7 @@ def test_gpus_of_a_switch() -> None:
 
 
 def test_what_lies_between_two_devices() -> None:
-    cpus = [Place(rank, "a", machine, None, "CPU") for rank, machine in ((0, "m"), (0, "m"), (1, "m"), (2, "n"))]
+    cpus = [Device(rank, "a", machine, None, "CPU") for rank, machine in ((0, "m"), (0, "m"), (1, "m"), (2, "n"))]
     assert transport(cpus[0], cpus[1], {}) == "memory of one process"
     assert transport(cpus[0], cpus[2], {}) == "shared memory"
     assert transport(cpus[0], cpus[3], {}) == transport(gpu(0), gpu(0, 1, "n"), {}) == "network"

@@ -5,62 +5,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
+from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.store import Store
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Processes(Protocol):
-    """The processes whose devices are connected; `processes.world.World` is one."""
-
-    rank: int
-    size: int
-
-    @property
-    def several_hosts(self) -> bool:
-        """Whether they run on more than one machine."""
-
-    def communicator(self) -> Communicator | None:
-        """A new connection among all ranks; None where there is one rank."""
-
-    def broadcast(self, value: T) -> T:
-        """The root's value."""
-
-    def run_on_all(self, action: Callable[[], T]) -> T:
-        """The result of `action`; its error ends all ranks."""
 
 
 class DeviceCommunicators:
     """Connects the device threads of all ranks; made by the main threads of all ranks together.
 
     Args:
-        processes: the ranks.
+        world: the processes.
         count: this rank's device threads.
         on_gpus: the devices are GPUs.
         compress: how gradients travel, one of `defaults.COMPRESSIONS`.
         timeout: the watchdog's, in seconds.
     """
 
-    def __init__(
-        self, processes: Processes, count: int, on_gpus: bool, compress: str = "none", timeout: float = 300.0
-    ) -> None:
+    def __init__(self, world: World, count: int, on_gpus: bool, compress: str = "none", timeout: float = 300.0) -> None:
         self._group = LocalGroup(count, timeout)
-        self._ranks = processes.communicator()
+        self._ranks = world.communicator()
         self._compress = compress
-        self._inter_node = processes.several_hosts
-        self._unique_id = _share_unique_id(processes) if on_gpus and count * processes.size > 1 else None
-        self._shared = None if self._unique_id is not None else self._share_memory(processes)
-        if compress != "none" and self._unique_id is None and self._ranks is None and processes.rank == 0:
+        self._inter_node = world.several_hosts
+        self._unique_id = _share_unique_id(world) if on_gpus and count * world.size > 1 else None
+        self._shared = None if self._unique_id is not None else self._share_memory(world)
+        if compress != "none" and self._unique_id is None and self._ranks is None and world.rank == 0:
             logger.info("--compression %s changes nothing: there is no other rank to send gradients to", compress)
 
     def connect(self, index: int) -> Communicator:
@@ -73,10 +49,10 @@ class DeviceCommunicators:
             return host
         return connect_gpu(host, self._unique_id, self._compress)
 
-    def _share_memory(self, processes: Processes) -> SharedSums | None:
+    def _share_memory(self, world: World) -> SharedSums | None:
         if self._ranks is None or self._inter_node or self._compress != "none":
             return None
-        arrived, added = processes.communicator(), processes.communicator()
+        arrived, added = world.communicator(), world.communicator()
         assert arrived is not None and added is not None
         return SharedSums(self._ranks, arrived, added)
 
@@ -102,8 +78,8 @@ def connect_by_store(store: Store, rank: int, size: int, timeout: float) -> Comm
     return StoreCommunicator(store, rank, size, timeout)
 
 
-def _share_unique_id(processes: Processes) -> Any:
+def _share_unique_id(world: World) -> Any:
     from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
 
-    processes.run_on_all(check_nccl)
-    return processes.broadcast(new_unique_id() if processes.rank == 0 else None)
+    world.run_on_all(check_nccl)
+    return world.broadcast(new_unique_id() if world.rank == 0 else None)

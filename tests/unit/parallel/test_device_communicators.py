@@ -11,9 +11,9 @@ import pytest
 from fake_world import FakeWorld
 
 from caffepy.errors import MissingExtraError
-from caffepy.parallel.communicators.factory import DeviceCommunicators
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator
+from caffepy.parallel.factory import DeviceCommunicators
 
 
 class ConnectedWorld(FakeWorld):
