@@ -23,6 +23,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SUM, PRODUCT, MIN, MAX, AVG = Operator.SUM, Operator.PRODUCT, Operator.MIN, Operator.MAX, Operator.AVG
+_SPELLINGS = {"gloo": "tcp"}
+"""What torch.distributed calls a backend."""
 _WITHDRAW_SECONDS = 2.0
 """How long rank 0, where it cannot be connected, stays for the others to hear why."""
 
@@ -40,6 +42,7 @@ def connect(
     device: int | None = None,
 ) -> ProcessGroup:
     """A group that is not the default; arguments and errors as in `init_process_group`."""
+    backend = _SPELLINGS.get(backend.lower(), backend.lower()) if isinstance(backend, str) else backend
     if backend is not None and backend not in BACKENDS:
         raise UserError(f"backend '{backend}' is not known; known: {', '.join(BACKENDS)}")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -86,8 +89,8 @@ def init_process_group(
         ...     distributed.all_reduce(array)
 
     Args:
-        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (both kinds of arrays; slow, but needs nothing). None:
-            ``mpi`` under mpirun, else ``tcp``.
+        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (both kinds of arrays; slow, but needs nothing), in any
+            case; ``gloo`` means ``tcp``. None: ``mpi`` under mpirun, else ``tcp``.
         init_method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR,
             MASTER_PORT, RANK and WORLD_SIZE are set, else ``mpi://``, which is a group of one where no launcher
             started the process.

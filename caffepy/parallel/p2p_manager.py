@@ -69,6 +69,7 @@ class P2PManager:
             raise
         finally:
             self._failures.close()
+            self._world.close()
 
     @property
     def iteration(self) -> int:
