@@ -23,8 +23,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SUM, PRODUCT, MIN, MAX, AVG = Operator.SUM, Operator.PRODUCT, Operator.MIN, Operator.MAX, Operator.AVG
-_SPELLINGS = {"gloo": "tcp"}
-"""What torch.distributed calls a backend."""
 _WITHDRAW_SECONDS = 2.0
 """How long rank 0, where it cannot be connected, stays for the others to hear why."""
 
@@ -42,9 +40,10 @@ def connect(
     device: int | None = None,
 ) -> ProcessGroup:
     """A group that is not the default; arguments and errors as in `init_process_group`."""
-    backend = _SPELLINGS.get(backend.lower(), backend.lower()) if isinstance(backend, str) else backend
-    if backend is not None and backend not in BACKENDS:
-        raise UserError(f"backend '{backend}' is not known; known: {', '.join(BACKENDS)}")
+    if backend is not None:
+        named, backend = backend, str(backend).lower().replace("gloo", "tcp")
+        if backend not in BACKENDS:
+            raise UserError(f"backend '{named}' is not known; known: {', '.join(BACKENDS)}")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0 < seconds < 1e9:
         raise UserError(f"timeout is {timeout}; it must be a positive number of seconds")

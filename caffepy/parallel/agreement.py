@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -81,10 +81,10 @@ def check_alike(world: World, description: Description) -> None:
     Raises:
         ConfigError: the first difference of the first rank that has one; on the root, see `World.raise_on_all`.
     """
-    own = first_difference(world.broadcast(description), description)
-    for rank, difference in enumerate(world.all_gather(None if own is None else astuple(own))):
+    differences = world.all_gather(first_difference(world.broadcast(description), description))
+    for rank, difference in enumerate(differences):
         if difference is not None:
-            sentence = Difference(*difference).sentence(world.name(0), world.name(rank))
+            sentence = difference.sentence(world.name(0), world.name(rank))
             advice = "all ranks must train alike: give them the same files and options"
             world.raise_on_all(ConfigError(f"{sentence}; {advice}"))
 

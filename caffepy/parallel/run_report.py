@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,9 @@ def report_performance(world: World, devices: Sequence[Performance], single_rate
         devices: of this rank's devices.
         single_rate: images a second of one device that trains alone; None: not known.
     """
-    ranks = world.all_gather([asdict(device) for device in devices])
+    ranks = world.all_gather(list(devices))
     if world.rank == 0:
-        for line in format_report([[Performance(**device) for device in rank] for rank in ranks], single_rate):
+        for line in format_report(ranks, single_rate):
             logger.info("%s", line)
 
 

@@ -28,6 +28,7 @@ from caffepy.proto.caffe_pb2 import Datum, NetParameter
 from caffepy.snapshot.files import find_learned_net, read_state, read_weights
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "program.py"
+RANKS = PROGRAM.with_name("ranks.py")
 LONG = 100000
 """Iterations that no test waits for."""
 LIMIT = 10.0
@@ -164,6 +165,7 @@ class Laboratory:
         *options: str,
         devices: tuple[str, ...] = ("--cpu",),
         ranks: int = 0,
+        mpi: bool = True,
         batch: int = 64,
         iterations: int = 50,
         snapshot: int = 0,
@@ -172,7 +174,8 @@ class Laboratory:
         solver_text: str = "",
         **environment: str,
     ) -> tuple[subprocess.Popen[str], str]:
-        """Start a run, with mpirun where `ranks` are given; ``{rank}`` in an option becomes the rank's number.
+        """Start a run, with mpirun or without MPI where `ranks` are given; ``{rank}`` in an option becomes the rank's
+        number.
 
         Returns the process, a group of its own, and the prefix of its snapshots.
         """
@@ -184,7 +187,8 @@ class Laboratory:
         (self.folder / solver).write_text(SOLVER % values + solver_text)
         command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *options]
         if ranks:
-            command = [find_mpirun(), "-np", str(ranks), *command]
+            launcher = [find_mpirun(), "-np"] if mpi else [sys.executable, str(RANKS)]
+            command = [*launcher, str(ranks), *command]
         with self.log(prefix).open("w") as log:
             process = subprocess.Popen(
                 command,

@@ -52,11 +52,10 @@ def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlC
 def connect_training(world: World) -> ControlChannel:
     """The control channel of training; called by all ranks.
 
-    Ranks that met without MPI have it already. Else a firewall between the hosts may forbid it: then training goes on
-    without, and the log says so.
+    A firewall between the hosts may forbid it: then training goes on without, and the log says so.
     """
-    channel = world.channel
-    if world.size > 1 and channel is None:
+    channel: ControlChannel | None = None
+    if world.size > 1:
         try:
             channel = connect_ranks(world, MemoryStore(world.size, lost_from_training), _CONNECT_SECONDS)
         except PeerError as error:

@@ -65,7 +65,7 @@ class Watchdog(Monitor):
     Args:
         world: the processes.
         channel: to them; the watchdog closes it.
-        heartbeats: this process's devices.
+        heartbeats: this process's devices; the caller may add some.
         timeout: longest wait in seconds.
         on_failure: called once, from the watchdog's thread, when training has to end; as rank 0 it tells the user and
             then the others (`tell_failure`), unless the failure was reported.
@@ -82,7 +82,7 @@ class Watchdog(Monitor):
         super().__init__(channel, self._statuses, self._end, min(SECONDS, timeout / 4))
         self._world = world
         self._heartbeats = heartbeats
-        self._timeout = timeout
+        self.timeout = timeout
         self._end_training = on_failure
 
     def stop(self) -> None:
@@ -97,13 +97,13 @@ class Watchdog(Monitor):
     def look(self) -> Failure | None:
         """Judge the devices that are known: rank 0 knows all, others their own."""
         if self._world.rank == 0:
-            stall = find_stall([each for each in self.channel.statuses() if not each.left], self._timeout)
+            stall = find_stall([each for each in self.channel.statuses() if not each.left], self.timeout)
             unknown = "an operation that all devices have begun: MPI, NCCL or the network is stuck"
         else:
             # Rank 0 sees more and speaks first, unless it is itself what hangs.
-            stall = find_stall(self._statuses(), self._timeout + 4 * self.seconds + 1.0)
+            stall = find_stall(self._statuses(), self.timeout + 4 * self.seconds + 1.0)
             unknown = f"{self._world.name(0)}, which does not answer"
-        return None if stall is None else Failure(stall.describe(self._timeout, unknown))
+        return None if stall is None else Failure(stall.describe(self.timeout, unknown))
 
     def describe_end_of_root(self, error: PeerError) -> Failure:
         """Rank 1 speaks; others only if they live on, and where nothing ends them the first of each machine."""

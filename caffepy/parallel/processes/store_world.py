@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from threading import Event
 from typing import Any, NoReturn, TypeVar
 
-from caffepy.errors import AbortedError, PeerError, RunError
+from caffepy.errors import AbortedError, PeerError
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.factory import connect_by_store
 from caffepy.parallel.processes.launcher import Meeting
 from caffepy.parallel.processes.machine import machine_identity
-from caffepy.parallel.processes.world import World, end_process, flush_streams
+from caffepy.parallel.processes.world import World, end_process
 from caffepy.parallel.store.client import ControlClient
 from caffepy.parallel.store.meeting import find_secret, listen, meet
 from caffepy.parallel.store.records import Failure, Member
@@ -106,7 +106,6 @@ class StoreWorld(World):
         self._store.close()
 
     def end(self, status: int) -> NoReturn:
-        flush_streams()
         self._store.wait_alone(_END_SECONDS)
         end_process(status)
 
@@ -116,24 +115,15 @@ class StoreWorld(World):
 
     def _take(self, key: str, owner: int) -> Any:
         try:
-            while True:
+            while (value := self._store.take(key, _LOOK_SECONDS, owner)) is None:
                 self._check()
-                value = self._store.take(key, _LOOK_SECONDS, owner)
-                if value is not None:
-                    return unpack(value)
-        except PeerError as error:
-            self._await_news()
-            if self.rank == 0 or error.__cause__ is not None:
-                raise
-            self.ended_together = True  # rank 0 lives, has met the same failure, and says it
-            raise SystemExit(RunError.exit_status) from error
-
-    def _await_news(self) -> None:
-        """Let the monitor's failure, where there is a monitor, come before that of the store."""
-        end = time.monotonic() + _NEWS_SECONDS
-        while time.monotonic() < end:
-            self._check()
-            time.sleep(_LOOK_SECONDS / 10)
+            return unpack(value)
+        except PeerError:
+            end = time.monotonic() + _NEWS_SECONDS
+            while time.monotonic() < end:
+                self._check()
+                time.sleep(_LOOK_SECONDS / 10)
+            raise
 
 
 class _Arrays(Store):

@@ -45,7 +45,7 @@ class World(ABC):
         """Every rank's value, in the order of the ranks. Called by the main thread of all ranks.
 
         Args:
-            value: None, a number, text, bytes, a path, or a list, tuple or dictionary of these.
+            value: what `store.values.pack` takes.
         """
 
     def broadcast(self, value: T) -> T:
