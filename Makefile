@@ -1,5 +1,6 @@
 # make demo   install caffepy with an MPI and train LeNet on two processes
 # make test   install caffepy with its tests' needs, check the style and run the tests
+# make fuzz   damage 200000 inputs of every format: no exception of Python's, signal, hang or growth
 # make lint   ruff, its formatter and mypy alone
 # make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
 # make clean  remove what these made
@@ -15,6 +16,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+COUNT ?= 200000
+SEED ?= 1
 SOLVER := models/lenet/solver.prototxt
 DIGITS := models/lenet/mnist_train_lmdb/data.mdb models/lenet/mnist_test_lmdb/data.mdb
 PACKAGING := setup.cfg pyproject.toml $(wildcard setup.py)
@@ -31,7 +34,7 @@ export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test lint proto clean
+.PHONY: help demo test fuzz lint proto clean
 # Two pips at once would destroy each other's installation.
 .NOTPARALLEL:
 
@@ -43,6 +46,9 @@ demo: $(VENV)/demo.stamp $(DIGITS)
 
 test: lint
 	pytest
+
+fuzz: $(VENV)/test.stamp
+	python tests/fuzz/run.py --count $(COUNT) --seed $(SEED)
 
 lint: $(VENV)/test.stamp
 	ruff check .

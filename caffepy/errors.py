@@ -1,10 +1,26 @@
 """Every error that caffepy raises on purpose, and the exit status that each means.
 
 A message says what was found, where, and what to do. `UserError` is a mistake in what the
-user gave (exit status 2); `RunError` is a failure while running (exit status 1).
+user gave (exit status 2); `RunError` is a failure while running (exit status 1);
+`InternalError` is a mistake in caffepy (exit status 70).
 """
 
 from __future__ import annotations
+
+import re
+
+LONGEST_MESSAGE = 4000
+"""Characters of an error's line; the middle of a longer one is left out."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def one_line(text: str) -> str:
+    """A message as one line of at most `LONGEST_MESSAGE` characters: what cannot be printed there as escapes."""
+    line = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text.strip())
+    if len(line) <= LONGEST_MESSAGE:
+        return line
+    half = LONGEST_MESSAGE // 2
+    return f"{line[:half]} [... {len(line) - 2 * half} characters ...] {line[-half:]}"
 
 
 class CaffepyError(Exception):
@@ -80,6 +96,12 @@ class RunError(CaffepyError):
     """Training or testing failed while running."""
 
 
+class InternalError(RunError):
+    """A mistake in caffepy itself: an exception that nobody has thought of."""
+
+    exit_status = 70  # EX_SOFTWARE of sysexits.h
+
+
 class NonFiniteError(RunError):
     """The loss became NaN or infinite."""
 
@@ -94,7 +116,7 @@ class AbortedError(PeerError):
 
 def describe(error: BaseException) -> str:
     """An error in one line: one of ours as it stands, another with its type."""
-    return str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}"
+    return one_line(str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}")
 
 
 def exit_status(error: BaseException) -> int:

@@ -18,6 +18,8 @@ from caffepy.errors import RunError, UserError
 
 _STARTED = time.time()
 """When this process began, nearly: what is older was left by another one."""
+_MORE_BYTES = 2**24
+"""Read at most beyond the size that a file is said to have."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
 """The names that `atomic_write` gives."""
 
@@ -64,7 +66,9 @@ def read_regular(path: Path | str, most: int) -> bytes:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(most + 1) if size <= most else b""
+        content = file.read(size + 1) if size <= most else b""  # a buffer of what is asked for is made at once
+        if len(content) > size:  # it grows, or is one of the kernel's, which say that they are empty
+            content += file.read(min(most - size, _MORE_BYTES))
     if size > most or len(content) > most:
         size = max(size, len(content))
         raise OSError(errno.EFBIG, f"the file has {size} bytes, more than the {most} that are read", str(path))

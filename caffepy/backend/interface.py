@@ -129,6 +129,10 @@ class Backend(InputPrimitives, ABC):
         """Most bytes that a backend takes for itself if its largest convolution has arrays of `own` bytes."""
         return 0
 
+    def available_memory(self) -> int | None:
+        """Bytes that could be allocated; None where nobody says so beforehand."""
+        return None
+
     def arena(self, size: int) -> Array:
         """Memory of `size` bytes, 1-D uint8, for many arrays, see `view_at`.
 

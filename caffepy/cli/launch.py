@@ -1,30 +1,40 @@
-"""`caffepy launch`: start a command in several processes, with the MPI that is installed or with Slurm."""
+"""`caffepy launch`: run a command in several processes, with the MPI that is installed, with Slurm or without both."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.options import Parser, name_list, positive
-from caffepy.errors import CaffepyError, ConfigError
+from caffepy.cli.options import Parser, name_list, normalise, positive
+from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from caffepy.parallel.launch.hostfile import Host
-    from caffepy.parallel.launch.mpirun import Job
+    from caffepy.parallel.launch.local import Meeting
+    from caffepy.parallel.launch.mpirun import Job, Mpirun
+    from caffepy.parallel.launch.run import Start
     from caffepy.parallel.launch.slurm import Allocation
 
+logger = logging.getLogger(__name__)
+
+_RANK_VARIABLES = {"Open MPI": "OMPI_COMM_WORLD_RANK", "MPICH": "PMI_RANK", "Intel MPI": "PMI_RANK"}
+"""By which each MPI's launcher tells a process its rank."""
 _DESCRIPTION = """\
-Write the line that starts a command in several processes, print it and run it.
+Write the line that starts a command in several processes, print it, run it and stay until it ends.
 
   caffepy launch --nproc-per-node 4 -- train --solver solver.prototxt
   caffepy launch --nproc-per-node 8 --hostfile hosts -- train --solver solver.prototxt
   caffepy launch --nproc-per-node 2 --hosts a,b --dry-run -- script.py --its-option
+  caffepy launch --nproc-per-node 8 --restarts 3 --hostfile hosts --min-nodes 2 -- train --solver solver.prototxt
+  caffepy launch --nnodes 2 --node-rank 1 --master-addr a --nproc-per-node 8 -- train --solver solver.prototxt
 
 The command is one of caffepy's, a Python script, or another program. Within an allocation of Slurm's
 srun starts it, or where srun cannot start the MPI that is installed, that MPI's mpirun."""
@@ -52,80 +62,244 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--mpirun-options", type=shlex.split, default=[], metavar="TEXT", help="options for the launcher, as they are"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the line and leave it at that")
+    _add_restart_options(parser)
+    _add_meeting_options(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to start")
 
 
+def _add_restart_options(parser: Parser) -> None:
+    again = parser.add_argument_group("where a rank or host is lost")
+    again.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start again up to N times, training from its newest whole snapshot (0)",
+    )
+    again.add_argument(
+        "--min-nodes", type=positive, metavar="N", help="go on with as few hosts as N (default: with all of them)"
+    )
+
+
+def _add_meeting_options(parser: Parser) -> None:
+    without = parser.add_argument_group(
+        "without MPI: call it on each machine, with RANK, WORLD_SIZE, … set for torchrun"
+    )
+    without.add_argument("--nnodes", type=positive, metavar="N", help="how many machines call it")
+    without.add_argument("--node-rank", type=_count, metavar="N", help="the number of this one, from 0")
+    without.add_argument("--master-addr", metavar="HOST", help="the machine of rank 0 (default: this one)")
+    without.add_argument(
+        "--master-port", type=positive, metavar="N", help="rank 0's port (default: 29500, or a free one)"
+    )
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print the launcher's line and become the launcher.
+    """Print the launcher's line, run it and stay until it ends.
 
     Raises:
         ConfigError: options that do not go together, a hostfile that cannot be read, no command.
         MissingExtraError: no launcher is installed.
     """
-    line, variables = launch_line(args)
-    shown = shlex.join([*(f"{name}={value}" for name, value in variables.items()), *line])
-    print(shown, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
+    from caffepy.parallel.launch.run import LaunchedJob
+
+    start = make_start(args)
+    lines = [
+        shlex.join([*(f"{name}={value}" for name, value in more.items()), *line])
+        for line, more in start.commands(start.job)
+    ]
     if args.dry_run:
+        print("\n".join(lines), flush=True)
         return 0
-    from caffepy.parallel.launch.mpirun import search_path
-    from caffepy.parallel.launch.slurm import without_slurm
-
-    inherited = os.environ if shutil.which("srun") else without_slurm()
-    try:
-        os.execve(line[0], line, {**inherited, **variables, "PATH": search_path(Path(line[0]))})
-    except OSError as error:
-        raise ConfigError(f"{line[0]} cannot be started: {error.strerror}") from error
+    for line in lines:
+        logger.info("%s", line)
+    return LaunchedJob(start, args.restarts, args.min_nodes).run()
 
 
-def launch_line(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """What to run, and variables that it needs.
+def make_start(args: argparse.Namespace) -> Start:
+    """How the job is started.
 
     Raises:
         ConfigError, MissingExtraError: as `run`.
     """
-    from caffepy.parallel.launch.mpirun import find_mpirun, mpirun_line
     from caffepy.parallel.launch.slurm import find_allocation
-    from caffepy.parallel.processes.launcher import find_launcher
+    from caffepy.parallel.processes.launcher import find_mpi_launcher
 
-    launcher = find_launcher()
+    launcher = find_mpi_launcher()
     terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for
     if launcher is not None and launcher.size != 1 and not terminal:
         raise ConfigError(f"{launcher.name} has started this process; caffepy launch starts all of them: call it once")
+    meeting = _meeting(args)
+    if meeting is not None:
+        return _without_mpi(args, meeting)
     allocation = find_allocation()
     if allocation is None and "SLURM_JOB_ID" in os.environ:
         _say("there is no srun here, so Slurm's allocation is left out of account")
     job = make_job(args, allocation)
     if allocation is None:
-        return mpirun_line(find_mpirun(args.mpirun), job), {}
+        return _with_mpirun(args, job)
+    return _within_slurm(args, job, allocation)
+
+
+def _with_mpirun(args: argparse.Namespace, job: Job) -> Start:
+    from caffepy.parallel.launch.local import Meeting
+    from caffepy.parallel.launch.mpirun import find_mpirun
+
+    try:
+        return _mpirun_start(args, job, find_mpirun(args.mpirun))
+    except MissingExtraError:
+        if job.nodes > 1 or job.hosts:
+            raise
+        _say("no mpirun is installed: the processes are started without MPI")
+        return _without_mpi(args, Meeting())
+
+
+def _mpirun_start(args: argparse.Namespace, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None) -> Start:
+    from caffepy.parallel.launch.mpirun import mpirun_line
+
+    return _start(args, job, _RANK_VARIABLES[mpirun.kind], mpirun.path, lambda job: mpirun_line(mpirun, job), variables)
+
+
+def _start(
+    args: argparse.Namespace,
+    job: Job,
+    variable: str,
+    program: Path,
+    line: Callable[[Job], list[str]],
+    variables: dict[str, str] | None = None,
+) -> Start:
+    """How a launcher starts a job.
+
+    Args:
+        args: the command line.
+        job: what and where.
+        variable: the one that tells a process its rank.
+        program: the launcher.
+        line: its command line.
+        variables: that the launcher needs, as the line shows them.
+    """
+    from caffepy.parallel.launch.mpirun import search_path
+    from caffepy.parallel.launch.run import Start, environment_of
+    from caffepy.parallel.launch.slurm import without_slurm
+
+    inherited = os.environ if shutil.which("srun") else without_slurm()
+    environment = environment_of({"PATH": search_path(program)}, inherited)
+    return Start(job, lambda job: [(line(job), variables or {})], environment, variable, **_training(args))
+
+
+def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) -> Start:
+    from caffepy.parallel.launch.mpirun import find_mpirun
+    from caffepy.parallel.launch.slurm import host_names, srun_line
+
     # the step that this process belongs to holds the allocation's CPUs: without this a step in it waits for ever
     variables = {"SLURM_OVERLAP": "1"} if allocation.within_step else {}
-    if args.mpirun is None:
-        allocation.check(job)
-        return _slurm_line(job, allocation), variables
-    return mpirun_line(find_mpirun(args.mpirun), allocation.allow(job)), variables
-
-
-def _slurm_line(job: Job, allocation: Allocation) -> list[str]:
-    """The line with srun, or with the MPI's own launcher where srun cannot start this MPI; says why."""
-    from caffepy.parallel.launch.mpirun import find_mpirun, mpirun_line
-    from caffepy.parallel.launch.slurm import PLUGINS, refusal, srun_line
-
+    if args.min_nodes is not None and not job.hosts:
+        job = replace(job, hosts=host_names()[: job.nodes])
+    if args.mpirun is not None:
+        return _mpirun_start(args, allocation.allow(job), find_mpirun(args.mpirun), variables)
+    allocation.check(job)
+    mpirun, plugin = _slurm_way(job)
+    if mpirun is not None:
+        return _mpirun_start(args, allocation.allow(job), mpirun, variables)
     srun = shutil.which("srun") or "srun"
+    return _start(
+        args, job, "SLURM_PROCID", Path(srun), lambda job: srun_line(srun, job, plugin, allocation), variables
+    )
+
+
+def _without_mpi(args: argparse.Namespace, meeting: Meeting) -> Start:
+    """The processes of this machine, started by this process itself."""
+    import signal
+
+    from caffepy.parallel.launch.local import RANK, local_commands, secret_for
+    from caffepy.parallel.launch.mpirun import Job
+    from caffepy.parallel.launch.run import Start, environment_of
+
+    meeting = meeting.complete()
+    job = Job(_program(args.program), args.nproc_per_node or 1)
+    return Start(
+        job,
+        lambda job: local_commands(job, meeting),
+        environment_of(secret_for(meeting)),
+        RANK,
+        last_signal=signal.SIGKILL,
+        **_training(args),
+    )
+
+
+def _meeting(args: argparse.Namespace) -> Meeting | None:
+    """Where ranks without MPI meet; None: an MPI is wanted.
+
+    Raises:
+        ConfigError: options of both ways.
+    """
+    from caffepy.parallel.launch.local import Meeting
+
+    given = {"--node-rank": args.node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
+    if args.nnodes is None and all(value is None for value in given.values()):
+        return None
+    for name in ("hosts", "hostfile", "nodes", "mpirun", "min_nodes"):
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is for MPI; without it call caffepy launch on each machine, with --nnodes")
+    return Meeting(args.nnodes or 1, args.node_rank or 0, args.master_addr, args.master_port)
+
+
+def _training(args: argparse.Namespace) -> dict[str, Any]:
+    """What is known of the job where caffepy trains in it: the fields of `Start` for that."""
+    from caffepy.cli.main import build_parser
+
+    words = normalise(args.program[1:] if args.program[:1] == ["--"] else args.program)
+    if words[:1] != ["train"]:
+        return {}
+    try:
+        train = build_parser(words).parse_strictly(words)
+    except CaffepyError:  # the ranks will say it
+        return {"shares_signals": True}
+    return {
+        "shares_signals": True,
+        "interrupt_stops": train.sigint_effect == "stop",
+        "terminate_stops": train.sigterm_effect == "stop",
+        "passes": 1 if args.min_nodes is None else _passes(train.solver),
+    }
+
+
+def _passes(solver: Path | None) -> int:
+    """The solver's iter_size; 1 where this machine cannot read it."""
+    from caffepy.config.load import read_solver
+
+    try:
+        return int(read_solver(solver).iter_size) if solver is not None else 1
+    except CaffepyError:
+        return 1
+
+
+def _slurm_way(job: Job) -> tuple[Mpirun | None, str | None]:
+    """The MPI's own launcher where srun cannot start this MPI, which is said, else srun's ``--mpi``."""
+    from caffepy.parallel.launch.mpirun import find_mpirun
+    from caffepy.parallel.launch.slurm import PLUGINS, refusal
+
     if any(option.startswith("--mpi") for option in job.options):
-        return srun_line(srun, job, None, allocation)
+        return None, None
     try:
         mpirun = find_mpirun()
     except CaffepyError:  # a site's MPI may have no mpirun, because srun is the way there
-        return srun_line(srun, job, None, allocation)
+        return None, None
     plugin = PLUGINS[mpirun.kind]
-    reason = refusal(srun, plugin)
+    reason = refusal(shutil.which("srun") or "srun", plugin)
     if reason is None:
-        return srun_line(srun, job, plugin, allocation)
+        return None, plugin
     _say(
         f"srun cannot start {mpirun.kind} {mpirun.version} with --mpi={plugin} here ({reason}): its own "
         f"{mpirun.path.name} starts the processes"
     )
-    return mpirun_line(mpirun, allocation.allow(job))
+    return mpirun, None
 
 
 def _say(text: str) -> None:

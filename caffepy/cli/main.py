@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -12,7 +13,7 @@ from pathlib import Path
 from caffepy import version
 from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.options import Parser, normalise
-from caffepy.errors import CaffepyError, ConfigError
+from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
 from caffepy.registry import suggest
 
 COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
@@ -21,33 +22,41 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
 PIPE_CLOSED = 141
 """Exit status when the reader of the output went away: 128 + SIGPIPE."""
+TRACEBACK = "CAFFEPY_TRACEBACK"
+"""The variable that has tracebacks printed."""
+NO_MEMORY = "out of memory: this process cannot have as much as it needs; use a smaller batch_size or a smaller file"
 
 _EPILOGUE = """\
 Options may be spelled as Caffe's tools took them: -solver x, -solver=x, --solver x, --solver=x.
 'caffepy COMMAND --help' describes a command.
 
-exit status: 0 done; 1 a failure while running; 2 a mistake in what was given; 130 interrupted"""
+exit status: 0 done; 1 a failure while running; 2 a mistake in what was given; 70 a mistake in caffepy;
+130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     arguments = normalise(sys.argv[1:] if argv is None else argv)
     verbose = "--verbose" in arguments
+    traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
     try:
+        _print_anything()
         with log_to_stderr(verbose):
             return _run(arguments, verbose)
     except CaffepyError as error:
-        return _report(str(error), error.exit_status, verbose)
+        return _report(str(error), error.exit_status, traced)
     except KeyboardInterrupt:
-        return _report("interrupted", INTERRUPTED, verbose)
+        return _report("interrupted", INTERRUPTED, traced)
     except SystemExit as leaving:  # --help and --version; a rank that leaves the message to the root
         return int(leaving.code or 0)
     except BrokenPipeError:
         # Python would flush the closed pipe once more at exit and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except MemoryError:
+        return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
     except Exception as error:  # the last resort: the user gets one line, and the traceback on request
-        return _report(_describe(error, verbose), 1, verbose)
+        return _report(_describe(error, traced), InternalError.exit_status, traced)
 
 
 def _run(arguments: list[str], verbose: bool) -> int:
@@ -77,6 +86,9 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
+        command.add_argument(
+            "--traceback", action="store_true", help=f"print an error's traceback too; so does {TRACEBACK}=1"
+        )
     return parser
 
 
@@ -89,17 +101,26 @@ def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     return (word,)
 
 
-def _report(message: str, status: int, verbose: bool) -> int:
-    if verbose:
+def _print_anything() -> None:
+    """Let names that stdout's encoding cannot express be printed as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _report(message: str, status: int, traced: bool) -> int:
+    if traced:
         traceback.print_exc()
-    print(f"caffepy: error: {rank_prefix()}{message}", file=sys.stderr)
+    print(f"caffepy: error: {rank_prefix()}{one_line(message)}", file=sys.stderr)
     return status
 
 
-def _describe(error: Exception, verbose: bool) -> str:
+def _describe(error: Exception, traced: bool) -> str:
     location = ""
     if frames := traceback.extract_tb(error.__traceback__):
         own = [f for f in frames if Path(f.filename).is_relative_to(Path(__file__).parents[1])] or frames
         location = f" at {own[-1].filename}:{own[-1].lineno}"
-    hint = "" if verbose else "; run again with --verbose for the traceback"
-    return f"{type(error).__name__}: {error}{location}{hint}"
+    output = "this output" if traced else "what the same command prints with --traceback"
+    return (
+        f"{type(error).__name__}: {error}{location}; this is a mistake in caffepy, not in what you gave: please report "
+        f"it to its developers with {output}"
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_state_options, positive, record_shape
+from caffepy.cli.options import Parser, add_state_options, gpu_number, positive, positive_number, record_shape
 from caffepy.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -48,8 +48,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--no-fuse", action="store_true", help="with --memory: for training with --no-fuse")
     parser.add_argument("--no-share", action="store_true", help="with --memory: for training with --no-share")
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--gpu", type=int, metavar="N", help="with --memory: the largest batch that fits on this GPU")
-    limit.add_argument("--limit", type=float, metavar="GIB", help="with --memory: the largest batch for so many GiB")
+    limit.add_argument(
+        "--gpu", type=gpu_number, metavar="N", help="with --memory: the largest batch that fits on this GPU"
+    )
+    limit.add_argument(
+        "--limit", type=positive_number, metavar="GIB", help="with --memory: the largest batch for so many GiB"
+    )
     add_state_options(parser)
 
 
@@ -206,6 +210,8 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     from caffepy.net.memory.plan import plan_memory
 
     training = args.phase == "TRAIN"
+    if not filter_net(subject.param, subject.state).layer:
+        raise ConfigError(f"{args.model or args.solver}: the net has no layers in the {args.phase} phase; give --phase")
     histories = subject.histories if training else 0
     plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
     batch = written_batch(filter_net(subject.param, subject.state))

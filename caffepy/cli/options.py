@@ -7,6 +7,7 @@ Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--s
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,10 @@ from caffepy.backend.types import MATH_MODES
 from caffepy.errors import ConfigError
 from caffepy.registry import suggest
 
+LARGEST = 2**31 - 1
+"""Largest whole number of an option."""
+LONGEST_SECONDS = 1e8
+"""Three years; threads cannot wait much longer."""
 _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
 
 
@@ -76,23 +81,51 @@ def file_list(text: str) -> list[Path]:
 
 def name_list(text: str) -> list[str]:
     """Names divided by commas."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not UTF-8") from None
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    number = _whole(text)
+    if not 1 <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1 and at most {LARGEST}")
     return number
+
+
+def level(text: str) -> int:
+    """A whole number, of either sign, as the schema's int32 holds it."""
+    number = _whole(text, LARGEST + 1)
+    if not -LARGEST <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {-LARGEST} to {LARGEST}")
+    return number
+
+
+def gpu_number(text: str) -> int:
+    """The number of one GPU."""
+    number = _whole(text, -1)
+    if not 0 <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"'{text}' is no GPU's number such as 0")
+    return number
+
+
+def _whole(text: str, otherwise: int = 0) -> int:
+    """The number that `text` is; `otherwise` where it is none, or has more digits than Python reads."""
+    try:
+        return int(text)
+    except ValueError:
+        return otherwise
 
 
 def positive_seconds(text: str) -> float:
     """A number of seconds above 0."""
-    return positive_number(text, "a number of seconds")
+    seconds = positive_number(text, "a number of seconds")
+    if seconds > LONGEST_SECONDS:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than {LONGEST_SECONDS:g} seconds")
+    return seconds
 
 
 def positive_number(text: str, what: str = "a number") -> float:
@@ -108,7 +141,7 @@ def positive_number(text: str, what: str = "a number") -> float:
 
 def iteration_range(text: str) -> range:
     """``20:40``, the iterations from 20 on that come before 40."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text.strip())
     if match is None or int(match[1]) >= int(match[2]):
         raise argparse.ArgumentTypeError(f"'{text}' is not a range of iterations such as 20:40")
     return range(int(match[1]), int(match[2]))
@@ -120,7 +153,7 @@ def record_shape(text: str) -> tuple[int, ...]:
         shape = tuple(int(part) for part in text.split(","))
     except ValueError:
         shape = (0,)
-    if min(shape) < 1:
+    if min(shape) < 1 or math.prod(shape) > LARGEST:
         raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 3,224,224")
     return shape
 
@@ -133,7 +166,7 @@ def gpu_list(text: str) -> list[int] | str:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1]
-    if min(numbers) < 0:
+    if min(numbers) < 0 or max(numbers) > LARGEST:
         raise argparse.ArgumentTypeError(f"'{text}' is neither 'all' nor GPU numbers such as 0 or 0,1")
     if len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"'{text}' names a GPU twice")
@@ -182,7 +215,7 @@ def add_convolution_options(parser: argparse._ActionsContainer) -> None:
 
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     """--level and --stage, which choose among the layers' include and exclude rules."""
-    parser.add_argument("--level", type=int, metavar="N", help="the net's level, for include and exclude rules")
+    parser.add_argument("--level", type=level, metavar="N", help="the net's level, for include and exclude rules")
     parser.add_argument(
         "--stage", type=name_list, default=[], metavar="LIST", help="the net's stages, divided by commas"
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import platform
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caffepy import version
 from caffepy.cli.options import (
     Parser,
     add_convolution_options,
@@ -42,6 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (needed)")
+    parser.add_argument(
+        "--from-log", type=Path, metavar="FILE", help="instead: the log of a training, with its solver and net"
+    )
     _add_start_options(parser)
     _add_device_options(parser)
     _add_engine_options(parser)
@@ -174,6 +180,8 @@ def run(args: argparse.Namespace) -> int:
         made.append(_options(args))
         return made[0]
 
+    command = shlex.join(["caffepy", *args.arguments])
+    logger.info("caffepy %s, Python %s: %s", version.__version__, platform.python_version(), command)
     manager = P2PManager(options)
     with progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
         manager.run()
@@ -183,20 +191,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.cli.devices import shares_gpus, train_devices
-    from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver
     from caffepy.config.solver_check import check_solver
+    from caffepy.parallel.launch.run import SINCE
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
     from caffepy.solvers.execution_options import ExecutionOptions
 
-    param = read_solver(args.solver)
+    param = _read_solver(args)
     check_solver(param, str(args.solver))
     if args.level is not None:
         param.train_state.level = args.level
     param.train_state.stage.extend(args.stage)
     if args.weights or args.snapshot:
         del param.weights[:]
+    keep_batch_of_all(param)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     resolve = PathResolver(args.solver)
     return TrainOptions(
@@ -207,6 +216,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         cpu_solvers=args.cpu_solvers,
         snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
         resume_newest=args.snapshot == "auto",
+        resume_since=float(os.environ[SINCE]) if SINCE in os.environ else None,
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
@@ -236,8 +246,47 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     )
 
 
+def _read_solver(args: argparse.Namespace) -> SolverParameter:
+    """The solver of --solver, or of --from-log; then `args.solver` becomes the file that it came from."""
+    from caffepy.config.load import read_solver
+    from caffepy.config.run_log import read_logged_solver
+
+    if args.from_log is None:
+        return read_solver(args.solver)
+    param, folder = read_logged_solver(args.from_log)
+    args.solver = folder / "solver.prototxt"
+    return param
+
+
+def keep_batch_of_all(param: SolverParameter) -> None:
+    """Multiply iter_size where `caffepy launch` goes on with fewer ranks than the prototxts were written for.
+
+    Raises:
+        ConfigError: the samples of an iteration cannot be divided so.
+    """
+    from caffepy.parallel.launch.run import BATCH_RANKS
+    from caffepy.parallel.processes.launcher import find_launcher
+
+    launcher, before = find_launcher(), int(os.environ.get(BATCH_RANKS, "0"))
+    ranks = launcher.size if launcher else None
+    if not before or not ranks or ranks == before:
+        return
+    passes = param.iter_size * before
+    if passes % ranks:
+        raise ConfigError(
+            f"the samples of {before} ranks cannot be divided among {ranks}: an iteration has {passes} batches in all; "
+            f"start as many ranks as divide {passes}"
+        )
+    param.iter_size = passes // ranks
+    logger.info("%d ranks train for %d: iter_size is %d", ranks, before, param.iter_size)
+
+
 def _check_options(args: argparse.Namespace) -> None:
-    if args.solver is None:
+    if args.solver is not None and args.from_log is not None:
+        raise ConfigError(
+            "--solver and --from-log exclude each other: a log has its solver in it; leave one of them out"
+        )
+    if args.solver is None and args.from_log is None:
         raise ConfigError("train needs a solver: caffepy train --solver solver.prototxt")
     if args.snapshot and args.weights:
         raise ConfigError(

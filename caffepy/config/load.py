@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -14,10 +15,11 @@ from google.protobuf.message import DecodeError, Message
 
 from caffepy.config.checksum import check_whole
 from caffepy.config.nvidia_wire import adopt_nvidia_fields
+from caffepy.config.paths import is_folder
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
-from caffepy.files import open_regular
+from caffepy.files import read_regular
 from caffepy.proto.caffe_pb2 import (
     DOUBLE,
     FLOAT,
@@ -34,6 +36,8 @@ M = TypeVar("M", bound=Message)
 
 MAX_BYTES = 2**31 - 1
 """protobuf's own limit for one message."""
+MAX_TEXT_BYTES = 2**24
+"""Longest prototxt; the largest nets have a few hundred kB."""
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 LFS_MAGIC = b"version https://git-lfs"
@@ -57,7 +61,7 @@ def read_net(path: Path | str) -> NetParameter:
         ConfigError: the file is absent, not a net's prototxt, or cannot be upgraded.
     """
     origin = str(path)
-    param = parse_text(decode_text(_read(path, "net", ConfigError), origin), NetParameter(), origin)
+    param = parse_text(decode_text(_read_text(path, "net"), origin), NetParameter(), origin)
     upgrade_net(param, origin)
     return param
 
@@ -72,7 +76,7 @@ def read_solver(path: Path | str) -> SolverParameter:
         ConfigError: the file is absent, not a solver's prototxt, or cannot be upgraded.
     """
     origin = str(path)
-    param = parse_text(decode_text(_read(path, "solver", ConfigError), origin), SolverParameter(), origin)
+    param = parse_text(decode_text(_read_text(path, "solver"), origin), SolverParameter(), origin)
     upgrade_solver(param, origin)
     _complete_snapshot_prefix(param, Path(path))
     return param
@@ -130,6 +134,8 @@ def read_binary(path: Path | str, message: M) -> M:
         raise SnapshotError(f"{path}: not a binary {kind}: {_describe(data, path)}") from None
     if isinstance(message, (NetParameter, SolverState)):
         check_whole(message, data, str(path))
+    if field := _damaged_text(message):
+        raise SnapshotError(f"{path}: {field} is not UTF-8; the file is damaged")
     return message
 
 
@@ -150,27 +156,22 @@ def refusing_damage(origin: str) -> Iterator[None]:
 
 
 def check_weights(param: NetParameter, origin: str) -> None:
-    """Check the names of the layers in a .caffemodel, and its blobs.
+    """Check the blobs of a .caffemodel.
 
     Raises:
         SnapshotError: one of them makes no sense.
     """
-    for number, layer in enumerate(param.layer):
-        _check_text(layer, "name", f"{origin}: layer {number}")
+    for layer in param.layer:
         for index, blob in enumerate(layer.blobs):
             check_blob(blob, f"{origin}: layer '{layer.name}' blob {index}")
 
 
 def check_state(state: SolverState, origin: str) -> None:
-    """Check the texts, numbers and blobs of a .solverstate.
+    """Check the numbers and blobs of a .solverstate.
 
     Raises:
         SnapshotError: one of them makes no sense.
     """
-    for field in ("learned_net", "solver_type"):
-        _check_text(state, field, origin)
-    for position in state.data_position:
-        _check_text(position, "layer", origin)
     counts = {"iter": state.iter, "current_step": state.current_step, "pass_number": state.pass_number}
     counts |= {"data_position": max((position.position for position in state.data_position), default=0)}
     counts |= {"test_pass_number": max(state.test_pass_number, default=0)}
@@ -197,10 +198,17 @@ def _check_counts(param: NetParameter, origin: str) -> None:
         raise SnapshotError(f"{origin}: has a layer of {blobs} blobs; the file is damaged")
 
 
-def _check_text(message: Message, field: str, where: str) -> None:
-    """Refuse what is not UTF-8, which protobuf hands out as bytes."""
-    if isinstance(getattr(message, field), bytes):
-        raise SnapshotError(f"{where}: {field} is not UTF-8; the file is damaged")
+def _damaged_text(message: Message) -> str:
+    """The first text in a message that is not UTF-8, for which protobuf gives bytes; empty if there is none."""
+    for field, value in message.ListFields():
+        values = value if hasattr(value, "append") else [value]
+        if field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
+            return field.name
+        if field.message_type is not None and field.message_type.name != "BlobProto":
+            for part in values:
+                if damaged := _damaged_text(part):
+                    return f"{field.name}.{damaged}"
+    return ""
 
 
 def check_blob(blob: BlobProto, where: str) -> None:
@@ -257,29 +265,50 @@ def has_old_shape(blob: BlobProto) -> bool:
 
 def _complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:
     if not param.HasField("snapshot_prefix"):
-        param.snapshot_prefix = str(path.with_suffix(""))
+        param.snapshot_prefix = _as_text(str(path.with_suffix("")), path)
         log.info("snapshot_prefix is not given; snapshots will be named %s_iter_N", param.snapshot_prefix)
-    elif Path(param.snapshot_prefix).is_dir():
-        param.snapshot_prefix = str(Path(param.snapshot_prefix) / path.stem)
+    elif is_folder(param.snapshot_prefix):
+        param.snapshot_prefix = _as_text(str(Path(param.snapshot_prefix) / path.stem), path)
         log.info("snapshot_prefix is a folder; snapshots will be named %s_iter_N", param.snapshot_prefix)
 
 
-def _read(path: Path | str, kind: str, error_type: type[CaffepyError]) -> bytes:
-    path = Path(path)
+def _as_text(prefix: str, path: Path) -> str:
+    """A prefix made of the solver's path, which may hold bytes that no text can."""
     try:
-        if path.is_dir():
-            raise error_type(f"{path}: this is a folder; name a {kind} in it")
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_BYTES:
-                raise error_type(
-                    f"{path}: {size} bytes, and protobuf reads at most {MAX_BYTES}; store larger snapshots as HDF5"
-                )
-            return file.read(size)
+        prefix.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{path}: this path is not UTF-8; rename the file, or give snapshot_prefix") from None
+    return prefix
+
+
+def _read_text(path: Path | str, kind: str) -> bytes:
+    advice = f"no {kind}'s prototxt is that long; give the text definition"
+    return _read(path, kind, ConfigError, MAX_TEXT_BYTES, advice)
+
+
+def _read(
+    path: Path | str,
+    kind: str,
+    error_type: type[CaffepyError],
+    most: int | None = None,
+    advice: str = "protobuf can read no more; store larger snapshots as HDF5",
+) -> bytes:
+    try:
+        return read_regular(path, MAX_BYTES if most is None else most)
     except FileNotFoundError:
-        raise error_type(f"{path}: no such {kind}; check the path (working directory: {Path.cwd()})") from None
+        raise error_type(f"{path}: no such {kind}; check the path (working directory: {_working_folder()})") from None
     except OSError as error:
-        raise error_type(f"{path}: cannot read: {error.strerror}") from None
+        if error.errno == errno.EINVAL and Path(path).is_dir():
+            raise error_type(f"{path}: this is a folder; name a {kind} in it") from None
+        hint = f"; {advice}" if error.errno == errno.EFBIG else ""
+        raise error_type(f"{path}: cannot read the {kind}: {error.strerror}{hint}") from None
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "it has been removed"
 
 
 def _head(path: Path | str) -> bytes:
@@ -295,7 +324,8 @@ def _describe(data: bytes, path: Path | str) -> str:
     if data.startswith(LFS_MAGIC):
         return "it is a Git LFS pointer; fetch the file itself with 'git lfs pull'"
     if _is_text(data[:4096]):
-        return f"it is text ('{data[:24].decode('utf-8', 'replace').strip().splitlines()[0]}'); give the binary file"
+        beginning = data[:24].decode("utf-8", "replace").strip().partition("\n")[0]
+        return f"it is text ('{beginning}'); give the binary file"
     if _parses(data, SolverState(), "iter"):
         return "it is a .solverstate; resume from it with --snapshot"
     if _parses(data, NetParameter(), "layer") or _parses(data, NetParameter(), "layers"):

@@ -9,6 +9,21 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
+def is_folder(path: Path | str) -> bool:
+    """Whether there is such a folder; False for what cannot be a path at all: with NUL, too long."""
+    try:
+        return os.path.isdir(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return os.path.exists(path)
+    except (OSError, ValueError):
+        return False
+
+
 class PathResolver:
     """Finds files that a prototxt names.
 
@@ -26,10 +41,10 @@ class PathResolver:
     def __call__(self, written: str) -> Path:
         """The file or folder that `written` names; a path that does not exist is returned as Caffe would use it."""
         path = Path(os.path.expanduser(written))
-        if self.folder is None or path.is_absolute() or os.path.exists(path):
+        if self.folder is None or path.is_absolute() or _exists(path):
             return path
         beside = self.folder / path
-        if not os.path.exists(beside):
+        if not _exists(beside):
             return path
         self._report(written, beside)
         return beside

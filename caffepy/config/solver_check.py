@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import FLOAT, SolverParameter
@@ -44,8 +45,13 @@ LEAST = {
     "stepsize": 1,
     "rampup_interval": 0,
     "rampup_lr": 0,
+    "momentum_power": 0,
+    "weight_decay_power": 0,
 }
 """The least value of each field that has one."""
+
+MOST_PASSES = 2**16
+"""Largest iter_size: the random numbers and batches of an iteration's passes are prepared together."""
 
 WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
 
@@ -63,11 +69,14 @@ def check_solver(param: SolverParameter, origin: str = "solver") -> None:
     """
     _check_train_source(param, origin)
     _check_present(param, ("max_iter", "base_lr", "lr_policy"), "", origin)
+    _check_finite(param, origin)
     _check_least(param, origin)
     _check_learning_rate(param, origin)
     _check_other_policies(param, origin)
     _check_rule(param, origin)
     _check_testing(param, origin)
+    if "\0" in param.snapshot_prefix:
+        raise ConfigError(f"{origin}: snapshot_prefix has a NUL character, which no path can have; remove it")
     if param.snapshot > 0 and not param.snapshot_prefix:
         raise ConfigError(f"{origin}: snapshot is {param.snapshot} but snapshot_prefix is empty; set snapshot_prefix")
 
@@ -99,11 +108,19 @@ def _check_present(param: SolverParameter, names: tuple[str, ...], because: str,
             raise ConfigError(f"{origin}: {name} is missing{because}; add {name}")
 
 
+def _check_finite(param: SolverParameter, origin: str) -> None:
+    for field, value in param.ListFields():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{origin}: {field.name} is {value:g}; it must be a finite number")
+
+
 def _check_least(param: SolverParameter, origin: str) -> None:
     for name, least in LEAST.items():
         value = getattr(param, name)
         if _has(param, name) and not value >= least:
             raise ConfigError(f"{origin}: {name} is {value:g}; it must be at least {least}")
+    if param.iter_size > MOST_PASSES:
+        raise ConfigError(f"{origin}: iter_size is {param.iter_size}; it must be at most {MOST_PASSES}")
 
 
 def _check_learning_rate(param: SolverParameter, origin: str) -> None:
@@ -135,6 +152,12 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
 def _check_rule(param: SolverParameter, origin: str) -> None:
     if param.type in WITHOUT_MOMENTUM and param.momentum:
         raise ConfigError(f"{origin}: {param.type} has no momentum, and momentum is {param.momentum:g}; remove it")
+    if param.type == "Adam":
+        for name in ("momentum", "momentum2"):
+            if not 0 <= getattr(param, name) < 1:
+                raise ConfigError(
+                    f"{origin}: {name} is {getattr(param, name):g}; with Adam it must be at least 0 and below 1"
+                )
     if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
         raise ConfigError(f"{origin}: rms_decay is {param.rms_decay:g}; it must be at least 0 and below 1")
 

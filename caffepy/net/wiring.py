@@ -10,14 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array
-from caffepy.blob import Blob
-from caffepy.errors import CaffepyError, ConfigError, OutOfMemoryError, RunError
+from caffepy.backend.types import Array, element_dtype
+from caffepy.blob import Blob, format_shape
+from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, RunError, ShapeError
 from caffepy.layers.core.base import Layer, LayerContext, layer_class
 from caffepy.net.precision import Precision
 from caffepy.net.splits import unknown_bottom
 from caffepy.proto import caffe_pb2
+
+_MISTAKES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+"""What Python raises where a program is wrong."""
 
 
 @dataclass
@@ -49,26 +56,50 @@ class Node:
         layer = self.layer
         with self.named_errors():
             layer.reshape(self.bottoms, self.tops)
+            self._check_memory()
         self.shapes = [bottom.shape for bottom in self.bottoms]
         if layer.is_loss and layer.loss_weights[0]:
             layer.backend.fill(self.tops[0].diff, layer.loss_weights[0])
+
+    def _check_memory(self) -> None:
+        """Refuse tops for which there is no memory before anything is computed.
+
+        Raises:
+            OutOfMemoryError: they need more than the backend can have.
+        """
+        tops = [top for top in self.tops if all(top is not bottom for bottom in self.bottoms)]
+        size = sum(top.count * np.dtype(element_dtype(top.dtype)).itemsize for top in tops)
+        self.layer.check_memory(size, f"its tops, {', '.join(format_shape(top.shape) for top in tops)}")
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
         """Add the layer's name to errors that have no message of ours.
 
         Raises:
-            RunError: in place of an exception that is not a CaffepyError.
+            OutOfMemoryError: in place of a MemoryError.
+            InternalError: in place of one of Python's exceptions that only a mistake in caffepy raises.
+            RunError: in place of any other exception that is not a CaffepyError.
         """
         layer = self.layer
         try:
             yield
         except OutOfMemoryError as error:
             raise error.within(f"layer '{layer.name}' ({layer.type})") from error
+        except ShapeError as error:
+            if f"layer '{layer.name}'" in str(error):
+                raise
+            raise ShapeError(f"layer '{layer.name}' ({layer.type}): {error}") from error
         except CaffepyError:
             raise
+        except MemoryError as error:
+            problem = f"layer '{layer.name}' ({layer.type}): out of memory: {error or 'the host has no more'}"
+            raise OutOfMemoryError(problem, "use a smaller batch_size") from error
         except Exception as error:
-            raise RunError(f"layer '{layer.name}' ({layer.type}): {type(error).__name__}: {error}") from error
+            found = f"layer '{layer.name}' ({layer.type}): {type(error).__name__}: {error}"
+            if isinstance(error, _MISTAKES):
+                found += "; this is a mistake in caffepy, not in the net: please report it with the net's prototxt"
+                raise InternalError(found) from error
+            raise RunError(found) from error
 
 
 class Wiring:

@@ -90,10 +90,14 @@ def _count(gpus: int | None, devices: int) -> str:
 
 def _start_snapshot(options: TrainOptions) -> Path | None:
     """The snapshot to resume from; for the root."""
-    if not options.resume_newest:
+    since = options.resume_since
+    if not options.resume_newest and since is None:
         return options.snapshot
     prefix = (options.resolve or PathResolver(None)).output(options.solver.snapshot_prefix)
     newest = newest_snapshot(prefix)
+    if not options.resume_newest and (newest is None or newest.stat().st_mtime < (since or 0)):
+        logger.info("no whole snapshot of this job with the prefix %s: it begins again as at first", prefix)
+        return options.snapshot
     if newest is None:
         logger.info("no whole snapshot with the prefix %s: training starts from the beginning", prefix)
     return newest

@@ -38,7 +38,7 @@ _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
 """Compared as the nets that became of them."""
 _OWN_OPTIONS = frozenset(
     {
-        "solver", "resolve", "devices", "share_gpus", "snapshot", "resume_newest", "weights", "verbose",
+        "solver", "resolve", "devices", "share_gpus", "snapshot", "resume_newest", "resume_since", "weights", "verbose",
         "sigint_effect", "sighup_effect", "sigterm_effect", "threads", "trace", "single_rate",
     }
 )  # fmt: skip

@@ -47,6 +47,8 @@ class TrainOptions:
         max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
         keep_last: how many of the newest snapshots stay when one is written; 0: all.
         keep_best: the score by which the best snapshot stays too, an output of a test net; empty: none, see `Keep`.
+        resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
+            the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
 
@@ -74,6 +76,7 @@ class TrainOptions:
     trace_iterations: range | None = None
     single_rate: float | None = None
     resume_newest: bool = False
+    resume_since: float | None = None
     check_replicas: int = 0
     keep_last: int = 0
     keep_best: str = ""

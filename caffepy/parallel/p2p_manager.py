@@ -29,6 +29,7 @@ from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 from caffepy.parallel.processes.world import World
+from caffepy.parallel.run_header import log_run
 from caffepy.parallel.run_report import check_trace, describe_batch, gather_trace, report_performance
 from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.store.store import ControlChannel
@@ -86,6 +87,7 @@ class P2PManager:
         if channel is not None:  # without MPI nothing else tells that a rank ends while options are compared
             self._watch(channel, TIMEOUT)
         options, cores = self._agree()
+        log_run(self._world, options)
         signals = self._signals(options)
         self._make_syncs(options, cores, signals)
         self._watch(channel or connect_training(self._world), options.timeout)

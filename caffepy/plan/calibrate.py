@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from caffepy.errors import ConfigError
+from caffepy.files import read_regular
 from caffepy.plan.model import ALGORITHMS, AUTO, Cluster, Link
 
 
@@ -41,6 +42,8 @@ class Fit:
     error: float
 
 
+MOST_SAMPLES = 100
+"""Sizes of a file; ways to divide them into ranges grow with their square."""
 RANGES = 3
 """Most ranges of sizes that get an alpha and a beta of their own."""
 LEAST = 3
@@ -68,6 +71,8 @@ def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> F
             f"all-reduces of {len(samples)} sizes among {measured.devices} devices say nothing about a link; "
             "at least two sizes and two devices are needed"
         )
+    if len(samples) > MOST_SAMPLES:
+        raise ConfigError(f"all-reduces of {len(samples)} sizes are too many to fit lines to; keep {MOST_SAMPLES}")
     # The hierarchical one sends in a node, or between nodes, what a ring sends.
     name = "ring" if algorithm in (AUTO, "hierarchical") else algorithm
     lines = _Lines(samples, *_coefficients(name, measured.devices, between))
@@ -142,9 +147,11 @@ def _non_negative(columns: np.ndarray) -> tuple[float, float]:
     return (float(single[0]), 0.0) if residuals[0] < residuals[1] else (0.0, float(single[1]))
 
 
-_SIZE = re.compile(r"(\d+)(?: ?(B|KiB|MiB|GiB))?")
+MOST_BYTES = 2**24
+"""Of a file of measurements."""
+_SIZE = re.compile(r"(\d{1,18})(?: ?(B|KiB|MiB|GiB))?")
 _UNITS = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_DEVICES = re.compile(r"(\d+) (?:devices?|ranks?|GPUs?|threads?)\b", re.IGNORECASE)
+_DEVICES = re.compile(r"\b(\d{1,9}) (?:devices?|ranks?|GPUs?|threads?)\b", re.IGNORECASE)
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -157,9 +164,10 @@ def read_measurements(path: Path) -> Measurements:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        lines = [line.strip().lstrip("#").strip() for line in path.read_text().splitlines()]
+        lines = [line.strip().lstrip("#").strip() for line in read_regular(path, MOST_BYTES).decode().splitlines()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; save what caffepy bench allreduce prints") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}; save what caffepy bench allreduce prints") from error
     devices = next((int(match[1]) for line in lines if (match := _DEVICES.search(line))), None)
     head = next((i for i, line in enumerate(lines) if _columns(line) is not None), None)
     if devices is None or head is None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from caffepy.errors import ConfigError, RunError
+from caffepy.files import read_regular
 
+MOST_BYTES = 2**26
+"""Of the file."""
+MOST = 1e15
+"""Largest number in it: bytes of a petabyte, milliseconds of thirty thousand years."""
 FORMAT = "caffepy profile 1"
 """First field of the file; the number grows when its fields change."""
 
@@ -129,9 +134,10 @@ def read_profile(path: Path) -> Profile:
         ConfigError: the file is not there, is none, or a field is missing or makes no sense.
     """
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as a profile: {error}; make one with --save-profile") from error
+        content = json.loads(read_regular(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read as a profile: {reason}; make one with --save-profile") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ConfigError(f"{path}: is no '{FORMAT}'; make one with caffepy plan --save-profile")
     for field, kind in (("layers", LayerProfile), ("gradients", Gradient)):
@@ -158,14 +164,14 @@ def _check_gradients(profile: Profile, where: str) -> None:
 
 def _checked_list(kind: type, values: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(values, list):
-        raise ConfigError(f"{where}: must be a list, not {values!r}")
+        raise ConfigError(f"{where}: must be a list, not {_shown(values)}")
     return tuple(_checked(kind, value, f"{where}[{i}]") for i, value in enumerate(values))
 
 
 def _checked(kind: type, values: Any, where: str) -> Any:
     """An object of a dataclass from a JSON object that has exactly its fields."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: must be an object, not {values!r}")
+        raise ConfigError(f"{where}: must be an object, not {_shown(values)}")
     known = {field.name: str(field.type) for field in fields(kind)}
     if odd := sorted(known.keys() ^ values.keys()):
         state = "is missing" if odd[0] in known else "is unknown"
@@ -179,10 +185,15 @@ def _checked(kind: type, values: Any, where: str) -> Any:
 def _check_value(value: Any, type_name: str, least: int, where: str) -> None:
     fits = isinstance(value, _KINDS[type_name]) and isinstance(value, bool) == (type_name == "bool")
     if type_name in ("int", "float"):
-        fits = fits and math.isfinite(value) and value >= least
+        fits = fits and least <= value <= MOST
     if not fits:
-        raise ConfigError(f"{where}: is {value!r}, must be a {type_name}{_range(type_name, least)}")
+        raise ConfigError(f"{where}: is {_shown(value)}, must be a {type_name}{_range(type_name, least)}")
 
 
 def _range(type_name: str, least: int) -> str:
-    return f" of at least {least}" if type_name in ("int", "float") else ""
+    return f" of at least {least} and at most {MOST:g}" if type_name in ("int", "float") else ""
+
+
+def _shown(value: Any) -> str:
+    """A value of the file, shortened; Python refuses to write integers of more than 4,300 digits."""
+    return reprlib.repr(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "an integer beyond 2^128"

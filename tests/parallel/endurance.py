@@ -1,8 +1,9 @@
 """Lets every fault come over training and over process groups again and again, and prints how each of them ended.
 
-    python tests/parallel/endurance.py --rounds 20 [--faults kill,SIGINT] [--jobs 2] [--turns]
+    python tests/parallel/endurance.py --rounds 20 [--faults kill,SIGINT] [--jobs 2] [--turns] [--restarts 1]
 
-The faults and what is promised of their ends are those of the tests: `training_faults.py`, `group_faults.py`. The exit
+The faults and what is promised of their ends are those of the tests: `training_faults.py`, `group_faults.py`; with
+``--restarts 1`` those of `restart_faults.py`, over training that `caffepy launch --restarts 1` starts. The exit
 status is 1 if anything was not as promised. Ctrl-C prints the table of what was tried so far.
 """
 
@@ -26,6 +27,7 @@ from fault_case import FaultCase  # noqa: E402
 from group_faults import GROUP_FAULTS  # noqa: E402
 from laboratory import Laboratory  # noqa: E402
 from processes import default_interrupts  # noqa: E402
+from restart_faults import RESTART_FAULTS  # noqa: E402
 from training_faults import TRAINING_FAULTS  # noqa: E402
 
 CASES = [*TRAINING_FAULTS, *GROUP_FAULTS]
@@ -98,17 +100,17 @@ def try_all(cases: Sequence[FaultCase], rounds: int, jobs: int, turns: bool) -> 
     return records
 
 
-def choose(wanted: str) -> list[FaultCase]:
-    """The cases whose kind is among those wanted.
+def choose(wanted: str, cases: Sequence[FaultCase]) -> list[FaultCase]:
+    """Of some cases those whose kind is among those wanted.
 
     Raises:
         SystemExit: there is no such kind.
     """
-    kinds = dict.fromkeys(case.kind for case in CASES)
+    kinds = dict.fromkeys(case.kind for case in cases)
     names = [name.strip() for name in wanted.split(",")] if wanted else list(kinds)
     if unknown := [name for name in names if name not in kinds]:
         raise SystemExit(f"no such faults: {', '.join(unknown)}; there are: {', '.join(kinds)}")
-    return [case for case in CASES if case.kind in names]
+    return [case for case in cases if case.kind in names]
 
 
 def report(records: Sequence[Record]) -> None:
@@ -130,9 +132,11 @@ def main() -> int:
     parser.add_argument("--faults", default="", help="kinds of faults with commas between; all if left out")
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time (1)")
     parser.add_argument("--turns", action="store_true", help="each round has one place of each kind, in turn")
+    parser.add_argument("--restarts", type=int, choices=(0, 1), default=0, help="1: runs must end trained all the same")
     args = parser.parse_args()
+    cases = RESTART_FAULTS if args.restarts else CASES
     with default_interrupts():
-        records = try_all(choose(args.faults), args.rounds, args.jobs, args.turns)
+        records = try_all(choose(args.faults, cases), args.rounds, args.jobs, args.turns)
     report(records)
     return int(any(record.failures for record in records))
 

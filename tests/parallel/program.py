@@ -32,6 +32,7 @@ from caffepy.solvers import Solver
 
 _SLEEP = 120.0
 """Seconds that nobody waits for."""
+FAULT = os.environ.get("FAULT", "") if os.environ.get("CAFFEPY_RESTARTS", "0") == "0" else ""
 _LONGEST = 300
 """Seconds after which a run ends whose tests were killed and did not end it."""
 
@@ -67,7 +68,7 @@ class FaultLayer(Layer):
         """In place: the gradient is there already."""
 
     def _fail_at(self, moment: str) -> None:
-        kind, device, iteration, *later = os.environ.get("FAULT", "none -1 -1").split()
+        kind, device, iteration, *later = (FAULT or "none -1 -1").split()
         if self.context.phase != TRAIN or self.context.shard.rank != int(device) or moment != iteration:
             return
         if later and float(later[0]) > 0:
@@ -135,8 +136,8 @@ def arguments() -> list[str]:
 
 if __name__ == "__main__":
     signal.alarm(_LONGEST)
-    if (fault := os.environ.get("FAULT", "")).startswith("change "):
-        change_a_weight(*map(int, fault.split()[1:]))
+    if FAULT.startswith("change "):
+        change_a_weight(*map(int, FAULT.split()[1:]))
     if descriptors := os.environ.get("DESCRIPTORS"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     if forbidden := os.environ.get("FORBID"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ class FakeNvml:
         links: where each GPU's NVLinks end; None for one that is not active.
         levels: of the path between two GPUs.
         driver: whether there is one.
+        readable: pairs of GPUs that read each other's memory over PCIe.
     """
 
     class NVMLError(Exception):
@@ -28,9 +30,12 @@ class FakeNvml:
         links: dict[str, list[str | None]] | None = None,
         levels: dict[tuple[str, str], int] | None = None,
         driver: bool = True,
+        readable: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._links, self._levels, self._driver = links or {}, levels or {}, driver
-        self._known = {*self._links, *(gpu for pair in self._levels for gpu in pair)}
+        self._readable = [set(pair) for pair in readable]
+        self._known = {gpu for pairs in (self._levels, self._readable) for pair in pairs for gpu in pair}
+        self._known |= set(self._links)
         self.open = 0
 
     def nvmlInit(self) -> None:
@@ -61,3 +66,6 @@ class FakeNvml:
         if (first, second) not in self._levels:
             raise self.NVMLError("Invalid Argument")
         return self._levels[first, second]
+
+    def nvmlDeviceGetP2PStatus(self, first: str, second: str, capability: int) -> int:
+        return 0 if {first, second} in self._readable else 3

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,10 +172,13 @@ class Laboratory:
         prefix: str | None = None,
         net_text: str = NET,
         solver_text: str = "",
+        launch: Sequence[str] | None = None,
         **environment: str,
     ) -> tuple[subprocess.Popen[str], str]:
         """Start a run, with mpirun or without MPI where `ranks` are given; ``{rank}`` in an option becomes the rank's
         number.
+
+        Where options of `caffepy launch` are given (`launch`), it is the parent.
 
         Returns the process, a group of its own, and the prefix of its snapshots.
         """
@@ -186,7 +189,10 @@ class Laboratory:
         values = {"net": net, "iterations": iterations, "snapshot": snapshot, "prefix": prefix}
         (self.folder / solver).write_text(SOLVER % values + solver_text)
         command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *options]
-        if ranks:
+        if launch is not None:
+            parent = [sys.executable, "-m", "caffepy", "launch", "--oversubscribe", "--nproc-per-node", str(ranks or 1)]
+            command = [*parent, "--mpirun", find_mpirun(), *launch, "--", *command[1:]]
+        elif ranks:
             launcher = [find_mpirun(), "-np"] if mpi else [sys.executable, str(RANKS)]
             command = [*launcher, str(ranks), *command]
         with self.log(prefix).open("w") as log:

@@ -23,6 +23,7 @@ from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.threads import cpu_count
+from caffepy.backend.cpu.memory import available_memory
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
@@ -46,6 +47,10 @@ def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, c
         for i in range(item * block, min(size, (item + 1) * block)):
             count += 1 if (bits[i] & 0x7F800000) == 0x7F800000 else 0
         counts[item] = count
+
+
+LARGE = 2**28
+"""Bytes of an array before whose allocation the machine is asked what it has."""
 
 
 class CpuBackend(CpuInput, Synchronous, Composite):
@@ -88,14 +93,20 @@ class CpuBackend(CpuInput, Synchronous, Composite):
 
     # -- memory -------------------------------------------------------------------------------------
 
+    def available_memory(self) -> int | None:
+        return available_memory()
+
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         try:
+            # Linux would give memory that it does not have, and kill the process that uses it.
+            if size > LARGE and size > (self.available_memory() or size):
+                raise MemoryError
             return layout.view(aligned_zeros((math.prod(shape),), dtype), shape)
         except MemoryError:
-            size = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
             raise OutOfMemoryError(
-                f"{self.device_description()}: out of memory: {size:.2f} GiB for an array of shape {shape} could not "
-                "be had",
+                f"{self.device_description()}: out of memory: {size / 2**30:.2f} GiB for an array of shape {shape} "
+                "could not be had",
                 "use a smaller batch_size",
             ) from None
 

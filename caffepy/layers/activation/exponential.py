@@ -9,12 +9,15 @@ from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.activation.base import ActivationLayer
 from caffepy.layers.core.base import Blobs, register_layer
 
+LARGEST_EXPONENT = 700.0
+"""e^700 is near the largest double."""
+
 
 def _natural_log(layer: ActivationLayer, base: float) -> float:
     """log(base) for Exp and Log, where -1 stands for e."""
     if base == -1:
         return 1.0
-    if base <= 0 or base == 1:
+    if not 0 < base < math.inf or base == 1:
         raise layer.error(f"base is {base:g}, but must be positive and not 1, or -1 for e")
     return math.log(base)
 
@@ -36,7 +39,12 @@ class ExpLayer(ActivationLayer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.exp_param
         log_base = 0.0 if param.base == 1 else _natural_log(self, param.base)
-        self._inner, self._outer = log_base * param.scale, math.exp(log_base * param.shift)
+        self._inner, exponent = log_base * param.scale, log_base * param.shift
+        if not (math.isfinite(self._inner) and abs(exponent) <= LARGEST_EXPONENT):
+            raise self.error(
+                f"base {param.base:g}, scale {param.scale:g} and shift {param.shift:g} give numbers beyond the largest"
+            )
+        self._outer = math.exp(exponent)
 
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(exponential, (x, self._inner, self._outer), (y,))

@@ -74,5 +74,8 @@ def _real_power(base: float, exponent: float) -> float:
         return 1.0
     if base == 0 and exponent < 0:
         return math.inf
-    result = base**exponent
+    try:
+        result = base**exponent
+    except OverflowError:
+        return math.inf if base > 0 or exponent % 2 == 0 else -math.inf
     return math.nan if isinstance(result, complex) else result

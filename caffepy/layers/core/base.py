@@ -21,13 +21,16 @@ from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import Dialect
 from caffepy.data.schedule import Shard
-from caffepy.errors import ConfigError, ShapeError
+from caffepy.errors import ConfigError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
 LAYERS: Registry[type[Layer]] = Registry("layer type")
 register_layer = LAYERS.register
+
+LARGE = 2**28
+"""Bytes about which a backend is asked whether it has them, before they are allocated."""
 
 Blobs: TypeAlias = "list[Blob]"
 
@@ -270,12 +273,25 @@ class Layer:
         from caffepy.fillers import fill
 
         blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
+        if self.backend.holds_values:  # its values, what the filler makes of double precision, and its gradient
+            self.check_memory(16 * blob.count, f"its parameter {format_shape(shape)}")
         if self.backend.holds_values:
             values = fill(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
             self.backend.from_host(values, blob.data)
         self.blobs.append(blob)
         self.propagate_to_params.append(True)
         return blob
+
+    def check_memory(self, size: int, purpose: str) -> None:
+        """Refuse to allocate what there is no memory for; call it with what is large.
+
+        Raises:
+            OutOfMemoryError: the backend cannot have `size` bytes.
+        """
+        available = self.backend.available_memory() if size > LARGE else None
+        if available is not None and size > available:
+            problem = f"{size / 2**30:.1f} GiB are needed for {purpose}, and there are {available / 2**30:.1f} GiB"
+            raise OutOfMemoryError(problem, "use a smaller batch_size, image or num_output", available)
 
     def accumulate(self, index: int) -> bool:
         """Whether to add the gradient of parameter `index` to its diff instead of overwriting it.

@@ -49,6 +49,7 @@ class AccuracyLayer(Layer):
     no_gradient_bottoms = frozenset({1})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
         param = self.param.accuracy_param
         self._labels = Labels(self)
         self._hits, self._count = self.backend.zeros(()), self.backend.zeros(())

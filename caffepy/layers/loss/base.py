@@ -28,6 +28,9 @@ class LossLayer(Layer):
     auto_tops = True
     no_gradient_bottoms = frozenset({1})
 
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+
     _divisor: float | None = 1.0
     """What `divisor` said of the present shapes."""
 

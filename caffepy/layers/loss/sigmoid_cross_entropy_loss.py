@@ -50,6 +50,7 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
         self._sum, self._count = self.backend.zeros(()), self.backend.zeros(())
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

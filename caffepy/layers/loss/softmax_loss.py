@@ -24,6 +24,7 @@ class SoftmaxWithLossLayer(LossLayer):
     no_gradient_tops = frozenset({1})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
         if self.param.loss_param.label_smoothing:
             raise self.error("label_smoothing is not there yet; leave it out")
         self._labels = Labels(self)

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from caffepy.backend import Array, Backend, Convolution, Geometry
+from caffepy.blob import MAX_ELEMENTS, format_shape
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.order import Extended, Reordered
 
 Shape = tuple[int, ...]
+
+LARGEST_KERNEL = 2**14
+"""Along an axis; planning a convolution takes time for each of a kernel's rows."""
 
 
 class Operand:
@@ -98,9 +102,31 @@ class BaseConvolutionLayer(Layer):
     def _plan_for(self, bottom: Shape, top: Shape) -> None:
         x, y = self._planned(bottom), self._planned(top)
         larger = (*x[:2], *map(self._needed_size, x[2:], range(len(x))))
+        self._check_size(x, y)
         self._plan = self._make_plan(larger, y)
         self._x, self._dx = (Operand(self.backend, bottom, x, larger, self.dtype) for _ in range(2))
         self._y = Operand(self.backend, top, y, y, self.dtype)
+
+    def _check_size(self, bottom: Shape, top: Shape) -> None:
+        """Refuse kernels and pads with which one image is beyond Caffe's limit: padded, or as im2col's columns.
+
+        Raises:
+            ShapeError: more than 2^31 - 1 elements.
+        """
+        g = self._planned_geometry
+        image, windows = self._directed(bottom, top)
+        padded = (image[1], *(size + 2 * pad for size, pad in zip(image[2:], g.pad, strict=True)))
+        columns = (image[1] // g.group, *g.kernel, *windows[2:])
+        for what, shape in (("padded image", padded), ("windows of an image", columns)):
+            if math.prod(shape) > MAX_ELEMENTS:
+                raise self.shape_error(
+                    f"kernel {g.kernel}, pad {g.pad} and stride {g.stride} make the {what} {format_shape(shape)}; at "
+                    f"most {MAX_ELEMENTS} elements are possible, so use a smaller kernel or pad, or a larger stride"
+                )
+
+    def _directed(self, bottom: Shape, top: Shape) -> tuple[Shape, Shape]:
+        """The side with the image and the one with the windows of the convolution that is planned."""
+        return bottom, top
 
     def _planned(self, shape: Shape) -> Shape:
         """(N, C, spatial...) as plans take it: all batch axes as one, an image of one pixel without spatial axes."""
@@ -156,6 +182,8 @@ class BaseConvolutionLayer(Layer):
         self._channels = bottom[0].shape[self.axis]
         if param.num_output < 1:
             raise self.error("convolution_param needs num_output")
+        if self._channels < 1:
+            raise self.shape_error("the bottom has no channels, so there is nothing to convolve", bottom[0])
         if param.group < 1 or self._channels % param.group or param.num_output % param.group:
             raise self.shape_error(
                 f"group {param.group} must divide both the {self._channels} input channels and num_output "
@@ -175,6 +203,8 @@ class BaseConvolutionLayer(Layer):
         for what in ("kernel", "stride", "dilation"):
             if min(getattr(geometry, what), default=1) < 1:
                 raise self.error(f"{what} is {getattr(geometry, what)}; no entry may be 0")
+        if max(geometry.kernel, default=1) > LARGEST_KERNEL:
+            raise self.error(f"kernel is {geometry.kernel}; at most {LARGEST_KERNEL} along an axis are possible")
         return geometry
 
     def _per_axis(

@@ -24,6 +24,9 @@ class DeconvolutionLayer(BaseConvolutionLayer):
         g = self._geometry
         return g.stride[axis] * (size - 1) + g.dilation[axis] * (g.kernel[axis] - 1) + 1 - 2 * g.pad[axis]
 
+    def _directed(self, bottom: Shape, top: Shape) -> tuple[Shape, Shape]:
+        return top, bottom
+
     def _make_plan(self, bottom: Shape, top: Shape) -> Convolution:
         return self.backend.plan_convolution(top, self._filter_shape, self._planned_geometry, self.dtype)
 

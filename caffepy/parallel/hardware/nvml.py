@@ -13,6 +13,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_READ, _P2P_OK = 0, 0
+"""NVML's NVML_P2P_CAPS_INDEX_READ and NVML_P2P_STATUS_OK."""
 _LINKS = 36
 """More than a GPU has; NVML refuses the first that is not there."""
 _ANCESTORS = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -46,6 +48,11 @@ class Nvml:
         """What the path between two GPUs over PCI crosses, as nvidia-smi names it (``PIX`` to ``SYS``); else empty."""
         level = self._call("nvmlDeviceGetTopologyCommonAncestor", self._device(first), self._device(second))
         return _ANCESTORS.get(level, "")
+
+    def reads(self, first: str, second: str) -> bool:
+        """Whether one GPU can read another's memory directly."""
+        status = self._call("nvmlDeviceGetP2PStatus", self._device(first), self._device(second), _READ)
+        return bool(status == _P2P_OK)
 
     def _device(self, bus_id: str) -> Any:
         return self._call("nvmlDeviceGetHandleByPciBusId", bus_id)

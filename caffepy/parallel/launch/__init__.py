@@ -1,1 +1,1 @@
-"""Command lines of mpirun and srun. cli alone imports it."""
+"""Command lines of mpirun and srun, and the parent of what they start. cli alone imports it."""

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caffepy.errors import ConfigError
+from caffepy.files import read_regular
 
-_NAME = r"(?P<name>[\w.@-]+)"
-_LINE = re.compile(rf"{_NAME}(?:\s*:\s*(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
+_NAME = r"(?P<name>[\w.@][\w.@-]*)"
+_SLOTS = r"(?:\s*:\s*(?P<count>[0-9]+)|\s+slots\s*=\s*(?P<slots>[0-9]+))?"
+_LINE = re.compile(rf"{_NAME}{_SLOTS}(?:\s+max[-_]slots\s*=\s*[0-9]+)?")
+MOST_SLOTS = 2**20
+"""Processes that a host may be said to have."""
+MOST_BYTES = 2**24
+"""Of a hostfile."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: it cannot be read, a line means nothing, or there is no host in it.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = read_regular(path, MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"--hostfile {path}: cannot be read: {reason}") from error
@@ -61,9 +67,13 @@ def parse_hosts(names: Sequence[str]) -> list[Host]:
 
 def _parse(text: str, where: str) -> Host:
     match = _LINE.fullmatch(text)
+    if text.startswith("-"):
+        raise ConfigError(f"{where}: '{text}' begins with a dash, so a launcher would take it for an option of its own")
     if match is None:
         raise ConfigError(f"{where}: '{text}' is no host; write host, 'host slots=4' or host:4")
     slots = match["count"] or match["slots"]
+    if slots is not None and (len(slots) > 9 or int(slots) > MOST_SLOTS):
+        raise ConfigError(f"{where}: host '{match['name']}' has {slots} slots; at most {MOST_SLOTS} are possible")
     if slots is not None and int(slots) == 0:
         raise ConfigError(f"{where}: host '{match['name']}' has 0 slots; leave it out")
     return Host(match["name"], int(slots) if slots else None)

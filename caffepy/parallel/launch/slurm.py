@@ -13,7 +13,9 @@ from caffepy.parallel.launch.mpirun import Job, ask
 
 PLUGINS = {"Open MPI": "pmix", "MPICH": "pmi2", "Intel MPI": "pmi2"}
 """The srun ``--mpi`` by which each library learns its ranks."""
-_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_REPEATED = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+MOST_NODES = 2**20
+"""Hosts that an allocation may have; of tasks and CPUs a host can have as many."""
 _REFUSED = re.compile(r"invalid MPI type", re.IGNORECASE)
 _PREFIX = re.compile(r"^srun: (?:error|fatal):\s*")
 
@@ -81,7 +83,11 @@ class Allocation:
 
 
 def find_allocation(environment: Mapping[str, str] = os.environ) -> Allocation | None:
-    """The allocation that this process runs in, or None: outside of one, or in a container that has no srun."""
+    """The allocation that this process runs in, or None: outside of one, or in a container that has no srun.
+
+    Raises:
+        ConfigError: Slurm's variables make no sense.
+    """
     if "SLURM_JOB_ID" not in environment or shutil.which("srun", path=environment.get("PATH")) is None:
         return None
     tasks = environment.get("SLURM_NTASKS_PER_NODE", "")
@@ -89,18 +95,42 @@ def find_allocation(environment: Mapping[str, str] = os.environ) -> Allocation |
         tasks = environment.get("SLURM_TASKS_PER_NODE", "")
     cores = environment.get("SLURM_CPUS_PER_TASK", "")
     return Allocation(
-        nodes=int(environment.get("SLURM_JOB_NUM_NODES", 1)),
-        tasks=_expand(tasks),
-        cores=_expand(environment.get("SLURM_JOB_CPUS_PER_NODE", "")),
-        cores_per_task=int(cores) if cores.isdigit() else None,
+        nodes=_number(environment.get("SLURM_JOB_NUM_NODES", "1"), "SLURM_JOB_NUM_NODES"),
+        tasks=_expand(tasks, "SLURM_TASKS_PER_NODE"),
+        cores=_expand(environment.get("SLURM_JOB_CPUS_PER_NODE", ""), "SLURM_JOB_CPUS_PER_NODE"),
+        cores_per_task=_number(cores, "SLURM_CPUS_PER_TASK") if cores else None,
         overcommit="SLURM_OVERCOMMIT" in environment,
         within_step="SLURM_STEP_ID" in environment,
     )
 
 
-def _expand(text: str) -> tuple[int, ...]:
-    """``(4, 4, 2)`` for Slurm's ``4(x2),2``."""
-    return tuple(int(found[1]) for found in _REPEATED.finditer(text) for _ in range(int(found[2] or 1)))
+def _expand(text: str, variable: str) -> tuple[int, ...]:
+    """``(4, 4, 2)`` for Slurm's ``4(x2),2``.
+
+    Raises:
+        ConfigError: it is no such list, or speaks of more hosts than there can be.
+    """
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        found = _REPEATED.fullmatch(part.strip())
+        if found is None:
+            raise ConfigError(f"{variable}={text}: is no list such as 4(x2),2; unset it")
+        repeats = _number(found[2] or "1", variable)
+        if len(counts) + repeats > MOST_NODES:
+            raise ConfigError(f"{variable}={text}: speaks of more than {MOST_NODES} hosts; unset it")
+        counts += [_number(found[1], variable)] * repeats
+    return tuple(counts)
+
+
+def _number(text: str, variable: str) -> int:
+    """A count of Slurm's.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_NODES:
+        raise ConfigError(f"{variable}: '{text}' is not a number from 1 to {MOST_NODES}; unset it")
+    return int(text)
 
 
 def without_slurm(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -139,3 +169,10 @@ def refusal(srun: str, plugin: str) -> str | None:
     if not _REFUSED.search(answer):
         return None
     return _PREFIX.sub("", answer.strip().split("\n")[0])
+
+
+def host_names() -> list[str]:
+    """The names of the allocation's hosts; empty where Slurm does not say."""
+    scontrol = shutil.which("scontrol")
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    return ask([scontrol, "show", "hostnames", nodes]).split() if scontrol and nodes else []

@@ -6,6 +6,7 @@ import math
 from math import sqrt
 
 from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.errors import ConfigError
 from caffepy.solvers.base import SOLVERS, Solver
 
 
@@ -39,5 +40,10 @@ class AdamSolver(Solver):
 
     def hyperparameters(self, rate: float, momentum: float) -> tuple[float, ...]:
         beta1, beta2, t = momentum, self.param.momentum2, self.iteration + 1
+        if not 0 <= beta1 < 1:
+            raise ConfigError(
+                f'solver: momentum_policy "{self.param.momentum_policy}" makes the momentum of iteration '
+                f"{self.iteration} {beta1:g}; with Adam it must be at least 0 and below 1, so lower max_momentum"
+            )
         correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
         return rate * correction, beta1, beta2, self.delta

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.registry import Registry
 
@@ -29,14 +30,28 @@ def learning_rate(param: SolverParameter, iteration: int, current_step: int) -> 
         current_step: steps made so far, which `multistep` goes on from.
 
     Raises:
-        ConfigError: the policy is unknown.
+        ConfigError: the policy is unknown, or its rate is not finite.
     """
     if iteration < param.rampup_interval:
         alpha = iteration / param.rampup_interval
         rate = param.rampup_lr + (param.base_lr - param.rampup_lr) * alpha * alpha
     else:
         rate, current_step = POLICIES.get(param.lr_policy, "solver")(param, iteration, current_step)
+    if not math.isfinite(rate):
+        raise ConfigError(
+            f"solver: lr_policy '{param.lr_policy}' makes the learning rate of iteration {iteration} {rate:g} "
+            f"(base_lr {param.base_lr:g}, gamma {param.gamma:g}, power {param.power:g}); use smaller numbers"
+        )
     return max(rate, param.min_lr), current_step
+
+
+def power(base: float, exponent: float) -> float:
+    """base^exponent as C's pow gives it for base >= 0: inf where it is beyond the largest double, or 0^-1."""
+    try:
+        result: float = base**exponent
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
+    return result
 
 
 @POLICIES.register("fixed")
@@ -49,19 +64,19 @@ def fixed(param: SolverParameter, iteration: int, current_step: int) -> tuple[fl
 def step(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """base_lr * gamma^floor(iteration / stepsize)."""
     current_step = iteration // param.stepsize
-    return param.base_lr * param.gamma**current_step, current_step
+    return param.base_lr * power(param.gamma, current_step), current_step
 
 
 @POLICIES.register("exp")
 def exp(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """base_lr * gamma^iteration."""
-    return param.base_lr * param.gamma**iteration, current_step
+    return param.base_lr * power(param.gamma, iteration), current_step
 
 
 @POLICIES.register("inv")
 def inv(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """base_lr * (1 + gamma * iteration)^-power."""
-    return param.base_lr * (1 + param.gamma * iteration) ** -param.power, current_step
+    return param.base_lr * power(1 + param.gamma * iteration, -param.power), current_step
 
 
 @POLICIES.register("multistep")
@@ -69,20 +84,20 @@ def multistep(param: SolverParameter, iteration: int, current_step: int) -> tupl
     """base_lr * gamma^(number of stepvalues reached); one step at most in one iteration, as in Caffe."""
     if current_step < len(param.stepvalue) and iteration >= param.stepvalue[current_step]:
         current_step += 1
-    return param.base_lr * param.gamma**current_step, current_step
+    return param.base_lr * power(param.gamma, current_step), current_step
 
 
 @POLICIES.register("plateau")
 def plateau(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """base_lr * gamma^(steps taken), which `Plateau` counts."""
-    return param.base_lr * param.gamma**current_step, current_step
+    return param.base_lr * power(param.gamma, current_step), current_step
 
 
 @POLICIES.register("poly")
 def poly(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """(base_lr - min_lr) * (1 - iteration / max_iter)^power + min_lr; the end value from max_iter on."""
     remaining = max(1 - iteration / max(param.max_iter, 1), 0.0)
-    return (param.base_lr - param.min_lr) * remaining**param.power + param.min_lr, current_step
+    return (param.base_lr - param.min_lr) * power(remaining, param.power) + param.min_lr, current_step
 
 
 @POLICIES.register("sigmoid")
@@ -99,7 +114,7 @@ def momentum(param: SolverParameter, iteration: int, rate: float) -> float:
     opt: (1 - sqrt(rate) / 2)^2, at most max_momentum where that is given.
     """
     if param.momentum_policy == "poly":
-        way: float = (iteration / max(param.max_iter, 1)) ** param.momentum_power
+        way = power(iteration / max(param.max_iter, 1), param.momentum_power)
         return param.momentum + (param.max_momentum - param.momentum) * way
     if param.momentum_policy == "opt":
         best = (1 - 0.5 * math.sqrt(rate)) ** 2
@@ -119,6 +134,6 @@ def weight_decay(param: SolverParameter, iteration: int, nvidia: bool = False) -
     max_iter)^weight_decay_power.
     """
     if param.weight_decay_policy == "poly" and not (nvidia and param.solver_mode == SolverParameter.CPU):
-        way: float = (iteration / max(param.max_iter, 1)) ** param.weight_decay_power
+        way = power(iteration / max(param.max_iter, 1), param.weight_decay_power)
         return param.weight_decay + (param.max_weight_decay - param.weight_decay) * way
     return param.weight_decay

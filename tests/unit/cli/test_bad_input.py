@@ -365,8 +365,12 @@ def test_an_unexpected_exception_has_its_place_and_a_hint(run: Run, monkeypatch:
 
     monkeypatch.setattr(caffepy.config.load, "read_net", fail)
     status, error = run("time", "--model", "net.prototxt")
-    assert status == 1
-    assert re.fullmatch(r"ZeroDivisionError: by accident at .*:\d+; run again with --verbose for the traceback", error)
+    assert status == 70
+    assert re.fullmatch(
+        r"ZeroDivisionError: by accident at .*:\d+; this is a mistake in caffepy, not in what you gave: please report "
+        r"it to its developers with what the same command prints with --traceback",
+        error,
+    )
 
 
 def test_verbose_shows_the_traceback(here: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from laboratory import find_mpirun, program_environment
 
-from caffepy.cli.main import main
+from caffepy.cli.launch import make_start
+from caffepy.cli.main import build_parser, main
+from caffepy.parallel.launch.run import Start
 
 PYTHON = sys.executable
 OPEN_MPI = "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n"
@@ -85,6 +88,10 @@ def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         (["--mpirun=absent", "train"], "--mpirun absent: there is no such program"),
         (["--mpirun=/bin/true", "train"], "/bin/true --version says"),
         (["--nproc-per-node=0", "train"], "'0' is not a whole number of at least 1"),
+        (["--restarts=-1", "train"], "'-1' is not a whole number of at least 0"),
+        (["--nnodes=2", "--hosts=a,b", "train"], "--hosts is for MPI; without it call caffepy launch on each machine"),
+        (["--nnodes=2", "train"], "--nnodes 2: where is rank 0? Say it with --master-addr"),
+        (["--node-rank=1", "train"], "--node-rank 1: with --nnodes 1 it is 0 to 0"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -182,6 +189,65 @@ def test_in_a_container_without_srun_slurm_is_left_out(
     subprocess.run(command, check=True, capture_output=True, timeout=60, env=variables)
     seen = Path("seen").read_text()  # else mpirun would look for srun
     assert "PATH=" in seen and "SLURM_" not in seen
+
+
+def test_without_mpi_each_process_is_told_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--dry-run", "--nproc-per-node=2", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--", "sh", "-c", "x"]
+    assert main(["launch", *line]) == 0
+    shared = "WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500 sh -c x"
+    assert capsys.readouterr().out.splitlines() == [
+        f"RANK=2 LOCAL_RANK=0 {shared}",
+        f"RANK=3 LOCAL_RANK=1 {shared}",
+    ]
+
+
+def test_where_no_mpirun_is_installed_the_processes_are_started_without(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    if shutil.which("mpirun") or shutil.which("mpiexec"):
+        pytest.skip("this machine has an mpirun of its own")
+    (tmp_path / "program").write_text("#!/bin/sh\necho $RANK of $WORLD_SIZE, ${#CAFFEPY_JOB_SECRET}\nexit 4\n")
+    (tmp_path / "program").chmod(0o755)
+    monkeypatch.delenv("CAFFEPY_JOB_SECRET", raising=False)
+    assert main(["launch", "--nproc-per-node=2", "--", "./program"]) == 4
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["0 of 2, 64", "1 of 2, 64"]
+    assert "no mpirun is installed: the processes are started without MPI" in err
+    assert "CAFFEPY_JOB_SECRET" not in err
+    assert "mpirun is not installed" in mistake(capfd, "--hosts=a,b", "--", "./program")
+
+
+def start_of(*arguments: str) -> Start:
+    """How a job would be started."""
+    words = ["launch", *arguments]
+    return make_start(build_parser(words).parse_strictly(words))
+
+
+def test_what_is_known_of_training() -> None:
+    Path("s.prototxt").write_text("iter_size: 3 snapshot_prefix: 's'")
+    fake = ("--mpirun=./fake", "--hosts=a,b", "--min-nodes=1", "--")
+    plain = start_of(*fake, "train", "-solver=s.prototxt")
+    assert (plain.shares_signals, plain.interrupt_stops, plain.terminate_stops, plain.passes) == (True, True, True, 3)
+    assert plain.variable == "OMPI_COMM_WORLD_RANK"
+    other = start_of(*fake, "train", "-solver", "absent", "--sigint_effect", "snapshot", "--sigterm-effect=none")
+    assert (other.interrupt_stops, other.terminate_stops, other.passes) == (False, False, 1)
+    assert start_of(*fake, "train", "--absent").shares_signals  # the ranks will say what is wrong
+    program = start_of(*fake, "sh")
+    assert (program.shares_signals, program.passes) == (False, 0)
+
+
+def test_fewer_nodes_of_an_allocation_are_known_by_name(allocation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = allocation / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    start = start_of("--min-nodes=1", "--", "train")
+    assert start.variable == "SLURM_PROCID" and start.job.hosts == ["n1", "n2", "n3"]
+    (line, _), *_ = start.commands(start.job)
+    assert "--nodelist=n1,n2,n3" in line
+    assert start_of("--", "train").job.hosts == []
 
 
 @pytest.mark.mpi

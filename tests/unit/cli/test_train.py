@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.cli import train
-from caffepy.cli.main import build_parser
+from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
+from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 STATE = Path("run one/x_iter_7.solverstate")
@@ -77,3 +78,25 @@ def test_at_max_iter_training_is_finished(said: pytest.LogCaptureFixture) -> Non
 def test_without_a_snapshot_there_is_nothing_to_go_on_from(said: pytest.LogCaptureFixture) -> None:
     say(7)
     assert said.messages == []
+
+
+def test_fewer_ranks_make_more_passes(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    param = SolverParameter(iter_size=3)
+    train.keep_batch_of_all(param)
+    assert param.iter_size == 3 and not said.text
+    monkeypatch.setenv("CAFFEPY_BATCH_RANKS", "8")
+    train.keep_batch_of_all(param)
+    assert param.iter_size == 6 and "4 ranks train for 8: iter_size is 6" in said.text
+    monkeypatch.setenv("CAFFEPY_BATCH_RANKS", "5")
+    param.iter_size = 3
+    with pytest.raises(ConfigError, match="5 ranks cannot be divided among 4: an iteration has 15 batches"):
+        train.keep_batch_of_all(param)
+
+
+def test_a_log_has_its_solver_in_it(capsys: pytest.CaptureFixture[str], said: pytest.LogCaptureFixture) -> None:
+    assert main(["train", "--solver", "a.prototxt", "--from-log", "log"]) == 2
+    assert "--solver and --from-log exclude each other" in capsys.readouterr().err
+    assert main(["train", "--cpu", "--from-log", "absent"]) == 2
+    assert "--from-log absent: there is no such file" in capsys.readouterr().err

@@ -154,7 +154,10 @@ def test_truncated_weights(tmp_path: Path, cut: int) -> None:
 
 def test_files_above_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "MAX_BYTES", 10)
-    with pytest.raises(SnapshotError, match=r"bytes, and protobuf reads at most 10; store larger snapshots as HDF5"):
+    with pytest.raises(
+        SnapshotError,
+        match=r"bytes, more than the 10 that are read; protobuf can read no more; store larger snapshots as HDF5",
+    ):
         read_weights(write(tmp_path / "w", WEIGHTS.SerializeToString()))
 
 

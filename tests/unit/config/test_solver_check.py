@@ -60,7 +60,7 @@ def test_good_solvers_pass(text: str) -> None:
         (TRAIN + "average_loss: 0", "average_loss is 0; it must be at least 1"),
         (TRAIN + "stepsize: 0", "stepsize is 0; it must be at least 1"),
         (TRAIN + "gamma: -0.5", "gamma is -0.5; it must be at least 0"),
-        (TRAIN + "gamma: nan", "gamma is nan; it must be at least 0"),
+        (TRAIN + "gamma: nan", "gamma is nan; it must be a finite number"),
         (TRAIN + "display: -1", "display is -1; it must be at least 0"),
         (TRAIN.replace("10", "-1"), "max_iter is -1; it must be at least 0"),
         (TRAIN + "stepvalue: 5 stepvalue: 3", r"stepvalue \[5, 3\] does not increase; sort the values"),

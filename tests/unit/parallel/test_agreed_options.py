@@ -81,3 +81,18 @@ def test_the_newest_snapshot_is_looked_for_on_the_root(
     assert asked == []
     monkeypatch.setattr("caffepy.parallel.agreed_options.newest_snapshot", lambda prefix: Path(f"{prefix}_newest"))
     assert agree_on_options(FakeWorld(), options).snapshot == Path("run_newest")
+
+
+@pytest.mark.parametrize(("age", "wanted"), [(-5.0, "newest.solverstate"), (5.0, "given.solverstate")])
+def test_a_job_that_is_started_again_resumes_from_a_snapshot_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, wanted: str
+) -> None:
+    """One of an older training with the same prefix is not its own."""
+    newest = tmp_path / "newest.solverstate"
+    newest.write_text("")
+    monkeypatch.setattr("caffepy.parallel.agreed_options.newest_snapshot", lambda prefix: newest)
+    given = tmp_path / "given.solverstate"
+    options = replace(OPTIONS, snapshot=given, resume_since=newest.stat().st_mtime + age)
+    assert agree_on_options(FakeWorld(), options).snapshot == tmp_path / wanted
+    always = replace(options, snapshot=None, resume_newest=True)
+    assert agree_on_options(FakeWorld(), always).snapshot == newest

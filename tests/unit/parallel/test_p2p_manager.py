@@ -234,7 +234,12 @@ def test_a_run_goes_from_the_start_of_the_threads_to_the_report(
     assert played.watchdog.log == ["start", "stop"]
     assert played.watchdog.heartbeats == [sync.heartbeat for sync in played.syncs]
     lines = messages(caplog, logging.INFO)
-    assert lines[0].startswith("Batch: 64 per device, 128 per rank") and lines[1] == "Starting Optimization"
+    assert [line.split(" on ")[0] for line in lines[1:3]] == ["Device 0: rank 0", "Device 1: rank 0"]
+    assert lines[3] == "Transport memory of one process between devices of all pairs"
+    assert lines[4].startswith("Initializing solver from parameters, ")
+    batch = lines.index("Starting Optimization") - 1
+    assert lines[batch - 1] == "| snapshot_after_train: false" and lines[5].startswith("| ")
+    assert lines[batch].startswith("Batch: 64 per device, 128 per rank")
     assert lines[-1].startswith("Overall performance: 1280 img/sec")
 
 

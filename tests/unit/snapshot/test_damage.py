@@ -178,7 +178,7 @@ def field(number: int, content: bytes) -> bytes:
     [
         (field(2, b"\xff\xfe"), "learned_net is not UTF-8"),
         (field(2003, b"\xff\xfe"), "solver_type is not UTF-8"),
-        (field(2000, field(1, b"\xff")), "layer is not UTF-8"),
+        (field(2000, field(1, b"\xff")), "data_position.layer is not UTF-8"),
         (SolverState(current_step=-1).SerializeToString(), "current_step is -1, which no training comes to"),
         (SolverState(pass_number=2**64 - 1).SerializeToString(), "pass_number is 18446744073709551615"),
         (SolverState(test_pass_number=[2**63]).SerializeToString(), "test_pass_number is 9223372036854775808"),
@@ -200,7 +200,7 @@ def test_a_negative_iteration() -> None:
 def test_a_layers_name_that_is_not_utf8() -> None:
     layer = field(1, b"\xff") + field(7, BLOB.SerializeToString())
     Path("w").write_bytes(field(100, layer))
-    with pytest.raises(SnapshotError, match="w: layer 0: name is not UTF-8"):
+    with pytest.raises(SnapshotError, match="w: layer.name is not UTF-8"):
         read_weights(Path("w"))
 
 

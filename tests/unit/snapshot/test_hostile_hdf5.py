@@ -242,7 +242,7 @@ def test_a_checksum_that_was_lost_or_changed() -> None:
 
 def test_a_link_that_becomes_a_fifo() -> None:
     os.mkfifo("w.h5")
-    with pytest.raises(SnapshotError, match="w.h5: cannot read: it is a FIFO, not a regular file"):
+    with pytest.raises(SnapshotError, match="w.h5: cannot read the file: it is a FIFO, not a regular file"):
         read_weights(Path("w.h5"))
 
 

@@ -1,0 +1,76 @@
+"""Ranks without MPI: the processes of this machine, with the variables that torchrun and Kubernetes' operators set."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from caffepy.errors import ConfigError
+from caffepy.parallel.launch.mpirun import Job
+
+RANK = "RANK"
+SECRET = "CAFFEPY_JOB_SECRET"
+_PORT = 29500
+"""torchrun's."""
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks meet.
+
+    Args:
+        nodes: how many machines call `caffepy launch`.
+        node_rank: the number of this one among them.
+        address: rank 0's machine; None: this one, where there is no other.
+        port: of rank 0; None: a free one, or 29500 where there are several machines.
+    """
+
+    nodes: int = 1
+    node_rank: int = 0
+    address: str | None = None
+    port: int | None = None
+
+    def complete(self) -> Meeting:
+        """The same with address and port.
+
+        Raises:
+            ConfigError: no such node, several nodes without an address, a port that is none.
+        """
+        if not 0 <= self.node_rank < self.nodes:
+            raise ConfigError(f"--node-rank {self.node_rank}: with --nnodes {self.nodes} it is 0 to {self.nodes - 1}")
+        if self.nodes > 1 and self.address is None:
+            raise ConfigError(f"--nnodes {self.nodes}: where is rank 0? Say it with --master-addr, alike on all nodes")
+        if self.port is not None and not 0 < self.port < 1 << 16:
+            raise ConfigError(f"--master-port {self.port} is no port: take one from 1 to 65535")
+        port = self.port or (_PORT if self.nodes > 1 else _free_port())
+        return replace(self, address=self.address or _LOOPBACK, port=port)
+
+
+def local_commands(job: Job, meeting: Meeting) -> list[tuple[Sequence[str], dict[str, str]]]:
+    """The command line of each process of this machine, and its variables; `meeting` is complete."""
+    shared = {
+        "WORLD_SIZE": str(meeting.nodes * job.per_node),
+        "LOCAL_WORLD_SIZE": str(job.per_node),
+        "MASTER_ADDR": str(meeting.address),
+        "MASTER_PORT": str(meeting.port),
+    }
+    first = meeting.node_rank * job.per_node
+    return [
+        (job.program, {RANK: str(first + local), "LOCAL_RANK": str(local), **shared}) for local in range(job.per_node)
+    ]
+
+
+def secret_for(meeting: Meeting, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable with a new secret, where this machine is the only one and nobody has given one; else nothing."""
+    made = meeting.nodes == 1 and SECRET not in environment
+    return {SECRET: secrets.token_hex()} if made else {}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

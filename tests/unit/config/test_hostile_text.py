@@ -1,0 +1,105 @@
+"""Prototxts from strangers: paths that are none, sizes, numbers that no computation stands; each is a ConfigError."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from caffepy.config import load
+from caffepy.config.load import read_net, read_solver, read_weights
+from caffepy.config.paths import PathResolver, is_folder
+from caffepy.config.solver_check import check_solver
+from caffepy.errors import ConfigError, SnapshotError
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+
+TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 '
+
+
+def solver(folder: Path, text: str) -> SolverParameter:
+    path = folder / "s.prototxt"
+    path.write_text(TRAIN + text)
+    return read_solver(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("a\0b", "cannot read the net: the path has a NUL character"),
+        ("x" * 5000, "cannot read the net: File name too long"),
+        ("/dev/zero", "cannot read the net: it is a device, not a regular file"),
+    ],
+)
+def test_paths_that_are_no_files(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_net(path)
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "net.prototxt")
+    with pytest.raises(ConfigError, match="it is a FIFO, not a regular file"):
+        read_net(tmp_path / "net.prototxt")
+
+
+def test_a_folder_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="no such net; check the path .working directory: it has been removed"):
+        read_net("net.prototxt")
+
+
+def test_a_prototxt_of_that_size_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MAX_TEXT_BYTES", 10)
+    (tmp_path / "n").write_text("name: 'longer than that'")
+    with pytest.raises(ConfigError, match="more than the 10 that are read; no net's prototxt is that long"):
+        read_net(tmp_path / "n")
+
+
+@pytest.mark.parametrize("written", ["a\0b", "x" * 5000, "~nobody-of-that-name/x", "\udcff"])
+def test_resolving_what_is_no_path_raises_nothing(tmp_path: Path, written: str) -> None:
+    resolve = PathResolver(tmp_path / "s.prototxt")
+    assert resolve(written) == Path(written)
+    assert not is_folder(written)
+    assert resolve.output(written) == Path(written)
+
+
+def test_a_solver_whose_own_path_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.prototxt")
+    path.write_text(TRAIN)
+    with pytest.raises(ConfigError, match="this path is not UTF-8; rename the file, or give snapshot_prefix"):
+        read_solver(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('lr_policy: "fixed" momentum: nan', "momentum is nan; it must be a finite number"),
+        ('lr_policy: "exp" gamma: inf', "gamma is inf; it must be a finite number"),
+        ('lr_policy: "fixed" type: "Adam" momentum: 1', "momentum is 1; with Adam it must be at least 0 and below 1"),
+        ('lr_policy: "fixed" type: "Adam" momentum2: 1', "momentum2 is 1; with Adam it must be at least 0 and below 1"),
+        ('lr_policy: "fixed" iter_size: 2000000000', "iter_size is 2000000000; it must be at most 65536"),
+        ('lr_policy: "fixed" momentum_power: -1', "momentum_power is -1; it must be at least 0"),
+        ('lr_policy: "fixed" weight_decay_power: -1', "weight_decay_power is -1; it must be at least 0"),
+        ('lr_policy: "fixed" snapshot_prefix: "a\\000b"', "snapshot_prefix has a NUL character"),
+    ],
+)
+def test_numbers_that_no_solver_stands(tmp_path: Path, text: str, message: str) -> None:
+    param = solver(tmp_path, text)
+    with pytest.raises(ConfigError, match=f"s.prototxt: {message}"):
+        check_solver(param, "s.prototxt")
+
+
+def test_weights_that_are_blanks(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b" \n" * 20)
+    with pytest.raises(SnapshotError, match=r"not a binary NetParameter: it is text \(''\)"):
+        read_weights(tmp_path / "w")
+
+
+def test_weights_whose_text_is_not_utf8(tmp_path: Path) -> None:
+    layers = NetParameter(layers=[{"name": "naem"}]).SerializeToString()
+    (tmp_path / "w").write_bytes(layers.replace(b"naem", b"na\xe8m"))
+    with pytest.raises(SnapshotError, match="field 'layers.name' is not UTF-8"):
+        read_weights(tmp_path / "w")
