@@ -39,8 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--communicator",
-        choices=("nccl", "mpi", "local"),
-        help="what connects the devices (default: nccl between GPUs, else mpi between ranks, local between threads)",
+        choices=("nccl", "mpi", "tcp", "local"),
+        help="what connects the devices (default: nccl between GPUs, else mpi or without MPI tcp between ranks, local "
+        "between threads)",
     )
     parser.add_argument("--sizes", type=size_list, default=_SIZES, metavar="LIST", help=f"bytes of an array ({_SIZES})")
     parser.add_argument("--iterations", type=positive, default=20, metavar="N", help="measurements of each size (20)")
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if world.rank == 0:
         print(_head(options, world.size), flush=True)
     bench.run()
+    world.close()
     wrong = sum(timing.wrong for timing in timings)
     if wrong:
         if world.rank != 0:
@@ -102,13 +104,13 @@ def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
     options = BenchmarkOptions(
         devices=devices,
         solvers=args.cpu_solvers,
-        communicator=args.communicator or ("nccl" if devices is not None else "mpi" if world.size > 1 else "local"),
+        communicator=args.communicator or ("nccl" if devices is not None else world.transport),
         sizes=args.sizes,
         iterations=args.iterations,
         dtype=args.dtype,
         timeout=args.timeout,
     )
-    world.run_on_all(lambda: options.check(world.size))
+    world.run_on_all(lambda: options.check(world.size, world.transport))
     return options
 
 

@@ -129,9 +129,9 @@ def make_start(args: argparse.Namespace) -> Start:
         ConfigError, MissingExtraError: as `run`.
     """
     from caffepy.parallel.launch.slurm import find_allocation
-    from caffepy.parallel.processes.launcher import find_launcher
+    from caffepy.parallel.processes.launcher import find_mpi_launcher
 
-    launcher = find_launcher()
+    launcher = find_mpi_launcher()
     terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for
     if launcher is not None and launcher.size != 1 and not terminal:
         raise ConfigError(f"{launcher.name} has started this process; caffepy launch starts all of them: call it once")

@@ -314,7 +314,7 @@ def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iterati
     if not state.exists():
         return
     launcher = find_launcher()
-    ranks = f"{launcher.again} " if launcher and launcher.size else ""
+    ranks = f"{launcher.again} " if launcher and launcher.again else ""
     command = ["caffepy", *resuming(args.arguments, state)]
     logger.info("To go on from here: %s%s", ranks, shlex.join(command))
 

@@ -40,8 +40,10 @@ def connect(
     device: int | None = None,
 ) -> ProcessGroup:
     """A group that is not the default; arguments and errors as in `init_process_group`."""
-    if backend is not None and backend not in BACKENDS:
-        raise UserError(f"backend '{backend}' is not known; known: {', '.join(BACKENDS)}")
+    if backend is not None:
+        named, backend = backend, str(backend).lower().replace("gloo", "tcp")
+        if backend not in BACKENDS:
+            raise UserError(f"backend '{named}' is not known; known: {', '.join(BACKENDS)}")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0 < seconds < 1e9:
         raise UserError(f"timeout is {timeout}; it must be a positive number of seconds")
@@ -86,8 +88,8 @@ def init_process_group(
         ...     distributed.all_reduce(array)
 
     Args:
-        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (both kinds of arrays; slow, but needs nothing). None:
-            ``mpi`` under mpirun, else ``tcp``.
+        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (both kinds of arrays; slow, but needs nothing), in any
+            case; ``gloo`` means ``tcp``. None: ``mpi`` under mpirun, else ``tcp``.
         init_method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR,
             MASTER_PORT, RANK and WORLD_SIZE are set, else ``mpi://``, which is a group of one where no launcher
             started the process.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import secrets
 import socket
@@ -16,28 +14,22 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from caffepy.distributed.membership import Membership
-from caffepy.errors import CaffepyError, PeerError, UserError
+from caffepy.errors import PeerError, UserError
 from caffepy.files import read_private
 from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
-from caffepy.parallel.processes.create import create_world
-from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.parallel.processes.create import create_mpi_world
+from caffepy.parallel.processes.launcher import find_mpi_launcher, is_near, port_offset
 from caffepy.parallel.processes.machine import machine_identity, own_addresses
 from caffepy.parallel.store.client import Address, ControlClient
+from caffepy.parallel.store.meeting import find_secret, listen, meet
 from caffepy.parallel.store.records import Member
 from caffepy.parallel.store.server import ControlServer
-from caffepy.parallel.store.store import MEMBERS, MISSING, ControlChannel, MemoryStore, RankStore
-from caffepy.parallel.store.wire import decode_list
+from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
 
-logger = logging.getLogger(__name__)
-
-_NEWS_SECONDS = 0.2
-"""How long a rank that could not join waits for news of another one's failure."""
 _MOST_BYTES = 1 << 16
 """Of the file that `file://` names."""
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What ``env://`` reads: rank 0's address and port, this process's number and the number of processes."""
-SECRET = "CAFFEPY_JOB_SECRET"
-"""The environment's variable from which ``tcp://`` and ``env://`` take the job's secret."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class Call:
         Raises:
             UserError: they are not to be found, or make no sense.
         """
-        launcher = find_launcher(self.environment)
+        launcher = find_mpi_launcher(self.environment)
         rank = self._number("rank", self.rank, "RANK", None if launcher is None else launcher.rank)
         size = self._number("world_size", self.size, "WORLD_SIZE", None if launcher is None else launcher.size)
         if not 0 <= rank < size:
@@ -106,7 +98,7 @@ def join(
 
 
 def _join_mpi(call: Call) -> Membership:
-    world = create_world()
+    world = create_mpi_world()
     for name, given, found in (("rank", call.rank, world.rank), ("world_size", call.size, world.size)):
         if given not in (None, found):
             raise UserError(f"{name} is {given}, but MPI says {found}: leave it out, or name another init_method")
@@ -130,14 +122,12 @@ def _join_address(call: Call) -> Membership:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"'{host}:{port}' is no address: {call.method} needs rank 0's host and a free port there")
     rank, size = call.rank_and_size()
-    secret = call.environment.get(SECRET, "")
-    if not secret and rank == 0 and size > 1:
-        text = "%s without a secret: whoever reaches %s:%s can join; set %s to the same random text on all ranks"
-        logger.warning(text, call.method, host, port, SECRET)
+    secret = find_secret(call.environment, call.method, f"{host}:{port}", warns=rank == 0 and size > 1)
 
     def connect(own: Member) -> ControlChannel:
         if rank == 0:
-            return _listen(MemoryStore(size), own, (host, int(port)), secret)
+            near = call.method.startswith("tcp://") or is_near(call.environment)
+            return listen(MemoryStore(size), own, (host, int(port)), secret, near)
         return ControlClient(lambda: ([(host, int(port))], secret), rank, size, own, call.timeout)
 
     return _meet(call, rank, size, connect)
@@ -150,7 +140,9 @@ def _address(call: Call) -> tuple[str, str]:
         if absent:
             names = " and ".join(absent)
             raise UserError(f"env:// needs {names} in the environment: rank 0's address, a free port there")
-        return call.environment["MASTER_ADDR"], call.environment["MASTER_PORT"]
+        port = call.environment["MASTER_PORT"]
+        own = str(int(port) + port_offset(call.environment)) if port.isdecimal() and len(port) < 6 else port
+        return call.environment["MASTER_ADDR"], own
     host, _, port = call.method.removeprefix("tcp://").partition("/")[0].rpartition(":")
     return host.strip("[]"), port
 
@@ -182,52 +174,12 @@ def _join_file(call: Call) -> Membership:
 
 def _meet(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
     """Join the store by the channel that `connect` makes, and wait until everybody has; one rank alone needs none."""
-    deadline = time.monotonic() + call.timeout
     own = Member(socket.gethostname(), machine_identity(), os.getpid())
     if size == 1:
         return Membership(0, [own], RankStore(MemoryStore(1), 0))
-    channel: ControlChannel | None = None
-    try:
-        channel = connect(own)
-        found = channel.take(MEMBERS, max(0.0, deadline - time.monotonic()))
-        if found is None:
-            missing = json.loads(channel.take(MISSING, 0.0) or b"[]")
-            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-            raise PeerError(f"has waited {call.timeout:g} s for {ranks} to join")
-        return Membership(rank, decode_list(Member, found), channel)
-    except BaseException as error:
-        reason = str(error) if channel is None else _withdraw(channel, error)
-        if isinstance(error, (UserError, PeerError)):
-            raise type(error)(f"{own.name(rank)}: init_process_group at {call.method}: {reason}") from error
-        raise
-
-
-def _withdraw(channel: ControlChannel, error: BaseException) -> str:
-    """Leave a store that could not be joined; why: news of a failure say more than the connection that it broke."""
-    reason = str(error)
-    if isinstance(error, PeerError):
-        with suppress(PeerError):
-            failure = channel.watch([], _NEWS_SECONDS)
-            reason = reason if failure is None else failure.message
-    if isinstance(error, CaffepyError):
-        channel.fail(str(error))  # to close without a word would look like a crash
-    channel.close()
-    return reason
-
-
-def _listen(memory: MemoryStore, own: Member, address: Address, secret: str) -> ControlServer:
-    """Rank 0's server at the address that all were told.
-
-    A host's own name often leads to a loopback address on the host itself, so other names mean all addresses.
-    """
-    host, port = address
-    near = host == "localhost" or host.startswith("127.") or ":" in host
-    try:
-        return ControlServer(memory, own, (host if near else "", port), secret)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(f"{host}:{port} is in use: choose another port, the same on all ranks") from error
-        raise UserError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
+    where = f"init_process_group at {call.method}"
+    members, channel = meet(rank, own, lambda: connect(own), call.timeout, where)
+    return Membership(rank, members, channel)
 
 
 def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:

@@ -39,7 +39,7 @@ class BenchmarkOptions:
     Args:
         devices: this rank's GPUs; None: the CPU.
         solvers: threads of this rank where it is the CPU.
-        communicator: ``nccl``, ``mpi`` or ``local``.
+        communicator: ``nccl``, ``mpi``, ``tcp`` or ``local``.
         sizes: of the arrays, in bytes.
         iterations: measurements of each size.
         dtype: of the elements.
@@ -59,11 +59,12 @@ class BenchmarkOptions:
         """One entry for each thread of this rank."""
         return [None] * self.solvers if self.devices is None else list(self.devices)
 
-    def check(self, ranks: int) -> None:
+    def check(self, ranks: int, transport: str = "mpi") -> None:
         """Refuse options that do not go together.
 
         Args:
             ranks: processes in all.
+            transport: `World.transport`.
 
         Raises:
             ConfigError: the communicator does not connect these devices, or there is only one device.
@@ -74,8 +75,10 @@ class BenchmarkOptions:
             raise ConfigError(f"--communicator {kind} is for {wanted}")
         if kind == "local" and ranks > 1:
             raise ConfigError("--communicator local connects threads of one process; start one, with --cpu-solvers")
-        if kind == "mpi" and ranks == 1:
-            raise ConfigError("--communicator mpi connects processes: start several with caffepy launch or mpirun")
+        if kind in ("mpi", "tcp") and ranks == 1:
+            raise ConfigError(f"--communicator {kind} connects processes: start several with caffepy launch or mpirun")
+        if kind in ("mpi", "tcp") and kind != transport:
+            raise ConfigError(f"--communicator {kind}: these processes are connected by {transport}; leave it out")
         if kind == "mpi" and self.dtype == "float16":
             raise ConfigError("--dtype float16 is not for --communicator mpi; MPI has no such type")
         if len(self.local_devices) * ranks < 2:

@@ -73,7 +73,7 @@ def connect_gpu(host: Communicator, unique_id: Any, compress: str = "none") -> C
     return NcclCommunicator(host.size, unique_id, host.rank, host, compress)
 
 
-def connect_by_store(store: Store, rank: int, size: int, timeout: float) -> Communicator:
+def connect_by_store(store: Store, rank: int, size: int, timeout: float | None) -> Communicator:
     """A communicator of ranks that share nothing but a store; arguments as in `StoreCommunicator`."""
     return StoreCommunicator(store, rank, size, timeout)
 

@@ -11,11 +11,13 @@ import logging
 import signal
 from functools import partial
 
+from caffepy.defaults import TIMEOUT
 from caffepy.errors import RunError
 from caffepy.parallel.agreed_options import agree_on_options
 from caffepy.parallel.agreement import agree_on_start
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.describe_error import describe_error
+from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_spec import bind_rank, device_names, device_specs
 from caffepy.parallel.device_threads import DeviceThreads
@@ -30,6 +32,7 @@ from caffepy.parallel.processes.world import World
 from caffepy.parallel.run_header import log_run
 from caffepy.parallel.run_report import check_trace, describe_batch, gather_trace, report_performance
 from caffepy.parallel.signals import SignalRequests
+from caffepy.parallel.store.store import ControlChannel
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solvers.callbacks import Action
 
@@ -50,6 +53,8 @@ class P2PManager:
     def __init__(self, options: TrainOptions | OptionsSource) -> None:
         self._source: OptionsSource = options if callable(options) else lambda: options
         self._syncs: DeviceThreads[P2PSync] = DeviceThreads()
+        self._heartbeats: list[Heartbeat] = []
+        self._watchdog: Watchdog | None = None
         self._started = False
         """Whether all devices of all ranks are ready and training has begun."""
 
@@ -70,6 +75,7 @@ class P2PManager:
             raise
         finally:
             self._failures.close()
+            self._world.close()
 
     @property
     def iteration(self) -> int:
@@ -77,11 +83,14 @@ class P2PManager:
         return self._syncs[0].heartbeat.iteration() if len(self._syncs) else 0
 
     def _run(self) -> None:
+        channel = self._world.channel
+        if channel is not None:  # without MPI nothing else tells that a rank ends while options are compared
+            self._watch(channel, TIMEOUT)
         options, cores = self._agree()
         log_run(self._world, options)
         signals = self._signals(options)
         self._make_syncs(options, cores, signals)
-        self._watch(options)
+        self._watch(channel or connect_training(self._world), options.timeout)
         signals.install()
         try:
             state = self._start()
@@ -123,11 +132,14 @@ class P2PManager:
             # Signals go to one thread of a process; its solver sends the request on with the gradients.
             request = signals if spec.index == 0 else _no_request
             self._syncs.append(P2PSync(spec, options, partial(connect, spec.index), request, self._on_change, names))
+        self._heartbeats += [sync.heartbeat for sync in self._syncs]
 
-    def _watch(self, options: TrainOptions) -> None:
-        heartbeats = [sync.heartbeat for sync in self._syncs]
-        channel = connect_training(self._world)
-        self._failures.watch(Watchdog(self._world, channel, heartbeats, options.timeout, self._failures.peer_failed))
+    def _watch(self, channel: ControlChannel, timeout: float) -> None:
+        if self._watchdog is None:
+            peer_failed = self._failures.peer_failed
+            self._watchdog = Watchdog(self._world, channel, self._heartbeats, timeout, peer_failed)
+            self._failures.watch(self._watchdog)
+        self._watchdog.timeout = timeout
 
     # -- training -----------------------------------------------------------------------------------
 

@@ -219,6 +219,29 @@ def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, rank
     assert len(outcome.logged("Solver performance on device ")) == 2
 
 
+def test_two_ranks_without_mpi_train_with_the_bits_of_mpis(laboratory: Laboratory) -> None:
+    """NCCL's id goes through rank 0's store."""
+    need_gpus(2)
+    settings = {"devices": ("--gpus", "{rank}", *EXACT), "ranks": 2, "batch": 32, "iterations": ITERATIONS}
+    with_mpi = laboratory.train(**settings)
+    assert with_mpi.status == 0, with_mpi.log
+    without = laboratory.train(mpi=False, FORBID="mpi4py", **settings)
+    assert without.status == 0, without.log
+    assert_same_weights(without, with_mpi, ITERATIONS, 0.0)
+    assert len(without.logged("Solver performance on device ")) == 2
+
+
+@pytest.mark.parametrize(("kind", "message"), [("raise", "ValueError: injected"), ("kill", "ended unexpectedly")])
+def test_a_rank_without_mpi_that_fails_ends_all(laboratory: Laboratory, kind: str, message: str) -> None:
+    need_gpus(2)
+    devices = ("--gpus", "{rank}", *EXACT)
+    outcome = laboratory.train(devices=devices, ranks=2, mpi=False, batch=32, iterations=LONG, FAULT=f"{kind} 1 20")
+    assert outcome.status != 0
+    assert outcome.seconds_after_fault() < LIMIT
+    (error,) = outcome.errors()
+    assert re.search(rf"^rank 1 on .*{message}", error), error
+
+
 HEIGHTS = [32] * 17 + [40] + [32] * 8 + [40, 32] * 3 + [40] * 12 + [24, 32, 40, 32] + [32] * 12
 """Of images; the second of two devices meets another one first, and alone."""
 IMAGES_NET = """

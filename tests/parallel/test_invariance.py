@@ -44,6 +44,14 @@ def test_threads_and_ranks_train_as_one_device_does(
     )
 
 
+def test_ranks_without_mpi_train_as_one_device_does(laboratory: Laboratory, alone: Outcome) -> None:
+    outcome = laboratory.train(ranks=4, mpi=False, batch=16, iterations=ITERATIONS, FORBID="mpi4py")
+    assert outcome.status == 0, outcome.log
+    assert_same_weights(outcome, alone, ITERATIONS)
+    assert outcome.scores() == alone.scores()
+    assert len(outcome.logged("Solver performance on device CPU")) == 4
+
+
 @pytest.mark.parametrize(
     ("threads", "solver", "net", "parts"),
     [

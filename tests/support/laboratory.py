@@ -29,6 +29,7 @@ from caffepy.proto.caffe_pb2 import Datum, NetParameter
 from caffepy.snapshot.files import find_learned_net, read_state, read_weights
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "program.py"
+RANKS = PROGRAM.with_name("ranks.py")
 LONG = 100000
 """Iterations that no test waits for."""
 LIMIT = 10.0
@@ -180,6 +181,7 @@ class Laboratory:
         *options: str,
         devices: tuple[str, ...] = ("--cpu",),
         ranks: int = 0,
+        mpi: bool = True,
         batch: int = 64,
         iterations: int = 50,
         snapshot: int = 0,
@@ -189,7 +191,8 @@ class Laboratory:
         launch: Sequence[str] | None = None,
         **environment: str,
     ) -> tuple[subprocess.Popen[str], str]:
-        """Start a run, with mpirun where `ranks` are given; ``{rank}`` in an option becomes the rank's number.
+        """Start a run, with mpirun or without MPI where `ranks` are given; ``{rank}`` in an option becomes the rank's
+        number.
 
         Where options of `caffepy launch` are given (`launch`), it is the parent.
 
@@ -206,7 +209,8 @@ class Laboratory:
             parent = [sys.executable, "-m", "caffepy", "launch", "--oversubscribe", "--nproc-per-node", str(ranks or 1)]
             command = [*parent, "--mpirun", find_mpirun(), *launch, "--", *command[1:]]
         elif ranks:
-            command = [find_mpirun(), "-np", str(ranks), *command]
+            launcher = [find_mpirun(), "-np"] if mpi else [sys.executable, str(RANKS)]
+            command = [*launcher, str(ranks), *command]
         with self.log(prefix).open("w") as log:
             process = subprocess.Popen(
                 command,

@@ -92,7 +92,10 @@ def ranks_of(mark: str) -> dict[int, psutil.Process]:
     """The processes of a run that a launcher started, by their rank."""
     found = {}
     for process in processes_of(mark):
-        rank = process.environ().get("OMPI_COMM_WORLD_RANK", process.environ().get("PMI_RANK"))
+        variables = process.environ()
+        rank = next(
+            (variables[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if name in variables), None
+        )
         if rank is not None:
             found[int(rank)] = process
     return found

@@ -34,13 +34,19 @@ class Place:
         device: its number among all.
         ranks: processes of mpirun; 0: one process without it.
         solvers: devices a process.
+        mpi: mpirun starts the processes; else `tests/parallel/ranks.py`.
     """
 
     device: int
     ranks: int = 0
     solvers: int = 1
+    mpi: bool = True
 
     def __str__(self) -> str:
+        return self._text if self.mpi else f"{self._text} without MPI"
+
+    @property
+    def _text(self) -> str:
         if not self.ranks:
             return "the only device" if self.solvers == 1 else f"thread {self.device} of {self.solvers}"
         if self.solvers == 1:
@@ -75,6 +81,7 @@ class Place:
             options += ("--cpu-solvers", str(self.solvers))
         usual: dict[str, Any] = {
             "ranks": self.ranks,
+            "mpi": self.mpi,
             "batch": 32 if self.ranks else 64,
             "iterations": LONG,
             "snapshot": _EVERY,
@@ -236,14 +243,18 @@ def wait_for_fault(laboratory: Laboratory, started: Started, number: int) -> Non
 
 
 _KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], list[Place]]] = {
-    "raise": (raises, [Place(2, 0, 3), Place(1, 2), Place(1, 2, 2)], [Place(0), Place(2, 3)]),
-    "raise at the start": (raises_at_start, [Place(1, 2)], [Place(1, 0, 2)]),
-    "kill": (killed, [Place(0, 2), Place(1, 3), Place(3, 2, 2)], [Place(1, 2), Place(0, 3)]),
+    "raise": (raises, [Place(2, 0, 3), Place(1, 2), Place(1, 2, 2)], [Place(0), Place(2, 3), Place(1, 3, mpi=False)]),
+    "raise at the start": (raises_at_start, [Place(1, 2)], [Place(1, 0, 2), Place(1, 2, mpi=False)]),
+    "kill": (
+        killed,
+        [Place(0, 2), Place(1, 3), Place(3, 2, 2), Place(0, 3, mpi=False), Place(1, 3, mpi=False)],
+        [Place(1, 2), Place(0, 3), Place(3, 2, 2, mpi=False)],
+    ),
     "kill while saving": (killed_while_saving, [Place(0, 2)], []),
-    "kill at the start": (killed_at_start, [Place(1, 2)], []),
-    "sleep": (sleeps, [Place(1, 0, 2), Place(3, 2, 2)], [Place(1, 2), Place(2, 3)]),
+    "kill at the start": (killed_at_start, [Place(1, 2)], [Place(1, 2, mpi=False)]),
+    "sleep": (sleeps, [Place(1, 0, 2), Place(3, 2, 2)], [Place(1, 2), Place(2, 3), Place(1, 2, mpi=False)]),
     "stop": (stopped, [Place(0, 2)], [Place(1, 2)]),
-    "stall": (stalls, [Place(0), Place(1, 2)], [Place(1, 0, 2), Place(2, 2, 2)]),
+    "stall": (stalls, [Place(0), Place(1, 2)], [Place(1, 0, 2), Place(2, 2, 2), Place(1, 2, mpi=False)]),
     "cut record": (reads_cut_record, [Place(1, 2)], [Place(1, 0, 2)]),
     "truncate": (loses_its_data, [Place(0)], [Place(0, 2)]),
     "SIGINT": (
@@ -251,15 +262,19 @@ _KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], 
         [Place(0, 2), Place(2, 2, 2)],
         [Place(0, 0, 2), Place(1, 2), Place(2, 3)],
     ),
-    "SIGINT twice": (interrupted_twice, [Place(1, 2)], [Place(0), Place(0, 2)]),
-    "SIGTERM": (partial(interrupted, "SIGTERM"), [Place(0, 0, 2), Place(1, 2)], [Place(0, 3), Place(2, 2, 2)]),
+    "SIGINT twice": (interrupted_twice, [Place(1, 2)], [Place(0), Place(0, 2), Place(1, 2, mpi=False)]),
+    "SIGTERM": (
+        partial(interrupted, "SIGTERM"),
+        [Place(0, 0, 2), Place(1, 2), Place(1, 2, mpi=False)],
+        [Place(0, 3), Place(2, 2, 2)],
+    ),
     "launcher SIGINT": (partial(launcher_signalled, signal.SIGINT), [], [Place(0, 2)]),
     "launcher SIGTERM": (partial(launcher_signalled, signal.SIGTERM), [Place(0, 2)], []),
     "launcher SIGKILL": (partial(launcher_signalled, signal.SIGKILL), [Place(0, 2)], []),
 }
 """Each kind's check, where the tests make it happen, and where `endurance.py` does as well."""
 TRAINING_FAULTS = [
-    FaultCase(kind, str(place), partial(check, place), mpi=place.ranks > 0, further=place in further)
+    FaultCase(kind, str(place), partial(check, place), mpi=place.ranks > 0 and place.mpi, further=place in further)
     for kind, (check, tested, further) in _KINDS.items()
     for place in (*tested, *further)
 ]

@@ -88,7 +88,9 @@ class HierarchicalCommunicator(Communicator):
         else:
             blocking = collective.blocking or not self._inter_node
             work = self._ranks.start(Collective(Op.ALL_REDUCE, array, array, Operator.SUM, blocking=blocking))
-            if not blocking:
+            if blocking:
+                work.synchronize()
+            else:
                 yield work
             if divisor != 1:
                 array /= divisor

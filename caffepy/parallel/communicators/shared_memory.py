@@ -1,7 +1,8 @@
 """Sums of arrays in memory that all ranks of a machine share: each rank adds up its share of the elements.
 
-Owns that memory, and the order in which ranks read and write it. What a rank waits for goes through barriers of MPI,
-which also make one rank's writes visible to the others; nobody waits before the end, so that ranks need not keep pace.
+Owns that memory, and the order in which ranks read and write it. What a rank waits for goes through barriers of the
+ranks, which also make one rank's writes visible to the others; nobody waits before the end, so that ranks need not keep
+pace.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class SharedSums:
             size = (self._size + 1) * stride
             if file is None or not self._all(self._reserve(file, stride, count)):
                 if self._rank == 0:
-                    text = "%s has no %.0f MiB for gradients that all ranks see: they are summed by MPI"
+                    text = "%s has no %.0f MiB for gradients that all ranks see: they are sent"
                     logger.info(text, _FOLDER, size / 2**20)
                 return None
             memory = np.frombuffer(mmap.mmap(file, size), np.float32)

@@ -7,15 +7,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence
 
 from caffepy.errors import PeerError
 from caffepy.parallel.processes.machine import own_addresses
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.client import Address, ControlClient
-from caffepy.parallel.store.records import DeviceStatus, Failure, Member
+from caffepy.parallel.store.records import Member
 from caffepy.parallel.store.server import ControlServer
-from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
+from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore, lost_from_training
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def connect_training(world: World) -> ControlChannel:
     channel: ControlChannel | None = None
     if world.size > 1:
         try:
-            channel = connect_ranks(world, MemoryStore(world.size, _lost_in_training), _CONNECT_SECONDS)
+            channel = connect_ranks(world, MemoryStore(world.size, lost_from_training), _CONNECT_SECONDS)
         except PeerError as error:
             logger.debug("no control channel to %s: %s", world.name(0), error)
         cut_off = [rank for rank, connected in enumerate(world.all_gather(channel is not None)) if not connected]
@@ -66,13 +65,3 @@ def connect_training(world: World) -> ControlChannel:
             names = ", ".join(map(world.name, cut_off))
             logger.warning("no TCP connection from %s to %s: its sudden end would not be noticed", names, world.name(0))
     return channel or RankStore(MemoryStore(world.size), world.rank)
-
-
-def describe_loss(name: str, iteration: int) -> str:
-    """What training says of a process that ended without leaving."""
-    why = "it was killed, crashed or lost its network; training is stopped"
-    return f"{name} at iteration {iteration} ended unexpectedly: {why}"
-
-
-def _lost_in_training(name: str, statuses: Sequence[DeviceStatus]) -> Failure:
-    return Failure(describe_loss(name, max((status.iteration for status in statuses), default=0)))

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from caffepy.errors import PeerError
-from caffepy.parallel.control.connect import describe_loss
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import SECONDS, Monitor
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.records import DeviceStatus, Failure
-from caffepy.parallel.store.store import ControlChannel
+from caffepy.parallel.store.store import ControlChannel, lost_from_training
 
 _START_SECONDS = 60.0
 """How much longer a wait may be until the first iteration is over: kernels are compiled and data opened until then."""
+_LEAVE_SECONDS = 10.0
+"""How long rank 0, whose store may be all that connects the ranks, stays for the others to leave."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Watchdog(Monitor):
     Args:
         world: the processes.
         channel: to them; the watchdog closes it.
-        heartbeats: this process's devices.
+        heartbeats: this process's devices; the caller may add some.
         timeout: longest wait in seconds.
         on_failure: called once, from the watchdog's thread, when training has to end; as rank 0 it tells the user and
             then the others (`tell_failure`), unless the failure was reported.
@@ -81,11 +82,12 @@ class Watchdog(Monitor):
         super().__init__(channel, self._statuses, self._end, min(SECONDS, timeout / 4))
         self._world = world
         self._heartbeats = heartbeats
-        self._timeout = timeout
+        self.timeout = timeout
         self._end_training = on_failure
 
     def stop(self) -> None:
         super().stop()
+        self.channel.wait_alone(_LEAVE_SECONDS)
         self.channel.close()
 
     def tell_failure(self, failure: Failure) -> None:
@@ -95,19 +97,20 @@ class Watchdog(Monitor):
     def look(self) -> Failure | None:
         """Judge the devices that are known: rank 0 knows all, others their own."""
         if self._world.rank == 0:
-            stall = find_stall([each for each in self.channel.statuses() if not each.left], self._timeout)
+            stall = find_stall([each for each in self.channel.statuses() if not each.left], self.timeout)
             unknown = "an operation that all devices have begun: MPI, NCCL or the network is stuck"
         else:
             # Rank 0 sees more and speaks first, unless it is itself what hangs.
-            stall = find_stall(self._statuses(), self._timeout + 4 * self.seconds + 1.0)
+            stall = find_stall(self._statuses(), self.timeout + 4 * self.seconds + 1.0)
             unknown = f"{self._world.name(0)}, which does not answer"
-        return None if stall is None else Failure(stall.describe(self._timeout, unknown))
+        return None if stall is None else Failure(stall.describe(self.timeout, unknown))
 
     def describe_end_of_root(self, error: PeerError) -> Failure:
-        """Rank 1 speaks; others only if they live on."""
-        self.stopping.wait(0.0 if self._world.rank == 1 else 1.0)
-        iteration = max(heartbeat.iteration() for heartbeat in self._heartbeats)
-        return Failure(describe_loss(self._world.name(0), iteration))
+        """Rank 1 speaks; others only if they live on, and where nothing ends them the first of each machine."""
+        world = self._world
+        self.stopping.wait(0.0 if world.rank == 1 else 1.0)
+        silent = world.channel is not None and world.rank != 1 and world.local_rank != 0
+        return replace(lost_from_training(world.name(0), self._statuses()), reported=silent)
 
     def _end(self, failure: Failure) -> None:
         if failure.status != 0:  # rank 0 has left once all have agreed that training is over

@@ -1,8 +1,8 @@
-"""Which world this process belongs to. MPI is loaded only where a launcher started several processes."""
+"""Which world this process belongs to. MPI is loaded only where its launcher started several processes."""
 
 from __future__ import annotations
 
-from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.parallel.processes.launcher import find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.world import SingleProcess, World
 
 
@@ -10,10 +10,21 @@ def create_world() -> World:
     """The world that this process belongs to.
 
     Raises:
-        MissingExtraError: a launcher started several processes and there is no mpi4py or no MPI library.
-        UserError: the launcher belongs to another MPI than mpi4py.
+        MissingExtraError: MPI's launcher started several processes and there is no mpi4py or no MPI library.
+        UserError: the launcher belongs to another MPI than mpi4py, or rank 0's address cannot be used.
+        PeerError: without MPI, not all ranks came in time.
     """
     launcher = find_launcher()
+    if launcher is not None and launcher.meeting is not None:
+        from caffepy.parallel.processes.store_world import StoreWorld
+
+        return StoreWorld(launcher.rank, launcher.meeting)
+    return create_mpi_world()
+
+
+def create_mpi_world() -> World:
+    """The world of MPI's processes, alone where no launcher of MPI's started this one; errors as `create_world`."""
+    launcher = find_mpi_launcher()
     if launcher is None or launcher.size == 1:
         return SingleProcess()
     from caffepy.parallel.processes.mpi_world import MpiWorld

@@ -1,4 +1,6 @@
-"""Who started this process: Open MPI, MPICH, Slurm or PMIx; and the launchers that are refused."""
+"""Who started this process: Open MPI, MPICH, Slurm, PMIx, or torchrun and whoever else sets its variables; and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,26 @@ _LAUNCHERS = (
 )
 """The variables that each launcher sets. Slurm sets SLURM_NTASKS in a batch script too, where nothing
 was launched, so the step's variable is the one to ask."""
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, Kubernetes' training operators and `caffepy launch` without MPI tell each process."""
+_DIGITS = 9
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks without MPI meet.
+
+    Args:
+        size: the number of ranks.
+        host: rank 0's, as this process was told; rank 0 itself is told ``localhost`` by some.
+        port: where rank 0 listens.
+        near: ``localhost`` means this machine alone.
+    """
+
+    size: int
+    host: str
+    port: int
+    near: bool
 
 
 @dataclass(frozen=True)
@@ -29,21 +51,60 @@ class Launcher:
         rank: of this process.
         size: the number of processes; None where it does not say.
         options: its other command-line options, as far as the environment has them.
+        meeting: where the ranks meet, if that is not MPI's business.
     """
 
     name: str
     rank: int
     size: int | None
     options: str = ""
+    meeting: Meeting | None = None
 
     @property
     def again(self) -> str:
-        """What starts as many processes again: ``mpirun -np 4`` or ``srun -n 4 --mpi=pmix``."""
+        """What starts as many processes again: ``mpirun -np 4`` or ``srun -n 4 --mpi=pmix``; empty where unknown."""
+        if self.size is None or self.meeting is not None:
+            return ""
         return f"srun -n {self.size}{self.options}" if self.name == "srun" else f"mpirun -np {self.size}"
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
-    """The launcher that started this process, or None where nobody did."""
+    """The launcher that started this process, or None where nobody did.
+
+    MPI's comes first, except srun, whose variables whatever runs within a step inherits: torchrun, or a shell.
+    """
+    mpi, told = find_mpi_launcher(environment), _find_told(environment)
+    inherited = mpi is not None and (mpi.size == 1 or "TORCHELASTIC_RUN_ID" in environment)
+    if told is not None and (mpi is None or (inherited and mpi.name in ("srun", "a PMIx launcher"))):
+        return told
+    return mpi
+
+
+def _find_told(environment: Mapping[str, str]) -> Launcher | None:
+    """Who has set `VARIABLES`, where they name one of several ranks and an address."""
+    rank, size, host, port = (environment.get(name, "") for name in VARIABLES)
+    if not host or not all(text.isdecimal() and len(text) <= _DIGITS for text in (rank, size, port)):
+        return None
+    own = int(port) + port_offset(environment)
+    if not (int(rank) < int(size) > 1 and 0 < own < 1 << 16):
+        return None
+    name = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher without MPI"
+    return Launcher(name, int(rank), int(size), meeting=Meeting(int(size), host, own, is_near(environment)))
+
+
+def port_offset(environment: Mapping[str, str]) -> int:
+    """1 where torchrun's own process listens at MASTER_PORT, so that rank 0 takes the next port; else 0."""
+    return int(environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def is_near(environment: Mapping[str, str]) -> bool:
+    """Whether ``localhost`` means this machine alone: Kubernetes' operators tell it to rank 0 of ranks elsewhere."""
+    alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE") is not None
+    return alone or "KUBERNETES_SERVICE_HOST" not in environment
+
+
+def find_mpi_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
+    """The launcher of MPI's that started this process, or None."""
     for name, rank, size in _LAUNCHERS:
         if environment.get(rank, "").isdigit() and (environment.get(size, "").isdigit() or name.startswith("a PMIx")):
             count = environment.get(size)
@@ -85,31 +146,34 @@ def check_launcher(launcher: Launcher, size: int, library: str) -> None:
 
 
 def refuse_foreign_launcher(rank: int, size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse what torchrun tells its processes: each would train alone, or as another rank than it believes to be.
+    """Refuse a RANK and WORLD_SIZE by which this process would train alone, or as another rank than it believes to be.
 
     Raises:
-        UserError: RANK and WORLD_SIZE are not this process's `rank` and `size`; with the command to use.
+        UserError: they are not this process's `rank` and `size`, or incomplete; with what to do.
     """
-    told = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
-    if not told or told == {"WORLD_SIZE": "1"} or told == {"RANK": str(rank), "WORLD_SIZE": str(size)}:
+    told = {name: environment[name] for name in VARIABLES[:2] if name in environment}
+    own = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    launcher = find_launcher(environment)
+    if not told or told in ({"WORLD_SIZE": "1"}, own) or (launcher is not None and launcher.meeting is not None):
         return
     given = " and ".join(f"{name}={value}" for name, value in told.items())
-    if len(told) == 1:
-        missing = "WORLD_SIZE" if "RANK" in told else "RANK"
-        raise UserError(f"the environment has {given} but no {missing}: {_advice('2')}")
-    if size > 1:
+    missing = [name for name in VARIABLES if not environment.get(name)]
+    if len(told) == 2 and (size > 1 or (launcher is not None and not missing)):
         raise UserError(
             f"the environment has {given}, but MPI says rank {rank} of {size} processes: unset RANK and WORLD_SIZE"
         )
-    count = told["WORLD_SIZE"]
+    if missing:
+        raise UserError(f"the environment has {given} but no {' and '.join(missing)}: {_advice(told)}")
     raise UserError(
-        f"the environment has {given}, as torchrun sets them, but no MPI started this process, which would train "
-        f"alone: {_advice(count if count.isdigit() and int(count) > 1 else '2')}"
+        f"the environment has {given} and MASTER_PORT={environment['MASTER_PORT']}: RANK counts from 0 to "
+        f"WORLD_SIZE - 1, MASTER_PORT is a port; {_advice(told)}"
     )
 
 
-def _advice(size: str) -> str:
+def _advice(told: Mapping[str, str]) -> str:
+    size = told.get("WORLD_SIZE", "")
+    size = size if size.isdecimal() and int(size[:_DIGITS]) > 1 else "2"
     return (
-        f"start with mpirun -np {size} caffepy train …, or caffepy launch --nproc-per-node {size} -- train …; to train "
-        "in one process unset RANK and WORLD_SIZE"
+        f"set {', '.join(VARIABLES)} as torchrun does, or start with mpirun -np {size} caffepy train …, or caffepy "
+        f"launch --nproc-per-node {size} -- train …; to train in one process unset RANK and WORLD_SIZE"
     )

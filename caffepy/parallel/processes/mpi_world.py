@@ -36,6 +36,8 @@ class MpiWorld(World):
         UserError: MPI sees other processes than the launcher started.
     """
 
+    transport = "mpi"
+
     def __init__(self, launcher: Launcher) -> None:
         self._check: Callable[[], None] = lambda: None
         self._mpi = load_mpi()
@@ -68,6 +70,9 @@ class MpiWorld(World):
 
     def communicator(self) -> Communicator:
         return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
+
+    def close(self) -> None:
+        """Nothing: MPI_Finalize waits for all when the process ends."""
 
     def end(self, status: int) -> NoReturn:
         flush_streams()

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 from caffepy.errors import RunError, UserError, describe, exit_status
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.processes.machine import machine_identity
+from caffepy.parallel.store.store import ControlChannel
 
 T = TypeVar("T")
 
@@ -26,6 +27,9 @@ class World(ABC):
         machines: the `machine_identity` of each rank.
     """
 
+    transport = "local"
+    """What carries arrays in host memory from rank to rank: ``mpi``, ``tcp``; ``local`` where there is one rank."""
+
     def __init__(self, rank: int, hosts: list[str], machines: list[str]) -> None:
         self.rank = rank
         self.size = len(hosts)
@@ -33,10 +37,16 @@ class World(ABC):
         self.machines = machines
         self.ended_together = False
         """Whether all ranks have agreed to end."""
+        self.channel: ControlChannel | None = None
+        """The control channel by which the ranks have met; None where they met in another way."""
 
     @abstractmethod
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks. Called by the main thread of all ranks."""
+        """Every rank's value, in the order of the ranks. Called by the main thread of all ranks.
+
+        Args:
+            value: what `store.values.pack` takes.
+        """
 
     def broadcast(self, value: T) -> T:
         """The root's value. Called by the main thread of all ranks."""
@@ -58,6 +68,10 @@ class World(ABC):
     @abstractmethod
     def communicator(self) -> Communicator | None:
         """A new communicator of all ranks; None where there is one rank."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks in good order, the last that a rank does."""
 
     @abstractmethod
     def end(self, status: int) -> NoReturn:
@@ -135,6 +149,8 @@ class SingleProcess(World):
     def serve(self) -> None: ...
 
     def communicator(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def end(self, status: int) -> NoReturn:
         end_process(status)

@@ -31,7 +31,6 @@ from caffepy.parallel.store.wire import (
 )
 
 _GRACE_SECONDS = 10.0
-"""By how much the server may be later than the wait that it was asked for."""
 _CONNECT_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 10.0
 """Strangers may be before this rank in the server's queue."""
@@ -52,6 +51,7 @@ class ControlClient(ControlChannel):
         size: the number of ranks.
         member: this process.
         timeout: longest time for connecting, and for sending a value.
+        grace: by how many seconds the server may be later than the wait that it was asked for.
 
     Raises:
         PeerError: nobody answers.
@@ -59,11 +59,18 @@ class ControlClient(ControlChannel):
     """
 
     def __init__(
-        self, find: Callable[[], tuple[Sequence[Address], str]], rank: int, size: int, member: Member, timeout: float
+        self,
+        find: Callable[[], tuple[Sequence[Address], str]],
+        rank: int,
+        size: int,
+        member: Member,
+        timeout: float,
+        grace: float = _GRACE_SECONDS,
     ) -> None:
         self._server = "rank 0"
         self._hello = Hello(member.host, member.machine, member.process, rank, size)
         self._timeout = timeout
+        self._grace = grace
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -170,9 +177,9 @@ class ControlClient(ControlChannel):
         return reply
 
     def _exchange(self, line: socket.socket, frame: Frame) -> Frame:
-        line.settimeout(self._timeout + _GRACE_SECONDS)
+        line.settimeout(self._timeout + self._grace)
         send_frame(line, frame)
-        line.settimeout(frame.seconds + _GRACE_SECONDS)
+        line.settimeout(frame.seconds + self._grace)
         reply = receive_frame(line, VALUE_LIMIT)
         if reply.kind not in (Kind.DONE, Kind.ABSENT, Kind.FAILED):
             raise WireError(f"{reply.kind.name} is no reply")

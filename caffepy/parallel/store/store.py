@@ -87,6 +87,13 @@ def lost_from_group(name: str, statuses: Sequence[DeviceStatus]) -> Failure:
     return Failure(f"{name} ended unexpectedly: {why}", reported=True)
 
 
+def lost_from_training(name: str, statuses: Sequence[DeviceStatus]) -> Failure:
+    """What training says of a process that ended without leaving."""
+    iteration = max((status.iteration for status in statuses), default=0)
+    why = "it was killed, crashed or lost its network; training is stopped"
+    return Failure(f"{name} at iteration {iteration} ended unexpectedly: {why}")
+
+
 class MemoryStore(Store):
     """The store itself.
 

@@ -74,7 +74,8 @@ def test_without_a_group(call: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "gloo"}, "backend 'gloo' is not known; known: nccl, mpi, tcp"),
+        ({"backend": "Glo"}, "backend 'Glo' is not known; known: nccl, mpi, tcp"),
+        ({"backend": 3}, "backend '3' is not known"),
         ({"timeout": 0}, "timeout is 0; it must be a positive number of seconds"),
         ({"timeout": timedelta(seconds=-1)}, "timeout is -1 day"),
         ({"device": 0}, "init_process_group: device is for backend 'nccl'"),

@@ -17,6 +17,7 @@ from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.mpi_world import MpiWorld
+from caffepy.parallel.processes.store_world import StoreWorld
 from caffepy.parallel.processes.world import SingleProcess, World
 
 
@@ -79,7 +80,7 @@ def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) ->
     assert (type(world), world.size, world.communicator()) == (SingleProcess, 1, None)
 
 
-@pytest.mark.parametrize("kind", [SingleProcess, MpiWorld])
+@pytest.mark.parametrize("kind", [SingleProcess, MpiWorld, StoreWorld])
 def test_a_world_is_a_contract_and_each_kind_implements_it_alone(kind: type[World]) -> None:
     with pytest.raises(TypeError, match="abstract"):
         World(0, ["host"], ["machine"])  # type: ignore[abstract]
@@ -126,6 +127,7 @@ def test_an_error_of_one_rank_names_it() -> None:
         FakeWorld(0, [None, None]).raise_on_all(ValueError("odd"))
 
 
+TOLD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 ONE, SECOND = SingleProcess(), FakeWorld(1, [None, None])
 
 
@@ -136,17 +138,22 @@ ONE, SECOND = SingleProcess(), FakeWorld(1, [None, None])
         (ONE, {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (ONE, {"WORLD_SIZE": "1"}, None),
         (SECOND, {"RANK": "1", "WORLD_SIZE": "2"}, None),
+        (ONE, {**TOLD, "MASTER_ADDR": "a"}, None),  # another world, which is not asked
         (
             ONE,
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"},
-            "^the environment has RANK=1 and WORLD_SIZE=4, as torchrun sets them, but no MPI started this process, "
-            "which would train alone: start with mpirun -np 4 caffepy train …, or caffepy launch --nproc-per-node 4 "
-            "-- train …; to train in one process unset RANK and WORLD_SIZE$",
+            "^the environment has RANK=1 and WORLD_SIZE=4 but no MASTER_PORT: set RANK, WORLD_SIZE, MASTER_ADDR, "
+            "MASTER_PORT as torchrun does, or start with mpirun -np 4 caffepy train …, or caffepy launch "
+            "--nproc-per-node 4 -- train …; to train in one process unset RANK and WORLD_SIZE$",
         ),
-        (ONE, {"RANK": "1", "WORLD_SIZE": "1"}, "has RANK=1 and WORLD_SIZE=1, as torchrun .* mpirun -np 2 caffepy"),
-        (ONE, {"RANK": "x", "WORLD_SIZE": "y"}, "has RANK=x and WORLD_SIZE=y, as torchrun"),
-        (ONE, {"RANK": "0"}, "has RANK=0 but no WORLD_SIZE: start with mpirun"),
-        (ONE, {"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK: start with mpirun"),
+        (ONE, {"RANK": "1", "WORLD_SIZE": "1"}, "has RANK=1 and WORLD_SIZE=1 but no MASTER_ADDR .* mpirun -np 2 caffe"),
+        (ONE, {**TOLD, "RANK": "x"}, "has RANK=x and WORLD_SIZE=4 and MASTER_PORT=29500: RANK counts from 0 to"),
+        (ONE, {**TOLD, "RANK": "4"}, "has RANK=4 and WORLD_SIZE=4 and MASTER_PORT=29500: RANK counts from 0 to"),
+        (ONE, {**TOLD, "MASTER_PORT": "65536"}, "and MASTER_PORT=65536: RANK .* MASTER_PORT is a port"),
+        (ONE, {**TOLD, "WORLD_SIZE": "9" * 5000}, "RANK counts from 0"),
+        (ONE, {"RANK": "0"}, "has RANK=0 but no WORLD_SIZE and MASTER_ADDR and MASTER_PORT: set RANK"),
+        (ONE, {"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK and MASTER_ADDR"),
+        (ONE, {**TOLD, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "but MPI says rank 0 of 1 processes"),
         (SECOND, {"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK"),
         (
             SECOND,

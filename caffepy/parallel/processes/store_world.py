@@ -1,0 +1,163 @@
+"""The world of processes that met without MPI, at an address of rank 0: they tell each other all through its store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event
+from typing import Any, NoReturn, TypeVar
+
+from caffepy.errors import AbortedError, PeerError
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.communicators.factory import connect_by_store
+from caffepy.parallel.processes.launcher import Meeting
+from caffepy.parallel.processes.machine import machine_identity
+from caffepy.parallel.processes.world import World, end_process
+from caffepy.parallel.store.client import ControlClient
+from caffepy.parallel.store.meeting import find_secret, listen, meet
+from caffepy.parallel.store.records import Failure, Member
+from caffepy.parallel.store.store import ControlChannel, MemoryStore, Store, lost_from_training
+from caffepy.parallel.store.values import pack, unpack
+from caffepy.parallel.store.wire import Value
+
+T = TypeVar("T")
+
+_MEET_SECONDS = 300.0
+"""How long ranks wait for each other: a cluster starts them one after the other."""
+_LOOK_SECONDS = 0.2
+"""Between looks whether this process has to end, while a value is waited for."""
+_NEWS_SECONDS = 3.0
+"""How long who meets a failure in the store waits for the monitor, which knows what failed, to say so."""
+_LEAVE_SECONDS = 10.0
+"""How long rank 0 stays for the others to leave in good order."""
+_END_SECONDS = 3.0
+"""How long rank 0 stays after a failure, so that the others hear of it and not of rank 0's end."""
+
+
+class StoreWorld(World):
+    """The processes that share rank 0's store.
+
+    Args:
+        rank: this process's number.
+        meeting: where they meet.
+        timeout: longest wait for all to come, in seconds.
+
+    Raises:
+        UserError: rank 0 cannot listen there, or refuses this rank.
+        PeerError: not all came in time.
+    """
+
+    transport = "tcp"
+    serves = False
+
+    def __init__(self, rank: int, meeting: Meeting, timeout: float = _MEET_SECONDS) -> None:
+        self._check: Callable[[], None] = lambda: None
+        self._exchanges = 0
+        self._communicators = 0
+        address = f"{meeting.host}:{meeting.port}"
+        secret = find_secret(os.environ, "training without MPI", address, warns=rank == 0)
+        own = Member(socket.gethostname(), machine_identity(), os.getpid())
+
+        def connect() -> ControlChannel:
+            at = meeting.host, meeting.port
+            if rank == 0:
+                return listen(MemoryStore(meeting.size, lost_from_training), own, at, secret, meeting.near)
+            # While rank 0 is suspended its answers are late: how long that may last is the watchdog's to judge.
+            return ControlClient(lambda: ([at], secret), rank, meeting.size, own, timeout, grace=timeout)
+
+        members, self._store = meet(rank, own, connect, timeout, f"the ranks' meeting at {address}")
+        super().__init__(rank, [member.host for member in members], [member.machine for member in members])
+        self.channel = self._store
+
+    def all_gather(self, value: T) -> list[T]:
+        key = self._next_key()
+        if self.rank != 0:
+            self._store.put(f"{key}/{self.rank}", pack(value), 1)
+            gathered: list[T] = self._take(key, 0)
+            return gathered
+        values = [value, *(self._take(f"{key}/{rank}", rank) for rank in range(1, self.size))]
+        self._store.put(key, pack(values), self.size - 1)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        key = self._next_key()
+        if self.rank != 0:
+            received: T = self._take(key, 0)
+            return received
+        self._store.put(key, pack(value), self.size - 1)
+        return value
+
+    def watch(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def serve(self) -> None:
+        """Nothing: any thread may use the store."""
+
+    def communicator(self) -> Communicator:
+        self._communicators += 1
+        return connect_by_store(_Arrays(self._store, f"{self._communicators}:"), self.rank, self.size, None)
+
+    def close(self) -> None:
+        self._store.leave([])
+        self._store.wait_alone(_LEAVE_SECONDS)
+        self._store.close()
+
+    def end(self, status: int) -> NoReturn:
+        self._store.wait_alone(_END_SECONDS)
+        end_process(status)
+
+    def _next_key(self) -> str:
+        self._exchanges += 1
+        return f"exchange {self._exchanges}"
+
+    def _take(self, key: str, owner: int) -> Any:
+        try:
+            while (value := self._store.take(key, _LOOK_SECONDS, owner)) is None:
+                self._check()
+            return unpack(value)
+        except PeerError:
+            end = time.monotonic() + _NEWS_SECONDS
+            while time.monotonic() < end:
+                self._check()
+                time.sleep(_LOOK_SECONDS / 10)
+            raise
+
+
+class _Arrays(Store):
+    """One communicator's part of the store; to abort it concerns this process alone.
+
+    Args:
+        store: the ranks'.
+        prefix: of its keys.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._stopped = Event()
+
+    def put(self, key: str, value: Value, reads: int = 0) -> None:
+        with self._failing_late():
+            self._store.put(self._prefix + key, value, reads)
+
+    def take(self, key: str, seconds: float, owner: int | None = None) -> Value | None:
+        with self._failing_late():
+            return self._store.take(self._prefix + key, seconds, owner)
+
+    def tell(self, failure: Failure) -> None:
+        self._stopped.set()
+
+    @contextmanager
+    def _failing_late(self) -> Iterator[None]:
+        """Let a failure that ends a wait be told by the monitor, which knows more, and which ends all waits here."""
+        if self._stopped.is_set():
+            raise AbortedError("training was stopped")
+        try:
+            yield
+        except PeerError as error:
+            if self._stopped.wait(_NEWS_SECONDS):
+                raise AbortedError("training was stopped") from error
+            raise

@@ -1,0 +1,83 @@
+"""Values that travel through the store."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy.parallel.agreement import Difference
+from caffepy.parallel.store.values import pack, unpack
+from caffepy.parallel.store.wire import WireError
+from caffepy.report import Performance
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEYS = st.integers() | st.text() | st.tuples(st.text(), st.binary())
+VALUES = st.recursive(
+    PLAIN | st.just(Path("a/b")) | st.builds(Difference, st.text(), st.text(), st.text()),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
+)
+
+
+@given(VALUES)
+def test_a_value_arrives_as_it_was(value: Any) -> None:
+    found = unpack(pack(value))
+    assert found == value and type(found) is type(value)
+
+
+def test_numbers_that_are_not_finite_and_records_arrive() -> None:
+    assert math.isnan(unpack(pack(math.nan)))
+    sent = [Performance(batch=3, seconds=0.5, communication=None)]
+    assert unpack(pack(sent)) == sent
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.int64(3), np.zeros(2), Performance])
+def test_nothing_else_is_sent(value: Any) -> None:
+    with pytest.raises(TypeError, match="does not travel from rank to rank"):
+        pack(value)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"record": ["os", "stat_result", {}]},
+        {"record": ["subprocess", "Popen", {"args": "true"}]},
+        {"record": ["caffepy.report", "Sequence", {}]},
+        {"record": ["caffepy.report", "format_report", {}]},
+        {"record": ["caffepy.report", "Performance", {"other": 1}]},
+        {"record": ["caffepy.nowhere", "Performance", {}]},
+        {"record": [1, 2, 3]},
+        {"record": []},
+        {"code": "x"},
+        {},
+        {"bytes": "a", "path": "b"},
+        {"bytes": 3},
+        {"path": None},
+        {"tuple": 3},
+        {"dict": [[[1], 2]]},
+        {"dict": [1]},
+    ],
+)
+def test_what_was_not_packed_is_refused(found: Any) -> None:
+    with pytest.raises(WireError, match="not a packed value|no record of caffepy's"):
+        unpack(json.dumps(found).encode())
+
+
+@given(st.binary())
+def test_garbage_is_refused(garbage: bytes) -> None:
+    try:
+        json.loads(garbage)
+    except ValueError:
+        with pytest.raises(WireError, match="not a packed value"):
+            unpack(garbage)
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(WireError, match="not a packed value"):
+        unpack(b"[" * 100_000 + b"]" * 100_000)
