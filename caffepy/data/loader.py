@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
-from caffepy.data.images.datum import datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.images.cache import ImageCache
+from caffepy.data.images.datum import datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource

@@ -67,7 +67,8 @@ def more_words(seed: int, stream: int, sample: int, first: int, blocks: int) -> 
         4 * blocks words.
     """
     low = np.arange(first, first + blocks, dtype=np.uint64)
-    return _words(seed, stream, low, np.array([sample], np.uint64), SAMPLE_WORDS).T.reshape(-1)
+    words = _words(seed, stream, low, np.array([sample], np.uint64), SAMPLE_WORDS)
+    return np.ascontiguousarray(words.T).reshape(-1)
 
 
 def below(words: NDArray[np.uint64], limit: int | NDArray[np.uint64]) -> NDArray[np.int64]:

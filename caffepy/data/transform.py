@@ -62,7 +62,7 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
 
 def warn_of_unused(param: caffe_pb2.TransformationParameter, nvidia: bool, where: str) -> None:
     """Say which of SSD's fields a layer that reads no boxes does not apply."""
-    unused = [field for field in _SSD_ALONE if param.HasField(field)]  # type: ignore[arg-type]
+    unused = [field for field in _SSD_ALONE if param.HasField(field)]
     if unused:
         logger.warning("%s: %s is for AnnotatedData and has no effect here", where, " and ".join(unused))
     if nvidia and (param.HasField("resize_param") or param.HasField("noise_param")):
@@ -158,7 +158,9 @@ class Transformer:
             return output
         channels, height, width = shape
         if height < self._height or width < self._width:
-            name = f"crop_size {self.crop}" if self._height == self._width else f"the crop {self._height} x {self._width}"
+            name = (
+                f"crop_size {self.crop}" if self._height == self._width else f"the crop {self._height} x {self._width}"
+            )
             raise DataError(f"is {height} x {width}, smaller than {name}")
         output = (channels, self._height, self._width) if self.crop else shape
         self.mean(output if self.centers_mean else shape)
@@ -257,8 +259,8 @@ class Transformer:
         whole = self._mean_file.shape
         if whole[0] != channels or whole[1] < height or whole[2] < width:
             raise DataError(
-                f"makes {channels} x {height} x {width}, but the mean in mean_file is {' x '.join(map(str, whole))}; it "
-                "must have as many channels and be as large"
+                f"makes {channels} x {height} x {width}, but the mean in mean_file is {' x '.join(map(str, whole))}; "
+                "it must have as many channels and be as large"
             )
         top, left = (whole[1] - height) // 2, (whole[2] - width) // 2
         return self._mean_file[:, top : top + height, left : left + width]

@@ -93,12 +93,10 @@ class AnnotatedLoader(DatumLoader):
     def __init__(self, *others: Any, settings: AnnotatedSettings, **more: Any) -> None:
         super().__init__(*others, **more)
         self._settings = settings
+        self._transformer.centers_mean = True
         self._rows = _FEWEST_ROWS
 
     # -- the first record ----------------------------------------------------------------------------
-
-    def decodes(self) -> bool:
-        return True
 
     def _first_image(self) -> tuple[Image, Shape]:
         try:
@@ -206,7 +204,9 @@ class AnnotatedLoader(DatumLoader):
         channels, height, width = sample.image.shape
         rows, columns = int(_f32(height) * ratio), int(_f32(width) * ratio)
         if rows * columns > _MOST_PIXELS:
-            raise DataError(f"is {height} x {width} and would be expanded to {rows} x {columns}; lower max_expand_ratio")
+            raise DataError(
+                f"is {height} x {width} and would be expanded to {rows} x {columns}; lower max_expand_ratio"
+            )
         top = math.floor(draws.uniform(0, rows - height))
         left = math.floor(draws.uniform(0, columns - width))
         canvas = np.empty((rows, columns, channels), sample.image.dtype).transpose(2, 0, 1)

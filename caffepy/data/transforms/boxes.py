@@ -48,7 +48,7 @@ def coverages(covered: Floats, by: Floats) -> Floats:
 
 def clip(boxes: Floats) -> Floats:
     """Within the image."""
-    return np.clip(boxes, _f32(0), _f32(1))
+    return np.asarray(np.clip(boxes, _f32(0), _f32(1)), np.float32)
 
 
 def crop_annotations(
@@ -65,7 +65,7 @@ def crop_annotations(
     meets = np.ones(len(found), np.bool_) if constraint is None else _emitted(boxes, crop, constraint)
     outside = (boxes[:, :2] >= crop[2:]).any(1) | (boxes[:, 2:] <= crop[:2]).any(1)
     size = np.tile(crop[2:] - crop[:2], 2)
-    projected = clip((boxes - np.tile(crop[:2], 2)) / size)
+    projected = clip(np.asarray((boxes - np.tile(crop[:2], 2)) / size, np.float32))
     return found.among(meets & ~outside & (areas(projected) > 0), projected)
 
 

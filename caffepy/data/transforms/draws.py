@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.random import more_words
+from caffepy.data.random import below, more_words
 
 _BLOCKS = 16
 """Blocks of four words that are computed at once: the cost of a call is mostly its start."""
@@ -43,7 +43,7 @@ class Draws:
 
     def integers(self, limit: int, count: int) -> NDArray[np.int64]:
         """`count` integers in [0, limit)."""
-        return (self.words(count) * np.uint64(limit) >> np.uint64(32)).astype(np.int64)
+        return below(self.words(count), limit)
 
     def uniform(self, low: float, high: float) -> float:
         """A float32 between two bounds; the bound itself where both are the same."""

@@ -78,7 +78,7 @@ def _on_brightness(pixels: Pixels, function: object) -> Pixels:
     if not callable(function) or pixels.dtype != np.uint8:
         raise DataError("holds floats; hist_eq and clahe change bytes only")
     if pixels.shape[2] == 1:
-        return np.asarray(function(pixels[:, :, 0]))[:, :, None]
+        return np.atleast_3d(np.asarray(function(pixels[:, :, 0])))
     planes = np.array(call("cvtColor", pixels, cv2.COLOR_BGR2YCrCb))
     planes[:, :, 0] = function(np.ascontiguousarray(planes[:, :, 0]))
     return call("cvtColor", planes, cv2.COLOR_YCrCb2BGR)
@@ -86,8 +86,7 @@ def _on_brightness(pixels: Pixels, function: object) -> Pixels:
 
 def _jpeg(pixels: Pixels, quality: int) -> Pixels:
     cv2 = opencv()
-    data = call("imdecode", np.asarray(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]), 1)
-    return data
+    return call("imdecode", np.asarray(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]), 1)
 
 
 def _salt_and_pepper(pixels: Pixels, param: caffe_pb2.SaltPepperParameter, draws: Draws) -> Pixels:
@@ -97,7 +96,7 @@ def _salt_and_pepper(pixels: Pixels, param: caffe_pb2.SaltPepperParameter, draws
     if len(values) not in (1, channels):
         raise DataError(f"has {channels} channels, but saltpepper_param has {len(values)} value; give 1 or {channels}")
     count = int(np.floor(np.float32(param.fraction) * np.float32(columns) * np.float32(rows)))
-    changed = pixels.copy()
+    changed: Pixels = pixels.copy()
     places = draws.integers(columns, count), draws.integers(rows, count)
     changed[places[1], places[0]] = np.array(values).astype(np.int64).astype(np.uint8)
     return changed

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from caffepy.data.images.datum import opencv
 from caffepy.errors import DataError
 
-Image: TypeAlias = "NDArray[np.uint8] | NDArray[np.float32]"
-"""(C, H, W), any strides."""
-Pixels: TypeAlias = "NDArray[np.uint8] | NDArray[np.float32]"
-"""(H, W, C), contiguous: OpenCV's order."""
+Image: TypeAlias = "NDArray[Any]"
+"""(C, H, W), uint8 or float32, any strides."""
+Pixels: TypeAlias = "NDArray[Any]"
+"""(H, W, C), uint8 or float32, contiguous: OpenCV's order."""
 
 
 def to_pixels(image: Image) -> Pixels:
@@ -23,7 +23,8 @@ def to_pixels(image: Image) -> Pixels:
 
 def to_image(pixels: Pixels) -> Image:
     """(H, W, C) to (C, H, W), a view."""
-    return pixels.transpose(2, 0, 1)
+    image: Image = pixels.transpose(2, 0, 1)
+    return image
 
 
 def call(function: str, *arguments: Any, **named: Any) -> Pixels:
@@ -41,7 +42,7 @@ def call(function: str, *arguments: Any, **named: Any) -> Pixels:
         raise DataError(f"cannot be transformed: OpenCV's {function} says {' '.join(str(error).split())}") from error
     finally:
         cv2.ipp.setUseIPP(before)
-    return result[:, :, None] if result.ndim == 2 else result
+    return np.atleast_3d(result)
 
 
 def resize(pixels: Pixels, height: int, width: int, interpolation: int) -> Pixels:
@@ -65,4 +66,4 @@ def recompress(image: Image) -> Image:
         raise DataError(f"cannot be written as JPEG ({' '.join(str(error).split())})") from error
     if pixels is None:
         raise DataError("cannot be written as JPEG")
-    return to_image(pixels[:, :, None] if pixels.ndim == 2 else pixels)
+    return to_image(np.atleast_3d(np.asarray(pixels)))

@@ -102,7 +102,8 @@ def random_size(
 
 
 def _stretch(lower: float, upper: float, draws: Draws) -> np.float32:
-    return _f32(draws.uniform(*sorted((lower, upper)))) if lower > 0 and upper > 0 else _f32(1)
+    factor: np.float32 = _f32(draws.uniform(*sorted((lower, upper))) if lower > 0 and upper > 0 else 1)
+    return factor
 
 
 def _rounded(size: np.float32) -> int:
@@ -121,7 +122,9 @@ def random_resize(
     if max(new_height, new_width) > _MOST:
         raise DataError(f"is {height} x {width} and would be resized to {new_height} x {new_width}")
     smaller = new_height <= height and new_width <= width
-    return resize(pixels, new_height, new_width, param.interpolation_algo_down if smaller else param.interpolation_algo_up)
+    return resize(
+        pixels, new_height, new_width, param.interpolation_algo_down if smaller else param.interpolation_algo_up
+    )
 
 
 # -- SSD's resize_param ----------------------------------------------------------------------------------
@@ -166,7 +169,9 @@ def _keeping_the_ratio(pixels: Pixels, param: caffe_pb2.ResizeParameter) -> tupl
     height, width = param.height, param.width
     own, wanted = _f32(pixels.shape[1]) / _f32(pixels.shape[0]), _f32(width) / _f32(height)
     by_width = own < wanted if param.resize_mode == Resize.FIT_SMALL_SIZE else own > wanted
-    new_height, new_width = (math.floor(_f32(width) / own), width) if by_width else (height, math.floor(own * _f32(height)))
+    new_height, new_width = (
+        (math.floor(_f32(width) / own), width) if by_width else (height, math.floor(own * _f32(height)))
+    )
     if max(new_height, new_width) > _MOST:
         raise DataError(f"is {pixels.shape[0]} x {pixels.shape[1]} and would be resized to {new_height} x {new_width}")
     return new_height, new_width

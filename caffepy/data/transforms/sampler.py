@@ -6,7 +6,7 @@ first of several is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ def random_patches(sampler: caffe_pb2.Sampler, count: int, draws: Draws) -> Floa
 def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleConstraint) -> NDArray[np.bool_]:
     """Whether each patch meets all the constraints with one of the objects; True without constraints."""
     pairs = patches[:, None], objects[None]
-    measures = {
+    measures: dict[str, Callable[[], Floats]] = {
         "jaccard_overlap": lambda: overlaps(*pairs),
         "sample_coverage": lambda: coverages(*pairs),
         "object_coverage": lambda: coverages(pairs[1], pairs[0]),
@@ -88,11 +88,11 @@ def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleCons
     constrained = False
     for name, measure in measures.items():
         least, most = f"min_{name}", f"max_{name}"
-        if not (constraint.HasField(least) or constraint.HasField(most)):  # type: ignore[arg-type]
+        if not (constraint.HasField(least) or constraint.HasField(most)):
             continue
         constrained, values = True, measure()
-        if constraint.HasField(least):  # type: ignore[arg-type]
+        if constraint.HasField(least):
             meets &= values >= _f32(getattr(constraint, least))
-        if constraint.HasField(most):  # type: ignore[arg-type]
+        if constraint.HasField(most):
             meets &= values <= _f32(getattr(constraint, most))
     return np.asarray(meets.any(1)) if constrained else np.ones(len(patches), np.bool_)

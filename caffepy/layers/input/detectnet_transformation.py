@@ -108,8 +108,8 @@ class DetectNetTransformationLayer(Layer):
         name = f"layer '{self.name}' ({self.type}): '{self.param.bottom[1]}' of image {index} of the batch"
         if not (0 <= count <= len(rows) - 1) or int(length) != _COLUMNS:
             raise DataError(
-                f"{name} begins with {count:g} and {length:g}; it must be the number of boxes, at most {len(rows) - 1}, "
-                f"and {_COLUMNS}"
+                f"{name} begins with {count:g} and {length:g}; it must be the number of boxes, at most "
+                f"{len(rows) - 1}, and {_COLUMNS}"
             )
         boxes = rows[1 : 1 + int(count)]
         if not np.isfinite(boxes[:, : _CLASS + 1]).all():
