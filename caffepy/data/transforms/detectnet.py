@@ -118,7 +118,8 @@ def augment_image(pixels: Pixels, chosen: Augmentation, mean: Floats, output: Si
         size = rotated_size(pixels.shape[:2], chosen.rotation)
         matrix, canvas = _rotation_matrix(pixels.shape[:2], chosen.rotation), np.zeros((*size, 3), np.float32)
         pixels = call("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
-    return np.multiply(_cut(pixels, chosen.crop, output), _f32(255))
+    result: Pixels = _cut(pixels, chosen.crop, output) * _f32(255)
+    return result
 
 
 def _in_other_colors(pixels: Pixels, chosen: Augmentation) -> Pixels:
