@@ -120,7 +120,7 @@ def marked(corners, height=200, width=300):
     ],
 )
 def test_boxes_go_where_the_pixels_go(text, samplers):
-    subject = loader([marked((0.3, 0.4, 0.7, 0.6))], text, samplers)
+    subject = loader([marked((0.2, 0.4, 0.5, 0.7))], text, samplers)
     moved = set()
     for sample in range(20):
         images, rows = load(subject, sample, 1)

@@ -70,7 +70,7 @@ def test_salt_and_pepper(values):
         assert (found[hit] == values).all()
         assert (found[~hit] == 100).all()
         counts.append(hit.sum())
-    assert 170 < min(counts)  # 200 hits, some of them on one pixel
+    assert min(counts) > 170  # 200 hits, some of them on one pixel
     assert max(counts) <= 200
     assert (pixels == 100).all()
 
