@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,22 @@ from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
+from caffepy.data.images.cache import ImageCache
 from caffepy.data.images.datum import datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import Choices, Transformer
+from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.pixels import Image
 from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError, DataError
+from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
-Image = NDArray[np.uint8] | NDArray[np.float32]
-"""(C, H, W), any strides."""
 
 
 class ImageLoader(ABC):
@@ -59,6 +62,7 @@ class ImageLoader(ABC):
         self._where = where
         self._record = 0
         self._workers = Workers(threads, f"read for {where}")
+        self._knows_the_mean = False
 
     @abstractmethod
     def parse(self, number: int) -> tuple[Image, float]:
@@ -103,14 +107,39 @@ class ImageLoader(ABC):
         if image.dtype != np.uint8:
             return None
         slot = ImageSlot(count, *shape)
-        return ByteImages(slot, self._transformer.mean(image.shape), float(self._transformer.scale))
+        mean = self._transformer.mean(shape if self._transformer.centers_mean else image.shape)
+        return ByteImages(slot, np.ascontiguousarray(mean), float(self._transformer.scale))
 
     def _first_image(self) -> tuple[Image, Shape]:
         try:
-            image, _ = self.parse(0)
+            self._choose_mean()
+            image, _ = self._prepared(0, 0)
             return image, self._transformer.output_shape(_shape_of(image))
         except DataError as error:
             raise self._named(error, 0) from error
+
+    def decodes(self) -> bool:
+        """Whether the first record is an encoded image.
+
+        Raises:
+            DataError: as `parse`.
+        """
+        return True
+
+    def _choose_mean(self) -> None:
+        """Let the transformer cut mean_file as NVIDIA Caffe does for such records."""
+        transformer = self._transformer
+        if not self._knows_the_mean and transformer.whole_size != (0, 0):
+            transformer.centers_mean = transformer.resizes_randomly or (transformer.nvidia and self.decodes())
+        self._knows_the_mean = True
+
+    def _prepared(self, number: int, sample: int) -> tuple[Image, float]:
+        """The image of record `number` as the global sample that it is, in its random size; and the label."""
+        image, label = self.parse(number)
+        if self._transformer.prepares:
+            seed = self._transformer.seed(self._seed)
+            image = self._transformer.prepare(image, Draws(seed, self._stream, sample))
+        return image, label
 
     # -- batches of floats ---------------------------------------------------------------------------
 
@@ -120,13 +149,14 @@ class ImageLoader(ABC):
         Raises:
             DataError: naming the record.
         """
+        self._choose_mean()
         choices = self._transformer.choose(self._seed, self._stream, np.arange(first, first + count, dtype=np.int64))
         labels = np.empty(count, np.float32)
         out: NDArray[np.float32] = np.empty(0, np.float32)
         for index, number in enumerate(self._order.records(first, count).tolist()):
             self._record = number
             try:
-                image, labels[index] = self.parse(number)
+                image, labels[index] = self._prepared(number, first + index)
                 result = self._transformer.output_shape(_shape_of(image))
                 if index == 0:
                     check_shape((count, *result), self._where)
@@ -170,7 +200,7 @@ class ImageLoader(ABC):
         if uncopied.size:
             choices = self._transformer.choose(self._seed, self._stream, samples)
             workers = self._workers if self._source.concurrent(int(records.max()) + 1) else Workers(1)
-            workers.run(lambda i: self._copy_one(i, records, choices, slot, block, pending), uncopied.tolist())
+            workers.run(lambda i: self._copy_one(i, records, samples, choices, slot, block, pending), uncopied.tolist())
             uncopied = np.flatnonzero(pending)
         self._order.prepare()
         return int(uncopied[0]) // count if uncopied.size else len(firsts)
@@ -182,12 +212,12 @@ class ImageLoader(ABC):
         return np.ones(records.size, np.uint8)
 
     def _copy_one(
-        self, i: int, records: NDArray[np.int64], choices: Choices, slot: ImageSlot, block: NDArray[np.uint8],
-        pending: NDArray[np.uint8],
+        self, i: int, records: NDArray[np.int64], samples: NDArray[np.int64], choices: Choices, slot: ImageSlot,
+        block: NDArray[np.uint8], pending: NDArray[np.uint8],
     ) -> None:  # fmt: skip
         """Read sample i's record into its slot; pending[i] stays 1 if it does not fit or cannot be read."""
         try:
-            image, label = self.parse(int(records[i]))
+            image, label = self._prepared(int(records[i]), int(samples[i]))
             shape = self._transformer.output_shape(_shape_of(image))
         except (CaffepyError, OSError, ValueError, MemoryError):
             return
@@ -197,7 +227,7 @@ class ImageLoader(ABC):
         labels, crops, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
         top, left = self._transformer.corner(image.shape[1], image.shape[2], choices, i)
         pixels[index] = image[:, top : top + slot.height, left : left + slot.width]
-        crops[index] = choices.mirror[i], top, left
+        crops[index] = (choices.mirror[i], 0, 0) if self._transformer.centers_mean else (choices.mirror[i], top, left)
         labels[index] = label
         pending[i] = 0
 
@@ -213,6 +243,8 @@ class DatumLoader(ImageLoader):
         from caffepy.data.images.image_bytes import copy_records
 
         index = self._source.index
+        if self._transformer.prepares or self._transformer.centers_mean:
+            return super()._copy_plain(records, samples, slot, block)
         if index is None or not self._source.concurrent(int(records.max()) + 1):
             return super()._copy_plain(records, samples, slot, block)
         pending = copy_records(
@@ -221,17 +253,27 @@ class DatumLoader(ImageLoader):
         self._source.concurrent(0)  # again: what the file holds may have changed meanwhile
         return pending
 
+    def decodes(self) -> bool:
+        return parse_datum(self._source.read(0))[0].encoded
+
     def parse(self, number: int) -> tuple[Image, float]:
         datum, data = parse_datum(self._source.read(number))
+        return self.image_of(datum, data), datum.label
+
+    def image_of(self, datum: caffe_pb2.Datum, data: bytes | memoryview) -> Image:
+        """The image of a Datum whose `data` are given separately."""
+        transformer = self._transformer
         if datum.encoded:
-            return decode_image(data, self._transformer.force_color, self._transformer.force_gray), datum.label
-        if (self._transformer.force_color or self._transformer.force_gray) and not self._warned:
+            return decode_image(data, transformer.force_color, transformer.force_gray, transformer.nvidia)
+        if (transformer.force_color or transformer.force_gray) and not self._warned:
             self._warned = True
             logger.warning("%s: force_color and force_gray only change encoded images", self._where)
         if len(data):
-            return np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes")), datum.label
+            pixels = np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
+            # NVIDIA Caffe resizes such images as floats, without rounding
+            return pixels.astype(np.float32) if transformer.nvidia and transformer.resizes_randomly else pixels
         shape = datum_shape(datum, len(datum.float_data), "floats")
-        return np.array(datum.float_data, np.float32).reshape(shape), datum.label
+        return np.array(datum.float_data, np.float32).reshape(shape)
 
 
 class ImageFileLoader(ImageLoader):
@@ -241,6 +283,8 @@ class ImageFileLoader(ImageLoader):
         source: the list of files, with their labels.
         color: decode to 3 channels, else to 1.
         size: height and width to resize to; None: no resizing.
+        short_side: length of the shorter side, which stands in place of `size`; 0: no resizing.
+        cache: keeps images, decoded and resized; None: nothing is kept.
         others: of `ImageLoader`.
     """
 
@@ -250,18 +294,44 @@ class ImageFileLoader(ImageLoader):
         *others: Any,
         color: bool = True,
         size: tuple[int, int] | None = None,
+        short_side: int = 0,
+        cache: ImageCache | None = None,
         **more: Any,
     ) -> None:
         super().__init__(source, *others, **more)
         self._labels = source.labels
         self._color = color
         self._size = size
+        self._short_side = short_side
+        self._cache = cache
 
     def parse(self, number: int) -> tuple[Image, float]:
-        image = decode_image(self._source.read(number), self._color, not self._color)
-        if self._size is not None:
-            image = resize_image(image, *self._size)
+        image = None if self._cache is None else self._cache.get(number)
+        if image is None:
+            image = self._decoded(number)
+            if self._cache is not None:
+                self._cache.put(number, image)
         return image, self._labels[number]
+
+    def _decoded(self, number: int) -> NDArray[np.uint8]:
+        image = decode_image(self._source.read(number), self._color, not self._color, self._transformer.nvidia)
+        size, short = self._size, self._short_side
+        if short:
+            _, height, width = image.shape
+            size = (height * short // width, short) if height > width else (short, width * short // height)
+        return image if size is None else resize_image(image, *size)
+
+    def fill_cache(self) -> None:
+        """Decode all images into the cache until it is full; images that cannot be read are left for their turn."""
+        cache = self._cache
+        if cache is not None:
+            self._workers.run(self._keep, range(len(self._source)))
+            logger.info("%s: %d of %d images are decoded", self._where, len(cache), len(self._source))
+
+    def _keep(self, number: int) -> None:
+        if self._cache is not None and not self._cache.full:
+            with suppress(DataError):
+                self.parse(number)
 
 
 def _shape_of(image: Image) -> Shape:

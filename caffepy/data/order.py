@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from caffepy.data.random import permutation
 
+_CHOICE = 1 << 62
+"""An epoch that never comes: its random order chooses the records that are used."""
+
 
 class RecordOrder:
     """The order in which the records of a source are read.
@@ -23,10 +26,16 @@ class RecordOrder:
         shuffle: whether each epoch has a random order of its own.
         seed: of the solver.
         stream: of the layer.
+        whole: records of which `length` are used: the first ones, or, with `shuffle`, random ones; 0: all.
     """
 
-    def __init__(self, length: int, skip: int = 0, shuffle: bool = False, seed: int = 0, stream: int = 0) -> None:
+    def __init__(
+        self, length: int, skip: int = 0, shuffle: bool = False, seed: int = 0, stream: int = 0, whole: int = 0
+    ) -> None:
         self.length = length
+        self._whole = whole
+        self._used: NDArray[np.int64] | None = None
+        """The records that are used, where they are not the first ones."""
         self._skip = skip
         self._shuffle = shuffle
         self._seed = seed
@@ -47,7 +56,14 @@ class RecordOrder:
             for epoch in np.unique(epochs):
                 mine = epochs == epoch
                 indices[mine] = self._permutation(int(epoch))[indices[mine]]
-        return indices
+        return self._among_all(indices)
+
+    def _among_all(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self._shuffle or self._whole <= self.length:
+            return indices
+        if self._used is None:
+            self._used = permutation(self._seed, self._stream, _CHOICE, self._whole)[: self.length]
+        return self._used[indices]
 
     def prepare(self) -> None:
         """Start computing the permutation of the next epoch."""
@@ -65,7 +81,7 @@ class RecordOrder:
 
     def another(self) -> RecordOrder:
         """A copy for another thread; one object serves one thread."""
-        return RecordOrder(self.length, self._skip, self._shuffle, self._seed, self._stream)
+        return RecordOrder(self.length, self._skip, self._shuffle, self._seed, self._stream, self._whole)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:

@@ -53,6 +53,24 @@ def sample_words(seed: int, stream: int, samples: NDArray[np.int64]) -> NDArray[
     return _words(seed, stream, np.zeros(1, np.uint64), samples.astype(np.uint64), SAMPLE_WORDS)
 
 
+def more_words(seed: int, stream: int, sample: int, first: int, blocks: int) -> NDArray[np.uint64]:
+    """Further random 32-bit words of one global sample, beyond those of `sample_words`.
+
+    Args:
+        seed: of the solver.
+        stream: of the layer.
+        sample: its global number.
+        first: the first block of four words, from 1 on.
+        blocks: how many blocks.
+
+    Returns:
+        4 * blocks words.
+    """
+    low = np.arange(first, first + blocks, dtype=np.uint64)
+    words = _words(seed, stream, low, np.array([sample], np.uint64), SAMPLE_WORDS)
+    return np.ascontiguousarray(words.T).reshape(-1)
+
+
 def below(words: NDArray[np.uint64], limit: int | NDArray[np.uint64]) -> NDArray[np.int64]:
     """Random words (32 bits) as integers in [0, limit)."""
     scaled: NDArray[np.uint64] = (words * np.asarray(limit, np.uint64)) >> _HALF

@@ -63,7 +63,16 @@ FOLDERS = {
         "backend.cuda.backend",
         "backend.__init__",
     ),
-    "data": ("data", "data.images", "data.sources", "data.transform", "data.images.image_bytes", "data.loader"),
+    "data": (
+        "data",
+        "data.images",
+        "data.transforms",
+        "data.sources",
+        "data.transform",
+        "data.images.image_bytes",
+        "data.loader",
+        "data.loaders",
+    ),
     "layers": (
         "layers.core",
         "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common",

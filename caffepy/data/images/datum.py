@@ -20,6 +20,7 @@ LARGE = 1 << 14
 _DATA_TAG = 0x22
 _MOST_PIXELS = 1 << 26
 """Of an encoded image: 945 kB of PNG can unpack to gigabytes. A square one of this size has 8192 rows."""
+_JPEG = b"\xff\xd8"
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of the segments that hold a JPEG's height and width."""
 
@@ -90,22 +91,28 @@ def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, in
     return shape
 
 
-def decode_image(data: bytes | memoryview, force_color: bool = False, force_gray: bool = False) -> NDArray[np.uint8]:
+def decode_image(
+    data: bytes | memoryview, force_color: bool = False, force_gray: bool = False, nvidia: bool = False
+) -> NDArray[np.uint8]:
     """A JPEG, PNG or other image file as (C, H, W), channels blue, green, red; a view of (H, W, C) memory.
 
     Args:
         data: the file's bytes.
         force_color: make it 3 channels.
         force_gray: make it 1 channel. With neither it keeps the channels that it has.
+        nvidia: as NVIDIA Caffe: no transparency, 16 bits become 8, and JPEGs are not turned as their EXIF says.
 
     Raises:
         DataError: OpenCV cannot decode it, it is a damaged PNG, or it has more than 8 bits a channel or 2^26 pixels.
     """
-    cv2 = _opencv()
+    cv2 = opencv()
     height, width = _encoded_size(data)
     if height * width > _MOST_PIXELS:
         raise DataError(f"is an image of {height} x {width} pixels; more than {_MOST_PIXELS} are refused, shrink it")
-    flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else cv2.IMREAD_UNCHANGED
+    native = cv2.IMREAD_ANYCOLOR if nvidia else cv2.IMREAD_UNCHANGED
+    flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else native
+    if nvidia and bytes(data[:2]) == _JPEG:
+        flag |= cv2.IMREAD_IGNORE_ORIENTATION
     if is_png(data):
         data = whole_png(data)
     try:
@@ -119,7 +126,7 @@ def decode_image(data: bytes | memoryview, force_color: bool = False, force_gray
 
 def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """An image (C, H, W) in another size, bilinear as `cv::resize` does it by default."""
-    cv2 = _opencv()
+    cv2 = opencv()
     try:
         resized = cv2.resize(image.transpose(1, 2, 0), (width, height))
     except (cv2.error, MemoryError) as error:
@@ -127,7 +134,7 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
     return as_channels_first(np.asarray(resized))
 
 
-def _opencv() -> Any:
+def opencv() -> Any:
     """cv2, told when it is loaded to refuse large images of every format; some decoders allocate before we could."""
     os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(_MOST_PIXELS))
     import cv2
@@ -140,7 +147,7 @@ def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:
     if is_png(data) and len(data) >= 24:
         width, height = struct.unpack_from(">2I", data, 16)
         return height, width
-    at = 2 if bytes(data[:2]) == b"\xff\xd8" else len(data)
+    at = 2 if bytes(data[:2]) == _JPEG else len(data)
     while at + 9 <= len(data) and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
         if marker in _JPEG_SIZES:

@@ -1,4 +1,4 @@
-"""Data: images from an LMDB."""
+"""Data: images from an LMDB or a LevelDB."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from caffepy.data import random
 from caffepy.data.loader import DatumLoader, ImageLoader
 from caffepy.data.order import RecordOrder
+from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.source import RecordSource
+from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.images import ImagesLayer
@@ -19,7 +21,7 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("Data")
 class DataLayer(ImagesLayer):
-    """Images, and their labels if there is a second top, from an LMDB of Datums (Caffe's `data_layer.cpp`).
+    """Images, and their labels if there is a second top, from a database of Datums (Caffe's `data_layer.cpp`).
 
     Tops: (N, C, H, W), (N,).
     """
@@ -35,31 +37,43 @@ class DataLayer(ImagesLayer):
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.data_param
         if not param.source:
-            raise self.error("data_param.source must name an LMDB")
+            raise self.error("data_param.source must name an LMDB or a LevelDB")
         self._transformer = self.make_transformer()
-        self._records: RecordSource = LmdbSource(self._check_backend(self.context.resolve(param.source)))
+        self._records: RecordSource = self._open_records(self.context.resolve(param.source))
         try:
-            shape = self.image_loader(0, 0).sample_shape()
+            return self._records, self.shapes()[: len(self.param.top)]
         except BaseException:
             self._records.close()
             raise
-        return self._records, [shape, ()][: len(self.param.top)]
 
-    def _check_backend(self, path: Path) -> Path:
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of one sample of each top; the records are open."""
+        return [self.image_loader(0, 0).sample_shape(), ()]
+
+    def make_transformer(self) -> Transformer:
+        transformer = super().make_transformer()
+        transformer.force_color = transformer.force_color or self.param.data_param.force_encoded_color
+        return transformer
+
+    def _open_records(self, path: Path) -> RecordSource:
         """The default of `backend` is LevelDB, so an LMDB is taken as one whatever the prototxt says."""
-        param = self.param.data_param
-        if param.backend != caffe_pb2.DataParameter.LMDB and not os.path.exists(path / "data.mdb"):
-            default = "" if param.HasField("backend") else " (the default)"
+        leveldb = self.param.data_param.backend == caffe_pb2.DataParameter.LEVELDB
+        if os.path.exists(path / "data.mdb") or not (leveldb or is_leveldb(path)):
+            return LmdbSource(path)
+        if not os.path.lexists(path):
             raise DataError(
-                f"{self.where}: backend: LEVELDB{default} is not supported, and '{path}' is no LMDB; convert it to "
-                "LMDB (convert_imageset --backend=lmdb) and set data_param { backend: LMDB }"
+                f"{self.where}: '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and Caffe's "
+                "convert_imageset make databases"
             )
-        return path
+        return LevelDbSource(path)
 
-    def image_loader(self, seed: int, stream: int) -> ImageLoader:
+    def record_order(self, seed: int, stream: int) -> RecordOrder:
+        """In which order the records are read."""
         param = self.param.data_param
         skip = random.skip(seed, stream, param.rand_skip) if param.rand_skip else 0
         shuffle = param.shuffle and self.context.phase == caffe_pb2.TRAIN
-        order = RecordOrder(len(self._records), skip, shuffle, seed, stream)
-        threads = self.threads(param.threads)
+        return RecordOrder(len(self._records), skip, shuffle, seed, stream)
+
+    def image_loader(self, seed: int, stream: int) -> ImageLoader:
+        order, threads = self.record_order(seed, stream), self.threads(self.param.data_param.threads)
         return DatumLoader(self._records, order, self._transformer, seed, stream, self.where, threads)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from caffepy.data import random
-from caffepy.data.loader import ImageFileLoader, ImageLoader
+from caffepy.data.images.cache import ImageCache, shared_cache
+from caffepy.data.loader import ImageFileLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.images import ImagesLayer
 from caffepy.layers.input.prefetching import Source
+from caffepy.proto import caffe_pb2
 
 
 @register_layer("ImageData")
@@ -24,22 +28,46 @@ class ImageDataLayer(ImagesLayer):
         param = self.param.image_data_param
         if bool(param.new_height) != bool(param.new_width):
             raise self.error("new_height and new_width must be set together")
-        if param.short_side:
-            raise self.error("image_data_param.short_side is not supported yet; set new_height and new_width")
         self._transformer = self.make_transformer()
         self._list = ImageListSource(self.context.resolve(param.source), param.root_folder)
+        self._cache = self._open_cache()
         if param.rand_skip > len(self._list):
             raise self.error(
                 f"rand_skip {param.rand_skip} is more than the {len(self._list)} images of '{param.source}'"
             )
-        return self._list, [self.image_loader(0, 0).sample_shape(), ()]
+        shape = self.image_loader(0, 0).sample_shape()
+        if param.precache and self._cache is not None:
+            self._fill_cache()
+        return self._list, [shape, ()]
 
-    def image_loader(self, seed: int, stream: int) -> ImageLoader:
+    def _open_cache(self) -> ImageCache | None:
+        """The memory for decoded images, which all layers of the process with this list and size share."""
+        param = self.param.image_data_param
+        if not (param.cache or param.precache):
+            return None
+        size = (param.new_height, param.new_width, param.short_side, param.is_color)
+        return shared_cache((self._list.description, param.root_folder, size, self.context.nvidia))
+
+    def _fill_cache(self) -> None:
+        loader = self.image_loader(0, 0)
+        loader.fill_cache()
+        loader.close()
+
+    def image_loader(self, seed: int, stream: int) -> ImageFileLoader:
         param = self.param.image_data_param
         skip = random.skip(seed, stream, param.rand_skip) if param.rand_skip else 0
-        order = RecordOrder(len(self._list), skip, param.shuffle, seed, stream)
+        whole = len(self._list)
+        order = RecordOrder(self._used(whole), skip, param.shuffle, seed, stream, whole)
         size = (param.new_height, param.new_width) if param.new_height else None
         threads = self.threads(param.threads if param.HasField("threads") else 0)
         return ImageFileLoader(
-            self._list, order, self._transformer, seed, stream, self.where, threads, color=param.is_color, size=size
-        )
+            self._list, order, self._transformer, seed, stream, self.where, threads,
+            color=param.is_color, size=size, short_side=param.short_side, cache=self._cache,
+        )  # fmt: skip
+
+    def _used(self, whole: int) -> int:
+        """How many of the images are used: in training one in dataset_share_per_node, where that is more than 1."""
+        share = self.param.image_data_param.dataset_share_per_node
+        if not share > 1 or self.context.phase != caffe_pb2.TRAIN:
+            return whole
+        return max(math.floor(whole / share + 0.5), 1)

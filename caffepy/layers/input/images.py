@@ -26,7 +26,8 @@ class ImagesLayer(PrefetchingLayer):
 
     def make_transformer(self) -> Transformer:
         """The transformation that `transform_param` asks for."""
-        return Transformer(self.param.transform_param, self.context.phase, self.context.resolve, self.where)
+        param, context = self.param.transform_param, self.context
+        return Transformer(param, context.phase, context.resolve, self.where, context.nvidia)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()

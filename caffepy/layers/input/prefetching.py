@@ -131,13 +131,17 @@ class PrefetchingLayer(Layer):
         training = self.context.phase == caffe_pb2.TRAIN
         self._count = self.context.shard.device_batch(size) if training else size
         self._warn_if_rounded(size)
-        for blob, shape in zip(top, self._sample_shapes(), strict=True):
-            blob.reshape((self._count, *shape))
+        for index, (blob, shape) in enumerate(zip(top, self._sample_shapes(), strict=True)):
+            blob.reshape(self.batch_shape(index, shape))
         if self._root:
             logger.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if self.context.first_sample is None:
             self.context.first_sample = lambda number: self.schedule.first_sample(number)
             self.context.describe_sample = self.describe_sample
+
+    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a top before the first batch, given that of one sample."""
+        return (self._count, *sample_shape)
 
     def _sample_shapes(self) -> Sequence[tuple[int, ...]]:
         shapes = self.context.sample_shapes.get(self.name)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from caffepy.errors import AbortedError, PeerError
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.factory import connect_by_store
+from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.processes.launcher import Meeting
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.world import World, end_process
@@ -98,7 +98,7 @@ class StoreWorld(World):
 
     def communicator(self) -> Communicator:
         self._communicators += 1
-        return connect_by_store(_Arrays(self._store, f"{self._communicators}:"), self.rank, self.size, None)
+        return StoreCommunicator(_Arrays(self._store, f"{self._communicators}:"), self.rank, self.size, None)
 
     def close(self) -> None:
         self._store.leave([])

@@ -1,3 +1,4 @@
+import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from caffepy.data.random import below, sample_words
 from caffepy.data.transform import Transformer
+from caffepy.data.transforms.draws import Draws
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, TransformationParameter
 
@@ -108,15 +110,26 @@ def test_a_seed_of_its_own_replaces_the_solvers():
     [
         ("mean_file: 'x' mean_value: 1", "has both mean_file and mean_value"),
         ("force_color: true force_gray: true", "has both force_color and force_gray"),
-        ("img_rand_resize_lower: 256", r"transform_param\.img_rand_resize_lower is not supported yet"),
-        ("rand_resize_ratio_upper: 1.5", "rand_resize_ratio_upper is not supported yet"),
-        ("horizontal_stretch_lower: 0.5", "horizontal_stretch_lower is not supported yet"),
-        ("crop_h: 20", "crop_h is not supported yet"),
-        ("resize_param { height: 2 }", "resize_param is not supported yet"),
-        ("noise_param { }", "noise_param is not supported yet"),
-        ("distort_param { }", "distort_param is not supported yet"),
-        ("expand_param { }", "expand_param is not supported yet"),
-        ("emit_constraint { }", "emit_constraint is not supported yet"),
+        (
+            "img_rand_resize_lower: 256",
+            r"transform_param\.img_rand_resize_lower 256 is more than img_rand_resize_upper 0",
+        ),
+        ("img_rand_resize_upper: 99999", "img_rand_resize_upper 99999 is more than 65536 pixels"),
+        ("rand_resize_ratio_upper: -1.5", r"rand_resize_ratio_upper is -1\.5; give a factor from 0 to 65536"),
+        ("horizontal_stretch_lower: nan", "horizontal_stretch_lower is nan; give a factor"),
+        ("crop_h: 20", "needs crop_h and crop_w, or neither; crop_size stands for both"),
+        ("crop_size: 70000", "has a crop of more than 65536 pixels"),
+        ("resize_param { height: 2 }", "resize_param needs height and width from 1 to 65536, not 2 and 0"),
+        ("noise_param { saltpepper: true }", r"noise_param\.saltpepper needs saltpepper_param \{ value"),
+        (
+            "noise_param { saltpepper: true saltpepper_param { value: 1 fraction: 2 } }",
+            "fraction is 2, not from 0 to 1",
+        ),
+        ("distort_param { hue_delta: -1 }", r"distort_param\.hue_delta is -1; it must not be negative"),
+        (
+            "distort_param { contrast_prob: 1 contrast_lower: 2 contrast_upper: 1 }",
+            r"distort_param\.contrast_upper 1 is less than contrast_lower 2",
+        ),
     ],
 )
 def test_what_is_refused(text, message):
@@ -126,7 +139,8 @@ def test_what_is_refused(text, message):
 
 def test_fields_that_change_nothing_are_accepted():
     transformer(
-        "use_gpu_transform: true forward_packing: NHWC display: true vertical_stretch_upper: 1 allow_upscale: true"
+        "use_gpu_transform: true forward_packing: NHWC display: true vertical_stretch_upper: 1 allow_upscale: true "
+        "num_labels: 3"
     )
 
 
@@ -149,3 +163,71 @@ def test_a_mean_of_another_shape(tmp_path):
         DataError, match="is 3 x 5 x 7, but the mean in mean_file is 1 x 2 x 2; make the mean of this set"
     ):
         transformer("mean_file: 'm'", resolve=lambda _: path).output_shape((3, 5, 7))
+
+
+# -- sizes and noise -------------------------------------------------------------------------------------
+
+
+def prepared(text, image, sample=0, **settings):
+    param = text_format.Parse(text, TransformationParameter())
+    subject = Transformer(param, TRAIN, where="layer 'data' (Data)", **settings)
+    return subject, subject.prepare(image, Draws(1, 2, sample))
+
+
+def gray(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (1, height, width), dtype=np.uint8)
+
+
+def test_the_random_resize_comes_before_resize_param_and_noise():
+    image = gray(12, 20)
+    text = (
+        "img_rand_resize_lower: 6 img_rand_resize_upper: 6 resize_param { height: 4 width: 5 interp_mode: NEAREST } "
+        "noise_param { inverse: true }"
+    )
+    _, found = prepared(text, image)
+    first = cv2.resize(image[0], (10, 6), interpolation=cv2.INTER_NEAREST)
+    np.testing.assert_array_equal(found[0], 255 - cv2.resize(first, (5, 4), interpolation=cv2.INTER_NEAREST))
+
+
+@pytest.mark.parametrize(("nvidia", "annotated", "applied"), [(0, 0, True), (1, 0, False), (1, 1, True), (0, 1, True)])
+def test_resize_param_holds_but_for_nvidias_data_layers(nvidia, annotated, applied, caplog):
+    text = "resize_param { height: 4 width: 5 }"
+    subject, found = prepared(text, gray(8, 9), nvidia=bool(nvidia), annotated=bool(annotated))
+    assert found.shape == ((1, 4, 5) if applied else (1, 8, 9))
+    assert subject.prepares is applied
+    assert ("resize_param and noise_param have no effect here" in caplog.text) is not applied
+
+
+def test_what_only_annotated_data_does_is_said(caplog):
+    prepared("distort_param { } expand_param { }", gray(2, 2))
+    assert "layer 'data' (Data): distort_param and expand_param is for AnnotatedData" in caplog.text
+
+
+def test_a_crop_may_be_oblong():
+    subject = transformer("crop_h: 2 crop_w: 5", TEST)
+    image = gray(6, 9)
+    assert subject.output_shape(image.shape) == (1, 2, 5)
+    np.testing.assert_array_equal(run(subject, image[None])[0], image[:, 2:4, 2:7])
+    with pytest.raises(DataError, match="is 6 x 4, smaller than the crop 2 x 5"):
+        subject.output_shape((1, 6, 4))
+
+
+def test_crop_size_overrides_height_and_width():
+    assert transformer("crop_size: 3 crop_h: 2 crop_w: 5", TEST).output_shape((1, 6, 9)) == (1, 3, 3)
+
+
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
+def test_a_centred_mean_lies_at_its_own_centre(phase, tmp_path):
+    """As NVIDIA Caffe does with decoded images: wherever the image is cut, and however large it is."""
+    mean = np.arange(2 * 7 * 9, dtype=np.float32).reshape(2, 7, 9)
+    path = tmp_path / "mean"
+    path.write_bytes(BlobProto(shape=BlobShape(dim=mean.shape), data=mean.ravel()).SerializeToString())
+    subject = transformer("mean_file: 'mean' crop_size: 3 mirror: true", phase, lambda _: path)
+    subject.centers_mean = True
+    found = run(subject, np.zeros((8, 2, 20, 30), np.uint8))
+    wanted = -mean[:, 2:5, 3:6]
+    assert all((one == wanted).all() or (one == wanted[:, :, ::-1]).all() for one in found)
+    with pytest.raises(
+        DataError, match="makes 3 x 3 x 3, but the mean in mean_file is 2 x 7 x 9; it must have as many"
+    ):
+        subject.output_shape((3, 20, 30))

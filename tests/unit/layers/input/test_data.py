@@ -223,7 +223,7 @@ def test_no_threads_are_left(folder):
         (
             "type: 'Data' data_param { source: 'x' batch_size: 1 }",
             DataError,
-            r"layer 'd' \(Data\): backend: LEVELDB \(the default\) is not supported, and 'x' is no LMDB; convert it",
+            r"layer 'd' \(Data\): 'x' does not exist \(looked from .*\); `caffepy data mnist` and",
         ),
         ("type: 'Data' data_param { source: 'x' batch_size: 1 backend: LMDB }", DataError, "LMDB 'x' does not exist"),
         ("type: 'HDF5Data' hdf5_data_param { source: 'x' }", ConfigError, "batch_size must be given and positive"),
@@ -234,7 +234,6 @@ def test_no_threads_are_left(folder):
             "HDF5 data are not transformed; remove transform_param",
         ),
         ("type: 'ImageData' image_data_param { new_height: 1 }", ConfigError, "must be set together"),
-        ("type: 'ImageData' image_data_param { short_side: 1 }", ConfigError, "short_side is not supported yet"),
     ],
 )
 def test_settings_that_are_refused(text, error, message):

@@ -1,0 +1,1 @@
+"""Loaders of data other than plain images: images with boxes, windows of images, frames of videos."""

@@ -1,0 +1,1 @@
+"""Random changes of images and of the boxes in them: sizes, colors, noise, patches, and DetectNet's coverage maps."""

@@ -1,0 +1,233 @@
+import cv2
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.data.loaders.annotated import AnnotatedLoader, AnnotatedSettings, first_boxes
+from caffepy.data.order import RecordOrder
+from caffepy.data.prefetch import Batch
+from caffepy.data.transform import Transformer
+from caffepy.errors import DataError
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
+
+CORNERS = np.array([[0.1, 0.2, 0.5, 0.6], [0.5, 0.5, 1.0, 0.9], [0.0, 0.0, 0.2, 0.3]], np.float32)
+
+
+class Records:
+    """A source of records in memory."""
+
+    description = "list 'x'"
+    index = None
+
+    def __init__(self, records):
+        self.records = [one if isinstance(one, bytes) else one.SerializeToString() for one in records]
+
+    def __len__(self):
+        return len(self.records)
+
+    def read(self, number):
+        return memoryview(self.records[number])
+
+    def record_name(self, number):
+        return f"record {number} (key 'k{number}')"
+
+    def close(self):
+        pass
+
+
+def pixels(number, height=20, width=30):
+    return np.random.default_rng(number).integers(0, 256, (3, height, width), dtype=np.uint8)
+
+
+def record(number, corners=CORNERS, height=20, width=30, encoded=False):
+    image = pixels(number, height, width)
+    datum = Datum(channels=3, height=height, width=width, data=image.tobytes(), label=number)
+    if encoded:
+        data = cv2.imencode(".png", np.ascontiguousarray(image.transpose(1, 2, 0)))[1].tobytes()
+        datum = Datum(data=data, encoded=True, label=number)
+    made = AnnotatedDatum(datum=datum, type=AnnotatedDatum.BBOX)
+    for label, (xmin, ymin, xmax, ymax) in enumerate(corners, 1):
+        annotation = made.annotation_group.add(group_label=label).annotation.add(instance_id=10 + label)
+        annotation.bbox.xmin, annotation.bbox.ymin, annotation.bbox.xmax, annotation.bbox.ymax = xmin, ymin, xmax, ymax
+        annotation.bbox.difficult = label == 2
+    return made
+
+
+def loader(records, text="", samplers=(), phase=TRAIN, threads=1, **settings):
+    param = text_format.Parse(text, TransformationParameter())
+    transformer = Transformer(param, phase, where="layer 'd'", annotated=True)
+    chosen = [text_format.Parse(sampler, BatchSampler()) for sampler in samplers]
+    own = AnnotatedSettings(param, chosen, **settings)
+    order = RecordOrder(len(records))
+    return AnnotatedLoader(Records(records), order, transformer, 1, 2, "layer 'd'", threads, settings=own)
+
+
+def load(subject, first, count):
+    batch = Batch(2)
+    subject.load(first, count, batch)
+    return batch.arrays
+
+
+def test_rows():
+    images, rows = load(loader([record(0), record(1, CORNERS[:1])]), 0, 3)
+    assert images.shape == (3, 3, 20, 30)
+    assert rows.shape == (1, 1, 7, 8)
+    wanted = [(item, label) for item, boxes in enumerate((3, 1, 3)) for label in range(1, boxes + 1)]
+    np.testing.assert_array_equal(rows[0, 0, :, :2], wanted)
+    np.testing.assert_array_equal(rows[0, 0, :3, 2], [11, 12, 13])
+    np.testing.assert_allclose(rows[0, 0, :3, 3:7], CORNERS, rtol=1e-6)
+    np.testing.assert_array_equal(rows[0, 0, :, 7], [0, 1, 0, 0, 0, 1, 0])
+
+
+def test_a_batch_without_boxes_has_one_row_of_minus_one():
+    np.testing.assert_array_equal(load(loader([record(0, CORNERS[:0])]), 0, 2)[1], np.full((1, 1, 1, 8), -1))
+
+
+def test_rows_may_be_filled_up_so_that_their_number_seldom_changes():
+    subject = loader([record(0), *[record(n, np.tile(CORNERS, (8, 1))) for n in (1, 2)]], fill_up=True)
+    counts = [load(subject, 0, 1)[1].shape[2], load(subject, 1, 1)[1].shape[2], load(subject, 0, 1)[1].shape[2]]
+    assert counts == [16, 32, 32]
+    rows = load(subject, 0, 1)[1][0, 0]
+    assert (rows[:3, 0] == 0).all()
+    assert (rows[3:] == -1).all()
+
+
+def marked(corners, height=200, width=300):
+    """A record whose image is black but for its only box, which is white."""
+    made = record(0, [corners], height, width)
+    image = np.zeros((3, height, width), np.uint8)
+    left, top, right, bottom = np.rint(np.array(corners) * [width, height, width, height]).astype(int)
+    image[:, top:bottom, left:right] = 255
+    made.datum.data = image.tobytes()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "samplers"),
+    [
+        ("mirror: true", ()),
+        ("crop_size: 150 mirror: true", ()),
+        ("crop_h: 100 crop_w: 250", ()),
+        ("expand_param { max_expand_ratio: 3 }", ()),
+        ("resize_param { height: 120 width: 90 }", ()),
+        ("resize_param { resize_mode: FIT_LARGE_SIZE_AND_PAD height: 120 width: 90 } mirror: true", ()),
+        ("resize_param { resize_mode: FIT_SMALL_SIZE height: 120 width: 90 } crop_size: 80", ()),
+        ("", ("sampler { min_scale: 0.5 max_scale: 0.9 min_aspect_ratio: 0.5 max_aspect_ratio: 2 }",)),
+        (
+            "mirror: true expand_param { max_expand_ratio: 2 } resize_param { height: 150 width: 150 } crop_size: 140",
+            ("sampler { min_scale: 0.6 } sample_constraint { min_object_coverage: 0.9 }",),
+        ),
+    ],
+)
+def test_boxes_go_where_the_pixels_go(text, samplers):
+    subject = loader([marked((0.2, 0.4, 0.5, 0.7))], text, samplers)
+    moved = set()
+    for sample in range(20):
+        images, rows = load(subject, sample, 1)
+        bright = np.argwhere(images[0, 0] > 127)
+        height, width = images.shape[2:]
+        if rows[0, 0, 0, 0] == -1:
+            assert len(bright) < 0.01 * height * width
+            continue
+        (ymin, xmin), (ymax, xmax) = bright.min(0), bright.max(0) + 1
+        found = rows[0, 0, 0, 3:7] * [width, height, width, height]
+        np.testing.assert_allclose(found, [xmin, ymin, xmax, ymax], atol=2.5)
+        moved.add(tuple(np.rint(found)))
+    assert len(moved) > (0 if text.startswith("resize_param { height") else 1)
+
+
+def test_the_canvas_has_the_means_color_and_the_ratio_its_range():
+    subject = loader([marked((0.0, 0.0, 1.0, 1.0), 20, 30)], "expand_param { max_expand_ratio: 4 } mean_value: 40")
+    areas = []
+    for sample in range(100):
+        images = load(subject, sample, 1)[0][0] + 40
+        assert set(np.unique(images)) <= {40, 255}
+        assert (images == 255).sum() == 3 * 20 * 30
+        areas.append(images.shape[1] / 20)
+    assert 1 <= min(areas) < 1.3
+    assert 3.7 < max(areas) <= 4
+    plain = loader([record(0)], "expand_param { prob: 0 max_expand_ratio: 4 }")
+    assert load(plain, 3, 1)[0].shape == (1, 3, 20, 30)
+
+
+def test_encoded_records_are_written_as_jpeg_again_after_each_change():
+    """As Caffe does; raw ones are not."""
+    text = "distort_param { }"
+    image = np.ascontiguousarray(pixels(0).transpose(1, 2, 0))
+    jpeg = cv2.imdecode(cv2.imencode(".jpg", image)[1], cv2.IMREAD_COLOR).transpose(2, 0, 1)
+    np.testing.assert_array_equal(load(loader([record(0, encoded=True)], text), 0, 1)[0][0], jpeg)
+    np.testing.assert_array_equal(load(loader([record(0)], text), 0, 1)[0][0], pixels(0))
+
+
+def test_the_emit_constraint_drops_boxes():
+    """The crop keeps the columns 5 to 25 of 30 and the rows 0 to 20; only the second box has its centre outside."""
+    boxes = [[0.0, 0.0, 0.5, 0.5], [0.8, 0.0, 1.0, 1.0], [0.75, 0.1, 0.9, 0.2]]
+    emitted = []
+    for text in ("", "emit_constraint { }", "emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.5 }"):
+        rows = load(loader([record(0, boxes)], f"crop_size: 20 {text}", phase=TEST), 0, 1)[1]
+        emitted.append(rows[0, 0, :, 1].tolist())
+    assert emitted == [[1, 2, 3], [1, 3], [1, 3]]
+
+
+def test_scales_stretch_boxes():
+    scales = "height_scale: 20 width_scale: 30"
+    text = f"resize_param {{ resize_mode: FIT_SMALL_SIZE height: 40 width: 40 {scales} }}"
+    rows = load(loader([record(0, CORNERS[:1])], text), 0, 1)[1][0, 0, 0, 3:7]
+    np.testing.assert_allclose(rows, CORNERS[0] * [2, 2, 2, 2], rtol=1e-6)
+    with pytest.raises(
+        DataError, match=r"record 0 \(key 'k0'\) is 40 x 60 after resizing .* less than height_scale 50"
+    ):
+        load(loader([record(0)], text.replace("20", "50")), 0, 1)
+
+
+def test_what_is_loaded_depends_neither_on_the_batch_nor_on_threads():
+    text = "mirror: true distort_param { hue_prob: 1 hue_delta: 9 } expand_param { max_expand_ratio: 2 } "
+    text += "resize_param { height: 12 width: 12 }"
+    samplers = (
+        "sampler { min_scale: 0.3 } sample_constraint { min_jaccard_overlap: 0.3 }",
+        "max_sample: 1 max_trials: 1",
+    )
+    records = [record(n, encoded=n % 2 == 0) for n in range(5)]
+    images, rows = load(loader(records, text, samplers, threads=3), 3, 12)
+    parts = [load(loader(records, text, samplers), first, count) for first, count in ((3, 5), (8, 7))]
+    np.testing.assert_array_equal(images, np.concatenate([part[0] for part in parts]))
+    parts[1][1][0, 0, :, 0] += 5
+    np.testing.assert_array_equal(rows, np.concatenate([part[1] for part in parts], 2))
+
+
+def test_labels_of_records_without_a_type():
+    records = [record(n, CORNERS[:0]) for n in range(3)]
+    for one in records:
+        one.ClearField("type")
+    assert first_boxes(Records(records), "layer 'd'") is None
+    assert load(loader(records, has_boxes=False), 1, 3)[1].tolist() == [1, 2, 0]
+    with pytest.raises(DataError, match=r"record 2 \(key 'k2'\) has no type of annotation, but others have"):
+        load(loader([record(0), record(1), records[2]], needs_type=True), 0, 3)
+
+
+BOX = CORNERS[:1]
+HOSTILE = [
+    (b"\xff\xff\xff", "is not an AnnotatedDatum"),
+    (AnnotatedDatum(type=AnnotatedDatum.BBOX), "is an AnnotatedDatum without a datum"),
+    (record(0, [[float("nan"), 0, 1, 1]]), r"has a box \(nan, 0, 1, 1\), which lies nowhere near the image"),
+    (record(0, [[0, 0, float("inf"), 1]]), r"has a box \(0, 0, inf, 1\)"),
+    (
+        record(0, [[10, 20, 300, 200]]),
+        r"has a box \(10, 20, 300, 200\), .* in parts of its width and height, not in pix",
+    ),
+    (record(0, np.tile(BOX, (66000, 1))), "has 66000 boxes; more than 65536 are refused"),
+    (AnnotatedDatum(datum=Datum(channels=3, height=2, width=2, data=b"x"), type=0), "is a Datum of 1 bytes"),
+    (record(1, BOX, 9, 9), "makes 3 x 9 x 9, but others of its batch make 3 x 20 x 30; set resize_param"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), HOSTILE, ids=range(len(HOSTILE)))
+def test_damaged_records_are_named(bad, message):
+    with pytest.raises(DataError, match=rf"^layer 'd': list 'x': record 1 \(key 'k1'\) {message}"):
+        load(loader([record(0), bad]), 0, 2)
+
+
+def test_boxes_beyond_the_border_are_clipped_and_empty_ones_dropped():
+    boxes = [[-0.5, 0.2, 0.5, 1.5], [0.5, 0.5, 0.5, 0.9], [0.9, 0.1, 0.2, 0.3], [1.5, 0, 2, 1]]
+    rows = load(loader([record(0, boxes)]), 0, 1)[1][0, 0]
+    np.testing.assert_allclose(rows[:, 3:7], [[0, 0.2, 0.5, 1]], rtol=1e-6)

@@ -1,0 +1,69 @@
+import cv2
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.data.loaders.video import VideoLoader
+from caffepy.data.prefetch import Batch
+from caffepy.data.sources.video import VideoSource
+from caffepy.data.transform import Transformer
+from caffepy.errors import DataError
+from caffepy.proto.caffe_pb2 import TEST, TransformationParameter
+
+FRAMES = 12
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Twelve frames, each of one shade of gray: 20 times its number."""
+    path = tmp_path_factory.mktemp("video") / "a.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 10, (64, 48))
+    for number in range(FRAMES):
+        writer.write(np.full((48, 64, 3), 20 * number, np.uint8))
+    writer.release()
+    return path
+
+
+def loader(path, text="", skip=0):
+    transformer = Transformer(text_format.Parse(text, TransformationParameter()), TEST, annotated=True)
+    return VideoLoader(VideoSource(path), transformer, skip, 1, 2, "layer 'v'")
+
+
+def frames(subject, first, count):
+    batch = Batch(2)
+    subject.load(first, count, batch)
+    assert (batch.arrays[1] == 0).all()
+    return np.rint(batch.arrays[0].mean((1, 2, 3)) / 20).astype(int).tolist()
+
+
+def test_frames_come_in_their_order_from_any_one_on(path):
+    subject = loader(path)
+    assert subject.sample_shape() == (3, 48, 64)
+    assert frames(subject, 0, 4) == [0, 1, 2, 3]
+    assert frames(subject, 7, 3) == [7, 8, 9]
+    assert frames(subject, 2, 2) == [2, 3]
+    assert len(VideoSource(path)) == FRAMES
+
+
+def test_frames_may_be_left_out(path):
+    assert frames(loader(path, skip=2), 0, 4) == [2, 5, 8, 11]
+    assert loader(path, skip=2).describe(1) == f"frame 5 of video '{path}'"
+
+
+def test_frames_are_resized_and_cut(path):
+    batch = Batch(1)
+    loader(path, "resize_param { height: 20 width: 30 } crop_size: 16").load(0, 1, batch)
+    assert batch.arrays[0].shape == (1, 3, 16, 16)
+
+
+def test_the_end_is_said(path):
+    with pytest.raises(DataError, match=r"layer 'v': frame 12 of video '.*a.avi' is not there: the video has ended"):
+        frames(loader(path), 10, 4)
+
+
+def test_what_is_no_video(tmp_path):
+    with pytest.raises(DataError, match="video '.*none.avi' does not exist or is no file"):
+        VideoSource(tmp_path / "none.avi")
+    (tmp_path / "text.avi").write_text("text")
+    with pytest.raises(DataError, match="video '.*text.avi' cannot be opened by OpenCV"):
+        VideoSource(tmp_path / "text.avi")

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.data.transforms.coverage import CoverageMap
+from caffepy.data.transforms.detectnet import Augmentation, augment_boxes, augment_image, choose, rotated_size
+from caffepy.data.transforms.draws import Draws
+from caffepy.errors import DataError
+from caffepy.proto.caffe_pb2 import DetectNetAugmentationParameter, DetectNetGroundTruthParameter
+
+SIZE = (80, 120)
+NEVER = "crop_prob: -1 scale_prob: -1 flip_prob: -1 rotation_prob: -1 hue_rotation_prob: -1 desaturation_prob: -1 "
+
+
+def chosen(text, sample=0, output=SIZE):
+    param = text_format.Parse(NEVER, DetectNetAugmentationParameter())
+    param.MergeFrom(text_format.Parse(text, DetectNetAugmentationParameter()))
+    return choose(param, SIZE, output, Draws(1, 2, sample))
+
+
+BOX = np.array([[20, 30, 40, 20]], np.float32)
+
+
+def marked():
+    pixels = np.zeros((*SIZE, 3), np.float32)
+    pixels[30:50, 20:60] = 255
+    return pixels
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["flip_prob: 1", "scale_prob: 1 scale_min: 0.5 scale_max: 1.4", "crop_prob: 1 shift_x: 20 shift_y: 30",
+     "rotation_prob: 1 max_rotate_degree: 3", "flip_prob: 0.5 scale_prob: 0.5 crop_prob: 0.5 shift_x: 9"],
+)  # fmt: skip
+def test_boxes_go_where_the_pixels_go(text):
+    moved = set()
+    for sample in range(25):
+        one = chosen(text, sample, (70, 100))
+        image = augment_image(marked(), one, np.zeros(3, np.float32), (70, 100))
+        left, top, width, height = augment_boxes(BOX, one, SIZE)[0]
+        bright = np.argwhere(image[:, :, 0] > 127)
+        wanted = [max(top, 0), max(left, 0), min(top + height, 70), min(left + width, 100)]
+        found = [*bright.min(0), *(bright.max(0) + 1)]
+        np.testing.assert_allclose(found, wanted, atol=3 if "rotation" in text else 2)
+        moved.add((float(left), float(top)))
+    assert len(moved) > (5 if "min" in text or "shift" in text or "degree" in text else 0)
+
+
+def test_nothing_happens_without_chances_but_a_centred_crop():
+    image = np.random.default_rng(0).uniform(0, 255, (*SIZE, 3)).astype(np.float32)
+    one = chosen("", output=(60, 100))
+    assert one == Augmentation(SIZE, (10, 10))
+    mean = np.array([10, 20, 30], np.float32)
+    np.testing.assert_allclose(augment_image(image, one, mean, (60, 100)), image[10:70, 10:110] - mean, atol=1e-3)
+
+
+def test_a_larger_output_is_filled_with_zeros():
+    one = chosen("", output=(100, 120))
+    image = augment_image(np.full((*SIZE, 3), 9, np.float32), one, np.zeros(3, np.float32), (100, 120))
+    assert (image[:10] == 0).all()
+    assert (image[90:] == 0).all()
+    np.testing.assert_allclose(image[10:90], 9, rtol=1e-5)
+
+
+def test_ranges():
+    found = [
+        chosen("hue_rotation_prob: 0.5 hue_rotation: 20 desaturation_prob: 1 desaturation_max: 0.4", n)
+        for n in range(400)
+    ]
+    hues = np.array([one.hue for one in found])
+    assert 140 < (hues == 0).sum() < 260
+    assert np.abs(hues).max() <= 20
+    assert hues.min() < -15
+    saturations = [one.saturation for one in found]
+    assert 0.6 <= min(saturations) < 0.63
+    assert 0.97 < max(saturations) <= 1
+    flips = sum(chosen("flip_prob: 0.25", n).flip for n in range(400))
+    assert 70 < flips < 130
+
+
+def test_saturation_and_hue():
+    pixels = np.tile(np.array([50, 100, 200], np.float32), (4, 5, 1))
+    gray = augment_image(pixels, Augmentation((4, 5), saturation=0), np.zeros(3, np.float32), (4, 5))
+    np.testing.assert_allclose(gray, 200, rtol=1e-4)  # the value, the largest channel, stays
+    turned = augment_image(pixels, Augmentation((4, 5), hue=120), np.zeros(3, np.float32), (4, 5))
+    np.testing.assert_allclose(turned[0, 0], [100, 200, 50], rtol=1e-3)
+
+
+def test_sizes():
+    assert rotated_size((80, 120), 90)[0] in range(120, 124)
+    with pytest.raises(DataError, match="would be resized to 0 x 0; see scale_min and scale_max"):
+        chosen("scale_prob: 1 scale_min: 0 scale_max: 0")
+
+
+# -- coverage --------------------------------------------------------------------------------------------
+
+
+def coverage(text):
+    return CoverageMap(text_format.Parse(text, DetectNetGroundTruthParameter()))
+
+
+def plain_coverage(box, stride, rows, columns, scale):
+    """For one box, square by square in Python."""
+    x, y, w, h = box
+    cx, cy, cw, ch = x + w / 2, y + h / 2, w * scale, h * scale
+    found = np.zeros((9, rows, columns))
+    for row in range(rows):
+        for column in range(columns):
+            left, top = column * stride, row * stride
+            across = min(left + stride, cx + cw / 2) - max(left, cx - cw / 2)
+            down = min(top + stride, cy + ch / 2) - max(top, cy - ch / 2)
+            if across > 1e-4 and down > 1e-4:
+                found[:, row, column] = [
+                    1, x - left, y - top, x + w - left, y + h - top, 1 / w, 1 / h, stride**2 / (cw * ch), 1,
+                ]  # fmt: skip
+    return found
+
+
+def test_coverage_of_one_box():
+    subject = coverage("stride: 8 image_size_x: 120 image_size_y: 80 scale_cvg: 0.5 obj_norm: true")
+    assert subject.shape == (9, 10, 15)
+    for box in ([20, 30, 40, 20], [3, 5, 99.5, 60.25], [60, 40, 30, 30]):
+        found = subject.generate(np.array([box], np.float32), np.array([1]))
+        np.testing.assert_allclose(found, plain_coverage(box, 8, 10, 15, 0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_boxes_are_cut_at_the_border_or_left():
+    text = "stride: 8 image_size_x: 120 image_size_y: 80 scale_cvg: 1 max_cvg_len: 1000 "
+    box = np.array([[-20, 10, 40, 30]], np.float32)
+    cut = coverage(text).generate(box, np.array([1]))
+    np.testing.assert_allclose(cut[1, 2, :3], [0, -8, -16])
+    whole = coverage(text + "crop_bboxes: false").generate(box, np.array([1]))
+    np.testing.assert_allclose(whole[1, 2, :3], [-20, -28, -36])
+
+
+def test_other_classes_and_empty_boxes_are_left_out():
+    subject = coverage("image_size_x: 40 image_size_y: 40 object_class { src: 3 dst: 1 }")
+    assert subject.shape == (10, 10, 10)
+    boxes = np.array([[5, 5, 20, 20], [5, 5, 0, 20], [50, 50, 9, 9]], np.float32)
+    assert not subject.generate(boxes, np.array([1, 3, 3])).any()
+    found = subject.generate(boxes[:1], np.array([3]))
+    assert not found[8].any()
+    assert found[9].any()
+    assert found[7].max() == 1  # without obj_norm
+
+
+def test_covered_regions_have_a_least_or_largest_length():
+    text = "stride: 4 image_size_x: 80 image_size_y: 80 scale_cvg: 0.5 "
+    box = np.array([[10, 10, 60, 60]], np.float32)
+    large = coverage(text + "gridbox_type: GRIDBOX_MAX max_cvg_len: 8").generate(box, np.array([1]))[0]
+    assert large.sum() == 2 * 2  # from pixel 36 to 44
+    small = coverage(text + "gridbox_type: GRIDBOX_MIN min_cvg_len: 56").generate(box, np.array([1]))[0]
+    assert small.sum() == 14 * 14

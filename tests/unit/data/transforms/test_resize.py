@@ -1,0 +1,178 @@
+import math
+
+import cv2
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.resize import apply_resize, random_resize, random_size, resizes_randomly
+from caffepy.errors import DataError
+from caffepy.proto.caffe_pb2 import ResizeParameter, TransformationParameter
+
+NEAREST = cv2.INTER_NEAREST
+
+
+def param(text):
+    return text_format.Parse(text, TransformationParameter())
+
+
+def pixels(height, width, channels=3, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def sizes(text, height, width, least=(0, 0), count=400):
+    return [random_size(param(text), height, width, least, Draws(1, 2, n)) for n in range(count)]
+
+
+# -- the random resize -----------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    height=st.integers(4, 200), width=st.integers(4, 200), lower=st.integers(1, 300), more=st.integers(0, 50),
+    up=st.booleans(), crop=st.integers(0, 8),
+)  # fmt: skip
+def test_the_shorter_side_is_drawn_and_the_ratio_kept(height, width, lower, more, up, crop):
+    text = f"img_rand_resize_lower: {lower} img_rand_resize_upper: {lower + more} allow_upscale: {str(up).lower()}"
+    for rows, columns in sizes(text, height, width, (crop, crop), 5):
+        if not up:
+            assert rows <= height
+            assert columns <= width
+            if lower > max(height, width):
+                assert (rows, columns) == (height, width)
+            continue
+        assert rows >= crop
+        assert columns >= crop
+        shorter, longer = sorted((rows, columns))
+        assert max(lower, crop) <= shorter <= max(lower + more, crop)
+        if lower >= crop:
+            assert abs(longer - shorter * max(height, width) / min(height, width)) <= max(1, longer / 100)
+
+
+def test_every_length_is_as_likely():
+    found = sizes("img_rand_resize_lower: 10 img_rand_resize_upper: 14", 40, 50, count=2000)
+    counts = np.bincount([rows for rows, _ in found])[10:]
+    assert len(counts) == 5
+    assert counts.min() > 320
+
+
+def test_a_ratio_is_given_to_the_longer_side():
+    text = "rand_resize_ratio_lower: 1 rand_resize_ratio_upper: 1.5 allow_upscale: true"
+    wide = np.array(sizes(text, 100, 300))
+    assert (wide[:, 0] == 100).all()
+    assert 100 <= wide[:, 1].min() < 103
+    assert 147 < wide[:, 1].max() <= 150
+    tall = np.array(sizes(text, 300, 100))
+    assert (tall[:, 1] == 100).all()
+    square = np.array(sizes(text, 100, 100))
+    assert 120 < (square[:, 0] == 100).sum() < 280
+
+
+def test_stretches_are_of_each_side():
+    text = "vertical_stretch_lower: 0.5 vertical_stretch_upper: 0.9 horizontal_stretch_lower: 0.25 "
+    found = np.array(sizes(text + "horizontal_stretch_upper: 0.25", 1000, 100))
+    assert (found[:, 1] == 25).all()
+    assert 500 <= found[:, 0].min() < 510
+    assert 890 < found[:, 0].max() <= 900
+
+
+def test_which_fields_ask_for_it():
+    assert not resizes_randomly(param("crop_size: 4 interpolation_algo_up: INTER_AREA allow_upscale: true"))
+    assert resizes_randomly(param("vertical_stretch_upper: 1"))
+    assert resizes_randomly(param("img_rand_resize_upper: 4"))
+
+
+@pytest.mark.parametrize("down", ["NEAREST", "LINEAR", "CUBIC", "AREA"])
+def test_interpolation_downwards_and_upwards(down):
+    image = pixels(20, 30)
+    text = f"img_rand_resize_lower: {{0}} img_rand_resize_upper: {{0}} interpolation_algo_down: INTER_{down} "
+    text += f"interpolation_algo_up: INTER_{down} allow_upscale: true"
+    cv2.setUseOptimized(False)  # without Intel's IPP
+    try:
+        for size in (11, 26):
+            wanted = cv2.resize(image, (size * 3 // 2, size), interpolation=getattr(cv2, f"INTER_{down}"))
+            found = random_resize(image, param(text.format(size)), (0, 0), Draws(0, 0, 0))
+            if size * 3 % 2 == 0:
+                np.testing.assert_array_equal(found, wanted)
+            else:
+                assert found.shape == (size, math.floor(size * 1.5 + 0.5), 3)
+    finally:
+        cv2.setUseOptimized(True)
+
+
+def test_down_and_up_have_their_own_interpolation():
+    image = pixels(8, 8)
+    text = (
+        "img_rand_resize_lower: {0} img_rand_resize_upper: {0} allow_upscale: true interpolation_algo_up: INTER_NEAREST"
+    )
+    up = random_resize(image, param(text.format(16)), (0, 0), Draws(0, 0, 0))
+    np.testing.assert_array_equal(up, image.repeat(2, 0).repeat(2, 1))
+    text = text.replace("_up:", "_down:") + " interpolation_algo_up: INTER_LINEAR"
+    down = random_resize(image, param(text.format(4)), (0, 0), Draws(0, 0, 0))
+    np.testing.assert_array_equal(down, image[::2, ::2])
+
+
+def test_a_stretch_beyond_all_bounds_is_refused():
+    text = "vertical_stretch_lower: 60000 vertical_stretch_upper: 60000 allow_upscale: true"
+    with pytest.raises(DataError, match="is 8 x 8 and would be resized to 480000 x 8"):
+        random_resize(pixels(8, 8), param(text), (0, 0), Draws(0, 0, 0))
+
+
+# -- resize_param ----------------------------------------------------------------------------------------
+
+
+def resized(image, text, sample=0):
+    return apply_resize(image, text_format.Parse(text, ResizeParameter()), Draws(3, 4, sample))
+
+
+def test_warp_ignores_the_ratio_and_the_chance():
+    image = pixels(10, 20)
+    found = resized(image, "prob: 0 height: 6 width: 7 interp_mode: NEAREST")
+    np.testing.assert_array_equal(found, cv2.resize(image, (7, 6), interpolation=NEAREST))
+
+
+@pytest.mark.parametrize(("height", "width", "inner"), [(10, 20, (5, 10)), (20, 10, (10, 5)), (10, 10, (10, 10))])
+@pytest.mark.parametrize("pad", ["CONSTANT", "MIRRORED", "REPEAT_NEAREST"])
+def test_a_large_image_is_fitted_and_padded(height, width, inner, pad):
+    image = pixels(height, width)
+    text = f"resize_mode: FIT_LARGE_SIZE_AND_PAD height: 10 width: 10 interp_mode: NEAREST pad_mode: {pad} "
+    found = resized(image, text + "pad_value: 1 pad_value: 2 pad_value: 3")
+    small = cv2.resize(image, inner[::-1], interpolation=NEAREST)
+    before = [(10 - side) // 2 for side in inner]
+    pads = [(before[axis], 10 - inner[axis] - before[axis]) for axis in (0, 1)]
+    if pad == "CONSTANT":
+        wanted = np.stack([np.pad(small[..., c], pads, constant_values=c + 1) for c in range(3)], -1)
+    else:
+        wanted = np.pad(small, [*pads, (0, 0)], "reflect" if pad == "MIRRORED" else "edge")
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(10, 20, (6, 12)), (20, 10, (12, 6)), (9, 9, (6, 6))])
+def test_the_small_side_is_fitted(height, width, size):
+    found = resized(pixels(height, width), "resize_mode: FIT_SMALL_SIZE height: 6 width: 6")
+    assert found.shape == (*size, 3)
+
+
+def test_one_of_several_interpolations_is_picked():
+    image = pixels(16, 16)
+    modes = {"NEAREST": 0, "LINEAR": 0, "AREA": 0, "CUBIC": 0, "LANCZOS4": 0}
+    text = "height: 7 width: 9"
+    wanted = {mode: resized(image, f"{text} interp_mode: {mode}").tobytes() for mode in modes}
+    assert len(set(wanted.values())) == len(modes)
+    for sample in range(200):
+        found = resized(image, text + "".join(f" interp_mode: {mode}" for mode in modes), sample).tobytes()
+        modes[next(mode for mode, one in wanted.items() if one == found)] += 1
+    assert min(modes.values()) > 20
+
+
+def test_what_cannot_be_resized():
+    text = "resize_mode: FIT_LARGE_SIZE_AND_PAD height: 4 width: 4"
+    with pytest.raises(DataError, match="is 1 x 100 and would be resized to 0 x 4"):
+        resized(pixels(1, 100), text)
+    with pytest.raises(DataError, match="has 3 channels, but resize_param has 2 pad_value; give 1 or 3"):
+        resized(pixels(5, 9), text + " pad_value: 1 pad_value: 2")
+    with pytest.raises(DataError, match="is 1 x 30000 and would be resized to 9 x 270000"):
+        resized(pixels(1, 30000), "resize_mode: FIT_SMALL_SIZE height: 9 width: 9")

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.sampler import check_samplers, random_patches, sample_patch, satisfies
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import BatchSampler, SampleConstraint, Sampler
+
+OBJECTS = np.array([[0.1, 0.1, 0.4, 0.5], [0.6, 0.5, 0.9, 0.9]], np.float32)
+
+
+def sampler(text):
+    return text_format.Parse(text, BatchSampler())
+
+
+def plain_overlap(a, b):
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return max(width, 0) * max(height, 0)
+
+
+def plain_area(a):
+    return (a[2] - a[0]) * (a[3] - a[1])
+
+
+def test_patches_lie_within_the_image_and_have_the_scale_and_ratio():
+    text = "min_scale: 0.3 max_scale: 0.9 min_aspect_ratio: 0.5 max_aspect_ratio: 2"
+    patches = random_patches(text_format.Parse(text, Sampler()), 4000, Draws(1, 2, 3))
+    width, height = patches[:, 2] - patches[:, 0], patches[:, 3] - patches[:, 1]
+    assert patches.min() >= 0
+    assert patches.max() <= 1 + 1e-6
+    scale, ratio = np.sqrt(width * height), width / height
+    assert scale.min() > 0.299
+    assert scale.max() < 0.901
+    assert abs(scale.mean() - 0.6) < 0.01
+    assert ratio.min() > 0.499
+    assert ratio.max() < 2.001
+    slack = patches[:, 0][width < 0.8] / (1 - width[width < 0.8])
+    assert abs(slack.mean() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["jaccard_overlap", "sample_coverage", "object_coverage"])
+def test_constraints(kind):
+    patches = random_patches(text_format.Parse("min_scale: 0.2 max_scale: 0.8", Sampler()), 300, Draws(1, 2, 3))
+    for limits in ((0.2, None), (None, 0.1), (0.1, 0.6)):
+        names = (f"min_{kind}", f"max_{kind}")
+        given = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
+        found = satisfies(patches, OBJECTS, SampleConstraint(**given))
+        wanted = []
+        for patch in patches:
+            values = []
+            for box in OBJECTS:
+                shared = plain_overlap(patch, box)
+                whole = {
+                    "jaccard_overlap": plain_area(patch) + plain_area(box) - shared,
+                    "sample_coverage": plain_area(patch),
+                    "object_coverage": plain_area(box),
+                }[kind]
+                values.append(shared / whole)
+            low, high = (
+                limit if limit is not None else default for limit, default in zip(limits, (-1, 9), strict=True)
+            )
+            wanted.append(any(low <= value <= high for value in values))
+        np.testing.assert_array_equal(found, wanted)
+        assert 0 < found.sum() < 300
+
+
+def test_without_objects_only_a_sampler_without_constraints_finds_patches():
+    none = np.empty((0, 4), np.float32)
+    text = "sampler { min_scale: 0.5 } "
+    assert sample_patch([sampler(text)], none, Draws(0, 0, 0)) is not None
+    constrained = sampler(text + "sample_constraint { min_jaccard_overlap: 0 }")
+    assert sample_patch([constrained], none, Draws(0, 0, 0)) is None
+
+
+def test_samplers_give_as_many_patches_as_they_may():
+    whole, small = (
+        sampler("max_sample: 1 max_trials: 1"),
+        sampler("sampler { min_scale: 0.3 max_scale: 0.4 } max_trials: 130"),
+    )
+    small.max_sample = 3
+    counts = {True: 0, False: 0}
+    for sample in range(400):
+        patch = sample_patch([whole, small], OBJECTS, Draws(1, 1, sample))
+        counts[bool((patch == [0, 0, 1, 1]).all())] += 1
+    assert 60 < counts[True] < 140  # one of four
+
+
+def test_a_sampler_may_not_take_the_image():
+    assert sample_patch([sampler("use_original_image: false")], OBJECTS, Draws(0, 0, 0)) is None
+
+
+def test_a_hopeless_constraint_ends_after_its_trials():
+    text = "sampler { min_scale: 0.1 max_scale: 0.2 } sample_constraint { min_jaccard_overlap: 0.99 } max_trials: 200"
+    assert sample_patch([sampler(text)], OBJECTS, Draws(0, 0, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("min_scale: 0", "0 < min_scale <= max_scale <= 1, not 0 and 1"),
+        ("max_scale: 2", "0 < min_scale <= max_scale <= 1, not 1 and 2"),
+        ("min_scale: nan", "not nan and 1"),
+        ("min_aspect_ratio: 2", "0 < min_aspect_ratio <= max_aspect_ratio, not 2 and 1"),
+        ("max_aspect_ratio: inf", "not 1 and inf"),
+    ],
+)
+def test_ranges_that_are_refused(text, message):
+    with pytest.raises(ConfigError, match=f"layer 'x': a sampler needs .*{message}"):
+        check_samplers([sampler(f"sampler {{ {text} }}")], "layer 'x'")
