@@ -28,10 +28,11 @@ from typing import Any
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.input_ring import InputPrimitives
+from caffepy.backend.recurrent_primitives import RecurrentPrimitives
 from caffepy.backend.types import Array, BatchNormState, Counter, Geometry, LrnWindow, RandomStream, element_dtype
 
 
-class Backend(InputPrimitives, ABC):
+class Backend(InputPrimitives, RecurrentPrimitives, ABC):
     """One device, as layers and solvers see it. All floating-point arrays are float32 unless said otherwise."""
 
     name: str

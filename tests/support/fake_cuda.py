@@ -377,6 +377,13 @@ def run_copies(backend: Any) -> None:
             backend.all_finite(x)
 
 
+def run_recurrent(backend: Any) -> None:
+    """The gates of an LSTM."""
+    gates, state, cont = backend.zeros((3, 20)), backend.zeros((3, 5)), backend.zeros((3,))
+    backend.lstm_unit_forward(gates, state, cont, state, state)
+    backend.lstm_unit_backward(gates, state, cont, state, state, state)
+
+
 def run_input(backend: Any) -> None:
     """Images and other values that become blobs, and clocks."""
     from caffepy.backend.input_ring import ImageSlot
@@ -405,6 +412,7 @@ def main() -> int:
         run_batch_norm(backend, dtype)
     run_softmax(backend)
     run_copies(backend)
+    run_recurrent(backend)
     run_input(backend)
     run_formulas(backend)
     Path(sys.argv[1]).write_text(json.dumps(recorder.as_list()))

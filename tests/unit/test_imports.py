@@ -66,7 +66,7 @@ FOLDERS = {
     "data": ("data", "data.images", "data.sources", "data.transform", "data.images.image_bytes", "data.loader"),
     "layers": (
         "layers.core",
-        "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common",
+        "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common layers.recurrent",
         "layers.__init__",
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
@@ -106,6 +106,7 @@ DOORS = {
     "layers.core": ("net", "solvers", "parallel", "plan"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
+    "layers.recurrent": (),
     "layers.normalization": ("net.fusion", "parallel"),
     "layers.vision": ("net.fusion",),
     "net.fusion": ("parallel.gradients",),

@@ -23,6 +23,7 @@ from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.threads import cpu_count
+from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
@@ -48,7 +49,7 @@ def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, c
         counts[item] = count
 
 
-class CpuBackend(CpuInput, Synchronous, Composite):
+class CpuBackend(CpuInput, CpuRecurrent, Synchronous, Composite):
     """One solver thread's share of the machine's cores.
 
     Args:

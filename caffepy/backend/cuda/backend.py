@@ -34,6 +34,7 @@ from caffepy.backend.cuda.device import (
 )
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
+from caffepy.backend.cuda.elementwise.recurrent import CudaRecurrent
 from caffepy.backend.cuda.gemm.cublas import Blas
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
@@ -57,7 +58,7 @@ from caffepy.errors import ConfigError
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 
 
-class CudaBackend(CudaInput, Composite):
+class CudaBackend(CudaInput, CudaRecurrent, Composite):
     """One GPU for one solver thread.
 
     Args:

@@ -182,6 +182,10 @@ class MetaBackend(Synchronous, Backend):
     )
     softmax_loss_backward = _primitive("softmax_loss_backward", ["probabilities", "labels", "totals"], ["dx"])
     label_ranks = _primitive("label_ranks", ["x", "labels", "bad_label"], ["ranks", "bad_label"])
+    lstm_unit_forward = _primitive("lstm_unit_forward", ["gates", "cell_before", "cont"], ["gates", "cell", "hidden"])
+    lstm_unit_backward = _primitive(
+        "lstm_unit_backward", ["gates", "cell_before", "cont", "cell", "d_cell", "d_hidden"], ["gates", "d_cell"]
+    )
     random_uniform = _primitive("random_uniform", writes=["out"])
 
     def all_finite(self, array: Array) -> bool:
