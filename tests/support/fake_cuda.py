@@ -327,7 +327,10 @@ def run_softmax(backend: Any) -> None:
         backend.softmax_loss_forward(x, labels, x, totals, bad, 1, 3)
         backend.softmax_loss_backward(x, labels, x, totals, 1, None, 1.0)
         backend.softmax_loss_backward(x, labels, x, None, 1, None, 1.0)
-        backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1)
+        backend.smooth_loss_forward(x, labels, totals, 1, 3, 0.1)
+        backend.smooth_loss_backward(labels, x, totals, 1, None, 1.0)
+        for higher_wins in (False, True):
+            backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1, higher_wins)
 
 
 def run_batch_norm(backend: Any, dtype: str) -> None:

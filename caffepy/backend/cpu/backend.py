@@ -314,8 +314,22 @@ class CpuBackend(CpuInput, CpuRecurrent, Synchronous, Composite):
             scale = scale / max(float(totals[1]), 1.0)
         cpu_softmax.loss_gradient(self.threads, probabilities, labels, dx, axis, ignore_label, scale)
 
-    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        cpu_softmax.label_ranks(self.threads, x, labels, ranks, bad_label, axis)
+    def smooth_loss_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        cpu_softmax.smooth_forward(self.threads, probabilities, labels, totals, axis, ignore_label, smoothing)
+
+    def smooth_loss_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        if totals is not None:
+            scale = scale / max(float(totals[1]), 1.0)
+        cpu_softmax.smooth_gradient(self.threads, labels, dx, axis, ignore_label, scale)
+
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
+    ) -> None:
+        cpu_softmax.label_ranks(self.threads, x, labels, ranks, bad_label, axis, higher_wins)
 
     # -- random numbers -----------------------------------------------------------------------------
 

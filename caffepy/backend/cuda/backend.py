@@ -333,8 +333,20 @@ class CudaBackend(CudaInput, CudaRecurrent, Composite):
     ) -> None:
         self._softmax.loss_backward(probabilities, labels, dx, totals, axis, ignore_label, scale)
 
-    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        self._softmax.label_ranks(x, labels, ranks, bad_label, axis)
+    def smooth_loss_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        self._softmax.smooth_forward(probabilities, labels, totals, axis, ignore_label, smoothing)
+
+    def smooth_loss_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        self._softmax.smooth_backward(labels, dx, totals, axis, ignore_label, scale)
+
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
+    ) -> None:
+        self._softmax.label_ranks(x, labels, ranks, bad_label, axis, higher_wins)
 
     # -- random numbers -----------------------------------------------------------------------------
 

@@ -181,6 +181,8 @@ class MetaBackend(Synchronous, Backend):
         "softmax_loss_forward", ["x", "labels", "bad_label"], ["probabilities", "totals", "bad_label"]
     )
     softmax_loss_backward = _primitive("softmax_loss_backward", ["probabilities", "labels", "totals"], ["dx"])
+    smooth_loss_forward = _primitive("smooth_loss_forward", ["probabilities", "labels", "totals"], ["totals"])
+    smooth_loss_backward = _primitive("smooth_loss_backward", ["labels", "dx", "totals"], ["dx"])
     label_ranks = _primitive("label_ranks", ["x", "labels", "bad_label"], ["ranks", "bad_label"])
     lstm_unit_forward = _primitive("lstm_unit_forward", ["gates", "cell_before", "cont"], ["gates", "cell", "hidden"])
     lstm_unit_backward = _primitive(
