@@ -29,11 +29,12 @@ from typing import Any
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.input_ring import InputPrimitives
+from caffepy.backend.recurrent_primitives import RecurrentPrimitives
 from caffepy.backend.row_primitives import RowPrimitives
 from caffepy.backend.types import Array, BatchNormState, Counter, Geometry, LrnWindow, RandomStream, element_dtype
 
 
-class Backend(InputPrimitives, RowPrimitives, ABC):
+class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     """One device, as layers and solvers see it. All floating-point arrays are float32 unless said otherwise."""
 
     name: str
@@ -382,9 +383,31 @@ class Backend(InputPrimitives, RowPrimitives, ABC):
         """dx = (probabilities - onehot(label)) * scale, 0 where ignored; over max(totals[1], 1) if given."""
 
     @abstractmethod
-    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        """ranks = how many classes score at least as high as the label's own, itself not counted (BVLC's Accuracy).
+    def smooth_loss_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        """What label smoothing makes of the sum of losses: each label that counts has part `smoothing` of its target
+        spread evenly over all classes.
 
+        totals[0] += smoothing * the sum of (mean over all classes of -log max(p, FLT_MIN)) - (that of the label's own).
+        """
+
+    @abstractmethod
+    def smooth_loss_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        """dx += (onehot(label) - 1 / classes) * scale, nothing where ignored; over max(totals[1], 1) if given.
+
+        That is what smoothing adds to `softmax_loss_backward`, with its scale times the smoothing.
+        """
+
+    @abstractmethod
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
+    ) -> None:
+        """ranks = how many classes score higher than the label's own, or as high.
+
+        Of those that score as high all count (BVLC's Accuracy), with `higher_wins` those of a higher number (NVIDIA's).
         labels and ranks: float32, logical order of x without `axis`. bad_label as in `softmax_loss_forward`; a bad
         label's rank is -1.
         """

@@ -300,6 +300,10 @@ class Net:
         ]
         return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
+    def state(self) -> list[Array]:
+        """Arrays, no parameters, that a forward pass leaves to the next one."""
+        return [array for layer in self.layers for array in layer.state()]
+
     def raise_device_errors(self) -> None:
         """Raise errors that kernels recorded on the device, such as labels out of range. The device must be idle."""
         for layer in self.layers:

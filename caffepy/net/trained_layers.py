@@ -47,6 +47,7 @@ def copy_trained_layers(
     for source, target in pairs:
         for index, blob in _stored(source).items():
             load_blob(blob, target.blobs[index], _where(origin, target, index))
+        target.adopt(len(source.blobs))
     return [source.name for source, target in pairs if target.blobs]
 
 

@@ -1,4 +1,4 @@
-"""Keeps a net's running statistics (BatchNorm's) out of forward passes that are no part of training."""
+"""Keeps a net's running statistics (BatchNorm's) and states (LSTM's) out of forward passes beside the training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from caffepy.net import Net
 
 @contextmanager
 def keeping_statistics(net: Net) -> Iterator[None]:
-    """Restore the running statistics after a forward pass of the train net that is no part of training."""
-    arrays = net.statistics()
+    """Restore the running statistics and states after a forward pass of the train net that is no part of training."""
+    arrays = [*net.statistics(), *net.state()]
     saved = [net.backend.zeros(tuple(array.shape)) for array in arrays]
     for array, before in zip(arrays, saved, strict=True):
         net.backend.copy(array, before)

@@ -139,6 +139,7 @@ def test_lrn(backend: Backend, n: int, c: int, size: int, beta: float) -> None:
 @given(case=checks.shapes_and_class_axis())
 def test_softmax(backend: Backend, case: tuple[tuple[int, ...], int]) -> None:
     checks.check_softmax(backend, *case)
+    checks.check_smoothing(backend, *case, None)
 
 
 @often
@@ -152,6 +153,7 @@ def test_softmax_loss_over_many_blocks(backend: Backend, shape: tuple[int, ...])
     checks.check_softmax(backend, shape, 1)
     checks.check_softmax_loss(backend, shape, 1, 3, True)
     checks.check_label_ranks(backend, shape, 1)
+    checks.check_smoothing(backend, shape, 1, 3)
 
 
 @often

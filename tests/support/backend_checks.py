@@ -327,9 +327,27 @@ def check_label_ranks(backend: Backend, shape: tuple[int, ...], axis: int) -> No
     """How many classes score as high as the label's, with ties."""
     x, labels = np.round(normal(1, shape)), _labels(shape, axis)
     ranks, bad = dirty(backend, labels.shape), to_device(backend, [-1], "int32")
-    backend.label_ranks(to_device(backend, x), to_device(backend, labels), ranks, bad, axis)
-    assert np.array_equal(backend.to_host(ranks), oracle.label_ranks(x, labels, axis))
-    assert backend.to_host(bad)[0] == -1
+    for higher_wins in (False, True):
+        backend.label_ranks(to_device(backend, x), to_device(backend, labels), ranks, bad, axis, higher_wins)
+        assert np.array_equal(backend.to_host(ranks), oracle.label_ranks(x, labels, axis, higher_wins))
+        assert backend.to_host(bad)[0] == -1
+
+
+def check_smoothing(backend: Backend, shape: tuple[int, ...], axis: int, ignore_label: int | None) -> None:
+    """The change of the loss's sum and of its gradient, for labels that count."""
+    p, labels = oracle.softmax(normal(1, shape).astype(float) * 4, axis), _labels(shape, axis)
+    on_labels, totals = to_device(backend, labels), to_device(backend, [3, 7])
+    backend.smooth_loss_forward(to_device(backend, p), on_labels, totals, axis, ignore_label, 0.2)
+    classes = np.arange(shape[axis]).reshape(-1, *(1 for _ in shape[axis + 1 :]))
+    onehot = (np.expand_dims(labels, axis) == classes).astype(float)
+    counts = np.expand_dims(labels != ignore_label, axis)
+    change = 0.2 * ((1 / shape[axis] - onehot) * -np.log(p) * counts).sum()
+    np.testing.assert_allclose(backend.to_host(totals), [3 + change, 7], rtol=1e-5)
+    dx = normal(2, shape)
+    for divisor, factor in ((None, 0.5), (totals, 0.5 / 7)):
+        found = to_device(backend, dx)
+        backend.smooth_loss_backward(on_labels, found, divisor, axis, ignore_label, 0.5)
+        close(backend.to_host(found), dx + (onehot - 1 / shape[axis]) * factor * counts)
 
 
 # -- random numbers and health ----------------------------------------------------------------------------

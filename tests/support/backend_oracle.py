@@ -173,14 +173,20 @@ def softmax_loss_gradient(
     return np.moveaxis(dx.reshape(moved) * scale, -1, axis)
 
 
-def label_ranks(x: Array, labels: Array, axis: int) -> Array:
+def label_ranks(x: Array, labels: Array, axis: int, higher_wins: bool = False) -> Array:
     """Ranks in the labels' shape; -1 for labels that are no class."""
     scores = np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
     ranks = [
-        (score >= score[label]).sum() - 1 if 0 <= label < len(score) else -1
+        _rank(score, label, higher_wins) if 0 <= label < len(score) else -1
         for score, label in zip(scores, labels.reshape(-1).astype(int), strict=True)
     ]
     return np.array(ranks, np.float32).reshape(labels.shape)
+
+
+def _rank(score: Array, label: int, higher_wins: bool) -> int:
+    if higher_wins:
+        return int((score > score[label]).sum() + (score[label + 1 :] == score[label]).sum())
+    return int((score >= score[label]).sum() - 1)
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:

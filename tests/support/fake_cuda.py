@@ -328,7 +328,10 @@ def run_softmax(backend: Any) -> None:
         backend.softmax_loss_forward(x, labels, x, totals, bad, 1, 3)
         backend.softmax_loss_backward(x, labels, x, totals, 1, None, 1.0)
         backend.softmax_loss_backward(x, labels, x, None, 1, None, 1.0)
-        backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1)
+        backend.smooth_loss_forward(x, labels, totals, 1, 3, 0.1)
+        backend.smooth_loss_backward(labels, x, totals, 1, None, 1.0)
+        for higher_wins in (False, True):
+            backend.label_ranks(x, labels, backend.zeros(labels.shape), bad, 1, higher_wins)
 
 
 def run_batch_norm(backend: Any, dtype: str) -> None:
@@ -403,6 +406,13 @@ def run_rows(backend: Any) -> None:
     backend.roi_average_backward(bins, rois, planes, 0.5)
 
 
+def run_recurrent(backend: Any) -> None:
+    """The gates of an LSTM."""
+    gates, state, cont = backend.zeros((3, 20)), backend.zeros((3, 5)), backend.zeros((3,))
+    backend.lstm_unit_forward(gates, state, cont, state, state)
+    backend.lstm_unit_backward(gates, state, cont, state, state, state)
+
+
 def run_input(backend: Any) -> None:
     """Images and other values that become blobs, and clocks."""
     from caffepy.backend.input_ring import ImageSlot
@@ -431,6 +441,7 @@ def main() -> int:
         run_batch_norm(backend, dtype)
     run_softmax(backend)
     run_copies(backend)
+    run_recurrent(backend)
     run_input(backend)
     run_rows(backend)
     run_formulas(backend)

@@ -17,7 +17,7 @@ from google.protobuf import text_format
 
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
-from caffepy.config.dialect import choose_dialect
+from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.data.schedule import Shard
 from caffepy.layers import Layer, LayerContext, layer_class
 from caffepy.proto import caffe_pb2
@@ -105,6 +105,7 @@ class Runner:
         pass_number: the pass, likewise.
         shard: the device among those that train together.
         loss_weight: weight of top 0; None: 1 for losses, 0 for others.
+        dialect: whose numbers, where the two Caffes differ; None: as CAFFEPY_DIALECT says, else BVLC's.
     """
 
     text: str
@@ -119,6 +120,7 @@ class Runner:
     pass_number: int = 0
     shard: Shard = field(default_factory=Shard)
     loss_weight: float | None = None
+    dialect: Dialect | None = None
     layer: Layer = field(init=False)
     bottom: list[Blob] = field(init=False)
     top: list[Blob] = field(init=False)
@@ -130,8 +132,8 @@ class Runner:
         names = [chr(ord("a") + i) for i in range(len(self.inputs))]
         param.bottom.extend(names)
         context = LayerContext(backend, self.phase, self.seed, self.shard, first_sample=lambda _: self.first_sample)
-        context.dialect = choose_dialect([])
         context.passes.number = self.pass_number
+        context.dialect = self.dialect or choose_dialect([])
         cls = layer_class(param.type)
         count = self.tops if self.tops is not None else max(cls.tops[0], 0 if cls.tops[1] == 0 else 1)
         if self.tops is None and cls.equal_bottoms_and_tops:

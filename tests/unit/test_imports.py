@@ -75,7 +75,7 @@ FOLDERS = {
     ),
     "layers": (
         "layers.core",
-        "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common",
+        "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common layers.recurrent",
         "layers.detection",
         "layers.__init__",
     ),
@@ -117,6 +117,7 @@ DOORS = {
     "layers.core": ("net", "solvers", "parallel", "plan"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
+    "layers.recurrent": (),
     "layers.normalization": ("net.fusion", "parallel"),
     "layers.vision": ("net.fusion",),
     "net.fusion": ("parallel.gradients",),

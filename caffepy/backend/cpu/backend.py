@@ -16,6 +16,7 @@ from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
 from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
+from caffepy.backend.cpu.convolution.depthwise import DepthwiseConvolution, is_depthwise
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.reference import GeneralConvolution
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
@@ -24,6 +25,7 @@ from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.memory import available_memory
+from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.rows import CpuRows
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
@@ -54,7 +56,7 @@ LARGE = 2**28
 """Bytes of an array before whose allocation the machine is asked what it has."""
 
 
-class CpuBackend(CpuInput, CpuRows, Synchronous, Composite):
+class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
     """One solver thread's share of the machine's cores.
 
     Args:
@@ -256,6 +258,8 @@ class CpuBackend(CpuInput, CpuRows, Synchronous, Composite):
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         assert dtype == "float32", f"the CPU computes in float32, not {dtype}"
+        if is_depthwise(weights_shape, geometry):
+            return DepthwiseConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
         if len(x_shape) == 4:
             return TileConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
         return GeneralConvolution(x_shape, weights_shape, geometry)
@@ -325,8 +329,22 @@ class CpuBackend(CpuInput, CpuRows, Synchronous, Composite):
             scale = scale / max(float(totals[1]), 1.0)
         cpu_softmax.loss_gradient(self.threads, probabilities, labels, dx, axis, ignore_label, scale)
 
-    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        cpu_softmax.label_ranks(self.threads, x, labels, ranks, bad_label, axis)
+    def smooth_loss_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        cpu_softmax.smooth_forward(self.threads, probabilities, labels, totals, axis, ignore_label, smoothing)
+
+    def smooth_loss_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        if totals is not None:
+            scale = scale / max(float(totals[1]), 1.0)
+        cpu_softmax.smooth_gradient(self.threads, labels, dx, axis, ignore_label, scale)
+
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
+    ) -> None:
+        cpu_softmax.label_ranks(self.threads, x, labels, ranks, bad_label, axis, higher_wins)
 
     # -- random numbers -----------------------------------------------------------------------------
 

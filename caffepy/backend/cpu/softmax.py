@@ -83,7 +83,41 @@ def loss_backward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def ranks(begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int) -> None:
+def smooth(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles,
+    classes: Int, inner: Int, ignoring: Int, ignored: Int,
+) -> None:  # fmt: skip
+    """Items are positions: the mean loss of all classes less that of the label's own, 0 where it does not count."""
+    for item in range(begin, end):
+        label = int(labels[item])
+        losses[item] = 0
+        if (ignoring == 0 or label != ignored) and 0 <= label < classes:
+            base = (item // inner) * classes * inner + item % inner
+            total = 0.0
+            for c in range(classes):
+                total -= math.log(max(probabilities[base + c * inner], SMALLEST))
+            losses[item] = total / classes + math.log(max(probabilities[base + label * inner], SMALLEST))
+
+
+@kernel
+def smooth_backward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, labels: Floats, dx: Floats, classes: Int, inner: Int, ignoring: Int, ignored: Int,
+    scale: Float,
+) -> None:  # fmt: skip
+    """Items are positions."""
+    for item in range(begin, end):
+        label = int(labels[item])
+        if (ignoring == 0 or label != ignored) and 0 <= label < classes:
+            base = (item // inner) * classes * inner + item % inner
+            for c in range(classes):
+                dx[base + c * inner] -= scale / classes
+            dx[base + label * inner] += scale
+
+
+@kernel
+def ranks(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int, higher_wins: Int
+) -> None:
     """Items are positions; -1 where the label is no class."""
     for item in range(begin, end):
         label = int(labels[item])
@@ -92,9 +126,10 @@ def ranks(begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes:
             out[item] = -1
         else:
             own = x[base + label * inner]
-            count = -1
+            count = 0
             for c in range(classes):
-                if x[base + c * inner] >= own:
+                value = x[base + c * inner]
+                if value > own or (value == own and (c > label or (c < label and higher_wins == 0))):
                     count += 1
             out[item] = count
 
@@ -189,10 +224,30 @@ def loss_gradient(
     view.back(result, dx)
 
 
-def label_ranks(threads: int, x: Any, labels: Any, out: Any, bad_label: Any, axis: int) -> None:
+def smooth_forward(
+    threads: int, probabilities: Any, labels: Any, totals: Any, axis: int, ignore_label: int | None, smoothing: float
+) -> None:
+    """See `Backend.smooth_loss_forward`."""
+    view = _ClassView(threads, axis, probabilities.shape)
+    losses = np.empty(view.outer * view.inner)
+    labels = np.ascontiguousarray(labels)
+    view.run(smooth, view.of(probabilities), labels, losses, view.classes, view.inner, *_ignored(ignore_label))
+    totals[0] += smoothing * losses.sum()
+
+
+def smooth_gradient(threads: int, labels: Any, dx: Any, axis: int, ignore_label: int | None, scale: float) -> None:
+    """See `Backend.smooth_loss_backward`."""
+    view = _ClassView(threads, axis, dx.shape)
+    result = view.of(dx)
+    labels = np.ascontiguousarray(labels)
+    view.run(smooth_backward, labels, result, view.classes, view.inner, *_ignored(ignore_label), scale)
+    view.back(result, dx)
+
+
+def label_ranks(threads: int, x: Any, labels: Any, out: Any, bad_label: Any, axis: int, higher_wins: bool) -> None:
     """See `Backend.label_ranks`."""
     view = _ClassView(threads, axis, x.shape)
     result = np.empty(view.outer * view.inner, np.float32)
-    view.run(ranks, view.of(x), np.ascontiguousarray(labels), result, view.classes, view.inner)
+    view.run(ranks, view.of(x), np.ascontiguousarray(labels), result, view.classes, view.inner, int(higher_wins))
     out[...] = result.reshape(out.shape)
     _note_bad(result < 0, bad_label)

@@ -34,6 +34,7 @@ from caffepy.backend.cuda.device import (
 )
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
+from caffepy.backend.cuda.elementwise.recurrent import CudaRecurrent
 from caffepy.backend.cuda.gemm.cublas import Blas
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
@@ -58,7 +59,7 @@ from caffepy.errors import ConfigError
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 
 
-class CudaBackend(CudaInput, CudaRows, Composite):
+class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     """One GPU for one solver thread.
 
     Args:
@@ -333,8 +334,20 @@ class CudaBackend(CudaInput, CudaRows, Composite):
     ) -> None:
         self._softmax.loss_backward(probabilities, labels, dx, totals, axis, ignore_label, scale)
 
-    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
-        self._softmax.label_ranks(x, labels, ranks, bad_label, axis)
+    def smooth_loss_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        self._softmax.smooth_forward(probabilities, labels, totals, axis, ignore_label, smoothing)
+
+    def smooth_loss_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        self._softmax.smooth_backward(labels, dx, totals, axis, ignore_label, scale)
+
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
+    ) -> None:
+        self._softmax.label_ranks(x, labels, ranks, bad_label, axis, higher_wins)
 
     # -- random numbers -----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, argument, defines, launch, library_kernel
-from caffepy.backend.cuda.copy import copy, in_c_order
+from caffepy.backend.cuda.copy import add, copy, in_c_order
 from caffepy.backend.cuda.indexing import find_period
 from caffepy.backend.cuda.memory import Scratch, raw
 from caffepy.backend.layout import memory_axes
@@ -173,10 +173,34 @@ class SoftmaxKernels:
         launch(_kernel("loss_gradient", 0), dx.size, (*arrays, *numbers))
         _deliver(result, dx)
 
-    def label_ranks(self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int) -> None:
+    def smooth_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        """See `Backend.smooth_loss_forward`."""
+        (values,), layout = _arrays((probabilities,), axis, self._scratch)
+        partial = self._scratch.get("partial sums", 2 * layout.blocks, "float64")
+        change = self._scratch.get("smoothing's change", 2)
+        outputs = (partial, self._scratch.tickets(1), change)
+        numbers = (*_ignored(ignore_label), float(smoothing))
+        layout.launch("smooth", (values, in_c_order(labels, self._scratch, "labels"), *outputs, *numbers))
+        add(change[:1], totals[:1])
+
+    def smooth_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        """See `Backend.smooth_loss_backward`."""
+        (result,), layout = _arrays((dx,), axis, self._scratch)
+        numbers = (*_ignored(ignore_label), float(scale), totals is not None, layout.classes, layout.inner, dx.size)
+        arrays = (in_c_order(labels, self._scratch, "labels"), result, result if totals is None else totals)
+        launch(_kernel("smooth_gradient", 0), dx.size, (*arrays, *numbers))
+        _deliver(result, dx)
+
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool
+    ) -> None:
         """See `Backend.label_ranks`."""
         (values,), layout = _arrays((x,), axis, self._scratch)
         contiguous = ranks.flags.c_contiguous
         result = ranks if contiguous else self._scratch.get("ranks", ranks.size).reshape(ranks.shape)
-        layout.launch("ranks", (values, in_c_order(labels, self._scratch, "labels"), result, bad_label))
+        layout.launch("ranks", (values, in_c_order(labels, self._scratch, "labels"), result, bad_label, higher_wins))
         _deliver(result, ranks)

@@ -182,6 +182,8 @@ class MetaBackend(Synchronous, Backend):
         "softmax_loss_forward", ["x", "labels", "bad_label"], ["probabilities", "totals", "bad_label"]
     )
     softmax_loss_backward = _primitive("softmax_loss_backward", ["probabilities", "labels", "totals"], ["dx"])
+    smooth_loss_forward = _primitive("smooth_loss_forward", ["probabilities", "labels", "totals"], ["totals"])
+    smooth_loss_backward = _primitive("smooth_loss_backward", ["labels", "dx", "totals"], ["dx"])
     label_ranks = _primitive("label_ranks", ["x", "labels", "bad_label"], ["ranks", "bad_label"])
     gather_rows = _primitive("gather_rows", ["source", "index"], ["destination", "bad"])
     scatter_add_rows = _primitive("scatter_add_rows", ["source", "index", "destination"], ["destination"])
@@ -195,6 +197,10 @@ class MetaBackend(Synchronous, Backend):
     roi_max_backward = _primitive("roi_max_backward", ["dy", "rois", "mask"], ["dx"])
     roi_average_forward = _primitive("roi_average_forward", ["x", "rois"], ["y", "bad"])
     roi_average_backward = _primitive("roi_average_backward", ["dy", "rois"], ["dx"])
+    lstm_unit_forward = _primitive("lstm_unit_forward", ["gates", "cell_before", "cont"], ["gates", "cell", "hidden"])
+    lstm_unit_backward = _primitive(
+        "lstm_unit_backward", ["gates", "cell_before", "cont", "cell", "d_cell", "d_hidden"], ["gates", "d_cell"]
+    )
     random_uniform = _primitive("random_uniform", writes=["out"])
 
     def all_finite(self, array: Array) -> bool:

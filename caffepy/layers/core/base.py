@@ -257,6 +257,13 @@ class Layer:
         """Those of `running_statistics` that each device computes from its own batches, so that values differ."""
         return ()
 
+    def state(self) -> Sequence[Array]:
+        """Arrays, no parameters, that a forward pass leaves to the next one (the hidden state of LSTM)."""
+        return ()
+
+    def adopt(self, stored: int) -> None:
+        """Take over parameters that were copied from a file, which holds `stored` of them for this layer."""
+
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batch of pass `number` to the device. Called before `forward`, where `prefetches` is set."""
         raise NotImplementedError

@@ -39,7 +39,8 @@ NONE_IGNORED = -1e30
 class AccuracyLayer(Layer):
     """The share of labels that are among the `top_k` best classes (Caffe's `accuracy_layer.cpp`, BVLC 1.0).
 
-    A label counts as right if fewer than top_k other classes score at least as high, so ties count against it. A second
+    A label counts as right if fewer than top_k other classes score at least as high, so ties count against it; in
+    NVIDIA's dialect those of a higher number alone do. A second
     top, of shape (classes,), gets the share for each class, 0 for a class without labels. `ignore_label` is left out.
     """
 
@@ -81,7 +82,8 @@ class AccuracyLayer(Layer):
         backend, labels = self.backend, self._labels.pull()
         # Ignored labels may lie outside the classes (255 in segmentation), which is no fault of theirs.
         backend.apply(without_ignored, (labels, self._ignored), (self._safe_labels,))
-        backend.label_ranks(bottom[0].data, self._safe_labels, self._ranks, self._labels.bad, self._axis)
+        ranked = (bottom[0].data, self._safe_labels, self._ranks, self._labels.bad, self._axis)
+        backend.label_ranks(*ranked, self.context.nvidia)
         inputs = (self._ranks, labels, self._top_k, self._ignored)
         backend.reduce(hits, inputs, (self._hits, self._count))
         backend.apply(ratio, (self._hits, self._count), (top[0].data,))

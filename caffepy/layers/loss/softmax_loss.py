@@ -17,7 +17,8 @@ class SoftmaxWithLossLayer(LossLayer):
 
     Shapes: x (N, C, ...) with classes along `softmax_param.axis`, a label for each position. The divisor is the number
     of labels not ignored (VALID, the default), of all (FULL), of samples (BATCH_SIZE), or 1 (NONE). A second top gets
-    the probabilities. dx = (softmax(x) - onehot(label)) * loss weight / divisor.
+    the probabilities. dx = (softmax(x) - onehot(label)) * loss weight / divisor. With `label_smoothing` s the target is
+    not onehot(label) but (1 - s) onehot(label) + s / C, in the loss as in the gradient (Szegedy et al. 2015).
     """
 
     tops = (1, 2)
@@ -25,8 +26,9 @@ class SoftmaxWithLossLayer(LossLayer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
-        if self.param.loss_param.label_smoothing:
-            raise self.error("label_smoothing is not there yet; leave it out")
+        self._smoothing = self.param.loss_param.label_smoothing
+        if not 0 <= self._smoothing <= 1:
+            raise self.error(f"loss_param's label_smoothing is {self._smoothing:g}; give a part from 0 to 1")
         self._labels = Labels(self)
         self._totals = self.backend.zeros((2,))
         self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
@@ -51,6 +53,11 @@ class SoftmaxWithLossLayer(LossLayer):
             bottom[0].data, self._labels.pull(), probabilities, self._totals, self._labels.bad, self._axis,
             self.ignored,
         )  # fmt: skip
+        if self._smoothing:
+            labels = self._labels.kept()
+            self.backend.smooth_loss_forward(
+                probabilities, labels, self._totals, self._axis, self.ignored, self._smoothing
+            )
         if len(top) > 1 and self.tops_overwritten:
             self.backend.copy(probabilities, top[1].data)
         self.put_loss(self._sum, self._count, self._divisor, top[0].data)
@@ -58,12 +65,14 @@ class SoftmaxWithLossLayer(LossLayer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
             return
-        by_count = self._divisor is None
-        scale = self.scale()
+        totals = self._totals if self._divisor is None else None
+        labels, scale = self._labels.kept(), self.scale()
         self.backend.softmax_loss_backward(
-            self._probabilities(bottom, top), self._labels.kept(), bottom[0].diff, self._totals if by_count else None,
-            self._axis, self.ignored, scale,
-        )  # fmt: skip
+            self._probabilities(bottom, top), labels, bottom[0].diff, totals, self._axis, self.ignored, scale
+        )
+        if self._smoothing:
+            smoothed = scale * self._smoothing
+            self.backend.smooth_loss_backward(labels, bottom[0].diff, totals, self._axis, self.ignored, smoothed)
         self.finish(top, bottom[0].diff)
 
     def raise_device_errors(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from caffepy.backend import Array, Channel, Each, expression
+from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.composite import scaled, squared_distance
 from caffepy.backend.types import BatchNormState
 from caffepy.layers.core.base import Blobs, Layer, register_layer
@@ -13,6 +13,25 @@ from caffepy.proto import caffe_pb2
 
 STATISTICS = 3
 """Blobs 0 to 2 are running sums, not learned."""
+
+
+LEAST_EPSILON = 1e-5
+"""In NVIDIA's dialect, as cuDNN wants it."""
+COPIED_PASSES = 2
+"""How many training passes copy the statistics in NVIDIA's dialect."""
+
+
+@expression
+def blended(
+    mean: Each, inverse: Each, old_mean: Each, old_variance: Each, passes: Channel, fraction: Scalar
+) -> tuple[Each, Each]:
+    kept = 0.0 if passes < COPIED_PASSES else fraction
+    return old_mean * kept + mean * (1 - kept), old_variance * kept + (1 - kept) / (inverse * inverse)
+
+
+@expression
+def next_pass(passes: Each) -> Each:
+    return passes + 1
 
 
 @expression
@@ -30,6 +49,10 @@ class BatchNormLayer(Layer):
     blob 2. Shapes: (C,), (C,), (1,).
 
     NVIDIA Caffe's `scale_bias` adds y * scale + bias with learned blobs 3 and 4 of shape (C,), starting at 1 and 0.
+
+    In NVIDIA's dialect eps is at least 1e-5, and blobs 0 and 1 are the statistics themselves: f * old + (1 - f) * new,
+    where the new variance is that of the batch over m, with eps in it; the first two training passes copy the new ones,
+    after a resume too. Blob 2 is 1; what a file holds there divides the others if it holds three blobs.
     """
 
     supports_half = True
@@ -46,9 +69,11 @@ class BatchNormLayer(Layer):
         if param.HasField("use_global_stats"):
             self._use_stored = param.use_global_stats
         self._scale_bias = param.scale_bias or param.HasField("scale_filler") or param.HasField("bias_filler")
+        self._nvidia = self.context.nvidia
+        self._epsilon = max(param.eps, LEAST_EPSILON) if self._nvidia else param.eps
         zero, one = caffe_pb2.FillerParameter(value=0), caffe_pb2.FillerParameter(value=1)
-        for shape in ((channels,), (channels,), (1,)):
-            self.add_parameter(shape, zero)
+        for shape, filler in (((channels,), zero), ((channels,), zero), ((1,), one if self._nvidia else zero)):
+            self.add_parameter(shape, filler)
         if self._scale_bias:
             self.add_parameter((channels,), param.scale_filler if param.HasField("scale_filler") else one)
             self.add_parameter((channels,), param.bias_filler if param.HasField("bias_filler") else zero)
@@ -61,7 +86,7 @@ class BatchNormLayer(Layer):
         for index in range(STATISTICS):
             if index == len(specs):
                 specs.add(lr_mult=0, decay_mult=0)
-            elif specs[index].lr_mult != 0 and not self._scale_bias:
+            elif specs[index].lr_mult != 0 and not self._scale_bias and not self._nvidia:
                 raise self.error(f"param {index} holds statistics, which are not learned; give it lr_mult: 0")
             specs[index].lr_mult = 0
 
@@ -70,6 +95,11 @@ class BatchNormLayer(Layer):
         if not self._scale_bias:
             self._one, self._zero = self.backend.zeros((channels,)), self.backend.zeros((channels,))
             self.backend.fill(self._one, 1)
+        if self._nvidia:
+            # Kernels keep BVLC's sums of one pass here; `keep_statistics` makes the stored statistics.
+            self._pass_mean, self._pass_variance = (self.backend.zeros((channels,)) for _ in range(2))
+            self._pass_count, self._unit_count, self._passes = (self.backend.zeros((1,)) for _ in range(3))
+            self.backend.fill(self._unit_count, 1)
 
     @property
     def uses_stored(self) -> bool:
@@ -96,12 +126,45 @@ class BatchNormLayer(Layer):
         """Mean and variance, sums over all passes; their factor counts the passes, which is alike everywhere."""
         return () if self._use_stored or self.context.all_reduce_mean is not None else (0, 1)
 
-    def compute_statistics(self, x: Array, n: BatchNormState) -> None:
-        """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`)."""
-        all_reduce_mean = self.context.all_reduce_mean
-        if all_reduce_mean is None:
-            self.backend.batch_norm_measure(x, n)
+    def state(self) -> Sequence[Array]:
+        """In NVIDIA's dialect how many training passes there were."""
+        return (self._passes,) if self._nvidia and not self._use_stored else ()
+
+    def adopt(self, stored: int) -> None:
+        if not self._nvidia or stored != STATISTICS:
             return
+        mean, variance, count = self.blobs[:STATISTICS]
+        divisor = float(count.host_data()[0])
+        for blob in (mean, variance):
+            self.backend.from_host(blob.host_data() / divisor if divisor else 0, blob.data)
+        self.backend.fill(count.data, 1)
+
+    def keep_statistics(self) -> None:
+        """Blend the batch's statistics into the stored ones in NVIDIA's dialect; in BVLC's they are there already."""
+        if not self._nvidia:
+            return
+        mean, variance = self.blobs[0].data, self.blobs[1].data
+        passes = self.backend.view(self._passes, ())
+        inputs = (
+            self._mean,
+            self._inverse,
+            mean,
+            variance,
+            passes,
+            self.param.batch_norm_param.moving_average_fraction,
+        )
+        self.backend.apply(blended, inputs, (mean, variance))
+        self.backend.apply(next_pass, (self._passes,), (self._passes,))
+
+    def compute_statistics(self, x: Array, n: BatchNormState) -> None:
+        """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`), and keep them."""
+        if self.context.all_reduce_mean is None:
+            self.backend.batch_norm_measure(x, n)
+        else:
+            self._measure_everywhere(x, n, self.context.all_reduce_mean)
+        self.keep_statistics()
+
+    def _measure_everywhere(self, x: Array, n: BatchNormState, all_reduce_mean: Callable[[Array], None]) -> None:
         elements, variance = x.size // self._channels, self._sum_dy
         # The variance is around the global mean: squares of large means would swallow the digits that count.
         self.backend.reduce(scaled, (x, 1 / elements), (n.mean,))
@@ -129,7 +192,12 @@ class BatchNormLayer(Layer):
         own = (self.blobs[3].data, self.blobs[4].data) if self._scale_bias else (self._one, self._zero)
         scale, bias = own[0] if scale is None else scale, own[1] if bias is None else bias
         mean, variance, count = (blob.data for blob in self.blobs[:STATISTICS])
-        stored = (mean, variance, count, param.eps, param.moving_average_fraction)
+        fraction = param.moving_average_fraction
+        if self._nvidia and self._use_stored:
+            count = self._unit_count
+        elif self._nvidia:
+            mean, variance, count, fraction = self._pass_mean, self._pass_variance, self._pass_count, 0.0
+        stored = (mean, variance, count, self._epsilon, fraction)
         return BatchNormState(self._mean, self._inverse, scale, bias, *stored)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

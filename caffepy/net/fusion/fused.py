@@ -144,6 +144,7 @@ class FusedNormalisation(FusedLayer):
         elif self._measured:
             assert self.sums is not None
             self.backend.batch_norm_measure_sums(self.sums, x.count // x.shape[1], n)
+            self._norm.keep_statistics()
         else:
             self._norm.compute_statistics(x.data, n)
         self._measured = False

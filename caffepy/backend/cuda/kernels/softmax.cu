@@ -106,13 +106,16 @@ __device__ __forceinline__ int class_of(float label, int classes) {
 }
 
 template <bool WARP>
-__device__ void rank(const float *x, const float *labels, float *ranks, int *bad_label, unsigned int place, Line l) {
+__device__ void rank(const float *x, const float *labels, float *ranks, int *bad_label, bool higher_wins,
+                     unsigned int place, Line l) {
     const int label = class_of(labels[place], l.classes);
     float better = 0.0f;
     if (label >= 0) {
         const float own = x[l.start + (size_t)label * l.stride];
-        for (int c = l.from; c < l.classes; c += l.step)
-            better += c != label && x[l.start + (size_t)c * l.stride] >= own ? 1.0f : 0.0f;
+        for (int c = l.from; c < l.classes; c += l.step) {
+            const float value = x[l.start + (size_t)c * l.stride];
+            better += value > own || (value == own && (c > label || (c < label && !higher_wins))) ? 1.0f : 0.0f;
+        }
         better = total<WARP>(better);
     }
     if (l.from != 0) return;
@@ -150,14 +153,15 @@ extern "C" __global__ void gradient_columns(const float *y, const float *dy, flo
     EACH_INDEX(place, places) softmax_gradient<false>(y, dy, dx, column_line(place, classes, inner));
 }
 
-extern "C" __global__ void ranks_rows(const float *x, const float *labels, float *ranks, int *bad_label, int classes,
-                                      int inner, unsigned int places) {
-    ROWS(place) rank<true>(x, labels, ranks, bad_label, place, row_line(place, classes));
+extern "C" __global__ void ranks_rows(const float *x, const float *labels, float *ranks, int *bad_label, int higher_wins,
+                                      int classes, int inner, unsigned int places) {
+    ROWS(place) rank<true>(x, labels, ranks, bad_label, higher_wins, place, row_line(place, classes));
 }
 
-extern "C" __global__ void ranks_columns(const float *x, const float *labels, float *ranks, int *bad_label, int classes,
-                                         int inner, unsigned int places) {
-    EACH_INDEX(place, places) rank<false>(x, labels, ranks, bad_label, place, column_line(place, classes, inner));
+extern "C" __global__ void ranks_columns(const float *x, const float *labels, float *ranks, int *bad_label,
+                                         int higher_wins, int classes, int inner, unsigned int places) {
+    EACH_INDEX(place, places)
+        rank<false>(x, labels, ranks, bad_label, higher_wins, place, column_line(place, classes, inner));
 }
 
 // Which labels do not count.
@@ -264,5 +268,55 @@ extern "C" __global__ void loss_gradient(const float *probabilities, const float
         const float written = labels[line / classes * inner + i % inner];
         const int label = class_of(written, classes);
         dx[i] = label < 0 || ignored(written) ? 0.0f : (probabilities[i] - (c == label ? 1.0f : 0.0f)) * factor;
+    }
+}
+
+__device__ __forceinline__ float loss_of(float probability) { return -logf(larger_of(probability, 1.175494351e-38f)); }
+
+// What smoothing adds to the loss of a position: smoothing * (the mean loss of all classes - the label's own).
+template <bool WARP>
+__device__ float smoothed(const float *probabilities, float written, Ignored ignored, float smoothing, Line l) {
+    const int label = class_of(written, l.classes);
+    if (label < 0 || ignored(written)) return 0.0f;
+    float sum = 0.0f;
+    for (int c = l.from; c < l.classes; c += l.step) sum += loss_of(probabilities[l.start + (size_t)c * l.stride]);
+    sum = total<WARP>(sum);
+    return smoothing * (sum / l.classes - loss_of(probabilities[l.start + (size_t)label * l.stride]));
+}
+
+#define SMOOTH_ARGUMENTS const float *probabilities, const float *labels, double *partial, unsigned int *ticket, \
+    float *change, int has_ignored, int ignored_label, float smoothing, int classes, int inner, unsigned int places
+
+extern "C" __global__ void smooth_rows(SMOOTH_ARGUMENTS) {
+    const Ignored ignored = {has_ignored, ignored_label};
+    Loss loss = {0.0, 0.0};
+    ROWS(place) {
+        const Line l = row_line(place, classes);
+        const float own = smoothed<true>(probabilities, labels[place], ignored, smoothing, l);
+        if (l.from == 0) loss.sum += own;
+    }
+    finish_loss(loss, partial, ticket, change);
+}
+
+extern "C" __global__ void smooth_columns(SMOOTH_ARGUMENTS) {
+    const Ignored ignored = {has_ignored, ignored_label};
+    Loss loss = {0.0, 0.0};
+    EACH_INDEX(place, places)
+        loss.sum += smoothed<false>(probabilities, labels[place], ignored, smoothing, column_line(place, classes, inner));
+    finish_loss(loss, partial, ticket, change);
+}
+
+// dx += (onehot - 1 / classes) * scale, over max(totals[1], 1) if asked; nothing where the label is ignored or bad.
+extern "C" __global__ void smooth_gradient(const float *labels, float *dx, const float *totals, int has_ignored,
+                                           int ignored_label, float scale, int divide_by_valid, int classes, int inner,
+                                           unsigned int count) {
+    const Ignored ignored = {has_ignored, ignored_label};
+    const float factor = divide_by_valid ? scale / fmaxf(totals[1], 1.0f) : scale;
+    EACH_INDEX(i, count) {
+        const unsigned int line = i / inner;
+        const int c = line % classes;
+        const float written = labels[line / classes * inner + i % inner];
+        const int label = class_of(written, classes);
+        if (label >= 0 && !ignored(written)) dx[i] += ((c == label ? 1.0f : 0.0f) - 1.0f / classes) * factor;
     }
 }

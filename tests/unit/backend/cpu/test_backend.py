@@ -164,6 +164,7 @@ def test_lrn(size: int, channels: int, window: int, beta: float, k: float) -> No
 def test_softmax(case: tuple[tuple[int, ...], int]) -> None:
     checks.check_softmax(BACKEND, *case)
     checks.check_label_ranks(BACKEND, *case)
+    checks.check_smoothing(BACKEND, *case, 0)
     checks.check_bad_labels(BACKEND, *case)
 
 

@@ -14,7 +14,7 @@ from caffepy.backend.row_primitives import SparseMatrix
 from caffepy.backend.types import BatchNormState, RandomStream
 
 NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "window", "relu",
-           "elements", "ratio", "stream", "counter", "ignore_label", "scale", "geometry",
+           "elements", "ratio", "stream", "counter", "ignore_label", "smoothing", "higher_wins", "scale", "geometry",
            "expression", "host", "self"}  # fmt: skip
 WITHOUT_ARRAYS = {"activate", "synchronize", "close", "device_description", "zeros", "plan_convolution", "to_host",
                   "device_scalars", "record_event", "record_timed_event", "device_timer", "copy_to_host_async", "view",

@@ -96,10 +96,37 @@ def test_a_loss_that_other_layers_read_takes_its_gradient_from_them(kind, backen
             assert_near(second, first, 1e-6, kind)
 
 
-def test_label_smoothing_is_refused():
-    with pytest.raises(ConfigError, match="label_smoothing is not there yet"):
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(
+    case=class_scores(), smoothing=st.sampled_from([0.1, 0.5, 1.0]),
+    mode=st.sampled_from(["", "normalization: NONE", "ignore_label: 0", "ignore_label: 0 normalization: FULL"]),
+)  # fmt: skip
+def test_label_smoothing(case, smoothing, mode):
+    """The target is (1 - s) onehot + s / classes."""
+    shape, axis = case
+    labels = labels_for(shape, axis)
+    counts = np.expand_dims(labels != (0 if "ignore" in mode else -1), axis)
+
+    def loss(x, _):
+        classes = np.arange(shape[axis]).reshape(-1, *(1 for _ in shape[axis + 1 :]))
+        onehot = np.expand_dims(labels, axis) == classes
+        target = (1 - smoothing) * onehot + smoothing / shape[axis]
+        total = -(target * np.log(softmax(x, axis)) * counts).sum()
+        divisor = 1 if "NONE" in mode else labels.size if "FULL" in mode else max(counts.sum(), 1)
+        return total / divisor
+
+    text = (
+        f"type: 'SoftmaxWithLoss' softmax_param {{ axis: {axis} }} loss_param {{ label_smoothing: {smoothing} {mode} }}"
+    )
+    check_layer(text, [gaussian(shape), labels], loss)
+
+
+@pytest.mark.parametrize("part", [-0.1, 1.5])
+def test_label_smoothing_is_a_part(part):
+    with pytest.raises(ConfigError, match="label_smoothing is .*; give a part from 0 to 1"):
         Runner(
-            "type: 'SoftmaxWithLoss' loss_param { label_smoothing: 0.1 }", [gaussian((2, 3)), np.zeros(2, np.float32)]
+            f"type: 'SoftmaxWithLoss' loss_param {{ label_smoothing: {part} }}",
+            [gaussian((2, 3)), np.zeros(2, np.float32)],
         )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_harness import BACKENDS, TEST, Runner, check_layer, gaussian
 
+from caffepy.config.dialect import Dialect
 from caffepy.errors import ConfigError, ShapeError
 
 
@@ -107,3 +108,67 @@ def test_shapes_that_do_not_fit():
     runner.bottom[0].reshape((4, 5))
     with pytest.raises(ShapeError, match=r"the statistics need 3 channels \('a' is 4 5 \(20\); 'L\[0\]' is 3 \(3\)\)"):
         runner.layer.reshape(runner.bottom, runner.top)
+
+
+NVIDIA = "type: 'BatchNorm' batch_norm_param { moving_average_fraction: 0.75 eps: 0.01 }"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("text", [NVIDIA, NVIDIA.replace("eps", "scale_bias: true eps")])
+def test_nvidias_statistics(text, backend):
+    """Copied in the first two passes of a layer, blended afterwards; eps is part of the variance; blob 2 stays 1."""
+    runner = Runner(text, [gaussian((4, 3, 2, 5))], backend, dialect=Dialect.NVIDIA)
+    wanted = []
+    for index in range(4):
+        x = gaussian((4, 3, 2, 5), index) * 2 + index
+        runner.forward([x])
+        new = x.mean((0, 2, 3)), x.var((0, 2, 3)) + 0.01
+        wanted = list(new) if index < 2 else [0.75 * old + 0.25 * value for old, value in zip(wanted, new, strict=True)]
+        found = [blob.host_data() for blob in runner.layer.blobs]
+        for values, expected in zip(found, wanted, strict=False):
+            assert np.allclose(values, expected, rtol=1e-5, atol=1e-6)
+        assert found[2] == 1
+    assert np.array_equal(runner.layer.backend.to_host(runner.layer.state()[0]), [4])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("eps", "added"), [(0.01, 0.01), (1e-7, 1e-5)])
+def test_nvidias_testing_ignores_blob_2_and_adds_eps_again(eps, added, backend):
+    x, stored = gaussian((2, 3, 4, 4)), [gaussian((3,)), np.abs(gaussian((3,), 1)), np.array([4], np.float32)]
+    text = f"type: 'BatchNorm' batch_norm_param {{ eps: {eps} }}"
+    runner = Runner(text, [x], backend, phase=TEST, params=stored, dialect=Dialect.NVIDIA)
+    wanted = (x - by_channel(stored[0], 4)) / np.sqrt(by_channel(stored[1], 4) + added)
+    assert np.allclose(runner.forward()[0], wanted, rtol=1e-5, atol=1e-5)
+    assert not runner.layer.state()
+
+
+@pytest.mark.parametrize(("dialect", "scaled"), [(Dialect.NVIDIA, True), (Dialect.BVLC, False)])
+@pytest.mark.parametrize("count", [4.0, 0.0])
+def test_three_blobs_of_a_file_are_divided_by_the_third(dialect, scaled, count):
+    stored = [gaussian((3,)), np.abs(gaussian((3,), 1)), np.array([count], np.float32)]
+    layer = Runner("type: 'BatchNorm'", [gaussian((2, 3, 4, 4))], params=stored, dialect=dialect).layer
+    layer.adopt(5)
+    assert np.array_equal(layer.blobs[0].host_data(), stored[0])
+    layer.adopt(3)
+    factor = (1 / count if count else 0) if scaled else 1
+    for blob, values in zip(layer.blobs[:2], stored, strict=False):
+        assert np.allclose(blob.host_data(), values * factor, rtol=1e-6)
+    assert layer.blobs[2].host_data() == (1 if scaled else count)
+
+
+def test_nvidias_statistics_over_several_devices():
+    """With --sync-bn mean and variance are those of all devices, and they are blended in the same way."""
+    x = gaussian((4, 3, 2, 5))
+    runner = Runner(NVIDIA, [x], dialect=Dialect.NVIDIA)
+    runner.layer.context.all_reduce_mean = lambda array: np.multiply(array, 2, out=array)
+    runner.forward()
+    mean = 2 * x.mean((0, 2, 3))
+    variance = 2 * ((x - by_channel(mean, 4)) ** 2).mean((0, 2, 3)) + 0.01
+    found = [blob.host_data() for blob in runner.layer.blobs]
+    assert np.allclose(found[0], mean, rtol=1e-5) and np.allclose(found[1], variance, rtol=1e-5) and found[2] == 1
+
+
+def test_nvidia_lets_statistics_have_a_learning_rate():
+    """It sets the rate to 0 itself."""
+    layer = Runner("type: 'BatchNorm' param { lr_mult: 2 }", [gaussian((2, 3, 1, 1))], dialect=Dialect.NVIDIA).layer
+    assert [spec.lr_mult for spec in layer.param.param] == [0, 0, 0]

@@ -167,6 +167,18 @@ def test_fused_layers_give_what_the_single_ones_give(name: str) -> None:
         np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.parametrize("name", [name for name, (text, _) in NETS.items() if "BatchNorm" in text])
+def test_nvidias_statistics_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three passes: two are copied, the third is blended."""
+    monkeypatch.setenv("CAFFEPY_DIALECT", "nvidia")
+    text, expected = NETS[name]
+    fused = build(text, True)
+    assert fused.context.nvidia and all(group in [node.layer.name for node in fused.schedule] for group in expected)
+    ours, plain = run(fused, 3), run(build(text, False), 3)
+    for key, values in plain.items():
+        np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_in_testing_too(name: str) -> None:
     text, _ = NETS[name]

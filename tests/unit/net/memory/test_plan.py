@@ -52,7 +52,15 @@ def layer(kind: str, bottoms: str, tops: str, param: str = "") -> str:
     return f'layer {{ name: "{kind}_{tops}" type: "{kind}"{names} {param} }}\n'
 
 
+CONT = """
+layer { name: "cont" type: "DummyData" top: "cont"
+  dummy_data_param { shape { dim: 2 dim: 4 } data_filler { type: "constant" value: 1 } } }
+"""
+RECURRENT = 'recurrent_param { num_output: 3 weight_filler { type: "xavier" } }'
+
 ZOO = {
+    "lstm": CONT + layer("LSTM", "conv cont", "x", RECURRENT) + layer("ReLU", "x", "x"),
+    "rnn": CONT + layer("RNN", "conv cont", "x", RECURRENT) + layer("ReLU", "x", "x"),
     "in place": layer("ReLU", "conv", "conv") + layer("PReLU", "conv", "conv") + layer("Dropout", "conv", "x"),
     "elu, then in place": layer("ELU", "conv", "x") + layer("Dropout", "x", "x"),
     "normalisation in place": layer("BatchNorm", "conv", "conv") + layer("Scale", "conv", "conv")

@@ -1,0 +1,29 @@
+"""The primitives of recurrent layers, a part of `Backend`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from caffepy.backend.types import Array
+
+
+class RecurrentPrimitives(ABC):
+    """The gates of an LSTM at one time step, for N streams. All arrays are float32."""
+
+    @abstractmethod
+    def lstm_unit_forward(self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array) -> None:
+        """One time step (Caffe's `lstm_unit_layer.cpp`), given the gates' inputs of shape (N, 4 D).
+
+        gates become (i, f, o, g) = (sigmoid, sigmoid, sigmoid, tanh) of their four parts;
+        cell = f * cell_before + i * g, without the first term where cont is 0 and with it times cont elsewhere;
+        hidden = o * tanh(cell). cell_before, cell and hidden: (N, D); cont: (N,).
+        """
+
+    @abstractmethod
+    def lstm_unit_backward(
+        self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, d_hidden: Array
+    ) -> None:
+        """The gradients by the gates' inputs and by cell_before, given those by cell and hidden.
+
+        gates hold (i, f, o, g) and become the gradient by their inputs; d_cell becomes that by cell_before.
+        """

@@ -1,0 +1,1 @@
+"""Layers that run over time steps: RNN, LSTM and the LSTM's unit."""
