@@ -18,7 +18,7 @@ from caffepy.errors import ConfigError, RunError
 
 MODULE = '''
 import numpy as np
-from caffepy.layers.common.python_layer import PythonLayerBase
+from caffepy.layers.python.python_layer import PythonLayerBase
 
 
 class Euclidean:

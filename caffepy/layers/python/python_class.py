@@ -79,7 +79,7 @@ def _not_importable(name: str, error: Exception, where: str) -> ConfigError:
     if isinstance(error, ModuleNotFoundError) and error.name == "caffe":
         return ConfigError(
             f"{where}: module '{name}' imports caffe, which is not installed; derive the class from "
-            "caffepy.layers.common.python_layer.PythonLayerBase instead of caffe.Layer, or from nothing"
+            "caffepy.layers.python.python_layer.PythonLayerBase instead of caffe.Layer, or from nothing"
         )
     return ConfigError(f"{where}: cannot import module '{name}': {describe(error)}")
 

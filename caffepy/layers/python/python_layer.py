@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from caffepy.blob import Blob
-from caffepy.layers.common.python_blob import HostBlob, ParameterBlobs
-from caffepy.layers.common.python_class import PythonObject, find_class, make_object, user_errors
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.python.python_blob import HostBlob, ParameterBlobs
+from caffepy.layers.python.python_class import PythonObject, find_class, make_object, user_errors
 from caffepy.proto import caffe_pb2
 
 
