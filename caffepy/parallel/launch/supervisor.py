@@ -28,7 +28,7 @@ _START_SECONDS = 60.0
 """How long a signal waits for ranks that can take it; then the launcher is ended."""
 _AGAIN_SECONDS = 2.0
 """What the ranks are given after a second Ctrl-C to say that they end."""
-_END_SECONDS = 12.0
+END_SECONDS = 12.0
 """What processes are given to end when others of their job have failed: more than the ten seconds that they promise."""
 _TERM_SECONDS = 2.0
 """Between SIGTERM and SIGKILL for a launcher."""
@@ -194,7 +194,7 @@ class Supervisor:
                 counted.add(process.pid)
                 if process.returncode and not status:
                     status = shell_status(process.returncode)
-                    self._end_at = min(self._end_at, time.monotonic() + _END_SECONDS)
+                    self._end_at = min(self._end_at, time.monotonic() + END_SECONDS)
             if time.monotonic() > self._end_at:
                 self._end_processes()
             time.sleep(_POLL)

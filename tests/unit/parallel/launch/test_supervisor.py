@@ -129,7 +129,7 @@ def test_a_launcher_whose_ranks_never_come_is_ended(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_one_process_fails_the_others_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.2)
     begin = time.monotonic()
     assert run(Ranks(), shell("exec sleep 60"), shell("exit 5")).status == 5
     assert time.monotonic() - begin < 5
