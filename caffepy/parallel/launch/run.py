@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from caffepy.errors import ConfigError
+from caffepy.parallel.launch.child import Command
 from caffepy.parallel.launch.mpirun import Job
 from caffepy.parallel.launch.ranks import MARK, find_processes, send, sending_command
 from caffepy.parallel.launch.restarts import Restarts, usable_nodes
-from caffepy.parallel.launch.supervisor import END_SECONDS, Command, Ending, Supervisor
+from caffepy.parallel.launch.supervisor import END_SECONDS, Ending, Supervisor
 
 logger = logging.getLogger(__name__)
 
