@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,16 @@ class Nvml:
             if end is not None:
                 ends.append(short_address(end.busId))
         return ends
+
+    def link_counts(self, bus_ids: Sequence[str]) -> list[list[int]]:
+        """How many NVLinks connect each two GPUs, directly or through switches."""
+        addresses = [short_address(bus_id) for bus_id in bus_ids]
+        ends = [self.link_ends(bus_id) for bus_id in bus_ids]
+        switched = [sum(end not in addresses for end in own) for own in ends]
+        return [
+            [own.count(address) or min(switched[i], switched[j]) for j, address in enumerate(addresses)]
+            for i, own in enumerate(ends)
+        ]
 
     def common_ancestor(self, first: str, second: str) -> str:
         """What the path between two GPUs over PCI crosses, as nvidia-smi names it (``PIX`` to ``SYS``); else empty."""

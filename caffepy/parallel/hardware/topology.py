@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from caffepy.parallel.hardware.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
-from caffepy.parallel.hardware.nvml import Nvml, short_address
+from caffepy.parallel.hardware.nvml import Nvml
 
 LEGEND = (
     "NVn: n NVLinks; PIX, PXB: through one or several PCI switches; PHB: through the CPU's host bridge; NODE: between "
@@ -61,15 +61,14 @@ def describe_gpus(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, i
 
 def link_table(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, int], bool]) -> list[list[str]]:
     """What connects each GPU with each other one, see `LEGEND`; arguments as in `describe_gpus`."""
-    addresses = [short_address(gpu.bus_id) for gpu in gpus]
-    ends = [nvml.link_ends(gpu.bus_id) if nvml is not None else [] for gpu in gpus]
-    switched = [sum(end not in addresses for end in own) for own in ends]
+    counts = None if nvml is None else nvml.link_counts([gpu.bus_id for gpu in gpus])
 
     def cell(i: int, j: int) -> str:
         if i == j:
             return "-"
-        links = ends[i].count(addresses[j]) or min(switched[i], switched[j])
-        path = f"NV{links}" if links else nvml.common_ancestor(gpus[i].bus_id, gpus[j].bus_id) if nvml else ""
+        path = ""
+        if nvml is not None and counts is not None:
+            path = f"NV{counts[i][j]}" if counts[i][j] else nvml.common_ancestor(gpus[i].bus_id, gpus[j].bus_id)
         return (path or "?") + ("" if peer(gpus[i].number, gpus[j].number) else "!")
 
     return [[cell(i, j) for j in range(len(gpus))] for i in range(len(gpus))]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from caffepy.parallel.hardware.affinity import format_cores
-from caffepy.parallel.hardware.nvml import Nvml, short_address
+from caffepy.parallel.hardware.nvml import Nvml
 
 Links = Mapping[tuple[str, str], str]
 """What connects two GPUs of a machine, by their PCI addresses."""
@@ -36,14 +36,10 @@ def gpu_links(bus_ids: Sequence[str], nvml: Nvml | None) -> dict[tuple[str, str]
     neither reads the other's. Empty where the driver's library cannot be asked."""
     if nvml is None:
         return {}
-    addresses = [short_address(bus_id) for bus_id in bus_ids]
-    ends = [nvml.link_ends(bus_id) for bus_id in bus_ids]
-    switched = [any(end not in addresses for end in own) for own in ends]
     links = {}
-    for i, first in enumerate(bus_ids):
-        for j, second in enumerate(bus_ids):
-            near = addresses[j] in ends[i] or (switched[i] and switched[j])
-            links[first, second] = "NVLink" if near else "PCIe" if nvml.reads(first, second) else "shared memory"
+    for first, counts in zip(bus_ids, nvml.link_counts(bus_ids), strict=True):
+        for second, count in zip(bus_ids, counts, strict=True):
+            links[first, second] = "NVLink" if count else "PCIe" if nvml.reads(first, second) else "shared memory"
     return links
 
 

@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from caffepy.errors import ConfigError
+from caffepy.parallel.launch.child import Command
 from caffepy.parallel.launch.mpirun import Job
 from caffepy.parallel.launch.ranks import MARK, find_processes, send, sending_command
 from caffepy.parallel.launch.restarts import Restarts, usable_nodes
-from caffepy.parallel.launch.supervisor import Command, Ending, Supervisor
+from caffepy.parallel.launch.supervisor import END_SECONDS, Ending, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,6 @@ SINCE = "CAFFEPY_RESTART_SINCE"
 whole snapshot that was written since."""
 BATCH_RANKS = "CAFFEPY_BATCH_RANKS"
 """The number of ranks that batch_size and iter_size were written for, where there are fewer now."""
-_END_SECONDS = 12.0
-"""What processes of a failed job are given to end by themselves: they promise ten."""
 _SENDING_SECONDS = 30.0
 """How long the launcher may take to send a signal on another machine, or to find out whether it is there."""
 
@@ -180,7 +179,7 @@ class LaunchedJob:
 
     def _clear(self) -> int:
         """Wait for the job's processes on this machine to end, and kill those that do not."""
-        end = time.monotonic() + (0.0 if self.supervisor.stopping else _END_SECONDS)
+        end = time.monotonic() + (0.0 if self.supervisor.stopping else END_SECONDS)
         while find_processes(self.mark, self.start.variable) and time.monotonic() < end:
             time.sleep(0.05)
         return send(signal.SIGKILL, self.mark, self.start.variable, "every")

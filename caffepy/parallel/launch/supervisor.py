@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from caffepy.parallel.launch.child import Child, Command, end_all
 
 logger = logging.getLogger(__name__)
 
@@ -28,30 +25,8 @@ _START_SECONDS = 60.0
 """How long a signal waits for ranks that can take it; then the launcher is ended."""
 _AGAIN_SECONDS = 2.0
 """What the ranks are given after a second Ctrl-C to say that they end."""
-_END_SECONDS = 12.0
+END_SECONDS = 12.0
 """What processes are given to end when others of their job have failed: more than the ten seconds that they promise."""
-_TERM_SECONDS = 2.0
-"""Between SIGTERM and SIGKILL for a launcher."""
-_DRAIN_SECONDS = 2.0
-"""How long what was written is read after the processes have ended: somebody may hold the pipe open."""
-_ERROR = re.compile(rb"(?:E\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?|caffepy: error: )(.+)")
-_LONGEST_LINE = 1 << 16
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Command:
-    """A process to start.
-
-    Args:
-        line: program and arguments.
-        environment: all of it.
-        last_signal: what the kernel sends it when this process ends before it.
-    """
-
-    line: Sequence[str]
-    environment: Mapping[str, str]
-    last_signal: int = signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -102,7 +77,6 @@ class Supervisor:
         self._interrupts = 0
         self._end_at = float("inf")
         """When all is ended by force."""
-        self._processes: list[subprocess.Popen[bytes]] = []
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -121,20 +95,17 @@ class Supervisor:
         Raises:
             OSError: a program cannot be started.
         """
-        listeners: list[_Listener] = []
+        children: list[Child] = []
         self._end_at = float("inf")
         self._waiting.clear()
         try:
-            for command in commands:
-                process = start(command)
-                self._processes.append(process)
-                listeners.append(_Listener(process))
-            return self._wait(listeners)
+            for command in commands:  # those that were started are ended in any case
+                children.append(Child(command))
+            return self._wait(children)
         finally:
-            self._end_processes()
-            if any(process.returncode for process in self._processes):
+            end_all(children)
+            if any(child.status() for child in children):
                 self._clear()
-            self._processes = []
 
     def pause(self, seconds: float) -> None:
         """Wait before another start, unless a signal asks for the end."""
@@ -183,105 +154,20 @@ class Supervisor:
 
     # -- processes ----------------------------------------------------------------------------------
 
-    def _wait(self, listeners: Sequence[_Listener]) -> Ending:
-        status, counted = 0, set[int]()
-        while len(counted) < len(self._processes):
+    def _wait(self, children: Sequence[Child]) -> Ending:
+        status, running = 0, list(children)
+        while running:
             self._look_at_signals()
             self._forward()
-            for process in self._processes:
-                if process.poll() is None or process.pid in counted:
-                    continue
-                counted.add(process.pid)
-                if process.returncode and not status:
-                    status = shell_status(process.returncode)
-                    self._end_at = min(self._end_at, time.monotonic() + _END_SECONDS)
+            for child in [child for child in running if child.status() is not None]:
+                running.remove(child)
+                if not status and (status := child.status() or 0):
+                    self._end_at = min(self._end_at, time.monotonic() + END_SECONDS)
             if time.monotonic() > self._end_at:
-                self._end_processes()
+                end_all(children)
             time.sleep(_POLL)
-        for listener in listeners:
-            listener.join()
+        for child in children:
+            child.read_rest()
         again = self._interrupts > 1
-        error = next((listener.error for listener in listeners if listener.error), "")
+        error = next((child.error for child in children if child.error), "")
         return Ending(128 + signal.SIGINT if again else status, error, self.stopping)
-
-    def _end_processes(self) -> None:
-        """End what still runs."""
-        alive = [process for process in self._processes if process.poll() is None]
-        for process in alive:
-            process.terminate()
-        end = time.monotonic() + _TERM_SECONDS
-        for process in alive:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-class _Listener:
-    """Forwards what a process writes to stderr, and keeps the first error in it."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.error = ""
-        self._file = process.stderr
-        self._thread = threading.Thread(target=self._run, name="launcher's stderr", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait until all was read."""
-        self._thread.join(_DRAIN_SECONDS)
-
-    def _run(self) -> None:
-        assert self._file is not None
-        rest = b""
-        with self._file as file:
-            while part := os.read(file.fileno(), _LONGEST_LINE):
-                write_through(part)
-                *lines, rest = (rest + part).split(b"\n")
-                rest = rest[-_LONGEST_LINE:]
-                for line in lines:
-                    self._look(line)
-        self._look(rest)
-
-    def _look(self, line: bytes) -> None:
-        if not self.error and (match := _ERROR.match(line)):
-            self.error = match[1].decode(errors="replace").strip()
-
-
-def write_through(part: bytes) -> None:
-    """Write to stderr as it is; a stderr that went away is no reason to end a job."""
-    try:
-        sys.stderr.buffer.write(part)
-        sys.stderr.buffer.flush()
-    except (OSError, ValueError):
-        return
-
-
-def shell_status(code: int) -> int:
-    """The exit status that a shell gives: 128 and its number for a process that a signal has ended."""
-    return code if code >= 0 else 128 - code
-
-
-def start(command: Command) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that a terminal's Ctrl-C comes to this process alone.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-    library, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
-
-    def die_with_parent() -> None:
-        if hasattr(library, "prctl"):
-            library.prctl(_PR_SET_PDEATHSIG, int(command.last_signal), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(128 + command.last_signal)
-
-    return subprocess.Popen(
-        command.line,
-        env=dict(command.environment),
-        # a terminal that is not the session's own cannot be read
-        stdin=subprocess.DEVNULL if os.isatty(0) else None,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from caffepy.errors import RunError, UserError, describe, exit_status
+from caffepy.errors import InternalError, RunError, UserError, describe, exit_status
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.store.store import ControlChannel
@@ -119,7 +119,7 @@ class World(ABC):
         on_all = all(other is not None and other[0] == text for other in errors)
         if on_all and error is not None:
             raise error
-        kind = UserError if status == UserError.exit_status else RunError
+        kind = next((kind for kind in (UserError, InternalError) if kind.exit_status == status), RunError)
         raise kind(f"{self.name(failed)}: {text}") from error
 
     def run_on_all(self, action: Callable[[], T]) -> T:

@@ -219,10 +219,10 @@ class MemoryStore(Store):
             self._failure = failure
             if teller is not None:
                 self._tellers.add(teller)
+            # Rank 0 closes its connections as soon as it hears: the others are told before.
+            for listener in self._listeners.values() if failure.reported else ():
+                listener(failure)
             self._changed.notify_all()
-            listeners = list(self._listeners.values()) if failure.reported else []
-        for listener in listeners:
-            listener(failure)
 
     def listen(self, rank: int, listener: Callable[[Failure], None]) -> None:
         """Have `listener`, which must neither wait nor raise, called when a rank has to hear of a failure."""

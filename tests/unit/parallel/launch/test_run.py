@@ -26,7 +26,7 @@ VARIABLES = (MARK, COUNT, SINCE, BATCH_RANKS)
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Restarts, "next_delay", lambda self: setattr(self, "made", self.made + 1) or 0.01)
-    monkeypatch.setattr(launch_run, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(launch_run, "END_SECONDS", 0.5)
 
 
 class PlayedLauncher:

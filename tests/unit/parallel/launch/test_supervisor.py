@@ -16,8 +16,9 @@ import psutil
 import pytest
 from processes import program_environment
 
-from caffepy.parallel.launch import supervisor
-from caffepy.parallel.launch.supervisor import Command, Ending, Supervisor, shell_status
+from caffepy.parallel.launch import child, supervisor
+from caffepy.parallel.launch.child import Command, shell_status
+from caffepy.parallel.launch.supervisor import Ending, Supervisor
 
 
 def shell(text: str) -> Command:
@@ -111,7 +112,7 @@ def test_where_ctrl_c_asks_for_a_snapshot_it_may_come_often() -> None:
 
 def test_a_second_ctrl_c_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_AGAIN_SECONDS", 0.2)
-    monkeypatch.setattr(supervisor, "_TERM_SECONDS", 0.2)
+    monkeypatch.setattr(child, "_TERM_SECONDS", 0.2)
     begin = time.monotonic()
     ranks = Ranks()
     twice = ((0.1, signal.SIGINT), (0.2, signal.SIGINT))
@@ -129,7 +130,7 @@ def test_a_launcher_whose_ranks_never_come_is_ended(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_one_process_fails_the_others_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.2)
     begin = time.monotonic()
     assert run(Ranks(), shell("exec sleep 60"), shell("exit 5")).status == 5
     assert time.monotonic() - begin < 5
@@ -163,7 +164,8 @@ def test_a_pause_ends_with_a_signal() -> None:
 def test_nobody_outlives_the_parent(tmp_path: Path, last_signal: int) -> None:
     program = f"""
         import os
-        from caffepy.parallel.launch.supervisor import Command, Supervisor
+        from caffepy.parallel.launch.child import Command
+        from caffepy.parallel.launch.supervisor import Supervisor
         line = ["/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; exec sleep 60"]
         Supervisor(lambda number: True).run([Command(line, dict(os.environ), {int(last_signal)})])
     """

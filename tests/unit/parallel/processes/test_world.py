@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from process_groups import run_threads
 
-from caffepy.errors import ConfigError, PeerError, RunError, UserError
+from caffepy.errors import CaffepyError, ConfigError, InternalError, PeerError, RunError, UserError
 from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
 from caffepy.parallel.control import connect
 from caffepy.parallel.processes.create import create_world
@@ -118,6 +118,17 @@ def test_an_error_of_all_ranks_is_raised_by_the_root_as_it_is() -> None:
     with pytest.raises(SystemExit) as leaving:
         FakeWorld(1, [("no such file", 2), None]).raise_on_all(error)
     assert leaving.value.code == 2
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError, InternalError])
+def test_the_root_ends_with_the_status_of_the_rank_that_failed(kind: type[CaffepyError]) -> None:
+    """mpirun's own status is that of whichever rank ends first."""
+    with pytest.raises(kind, match="^rank 1 on host1: odd$") as caught:
+        FakeWorld(0, [None, ("odd", kind.exit_status)]).raise_on_all(None)
+    assert caught.value.exit_status == kind.exit_status
+    with pytest.raises(SystemExit) as ended:
+        FakeWorld(1, [None, None]).raise_on_all(kind("odd"))
+    assert ended.value.code == kind.exit_status
 
 
 def test_an_error_of_one_rank_names_it() -> None:

@@ -274,3 +274,25 @@ def test_strangers_are_refused(net: Net, rank: int, size: int, secret: str, mess
     with pytest.raises(UserError, match=message):
         net.client(rank, size, secret)
     assert net.memory.staying() == [0]
+
+
+def test_other_processes_are_told_of_a_failure_before_anybody_here_hears_of_it() -> None:
+    """Rank 0 closes its connections as soon as it hears: what was not sent by then, nobody would send."""
+    memory, heard, before = MemoryStore(2), threading.Event(), threading.Event()
+
+    def hear() -> None:
+        memory.watch(0, [], 10.0)
+        heard.set()
+
+    def listener(failure: Failure) -> None:
+        if heard.wait(0.2):
+            before.set()
+
+    memory.listen(1, listener)
+    thread = threading.Thread(target=hear)
+    thread.start()
+    while not memory._heartbeats:
+        time.sleep(0.01)
+    memory.fail("it broke")
+    thread.join(10.0)
+    assert heard.is_set() and not before.is_set()
