@@ -44,7 +44,7 @@ class Inception(Builder):
         pool = self.pool(f"{name}_pool", bottom, 3, stride=2)
         one = self.unit(f"{name}_3x3", bottom, 384, (3, 3), stride=2)
         two = self.unit(f"{name}_3x3_2", self.unit(f"{name}_3x3_2_reduce", bottom, 64), 96, (3, 3), pad=1)
-        return self.concat(f"{name}_concat", [pool, one, self.unit(f"{name}_3x3_3", two, 96, (3, 3), stride=2)])
+        return self.concat(f"{name}_concat", [one, self.unit(f"{name}_3x3_3", two, 96, (3, 3), stride=2), pool])
 
     def block_b(self, name: str, bottom: str, width: int) -> str:
         """Figure 6 with n = 7: convolutions of 1 x 7 and 7 x 1."""
@@ -71,7 +71,7 @@ class Inception(Builder):
         one = self.unit(f"{name}_3x3", self.unit(f"{name}_3x3_reduce", bottom, 192), 320, (3, 3), stride=2)
         two = self.unit(f"{name}_1x7", self.unit(f"{name}_1x7_reduce", bottom, 192), 192, (1, 7))
         two = self.unit(f"{name}_7x1", two, 192, (7, 1))
-        return self.concat(f"{name}_concat", [pool, one, self.unit(f"{name}_3x3_2", two, 192, (3, 3), stride=2)])
+        return self.concat(f"{name}_concat", [one, self.unit(f"{name}_3x3_2", two, 192, (3, 3), stride=2), pool])
 
     def block_c(self, name: str, bottom: str, method: str) -> str:
         """Figure 7: 1 x 3 and 3 x 1 side by side."""

@@ -15,7 +15,7 @@ def autoencoder() -> caffe_pb2.NetParameter:
     net = Builder("MNISTAutoencoder", {"type": "gaussian", "std": 1, "sparse": 15})
     param = [{"lr_mult": 1, "decay_mult": 1}, {"lr_mult": 1, "decay_mult": 0}]
     _digits(net)
-    flat = x = net.layer("Flatten", "flatdata", "data")
+    flat, x = net.layer("Flatten", "flatdata", "data"), "data"
     names = [(f"encode{item}", width) for item, width in enumerate((1000, 500, 250, 30), 1)]
     names += [(f"decode{item}", width) for item, width in ((4, 250), (3, 500), (2, 1000), (1, 784))]
     for name, width in names:

@@ -163,8 +163,9 @@ def test_steps(case: Small):
         before = [blob.host_data().ravel()[:1000].copy() for blob in learned]
         case.fill(solver.net)
         solver.step(1)
+        assert np.isfinite(solver.net.loss())
+        assert all(np.isfinite(blob.host_data()).all() for blob in learned)
         after = [blob.host_data().ravel()[:1000] for blob in learned]
-        assert np.isfinite(solver.net.loss()) and all(np.isfinite(values).all() for values in after)
         assert not all(map(np.array_equal, before, after))
         net = Net(case.deploy_net(), LayerContext(CPU, phase=caffe_pb2.TEST))
         net.share_trained_layers_with(solver.net)

@@ -16,10 +16,10 @@ from caffepy.proto import caffe_pb2
 
 SIZE, CLASSES = 48, 3
 """Pixels of a side; the background, bright rectangles and dark ones."""
-SOURCES = (Source("conv3", (12, 20), (2,)), Source("conv4", (24, 34), (2,)))
+SOURCES = (Source("conv3", (12, 20), (2, 3)), Source("conv4", (24, 34), (2, 3)))
 SOLVER = """
-type: "Adam" base_lr: 0.003 momentum: 0.9 momentum2: 0.999 lr_policy: "multistep" gamma: 0.1 stepvalue: 300
-max_iter: 400 test_iter: 4 test_interval: 1000 test_initialization: false eval_type: "detection"
+type: "Adam" base_lr: 0.003 momentum: 0.9 momentum2: 0.999 lr_policy: "multistep" gamma: 0.1 stepvalue: 230
+max_iter: 300 test_iter: 4 test_interval: 1000 test_initialization: false eval_type: "detection"
 ap_version: "11point" random_seed: 3 snapshot_after_train: false
 """
 
@@ -72,7 +72,7 @@ def test_a_tiny_ssd_finds_rectangles(tmp_path: Path):
     net = tiny_ssd(write_images(tmp_path / "train", 512, 1), write_images(tmp_path / "test", 64, 2))
     with build_solver(SOLVER, text_format.MessageToString(net)) as solver:
         untrained = float(solver.test_all()[0]["detection_eval"])
-        solver.step(400)
+        solver.step(300)
         trained = float(solver.test_all()[0]["detection_eval"])
     assert untrained < 0.1
     assert trained >= 0.9
