@@ -1,0 +1,1 @@
+"""Writes the prototxts of the larger nets: `python models/generate.py`."""
