@@ -30,8 +30,8 @@ _HEAD = re.compile(rf"{_PREFIX}Initializing solver from parameters, (\d{{1,9}}) 
 _LINE = re.compile(rf"{_PREFIX}\| (.*)")
 _LONGEST_LINE = 1 << 24
 """Characters of a line of the log; longer ones are none of ours."""
-_MOST_TEXT = 1 << 25
-"""Characters of the lines that hold the solver; the longest prototxt has half as many."""
+_MOST_TEXT = 1 << 26
+"""Characters within which the solver must end; the longest prototxt has a quarter of them."""
 
 
 def describe_solver(param: SolverParameter, resolve: PathResolver) -> Iterator[str]:
@@ -86,13 +86,13 @@ def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:
 def _find_solver(log: TextIO, path: Path) -> tuple[str, Path]:
     head, lines, left = None, list[str](), _MOST_TEXT
     while line := log.readline(_LONGEST_LINE):
+        left -= len(line)
+        if left < 0:
+            raise ConfigError(f"--from-log {path}: its solver does not end within the first {_MOST_TEXT} characters")
         if head is None:
             head = _HEAD.match(line)
         elif match := _LINE.match(line):
             lines.append(match[1])
-            left -= len(line)
-            if left < 0:
-                raise ConfigError(f"--from-log {path}: its solver has more than {_MOST_TEXT} characters; it is damaged")
         if head is not None and len(lines) == int(head[1]):
             return "\n".join(lines), Path(head[2])
     if head is None:

@@ -155,7 +155,7 @@ class DetectionFiles(TextTarget):
     """The names of classes, and names and sizes of images."""
 
     name = "detection lists"
-    file = "list.txt"
+    file = "detection.txt"
 
     def prepare(self) -> None:
         self.texts = ['item { name: "cat" label: 1 display_name: "a cat" }\nitem { name: "dog" label: 2 }\n',

@@ -62,7 +62,7 @@ def read_batch(source: Any) -> None:
         images = loader.byte_images(count)
         if images is not None and images.slot.size < 1 << 24:
             loader.load_bytes([0], count, images.slot, np.zeros(images.slot.size, np.uint8))
-        loader.load(0, count, Batch())
+        loader.load(0, count, Batch(2))
     finally:
         loader.close()
 

@@ -259,7 +259,7 @@ class Environment(Target):
         with contextlib.suppress(_user_error()):
             refuse_foreign_launcher(0, 1, values)
         if values.get("WORLD_SIZE", "") in ("", "1") or not values["WORLD_SIZE"].isascii():
-            join("env://", timeout=0.01, environment=values).store.close()
+            join("env://", timeout=0.01, environment=values).channel.close()
 
 
 def _user_error() -> type[Exception]:

@@ -102,13 +102,21 @@ def _attribute(file: h5py.File, name: str, random: Random) -> None:
     _try(lambda: holder.attrs.__setitem__(key, value))
 
 
+def reads_others(item: h5py.Dataset) -> bool:
+    """Whether a dataset is of other files, which ends the process where its own file is a buffer."""
+    layout = item.id.get_create_plist()
+    return bool(layout.get_layout() == h5py.h5d.VIRTUAL or layout.get_external_count())
+
+
 def _values(file: h5py.File, name: str, random: Random) -> None:
     """Other numbers in an array of its own shape."""
     item = file[name]
-    if isinstance(item, h5py.Dataset) and item.shape and item.dtype.kind in "fiu" and item.size < 1 << 16:
+    plain = isinstance(item, h5py.Dataset) and not reads_others(item)
+    if plain and item.shape and item.dtype.kind in "fiu" and item.size < 1 << 16:
         value = random.choice((0, 1, -1, 255, 2**31 - 1, float("inf"), float("nan"), 1e300))
         with np.errstate(all="ignore"):
-            item[...] = np.full(item.shape, value, np.float64).astype(item.dtype)
+            values = np.full(item.shape, value, np.float64).astype(item.dtype)
+        _try(lambda: item.__setitem__(..., values))
 
 
 def _try(change: Callable[[], Any]) -> None:

@@ -79,6 +79,7 @@ class Process:
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         work, state = self._folder / "work", self._folder / "state"
         work.mkdir()
+        self._errors = self._folder / "stderr"
         state.write_bytes(STATE.pack(-1, -1))
         with open(state, "r+b") as file:
             self._state = mmap.mmap(file.fileno(), STATE.size)
@@ -87,7 +88,7 @@ class Process:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(program), str(seed), str(work), str(state)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors.open("w"), text=True, env=variables,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -135,7 +136,8 @@ class Process:
 
     def _ended(self, kind: str, what: str) -> dict[str, Any]:
         index, number = self.trying
-        return {"target": index, "number": number, "kind": kind, "what": what, "where": "", "ended": True}
+        where = self._errors.read_text(errors="replace")[-4000:]
+        return {"target": index, "number": number, "kind": kind, "what": what, "where": where, "ended": True}
 
     @property
     def alive(self) -> bool:
@@ -223,7 +225,13 @@ class Run:
         stem = f"{tally.name.replace(' ', '_').replace('/', '_')}-{number}"
         self._output.mkdir(parents=True, exist_ok=True)
         (self._output / f"{stem}.txt").write_text(f"{record['kind']}: {record['what']}\n{record['where']}")
-        (self._output / f"{stem}.input").write_bytes(make_input(index, number, self._seed))
+        (self._output / f"{stem}.input").write_bytes(made_elsewhere(tally.name, number, self._seed))
+
+
+def made_elsewhere(name: str, number: int, seed: int) -> bytes:
+    """An input, made by a process of its own, since making it may be what ends the process."""
+    command = [sys.executable, __file__, "--seed", str(seed), "--show", f"{name}:{number}"]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout
 
 
 def make_input(index: int, number: int, seed: int) -> bytes:

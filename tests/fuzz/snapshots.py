@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 from fuzz import seeds
 from fuzz.mutate import Random, damage_message
-from fuzz.mutate_hdf5 import damage_hdf5
+from fuzz.mutate_hdf5 import damage_hdf5, reads_others
 from fuzz.target import BinaryTarget, FileTarget
 
 from caffepy.config.checksum import checksummed, stored_blobs
@@ -41,9 +41,10 @@ def _can_be_read(file: h5py.File) -> bool:
     def refuse(_: str, item: h5py.Group | h5py.Dataset) -> bool | None:
         if not isinstance(item, h5py.Dataset):
             return None
-        layout = item.id.get_create_plist()
-        kind, strange = item.id.get_type(), layout.get_layout() == h5py.h5d.VIRTUAL or layout.get_external_count()
-        return True if strange or math.prod(item.shape or ()) * kind.get_size() > 1 << 20 else None
+        if reads_others(item):
+            return True
+        bytes_ = math.prod(item.shape or ()) * item.id.get_type().get_size()
+        return True if bytes_ > 1 << 20 or (item.chunks and math.prod(item.chunks) * 16 < bytes_) else None
 
     return file.visititems(refuse) is None
 
