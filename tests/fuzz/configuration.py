@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fuzz import seeds
 from fuzz.mutate import Random, damage_message
-from fuzz.target import TextTarget
+from fuzz.target import TextTarget, copied
 from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
@@ -104,7 +104,7 @@ class NetRun(TextTarget):
         self.backend = CpuBackend(1)
 
     def make(self, random: Random) -> bytes:
-        message = text_format.Parse(random.choice(self.texts), caffe_pb2.NetParameter())
+        message = copied(random.choice(self.texts), caffe_pb2.NetParameter)
         damage_message(message, random)
         return text_format.MessageToString(message).encode()
 

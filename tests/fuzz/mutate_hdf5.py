@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import h5py
@@ -33,14 +34,23 @@ def damage_hdf5(data: bytes, random: Random, seal: Callable[[h5py.File], None] |
     buffer = io.BytesIO(data)
     with h5py.File(buffer, "r+") as file:
         for _ in range(random.choice((1, 1, 2, 3))):
-            names: list[str] = []
-            file.visit(names.append)
-            if names:
-                random.choice(_CHANGES)(file, random.choice(names), random)
+            name, change = random.choice(_names(data)), random.choice(_CHANGES)
+            with contextlib.suppress(*_REFUSALS):
+                if name in file:
+                    change(file, name, random)
         if seal is not None:
             with contextlib.suppress(*_REFUSALS):  # what is there now may have no checksum
                 seal(file)
     return buffer.getvalue()
+
+
+@cache
+def _names(data: bytes) -> list[str]:
+    """All objects of a seed."""
+    found: list[str] = []
+    with h5py.File(io.BytesIO(data)) as file:
+        file.visit(found.append)
+    return found
 
 
 def _replace(file: h5py.File, name: str, random: Random) -> None:
@@ -63,7 +73,8 @@ def _external(file: h5py.File, name: str, random: Random) -> None:
 
 def _virtual(file: h5py.File, name: str, random: Random) -> None:
     layout = h5py.VirtualLayout(shape=(random.choice((4, 100, 2**31)),), dtype="f4")
-    layout[:4] = h5py.VirtualSource(random.choice((".", _OTHER, "other.h5")), random.choice(("x", name)), (4,))
+    source = h5py.VirtualSource(random.choice((".", _OTHER, "other.h5")), random.choice(("x", name)), (4,))
+    _try(lambda: layout.__setitem__(slice(4), source))  # a name with % is none for it
     del file[name]
     _try(lambda: file.create_virtual_dataset(name, layout))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import queue
@@ -159,9 +160,11 @@ class Run:
         count: inputs in all.
         seed: of the run.
         output: where failing inputs are saved.
+        seconds: after which no more inputs are begun.
     """
 
-    def __init__(self, chosen: Sequence[int], count: int, seed: int, output: Path) -> None:
+    def __init__(self, chosen: Sequence[int], count: int, seed: int, output: Path, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
         self.tallies = {index: Tally(TARGETS[index].name) for index in chosen}  # type: ignore[attr-defined]
         self._seed = seed
         self._output = output
@@ -173,7 +176,7 @@ class Run:
     def work(self) -> None:
         """Let one worker try chunks until none is left; run by a thread for each."""
         process: Process | None = None
-        while True:
+        while time.monotonic() < self._end:
             try:
                 chunk = self._chunks.get_nowait()
             except queue.Empty:
@@ -292,12 +295,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     parser.add_argument("--only", default="", metavar="LIST", help="formats, or parts of their names, with commas")
     parser.add_argument("--output", type=Path, default=Path("fuzz-failures"), help="for failing inputs (fuzz-failures)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long, however many were tried")
     parser.add_argument("--show", metavar="FORMAT:NUMBER", help="write one input to stdout and leave it at that")
     args = parser.parse_args()
     if args.show:
         show(args.show, args.seed)
         return 0
-    run = Run(find_targets(args.only), args.count, args.seed, args.output)
+    run = Run(find_targets(args.only), args.count, args.seed, args.output, args.seconds)
     start = time.monotonic()
     threads = [threading.Thread(target=run.work) for _ in range(args.jobs)]
     for thread in threads:

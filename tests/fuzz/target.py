@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from fuzz.mutate import Random, damage_bytes, damage_message, damage_text
@@ -65,9 +66,21 @@ class TextTarget(FileTarget):
         text = random.choice(self.texts)
         if self.kind is None or random.random() < 0.5:
             return damage_text(text, self.texts, random)
-        message = text_format.Parse(text, self.kind())
+        message = copied(text, self.kind)
         damage_message(message, random)
         return text_format.MessageToString(message).encode()
+
+
+def copied(text: str, kind: type[Message]) -> Message:
+    """A new message of a seed's text."""
+    message = kind()
+    message.CopyFrom(_parsed(text, kind))
+    return message
+
+
+@cache
+def _parsed(text: str, kind: type[Message]) -> Message:
+    return text_format.Parse(text, kind())
 
 
 class BinaryTarget(FileTarget):
