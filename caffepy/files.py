@@ -21,7 +21,7 @@ _STARTED = time.time()
 _MORE_BYTES = 2**24
 """Read at most beyond the size that a file is said to have."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
-"""The names that `atomic_write` gives."""
+"""The names that `temporary_beside` gives."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -119,7 +119,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = temporary_beside(path)
     try:
         with _create(temporary) as file:
             try:
@@ -138,6 +138,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise RunError(
             f"{path}: cannot be written: {error.strerror or error}; the files of older snapshots are as they were"
         ) from error
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that cannot be foreseen, for what is to be renamed to `path` when it is complete."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:

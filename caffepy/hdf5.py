@@ -24,6 +24,8 @@ _SMALL = 1 << 26
 """Bytes that a dataset may always have."""
 _MOST_PACKED = 1032
 """Bytes that deflate makes of one at most: no filter in use packs more densely."""
+_CHUNK_BYTES = 4096
+"""What HDF5 takes for each chunk of a dataset while it is read, however small the chunk is."""
 _DAMAGE = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """What h5py raises for damaged files."""
 
@@ -97,7 +99,7 @@ def check_dataset(dataset: h5py.Dataset, before: int = 0) -> int:
         before: bytes of the datasets that are read from the file besides: many names may mean the same bytes.
 
     Returns:
-        The bytes of all of them with this one.
+        The bytes that all of them take with this one.
 
     Raises:
         ValueError: external storage, a virtual dataset, or a size that the file cannot fill.
@@ -111,8 +113,11 @@ def check_dataset(dataset: h5py.Dataset, before: int = 0) -> int:
     if layout.get_external_count():
         raise ValueError(f"'{name}' has external storage, which would read another file; copy the data into it")
     chunked = layout.get_layout() == h5py.h5d.CHUNKED
-    cell = math.prod(layout.get_chunk()) if chunked else 0
-    size: int = max(math.prod(dataset.shape or ()), cell) * dataset.id.get_type().get_size()
+    shape, cell = dataset.shape or (), layout.get_chunk() if chunked else ()
+    size: int = max(math.prod(shape), math.prod(cell)) * dataset.id.get_type().get_size()
+    if chunked:
+        count = math.prod(-(-length // part) for length, part in zip(shape, cell, strict=True))
+        size = max(size, count * _CHUNK_BYTES)
     length = os.stat(dataset.file.filename).st_size
     stored, packed = min(dataset.id.get_storage_size(), length), _MOST_PACKED if chunked else 1
     if size > max(_SMALL, stored * packed) or before + size > _SMALL + length * packed:

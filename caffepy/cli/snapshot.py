@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from caffepy.cli.options import Parser
-from caffepy.errors import SnapshotError
+from caffepy.errors import SnapshotError, one_line
 
 _DESCRIPTION = """\
 Read snapshots, of either format and of either Caffe's as well, and say of each in one line whether it is whole.
@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     status = 0
     for path in args.files:
         try:
-            print(f"{path}: {describe_snapshot(path)}", flush=True)
+            print(one_line(f"{path}: {describe_snapshot(path)}"), flush=True)
         except SnapshotError as error:
-            print(error, flush=True)
+            print(one_line(str(error)), flush=True)
             status = error.exit_status
     return status

@@ -9,6 +9,7 @@ and a log goes on after a restart:
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.text import parse_text
 from caffepy.config.upgrade import upgrade_solver
 from caffepy.errors import ConfigError
+from caffepy.files import open_regular
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 _PREFIX = r"[IWEF]\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?"
@@ -28,6 +30,8 @@ _HEAD = re.compile(rf"{_PREFIX}Initializing solver from parameters, (\d{{1,9}}) 
 _LINE = re.compile(rf"{_PREFIX}\| (.*)")
 _LONGEST_LINE = 1 << 24
 """Characters of a line of the log; longer ones are none of ours."""
+_MOST_TEXT = 1 << 26
+"""Characters within which the solver must end; the longest prototxt has a quarter of them."""
 
 
 def describe_solver(param: SolverParameter, resolve: PathResolver) -> Iterator[str]:
@@ -67,11 +71,11 @@ def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:
     Raises:
         ConfigError: the log cannot be read, holds none, or is cut off in it.
     """
-    if not path.is_file():
-        raise ConfigError(f"--from-log {path}: there is no such file")
     try:
-        with path.open(errors="replace") as log:
+        with open_regular(path) as file, io.TextIOWrapper(file, encoding="utf-8", errors="replace") as log:
             text, folder = _find_solver(log, path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"--from-log {path}: there is no such file") from error
     except OSError as error:
         raise ConfigError(f"--from-log {path}: cannot be read: {error.strerror}") from error
     param = parse_text(text, SolverParameter(), f"the solver in {path}")
@@ -80,8 +84,11 @@ def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:
 
 
 def _find_solver(log: TextIO, path: Path) -> tuple[str, Path]:
-    head, lines = None, list[str]()
+    head, lines, left = None, list[str](), _MOST_TEXT
     while line := log.readline(_LONGEST_LINE):
+        left -= len(line)
+        if left < 0:
+            raise ConfigError(f"--from-log {path}: its solver does not end within the first {_MOST_TEXT} characters")
         if head is None:
             head = _HEAD.match(line)
         elif match := _LINE.match(line):

@@ -62,7 +62,7 @@ class Call:
             if found is None:
                 raise UserError(f"{self.method} needs {name}: give init_process_group {name}=, or set {variable}")
             return found
-        if not written.isdigit():
+        if not _is_number(written):
             raise UserError(f"{variable} is '{written}'; it must be a number")
         return int(written)
 
@@ -119,7 +119,7 @@ def _join_mpi(call: Call) -> Membership:
 
 def _join_address(call: Call) -> Membership:
     host, port = _address(call)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not _is_host(host) or not _is_number(port) or not 0 < int(port) < 65536:
         raise UserError(f"'{host}:{port}' is no address: {call.method} needs rank 0's host and a free port there")
     rank, size = call.rank_and_size()
     secret = find_secret(call.environment, call.method, f"{host}:{port}", warns=rank == 0 and size > 1)
@@ -147,9 +147,24 @@ def _address(call: Call) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
+def _is_host(text: str) -> bool:
+    """Whether a name can be looked up at all; it need not be known."""
+    try:
+        return bool(text) and "\0" not in text and bool(text.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
 def _join_file(call: Call) -> Membership:
-    path = Path(unquote(urlsplit(call.method).path))
-    if not path.is_absolute():
+    try:
+        path = Path(unquote(urlsplit(call.method).path))
+    except ValueError as error:
+        raise UserError(f"init_method '{call.method}' is no URL ({error}); give file:///path") from error
+    if not path.is_absolute() or "\0" in str(path):
         raise UserError(f"init_method '{call.method}' needs an absolute path: file:///path")
     rank, size = call.rank_and_size()
 
@@ -169,7 +184,8 @@ def _join_file(call: Call) -> Membership:
         return _meet(call, rank, size, connect)
     finally:
         if rank == 0 and size > 1:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
 
 def _meet(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
@@ -205,5 +221,5 @@ def _read(path: Path) -> tuple[list[Address], str]:
     try:
         found = json.loads(read_private(path, _MOST_BYTES))
         return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error

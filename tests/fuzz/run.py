@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import queue
@@ -79,6 +80,7 @@ class Process:
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         work, state = self._folder / "work", self._folder / "state"
         work.mkdir()
+        self._errors = self._folder / "stderr"
         state.write_bytes(STATE.pack(-1, -1))
         with open(state, "r+b") as file:
             self._state = mmap.mmap(file.fileno(), STATE.size)
@@ -87,7 +89,7 @@ class Process:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(program), str(seed), str(work), str(state)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors.open("w"), text=True, env=variables,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -135,7 +137,8 @@ class Process:
 
     def _ended(self, kind: str, what: str) -> dict[str, Any]:
         index, number = self.trying
-        return {"target": index, "number": number, "kind": kind, "what": what, "where": "", "ended": True}
+        where = self._errors.read_text(errors="replace")[-4000:]
+        return {"target": index, "number": number, "kind": kind, "what": what, "where": where, "ended": True}
 
     @property
     def alive(self) -> bool:
@@ -157,9 +160,11 @@ class Run:
         count: inputs in all.
         seed: of the run.
         output: where failing inputs are saved.
+        seconds: after which no more inputs are begun.
     """
 
-    def __init__(self, chosen: Sequence[int], count: int, seed: int, output: Path) -> None:
+    def __init__(self, chosen: Sequence[int], count: int, seed: int, output: Path, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
         self.tallies = {index: Tally(TARGETS[index].name) for index in chosen}  # type: ignore[attr-defined]
         self._seed = seed
         self._output = output
@@ -171,7 +176,7 @@ class Run:
     def work(self) -> None:
         """Let one worker try chunks until none is left; run by a thread for each."""
         process: Process | None = None
-        while True:
+        while time.monotonic() < self._end:
             try:
                 chunk = self._chunks.get_nowait()
             except queue.Empty:
@@ -223,7 +228,13 @@ class Run:
         stem = f"{tally.name.replace(' ', '_').replace('/', '_')}-{number}"
         self._output.mkdir(parents=True, exist_ok=True)
         (self._output / f"{stem}.txt").write_text(f"{record['kind']}: {record['what']}\n{record['where']}")
-        (self._output / f"{stem}.input").write_bytes(make_input(index, number, self._seed))
+        (self._output / f"{stem}.input").write_bytes(made_elsewhere(tally.name, number, self._seed))
+
+
+def made_elsewhere(name: str, number: int, seed: int) -> bytes:
+    """An input, made by a process of its own, since making it may be what ends the process."""
+    command = [sys.executable, __file__, "--seed", str(seed), "--show", f"{name}:{number}"]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout
 
 
 def make_input(index: int, number: int, seed: int) -> bytes:
@@ -284,12 +295,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of all random numbers (1)")
     parser.add_argument("--only", default="", metavar="LIST", help="formats, or parts of their names, with commas")
     parser.add_argument("--output", type=Path, default=Path("fuzz-failures"), help="for failing inputs (fuzz-failures)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long, however many were tried")
     parser.add_argument("--show", metavar="FORMAT:NUMBER", help="write one input to stdout and leave it at that")
     args = parser.parse_args()
     if args.show:
         show(args.show, args.seed)
         return 0
-    run = Run(find_targets(args.only), args.count, args.seed, args.output)
+    run = Run(find_targets(args.only), args.count, args.seed, args.output, args.seconds)
     start = time.monotonic()
     threads = [threading.Thread(target=run.work) for _ in range(args.jobs)]
     for thread in threads:

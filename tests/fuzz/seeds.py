@@ -154,6 +154,50 @@ def golden(*names: str) -> list[bytes]:
     return [(ROOT / "tests/golden/formats" / name).read_bytes() for name in names]
 
 
+SNAPSHOTS = """
+base_lr: 0.1 momentum: 0.9 lr_policy: "fixed" max_iter: 1000000 display: 0 snapshot_after_train: false random_seed: 1
+solver_mode: CPU test_iter: 1 test_interval: 1000000 test_initialization: false average_loss: 3 type: "Adam"
+snapshot_prefix: "%s" snapshot_format: %s net_param {
+layer { name: "in" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 2 dim: 3 } shape { dim: 2 }
+  data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 } } }
+layer { name: "a/b" type: "InnerProduct" bottom: "data" top: "a" inner_product_param { num_output: 3
+  weight_filler { type: "xavier" } } }
+layer { name: "norm" type: "BatchNorm" bottom: "a" top: "norm" param { lr_mult: 0 } param { lr_mult: 0 }
+  param { lr_mult: 0 } }
+layer { name: "drop" type: "Dropout" bottom: "norm" top: "drop" }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "drop" bottom: "label" top: "loss" } }
+"""
+"""A solver whose snapshots have most fields; to be given a prefix and a format."""
+
+
+def snapshot_solver(folder: Path, form: str = "BINARYPROTO") -> caffe_pb2.SolverParameter:
+    """The solver that `snapshots` is of."""
+    path = folder / "snapshots.prototxt"
+    path.write_text(SNAPSHOTS % (folder / "x", form))
+    return read_solver(path)
+
+
+def snapshots(folder: Path) -> dict[str, bytes]:
+    """Snapshots as caffepy writes them, by the ending of their names; those in binary stay in the folder."""
+    from caffepy.solvers import create_solver
+
+    found = {}
+    for form, ending in (("HDF5", ".h5"), ("BINARYPROTO", "")):
+        backend = CpuBackend(1)
+        with backend.activate():
+            solver = create_solver(snapshot_solver(folder, form), backend)
+            solver.step(2)
+            state = solver.snapshot()
+            solver.close()
+        for kind in ("caffemodel", "solverstate"):
+            path = state.with_name(f"x_iter_2.{kind}{ending}")
+            found[f"{kind}{ending}"] = path.read_bytes()
+            if ending:
+                path.unlink()
+    return found
+
+
 def datum() -> list[caffe_pb2.Datum]:
     """Records as bytes, floats and an encoded image."""
     plain = caffe_pb2.Datum(channels=3, height=4, width=5, data=bytes(range(60)), label=3)

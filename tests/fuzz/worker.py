@@ -77,6 +77,7 @@ class Worker:
         if index not in self._targets:
             folder = self._folder / str(index)
             folder.mkdir()
+            os.chdir(folder)
             self._targets[index] = self._kinds[index](folder)
         target = self._targets[index]
         os.chdir(target.folder)

@@ -44,6 +44,7 @@ def virtual(file: Any) -> None:
         (lambda file: file.update(data=h5py.ExternalLink("/etc/passwd", "x")), "'data' is an external link"),
         (lambda file: file.update(data=h5py.SoftLink("/data")), "more than 16 links"),
         (lambda file: file.create_dataset("data", (2**31 - 1,), "f4"), "would take 8589934588 bytes"),
+        (lambda file: file.create_dataset("data", (300_000,), "i1", chunks=(1,)), "would take 1228800000 bytes"),
         (
             lambda file: file.create_dataset("data", (5,), "f4", chunks=(1 << 25,), maxshape=(None,)),
             "would take 134217728 bytes, but the file has only 0 of it",

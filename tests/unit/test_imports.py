@@ -75,7 +75,8 @@ FOLDERS = {
     ),
     "layers": (
         "layers.core",
-        "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common layers.recurrent layers.python",
+        "layers.input layers.activation layers.vision layers.normalization layers.loss layers.common layers.recurrent "
+        "layers.python",
         "layers.detection",
         "layers.__init__",
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.errors import DataError, RunError
+from caffepy.files import temporary_beside
 from caffepy.proto import caffe_pb2
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ def write_datums(path: Path, datums: Iterable[tuple[bytes, caffe_pb2.Datum]], fo
     import lmdb
 
     check_free(path, force)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()  # fails where somebody has laid a link
         with lmdb.open(str(temporary), map_size=_FIRST_MAP, lock=False) as environment:
             count = _write_all(environment, datums)
             environment.sync(True)
@@ -101,7 +102,7 @@ def _commit(environment: lmdb.Environment, records: list[tuple[bytes, bytes]]) -
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    old = temporary_beside(path)
     if path.exists():
         path.rename(old)
     temporary.rename(path)

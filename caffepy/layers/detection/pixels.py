@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
 
+from caffepy.files import read_regular
 from caffepy.layers.core.base import Layer
 from caffepy.layers.detection.boxes import Rows, box_sizes, clip_boxes
 from caffepy.proto import caffe_pb2
 
 _Resize = caffe_pb2.ResizeParameter
+_MOST_BYTES = 1 << 26
+"""Of a name_size_file."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
     path = layer.context.resolve(name)
     sizes = []
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise layer.data_error(f"name_size_file {path} cannot be read: {error}") from error
+        lines = os.fsdecode(read_regular(path, _MOST_BYTES)).splitlines()
+    except OSError as error:
+        raise layer.data_error(f"name_size_file {path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words:

@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 
 import numpy as np
-from google.protobuf import text_format
 
-from caffepy.files import atomic_write
+from caffepy.config.text import decode_text, parse_text
+from caffepy.files import atomic_write, read_regular
 from caffepy.layers.core.base import Layer
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.proto import caffe_pb2
 
 FORMATS = ("VOC", "COCO", "ILSVRC")
+_MOST_BYTES = 1 << 24
+"""Of a label map file."""
 _Found = tuple[ImageSize, int, float, list[float]]
 """Image, label, score, and the box as left edge, top edge, width and height."""
 
@@ -24,13 +26,15 @@ def read_label_map(layer: Layer, name: str) -> dict[int, str]:
 
     Raises:
         DataError: it cannot be read, or names a class twice.
+        ConfigError: it is no label map.
     """
     path = layer.context.resolve(name)
     label_map = caffe_pb2.LabelMap()
     try:
-        text_format.Parse(path.read_text(), label_map)
-    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
-        raise layer.data_error(f"label_map_file {path} cannot be read: {error}") from error
+        text = decode_text(read_regular(path, _MOST_BYTES), f"label_map_file {path}")
+    except OSError as error:
+        raise layer.data_error(f"label_map_file {path} cannot be read: {error.strerror}") from error
+    parse_text(text, label_map, f"label_map_file {path}")
     names: dict[int, str] = {}
     for item in label_map.item:
         if item.label in names or item.name in names.values():

@@ -8,6 +8,9 @@ from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.formulas import product
 from caffepy.proto import caffe_pb2
 
+LARGEST_SIZE = 2**14
+"""Channels, or pixels along an axis, of a window; larger than any blob that is normalised."""
+
 
 @expression
 def normalised(x: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
@@ -40,6 +43,8 @@ class LRNLayer(Layer):
         param = self.param.lrn_param
         if param.local_size % 2 == 0:
             raise self.error(f"local_size is {param.local_size}, but must be odd")
+        if param.local_size > LARGEST_SIZE:
+            raise self.error(f"local_size is {param.local_size}; at most {LARGEST_SIZE} is possible")
         self._across = param.norm_region == caffe_pb2.LRNParameter.ACROSS_CHANNELS
         half = (param.local_size - 1) // 2
         self._geometry = Geometry((param.local_size,) * 2, (1, 1), (half, half), (1, 1))

@@ -106,13 +106,18 @@ def is_near(environment: Mapping[str, str]) -> bool:
 def find_mpi_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
     """The launcher of MPI's that started this process, or None."""
     for name, rank, size in _LAUNCHERS:
-        if environment.get(rank, "").isdigit() and (environment.get(size, "").isdigit() or name.startswith("a PMIx")):
-            count = environment.get(size)
+        count = environment.get(size, "")
+        if _is_count(environment.get(rank, "")) and (_is_count(count) or (not count and name.startswith("a PMIx"))):
             name = "srun" if _started_by_srun(name, environment) else name
             way = environment.get("SLURM_MPI_TYPE")
             options = f" --mpi={way}" if name == "srun" and way else ""
             return Launcher(name, int(environment[rank]), int(count) if count else None, options)
     return None
+
+
+def _is_count(text: str) -> bool:
+    """Whether a launcher could have written this number."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _started_by_srun(name: str, environment: Mapping[str, str]) -> bool:

@@ -66,8 +66,18 @@ def test_what_cannot_be_read(log: Path, tmp_path: Path) -> None:
         read_logged_solver(log)
     with pytest.raises(ConfigError, match="there is no such file"):
         read_logged_solver(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="/dev/zero: cannot be read: it is a device, not a regular file"):
         read_logged_solver(Path("/dev/zero"))
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        read_logged_solver(tmp_path / ("x" * 5000))
+    with pytest.raises(ConfigError, match="cannot be read: the path has a NUL character"):
+        read_logged_solver(tmp_path / "a\0b")
+
+
+def test_a_log_whose_solver_does_not_end_is_given_up(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caffepy.config.run_log._MOST_TEXT", 900)
+    with pytest.raises(ConfigError, match="its solver does not end within the first 900 characters"):
+        read_logged_solver(log)
 
 
 def test_caffes_parsers_can_read_the_time_of_every_line(log: Path) -> None:

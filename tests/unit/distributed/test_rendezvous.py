@@ -112,6 +112,14 @@ def test_a_world_of_one_needs_no_connection(method: str) -> None:
         ("tcp://:123", 0, 2, "':123' is no address"),
         ("tcp://host:0", 0, 2, "'host:0' is no address"),
         ("tcp://host:123456", 0, 2, "'host:123456' is no address"),
+        ("tcp://host:²", 0, 2, "'host:²' is no address"),
+        ("tcp://a..b:1", 1, 2, "'a..b:1' is no address"),
+        ("tcp://127.\0:1", 0, 2, "is no address"),
+        (f"tcp://{'x' * 5000}:1", 1, 2, "is no address"),
+        ("file://[x", 0, 2, "is no URL .*; give file:///path"),
+        ("file:///a%00b", 0, 2, "needs an absolute path"),
+        (f"file:///{'x' * 5000}", 0, 2, "rank 0 cannot write"),
+        ("file:///tmp", 0, 2, "rank 0 cannot write /tmp"),
         ("tcp://127.0.0.1:1", None, 2, "needs rank: give init_process_group rank=, or set RANK"),
         ("tcp://127.0.0.1:1", 0, None, "needs world_size: give init_process_group world_size=, or set WORLD_SIZE"),
         ("tcp://127.0.0.1:1", 2, 2, "rank 2 of a world of 2: ranks count from 0 to world_size - 1"),
@@ -127,9 +135,10 @@ def test_mistakes(method: str, rank: int | None, size: int | None, message: str)
         join(method, rank, size, 0.5, NOTHING)
 
 
-def test_a_number_that_is_none() -> None:
-    with pytest.raises(UserError, match="RANK is 'first'; it must be a number"):
-        join("tcp://127.0.0.1:1", None, 2, 0.5, {"RANK": "first"})
+@pytest.mark.parametrize("text", ["first", "²", "-1", "9" * 5000])
+def test_a_number_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match=f"RANK is '{text}'; it must be a number"):
+        join("tcp://127.0.0.1:1", None, 2, 0.5, {"RANK": text})
 
 
 def test_rank_and_size_come_from_the_launcher_too() -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from caffepy.caches import cache_folder
+from caffepy.errors import RunError
+from caffepy.files import atomic_write, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ WAIT = 120.0
 
 _WRITE_WAIT = 30.0
 """Seconds that a thread waits for another process that is writing the file."""
+
+_MOST_BYTES = 1 << 26
+"""Of the file."""
 
 _LOOK = 0.02
 """Seconds between looks whether another process has given a lock back."""
@@ -97,7 +102,7 @@ class Decisions:
             self._known[key] = decision
             try:
                 self._write()
-            except OSError as error:
+            except (OSError, RunError) as error:
                 logger.debug("%s: autotuning is not remembered: %s", self._path, error)
         return decision
 
@@ -123,11 +128,11 @@ class Decisions:
         if self._path is None:
             return {}
         try:
-            entries = json.loads(self._path.read_text(encoding="utf-8"))
+            entries = json.loads(read_regular(self._path, _MOST_BYTES))
             return {str(key): Decision(_name(name), float(time)) for key, (name, time) in entries.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             logger.warning("%s: not a file of autotuning decisions, ignored: %s", self._path, error)
             return {}
 
@@ -135,10 +140,9 @@ class Decisions:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{threading.get_ident()}")
         entries = {key: (d.name, round(d.microseconds, 2)) for key, d in sorted(self._known.items())}
-        temporary.write_text(json.dumps(entries, indent=0), encoding="utf-8")
-        os.replace(temporary, self._path)
+        with atomic_write(self._path) as file:
+            file.write(json.dumps(entries, indent=0).encode())
 
 
 class _FileLocks:

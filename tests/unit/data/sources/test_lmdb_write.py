@@ -1,3 +1,5 @@
+import os
+
 import lmdb
 import pytest
 
@@ -69,6 +71,16 @@ def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="cannot write LMDB '.*db': No space left on device"):
         write_datums(tmp_path / "db", datums(3))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_at_a_temporary_name_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    for ending in ("tmp", "old"):
+        (tmp_path / f".db.{os.getpid()}.{ending}").symlink_to(tmp_path / "elsewhere")
+    write_datums(tmp_path / "db", datums(3))
+    write_datums(tmp_path / "db", datums(4), force=True)
+    assert labels(tmp_path / "db") == [0, 1, 2, 3]
+    assert not (tmp_path / "db").is_symlink() and not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_keys_are_those_of_caffes_converters():

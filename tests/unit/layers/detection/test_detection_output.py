@@ -236,6 +236,17 @@ def test_without_a_label_map_nothing_is_saved(files: Path) -> None:
         (SAVE.format("VOC", "resize_param { height: 3 }"), ConfigError, "resize_param needs height and width above 0"),
         (SAVE.format("VOC", "").replace("num_classes: 3", "num_classes: 4"), DataError, "map.txt has no label 3"),
         (SAVE.format("VOC", "").replace("map.txt", "none.txt"), DataError, "label_map_file none.txt cannot be read"),
+        (SAVE.format("VOC", "").replace("map.txt", "/dev/zero"), DataError, "label_map_file /dev/zero .* is a device"),
+        (
+            SAVE.format("VOC", "").replace("sizes.txt", "/dev/zero"),
+            DataError,
+            "name_size_file /dev/zero .* is a device",
+        ),
+        (
+            SAVE.format("VOC", "").replace("map.txt", "a\\000b"),
+            DataError,
+            "cannot be read: the path has a NUL character",
+        ),
         (SAVE.format("VOC", "").replace("sizes.txt", "map.txt"), DataError, "map.txt, line 1: .* is not a name, a"),
     ],
 )

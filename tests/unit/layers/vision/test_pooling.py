@@ -146,6 +146,8 @@ def test_lrn_within_channel(size):
 def test_lrn_refusals():
     with pytest.raises(ConfigError, match="local_size is 4, but must be odd"):
         Runner("type: 'LRN' lrn_param { local_size: 4 }", [gaussian((1, 2, 3, 3))])
+    with pytest.raises(ConfigError, match="local_size is 2147483647; at most 16384 is possible"):
+        Runner("type: 'LRN' lrn_param { local_size: 2147483647 }", [gaussian((1, 2, 3, 3))])
     with pytest.raises(ShapeError, match=r"four axes, \(N, C, H, W\).*'a' is 2 3 \(6\)"):
         Runner("type: 'LRN'", [gaussian((2, 3))])
     with pytest.raises(ConfigError, match="cannot work in place"):

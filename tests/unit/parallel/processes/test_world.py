@@ -45,6 +45,8 @@ class FakeWorld(SingleProcess):
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}, (3, 8)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script: nothing was launched
         ({"PMIX_RANK": "2"}, (2, None)),
+        ({"OMPI_COMM_WORLD_RANK": "²", "OMPI_COMM_WORLD_SIZE": "4"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "9" * 5000}, None),
     ],
 )
 def test_launchers_are_known_by_their_variables(

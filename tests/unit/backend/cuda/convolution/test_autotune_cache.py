@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -34,7 +35,8 @@ def test_what_other_processes_wrote_is_kept(path: Path) -> None:
     assert Decisions(path).get("b") == Decision("y", 2.0)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2", "[]", "3", '{"task": 5}', '{"task": [7, 1.0]}', '{"task": ["a", "b"]}'])
+@pytest.mark.parametrize("text", ["", "[1, 2", "[]", "3", '{"task": 5}', '{"task": [7, 1.0]}', '{"task": ["a", "b"]}',
+    "[" * 100_000, '{"task": ["a", 1' + "0" * 400 + "]}"])  # fmt: skip
 def test_a_foreign_file_is_ignored(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     path.parent.mkdir()
     path.write_text(text)
@@ -44,6 +46,21 @@ def test_a_foreign_file_is_ignored(path: Path, text: str, caplog: pytest.LogCapt
     assert "not a file of autotuning decisions" in caplog.text
     known.put("task", Decision("x", 1.0))
     assert Decisions(path).get("task") == Decision("x", 1.0)
+
+
+def test_a_link_at_a_temporary_name_is_not_followed(path: Path) -> None:
+    path.parent.mkdir()
+    other = path.with_name("other")
+    path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}").symlink_to(other)
+    Decisions(path).put("task", Decision("x", 1.0))
+    assert Decisions(path).get("task") == Decision("x", 1.0)
+    assert not other.exists()
+
+
+def test_a_device_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert Decisions(Path("/dev/zero")).get("task") is None
+    assert "it is a device, not a regular file" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:

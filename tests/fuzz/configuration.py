@@ -1,0 +1,175 @@
+"""Solvers and nets, and the files beside them that are texts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fuzz import seeds
+from fuzz.mutate import Random, damage_message
+from fuzz.target import TextTarget, copied
+from google.protobuf import text_format
+
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.meta.backend import MetaBackend
+from caffepy.config.load import read_net, read_solver
+from caffepy.config.paths import PathResolver
+from caffepy.config.solver_check import check_solver, log_ignored
+from caffepy.data.schedule import Shard
+from caffepy.errors import UserError
+from caffepy.layers import LayerContext, layer_class
+from caffepy.net import Net
+from caffepy.net.memory.plan import plan_memory
+from caffepy.proto import caffe_pb2
+from caffepy.solvers.nets import NetFactory
+
+LENET_SHAPES: dict[str, Sequence[tuple[int, ...]]] = {"mnist": [(1, 28, 28), ()]}
+
+LARGEST_BLOB = 1 << 20
+"""Elements of a blob of nets that are run."""
+
+
+class SolverText(TextTarget):
+    name = "solver prototxt"
+    file = "solver.prototxt"
+    share = 8
+    kind = caffe_pb2.SolverParameter
+
+    def prepare(self) -> None:
+        self.texts = seeds.solvers()
+
+    def read(self) -> None:
+        from caffepy.solvers import solver_class
+        from caffepy.solvers.rules import policies
+
+        param = read_solver(self.path)
+        check_solver(param, str(self.path))
+        log_ignored(param)
+        solver_class(param.type)
+        for iteration in (0, 1, 5, 1000, param.max_iter):
+            rate, _ = policies.learning_rate(param, iteration, 0)
+            policies.momentum(param, iteration, rate)
+            policies.weight_decay(param, iteration)
+        resolve = PathResolver(self.path)
+        resolve.output(param.snapshot_prefix)
+        net, context, state = NetFactory(param, MetaBackend(), Shard(), resolve).train_setup()
+        Net(net, replace(context, sample_shapes=LENET_SHAPES), state).close()
+
+
+class NetText(TextTarget):
+    name = "net prototxt"
+    file = "net.prototxt"
+    share = 8
+    kind = caffe_pb2.NetParameter
+
+    def prepare(self) -> None:
+        self.texts = seeds.nets()
+
+    def read(self) -> None:
+        param = read_net(self.path)
+        for phase in (caffe_pb2.TRAIN, caffe_pb2.TEST):
+            context = LayerContext(
+                MetaBackend(), phase=phase, resolve=PathResolver(self.path), sample_shapes=LENET_SHAPES
+            )
+            plan_memory(param, context, fuse=phase == caffe_pb2.TRAIN)
+
+
+class V1Text(NetText):
+    name = "V1 prototxt"
+    share = 3
+
+    def prepare(self) -> None:
+        self.texts = [seeds.V1]
+
+
+class V0Text(NetText):
+    name = "V0 prototxt"
+    share = 3
+
+    def prepare(self) -> None:
+        self.texts = [seeds.V0]
+
+
+class NetRun(TextTarget):
+    """A net that is built on the CPU and runs one iteration."""
+
+    name = "net, run on the CPU"
+    file = "run.prototxt"
+    share = 1
+    kind = caffe_pb2.NetParameter
+
+    def prepare(self) -> None:
+        self.texts = seeds.nets()[: len(seeds.BODIES)]
+        self.backend = CpuBackend(1)
+
+    def make(self, random: Random) -> bytes:
+        message = copied(random.choice(self.texts), caffe_pb2.NetParameter)
+        damage_message(message, random)
+        return text_format.MessageToString(message).encode()
+
+    def read(self) -> None:
+        param = read_net(self.path)
+        planned = Net(param, LayerContext(MetaBackend(), resolve=PathResolver(self.path)))
+        blobs = [*planned.blobs.values(), *(blob for layer in planned.layers for blob in layer.blobs)]
+        if max((blob.count for blob in blobs), default=0) > LARGEST_BLOB:
+            return  # as slow as it is large
+        with self.backend.activate():
+            net = Net(param, LayerContext(self.backend, resolve=PathResolver(self.path)))
+            try:
+                net.clear_param_diffs()
+                net.forward()
+                net.backward()
+            finally:
+                net.close()
+
+
+class RunLog(TextTarget):
+    """The log of a training, from which it can be made again."""
+
+    name = "log of a run"
+    file = "train.log"
+    kind = None
+    share = 2
+
+    def prepare(self) -> None:
+        from caffepy.config.run_log import describe_solver
+
+        prefix = "I1121 11:29:00.123456 12345 run_header.py:40] "
+        path = self.folder / "solver.prototxt"
+        self.texts = []
+        for text in seeds.SOLVERS[:2]:
+            path.write_text(text)
+            lines = [prefix + line for line in describe_solver(read_solver(path), PathResolver(path))]
+            self.texts.append("\n".join([f"{prefix}caffepy train", *lines, f"{prefix}Solving"]) + "\n")
+
+    def read(self) -> None:
+        from caffepy.config.run_log import read_logged_solver
+
+        param, folder = read_logged_solver(self.path)
+        check_solver(param, str(self.path))
+        PathResolver(folder / "solver.prototxt").output(param.snapshot_prefix)
+
+
+class DetectionFiles(TextTarget):
+    """The names of classes, and names and sizes of images."""
+
+    name = "detection lists"
+    file = "detection.txt"
+
+    def prepare(self) -> None:
+        self.texts = ['item { name: "cat" label: 1 display_name: "a cat" }\nitem { name: "dog" label: 2 }\n',
+                      "a 300 400\nb 10 20\n"]  # fmt: skip
+        param = caffe_pb2.LayerParameter(name="out", type="DetectionOutput")
+        self.layer = layer_class(param.type)(param, LayerContext(MetaBackend()))
+
+    def read(self) -> None:
+        from caffepy.layers.detection.pixels import read_image_sizes
+        from caffepy.layers.detection.result_files import read_label_map
+
+        for reader in (read_label_map, read_image_sizes):
+            with contextlib.suppress(UserError):
+                reader(self.layer, str(self.path))
+
+
+TARGETS = (SolverText, NetText, V1Text, V0Text, NetRun, RunLog, DetectionFiles)

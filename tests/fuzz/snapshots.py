@@ -1,0 +1,188 @@
+"""Snapshots of caffepy's, whose checksums are kept valid in half of the cases, and of both Caffes'."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import h5py
+import numpy as np
+from fuzz import seeds
+from fuzz.mutate import Random, damage_message
+from fuzz.mutate_hdf5 import damage_hdf5, reads_others
+from fuzz.target import BinaryTarget, FileTarget
+
+from caffepy.config.checksum import checksummed, stored_blobs
+from caffepy.proto import caffe_pb2
+
+
+def resealed(message: caffe_pb2.NetParameter | caffe_pb2.SolverState) -> bytes:
+    """A message with the number of blobs and the checksum of what it is now."""
+    message.ClearField("crc32c")
+    message.ClearField("blob_count")
+    return b"".join(checksummed(type(message), len(stored_blobs(message)), [message.SerializePartialToString()]))
+
+
+def reseal_hdf5(file: h5py.File) -> None:
+    """Bring the attributes up to date; the group that holds the blobs is `data` or `history`."""
+    from caffepy.snapshot.contents import content_checksum
+
+    if not _can_be_read(file):
+        return
+    checksum, paths = content_checksum(file)
+    file.attrs["caffepy_crc32c"] = np.uint32(checksum)
+    file.attrs["caffepy_blobs"] = np.uint32(sum(path[0] in ("data", "history") for path in paths))
+
+
+def _can_be_read(file: h5py.File) -> bool:
+    """Whether reading all takes little memory and no other file, which ends the process where files are buffers."""
+
+    def refuse(_: str, item: h5py.Group | h5py.Dataset) -> bool | None:
+        if not isinstance(item, h5py.Dataset):
+            return None
+        if reads_others(item):
+            return True
+        bytes_ = math.prod(item.shape or ()) * item.id.get_type().get_size()
+        return True if bytes_ > 1 << 20 or (item.chunks and math.prod(item.chunks) * 16 < bytes_) else None
+
+    return file.visititems(refuse) is None
+
+
+class SnapshotTarget(BinaryTarget):
+    """A binary snapshot; a third of the damaged ones have a valid checksum."""
+
+    kind: type[caffe_pb2.NetParameter | caffe_pb2.SolverState]
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.67:
+            return super().make(random)
+        message = self.kind()
+        message.ParseFromString(random.choice(self.blobs))
+        damage_message(message, random)
+        return resealed(message)
+
+
+class Hdf5Target(BinaryTarget):
+    """An HDF5 snapshot; half of the damaged ones have other objects and, most of these, a valid checksum."""
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.5:
+            return super().make(random)
+        seal = reseal_hdf5 if random.random() < 0.7 else None
+        return damage_hdf5(random.choice(self.blobs), random, seal)
+
+
+class Weights(SnapshotTarget):
+    name = ".caffemodel"
+    file = "x.caffemodel"
+    share = 4
+    kind = caffe_pb2.NetParameter
+
+    def prepare(self) -> None:
+        own = seeds.snapshots(self.folder)["caffemodel"]
+        self.blobs = [*seeds.golden("init.caffemodel", "binary_iter_4.caffemodel"), *seeds.old_weights(), own]
+        self.net = seeds.small_net()
+
+    def read(self) -> None:
+        from caffepy.snapshot.files import read_weights
+
+        self.net.copy_trained_layers_from(read_weights(self.path), str(self.path))
+
+
+class WeightsHdf5(Hdf5Target):
+    name = ".caffemodel.h5"
+    file = "x.caffemodel.h5"
+    share = 3
+
+    def prepare(self) -> None:
+        self.blobs = [*seeds.golden("hdf5_iter_4.caffemodel.h5"), seeds.snapshots(self.folder)["caffemodel.h5"]]
+        self.net = seeds.small_net()
+
+    read = Weights.read
+
+
+class State(SnapshotTarget):
+    name = ".solverstate"
+    file = "x.solverstate"
+    share = 4
+    kind = caffe_pb2.SolverState
+
+    def prepare(self) -> None:
+        self.blobs = [*seeds.golden("binary_iter_4.solverstate"), seeds.snapshots(self.folder)["solverstate"]]
+
+    def read(self) -> None:
+        from caffepy.snapshot.files import find_learned_net, read_state
+
+        find_learned_net(read_state(self.path), self.path)
+
+
+class StateHdf5(Hdf5Target):
+    name = ".solverstate.h5"
+    file = "x.solverstate.h5"
+    share = 3
+
+    def prepare(self) -> None:
+        self.blobs = [*seeds.golden("hdf5_iter_4.solverstate.h5"), seeds.snapshots(self.folder)["solverstate.h5"]]
+
+    read = State.read
+
+
+class Verify(FileTarget):
+    """Snapshots under the names of other kinds, as `caffepy snapshot verify` takes them."""
+
+    name = "snapshot verify"
+
+    def prepare(self) -> None:
+        self._kinds: list[BinaryTarget] = [kind(self.folder) for kind in (Weights, WeightsHdf5, State, StateHdf5)]
+        self._blobs = [blob for kind in self._kinds for blob in kind.blobs]
+
+    def make(self, random: Random) -> bytes:
+        name = random.choice(self._kinds).file
+        data = random.choice(self._blobs) if random.random() < 0.2 else random.choice(self._kinds).make(random)
+        return name.encode() + b"\n" + data
+
+    def use(self, data: bytes) -> None:
+        from caffepy.cli.snapshot import run
+
+        name, _, content = data.partition(b"\n")
+        self.path = self.folder / name.decode()
+        self.path.write_bytes(content)
+        run(argparse.Namespace(files=[self.path]))
+
+
+class Restore(SnapshotTarget):
+    """What a solver takes over from a snapshot of its own net whose state is damaged and sealed again."""
+
+    name = "restoring"
+    file = "x_iter_2.solverstate"
+    share = 2
+    kind = caffe_pb2.SolverState
+
+    def prepare(self) -> None:
+        from caffepy.backend.cpu.backend import CpuBackend
+        from caffepy.solvers import create_solver
+
+        self.blobs = [seeds.snapshots(self.folder)["solverstate"]]
+        self.solver = create_solver(seeds.snapshot_solver(self.folder), CpuBackend(1))
+
+    def make(self, random: Random) -> bytes:
+        message = caffe_pb2.SolverState()
+        message.ParseFromString(self.blobs[0])
+        damage_message(message, random)
+        if random.random() < 0.8:
+            message.learned_net = "x_iter_2.caffemodel"
+        return resealed(message)
+
+    def read(self) -> None:
+        from caffepy.snapshot.files import newest_snapshot, restore_first, snapshots
+
+        prefix = Path(self.solver.param.snapshot_prefix)
+        with self.solver.backend.activate():
+            newest = newest_snapshot(prefix)
+            if newest is not None:
+                restore_first([path for path in snapshots(prefix) if path == newest], self.solver.restore)
+                self.solver.step(1)
+
+
+TARGETS = (Weights, WeightsHdf5, State, StateHdf5, Verify, Restore)

@@ -1,0 +1,99 @@
+"""What a format's target is: how a damaged input is made, and what caffepy does with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from fuzz.mutate import Random, damage_bytes, damage_message, damage_text
+from google.protobuf import text_format
+from google.protobuf.message import Message
+
+
+class Target(ABC):
+    """A format.
+
+    Args:
+        folder: for files, this worker's own.
+    """
+
+    name = ""
+    file = "input"
+    share = 1
+    """How many of the inputs, compared with the other targets."""
+    allowed: tuple[type[Exception], ...] = ()
+    """Exceptions of its own that callers know about, beside CaffepyError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / self.file
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the seeds."""
+
+    @abstractmethod
+    def make(self, random: Random) -> bytes:
+        """A damaged input."""
+
+    @abstractmethod
+    def use(self, data: bytes) -> None:
+        """Do with the input what caffepy does."""
+
+
+class FileTarget(Target):
+    """A format of files: `read` is called with the damaged file's path."""
+
+    def use(self, data: bytes) -> None:
+        self.path.write_bytes(data)
+        self.read()
+
+    def read(self) -> None:
+        """Read `self.path`."""
+        raise NotImplementedError
+
+
+class TextTarget(FileTarget):
+    """A text; half of the damaged ones are damaged as messages and printed."""
+
+    texts: Sequence[str]
+    kind: type[Message] | None = None
+
+    def make(self, random: Random) -> bytes:
+        text = random.choice(self.texts)
+        if self.kind is None or random.random() < 0.5:
+            return damage_text(text, self.texts, random)
+        message = copied(text, self.kind)
+        damage_message(message, random)
+        return text_format.MessageToString(message).encode()
+
+
+def copied(text: str, kind: type[Message]) -> Message:
+    """A new message of a seed's text."""
+    message = kind()
+    message.CopyFrom(_parsed(text, kind))
+    return message
+
+
+@cache
+def _parsed(text: str, kind: type[Message]) -> Message:
+    return text_format.Parse(text, kind())
+
+
+class BinaryTarget(FileTarget):
+    """Bytes; those of a message are damaged as such in half of the cases."""
+
+    blobs: Sequence[bytes]
+    kind: type[Message] | None = None
+
+    def make(self, random: Random) -> bytes:
+        data = random.choice(self.blobs)
+        if self.kind is None or random.random() < 0.5:
+            return damage_bytes(data, self.blobs, random)
+        message = self.kind()
+        message.ParseFromString(data)
+        damage_message(message, random)
+        return message.SerializePartialToString()
