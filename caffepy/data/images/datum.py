@@ -11,6 +11,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from caffepy.data.images.png import is_png, whole_png
 from caffepy.errors import DataError
 from caffepy.proto import caffe_pb2
 
@@ -98,13 +99,15 @@ def decode_image(data: bytes | memoryview, force_color: bool = False, force_gray
         force_gray: make it 1 channel. With neither it keeps the channels that it has.
 
     Raises:
-        DataError: OpenCV cannot decode it, it has more than 8 bits a channel, or more than 2^26 pixels.
+        DataError: OpenCV cannot decode it, it is a damaged PNG, or it has more than 8 bits a channel or 2^26 pixels.
     """
     cv2 = _opencv()
     height, width = _encoded_size(data)
     if height * width > _MOST_PIXELS:
         raise DataError(f"is an image of {height} x {width} pixels; more than {_MOST_PIXELS} are refused, shrink it")
     flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else cv2.IMREAD_UNCHANGED
+    if is_png(data):
+        data = whole_png(data)
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flag) if data else None
     except (cv2.error, MemoryError) as error:
@@ -134,7 +137,7 @@ def _opencv() -> Any:
 
 def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:
     """Height and width that a PNG or JPEG declares; (0, 0) of other formats and of damaged headers."""
-    if bytes(data[:8]) == b"\x89PNG\r\n\x1a\n" and len(data) >= 24:
+    if is_png(data) and len(data) >= 24:
         width, height = struct.unpack_from(">2I", data, 16)
         return height, width
     at = 2 if bytes(data[:2]) == b"\xff\xd8" else len(data)
