@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import platform
 import shlex
@@ -216,7 +217,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         cpu_solvers=args.cpu_solvers,
         snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
         resume_newest=args.snapshot == "auto",
-        resume_since=float(os.environ[SINCE]) if SINCE in os.environ else None,
+        resume_since=_launched_with(SINCE) if SINCE in os.environ else None,
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
@@ -267,7 +268,7 @@ def keep_batch_of_all(param: SolverParameter) -> None:
     from caffepy.parallel.launch.run import BATCH_RANKS
     from caffepy.parallel.processes.launcher import find_launcher
 
-    launcher, before = find_launcher(), int(os.environ.get(BATCH_RANKS, "0"))
+    launcher, before = find_launcher(), int(_launched_with(BATCH_RANKS))
     ranks = launcher.size if launcher else None
     if not before or not ranks or ranks == before:
         return
@@ -279,6 +280,21 @@ def keep_batch_of_all(param: SolverParameter) -> None:
         )
     param.iter_size = passes // ranks
     logger.info("%d ranks train for %d: iter_size is %d", ranks, before, param.iter_size)
+
+
+def _launched_with(name: str) -> float:
+    """A number that `caffepy launch` sets; 0 where it does not.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        number = float(os.environ.get(name, "0"))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} is '{os.environ[name]}'; caffepy launch alone sets it, to a number: unset it")
+    return number
 
 
 def _check_options(args: argparse.Namespace) -> None:

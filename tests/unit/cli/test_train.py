@@ -93,6 +93,10 @@ def test_fewer_ranks_make_more_passes(said: pytest.LogCaptureFixture, monkeypatc
     param.iter_size = 3
     with pytest.raises(ConfigError, match="5 ranks cannot be divided among 4: an iteration has 15 batches"):
         train.keep_batch_of_all(param)
+    for text in ("x", "nan", "1e999"):
+        monkeypatch.setenv("CAFFEPY_BATCH_RANKS", text)
+        with pytest.raises(ConfigError, match=f"CAFFEPY_BATCH_RANKS is '{text}'; caffepy launch alone sets it"):
+            train.keep_batch_of_all(param)
 
 
 def test_a_log_has_its_solver_in_it(capsys: pytest.CaptureFixture[str], said: pytest.LogCaptureFixture) -> None:
