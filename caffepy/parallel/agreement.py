@@ -159,6 +159,7 @@ def describe_nets(solver: Solver) -> Description:
         described.update(_describe_data(name, net))
     described["the number of parameters"] = str(solver.net.parameters.size)
     described["the batch of a device"] = str(solver.performance.batch)
+    described["the dialect"] = "nvidia" if solver.net.context.nvidia else "bvlc"
     return described
 
 
