@@ -1,4 +1,4 @@
-"""Every prototxt in the folder that CAFFEPY_PROTOTXTS names (such as checkouts of BVLC/caffe and NVIDIA/caffe) is usable.
+"""Every prototxt in the folder of CAFFEPY_PROTOTXTS, such as checkouts of BVLC/caffe and NVIDIA/caffe, is usable.
 
 Each loads; each net builds, with Input layers in place of its data layers, and runs forward and backward without NaN;
 each solver is accepted. They are other people's files, and so are not in this project.

@@ -40,6 +40,9 @@ def without_data(path: Path) -> caffe_pb2.NetParameter:
             _replace_coverage(layer)
         elif layer.type == "Input":
             _shrink(layer)
+        elif layer.type in ("DetectionOutput", "DetectionEvaluate"):
+            layer.detection_output_param.ClearField("save_output_param")
+            layer.detection_evaluate_param.ClearField("name_size_file")
     return param
 
 
@@ -78,9 +81,15 @@ def _shrink(layer: caffe_pb2.LayerParameter) -> None:
 
 
 def fill_inputs(net: Net) -> None:
-    """Images of normal numbers; labels 0, or two boxes of class 1."""
+    """Images of normal numbers; labels 0, or two boxes of class 1; stored variances of 1.
+
+    BatchNorm of an untrained net has a stored variance of 0: fifty layers that multiply by a hundred overflow.
+    """
     random = np.random.default_rng(0)
     for layer, tops in zip(net.layers, net.tops, strict=True):
+        if layer.type == "BatchNorm":
+            for blob in layer.blobs[1:3]:
+                blob.data[...] = 1
         if layer.type != "Input":
             continue
         for index, top in enumerate(tops):

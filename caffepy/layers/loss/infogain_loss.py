@@ -58,7 +58,6 @@ class InfogainLossLayer(LossLayer):
     otherwise.
     """
 
-
     bottoms = (2, 3)
     tops = (1, 2)
     no_gradient_bottoms = frozenset({1, 2})

@@ -209,9 +209,11 @@ def described(net: str, solver: str = PLAIN) -> dict[str, str]:
 
 
 def test_dialects_are_compared() -> None:
+    options = TrainOptions(solver_param(SOLVER))
     with overriding("nvidia"):
-        other = described(NET)
-    assert first_difference(described(NET), other) == Difference("the dialect", "bvlc", "nvidia")
+        other = describe_run(options)
+    wanted = Difference("--dialect or CAFFEPY_DIALECT", "not given", "nvidia")
+    assert first_difference(describe_run(options), other) == wanted
 
 
 @pytest.mark.parametrize(
