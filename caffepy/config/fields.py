@@ -63,7 +63,7 @@ def _parse(text: str) -> Entry:
 
 def path_of(message: Any) -> str:
     """The name of a message's descriptor within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
-    return message.full_name.partition(".")[2]
+    return str(message.full_name).partition(".")[2]
 
 
 @cache
