@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from caffepy import version
@@ -67,9 +68,19 @@ def _run(arguments: list[str], verbose: bool) -> int:
         return ConfigError.exit_status
     args.verbose = verbose
     args.arguments = arguments
-    status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
+    with _dialect(getattr(args, "dialect", None)):
+        status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
     sys.stdout.flush()
     return status
+
+
+def _dialect(name: str | None) -> AbstractContextManager[None]:
+    """The dialect that --dialect names, if it is given, in effect within a block."""
+    if name is None:
+        return nullcontext()
+    from caffepy.config.dialect import overriding
+
+    return overriding(name)
 
 
 def build_parser(arguments: Sequence[str] = ()) -> Parser:

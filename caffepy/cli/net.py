@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_state_options, gpu_number, positive, positive_number, record_shape
+from caffepy.cli.options import (
+    Parser,
+    add_dialect_option,
+    add_state_options,
+    gpu_number,
+    positive,
+    positive_number,
+    record_shape,
+)
 from caffepy.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -55,6 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--limit", type=positive_number, metavar="GIB", help="with --memory: the largest batch for so many GiB"
     )
     add_state_options(parser)
+    add_dialect_option(parser)
 
 
 @dataclass

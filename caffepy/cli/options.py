@@ -213,6 +213,16 @@ def add_convolution_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_dialect_option(parser: argparse._ActionsContainer) -> None:
+    """--dialect, which `caffepy.cli.main` puts into effect."""
+    parser.add_argument(
+        "--dialect",
+        choices=("bvlc", "nvidia"),
+        help="whose numbers, where BVLC's and NVIDIA's Caffe differ (default: NVIDIA's where the net or its solver has "
+        "a field that only NVIDIA Caffe knows, else BVLC's)",
+    )
+
+
 def add_state_options(parser: argparse.ArgumentParser) -> None:
     """--level and --stage, which choose among the layers' include and exclude rules."""
     parser.add_argument("--level", type=level, metavar="N", help="the net's level, for include and exclude rules")

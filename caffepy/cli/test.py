@@ -7,7 +7,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_state_options, file_list, positive
+from caffepy.cli.options import (
+    Parser,
+    add_device_options,
+    add_dialect_option,
+    add_state_options,
+    file_list,
+    positive,
+)
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     add_device_options(parser, "default: the CPU")
     add_state_options(parser)
+    add_dialect_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_state_options, file_list, positive
+from caffepy.cli.options import (
+    Parser,
+    add_device_options,
+    add_dialect_option,
+    add_state_options,
+    file_list,
+    positive,
+)
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to load first")
     add_device_options(parser, "default: the CPU")
     add_state_options(parser)
+    add_dialect_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from caffepy.cli.options import (
     Parser,
     add_convolution_options,
     add_device_options,
+    add_dialect_option,
     add_state_options,
     file_list,
     iteration_range,
@@ -55,6 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     _add_keep_options(parser)
     _add_trace_options(parser)
     add_state_options(parser)
+    add_dialect_option(parser)
     _add_run_options(parser)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from google.protobuf.message import Message
@@ -67,6 +68,20 @@ def named_dialect(name: str, origin: str = VARIABLE) -> Dialect:
         raise ConfigError(f"{origin}: unknown dialect '{name}'; give bvlc or nvidia") from None
 
 
+@contextmanager
+def overriding(name: str) -> Iterator[None]:
+    """Let `choose_dialect` give the dialect of that name within the block, in all threads."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
 def choose_dialect(messages: Iterable[Message], say: Callable[..., None] = log.info) -> Dialect:
     """The dialect that CAFFEPY_DIALECT names, else that of the nets and solvers in `messages`.
 
@@ -79,7 +94,7 @@ def choose_dialect(messages: Iterable[Message], say: Callable[..., None] = log.i
     """
     if name := os.environ.get(VARIABLE):
         dialect = named_dialect(name)
-        say("Dialect: %s, as %s says", dialect.value, VARIABLE)
+        say("Dialect: %s, as --dialect or %s says", dialect.value, VARIABLE)
         return dialect
     for message in messages:
         if field := nvidia_field(message):

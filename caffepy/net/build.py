@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import choose_dialect
+from caffepy.config.fields import refuse_fields
 from caffepy.config.filter import filter_net, net_state
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.net.parameters import ParameterTable
@@ -85,7 +86,9 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
     for layer_param, overwritten, labels in zip(
         param.layer, overwritten_tops(param.layer), find_label_tops(param), strict=True
     ):
-        layer = layer_class(layer_param.type, f"layer '{layer_param.name}'")(layer_param, context)
+        cls = layer_class(layer_param.type, f"layer '{layer_param.name}'")
+        refuse_fields(layer_param, f"layer '{layer_param.name}' ({layer_param.type})")
+        layer = cls(layer_param, context)
         layer.tops_overwritten, layer.label_tops = overwritten, labels
         node = wiring.connect(layer, precision)
         yield from insert_casts(node, context)

@@ -7,6 +7,7 @@ random seed, and the snapshot and weights to start from, are the root's.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy import version
+from caffepy.config.dialect import VARIABLE as DIALECT
 from caffepy.errors import ConfigError
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
@@ -117,6 +119,7 @@ def describe_run(options: TrainOptions) -> Description:
 def describe_options(options: TrainOptions) -> Description:
     """All options except `_OWN_OPTIONS`."""
     described = {"--trace": "given" if options.trace is not None else _NOT_GIVEN}
+    described[f"--dialect or {DIALECT}"] = os.environ.get(DIALECT, "").strip().lower() or _NOT_GIVEN
     for name, value in _flat_options(options):
         if name.partition(".")[0] not in _OWN_OPTIONS:
             spelling = _SPELLINGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")

@@ -255,7 +255,7 @@ class Environment(Target):
         values = json.loads(data)
         launcher = find_launcher(values)
         if launcher is not None:
-            assert launcher.again
+            assert launcher.name
         with contextlib.suppress(_user_error()):
             refuse_foreign_launcher(0, 1, values)
         if values.get("WORLD_SIZE", "") in ("", "1") or not values["WORLD_SIZE"].isascii():

@@ -37,9 +37,12 @@ def untuned() -> Iterator[Backend]:
 def run_captured(net: Net, inputs: Values) -> tuple[Values, Values]:
     """What a net gives in an eager run, and in one of captured passes from the same parameters on."""
     kept = [(blob, blob.host_data()) for layer in net.layers for blob in layer.blobs]
+    states = [(array, net.backend.to_host(array)) for array in net.state()]
     eager = run_net(net, inputs)
     for blob, values in kept:
         net.backend.from_host(values, blob.data)
+    for array, values in states:
+        net.backend.from_host(values, array)
     graphs = []
 
     def captured_pass(net: Net) -> None:

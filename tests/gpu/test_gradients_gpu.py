@@ -30,6 +30,12 @@ NETS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def bvlc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss scale, which only NVIDIA Caffe has, would change BatchNorm's statistics."""
+    monkeypatch.setenv("CAFFEPY_DIALECT", "bvlc")
+
+
 def train(net: str) -> tuple[dict[str, NDArray[np.float32]], float]:
     with build_solver('base_lr: 0.0005 lr_policy: "fixed" momentum: 0.9', net) as solver:
         solver.step(8)

@@ -24,6 +24,7 @@ from caffepy.data.prefetch import wait_on
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
+from caffepy.layers.core.known_types import describe_missing
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -49,9 +50,11 @@ def layer_class(type_name: str, where: str = "") -> type[Layer]:
     """The class of a layer type; the folders of `caffepy.layers` are searched on the first call.
 
     Raises:
-        ConfigError: there is no such type; the message offers the nearest name.
+        ConfigError: there is no such type; the message says which Caffe has it, or offers the nearest name.
     """
     _import_layer_types()
+    if type_name not in LAYERS and (missing := describe_missing(type_name)):
+        raise ConfigError(f"{where}: {missing}" if where else missing)
     return LAYERS.get(type_name, where)
 
 

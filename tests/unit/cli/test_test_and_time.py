@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -27,6 +28,20 @@ layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "acc
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" loss_weight: 3 }
 """
 
+INFOGAIN = """
+layer {
+  name: "d" type: "DummyData" top: "x" top: "y" dummy_data_param {
+    shape { dim: 1 dim: 2 } shape { dim: 1 }
+    data_filler { type: "constant" value: 0.25 } data_filler { type: "constant" value: 1 }
+  }
+}
+layer {
+  name: "loss" type: "InfogainLoss" bottom: "x" bottom: "y" top: "loss"
+  infogain_loss_param { source: "h.binaryproto" }
+}
+"""
+"""-log softmax is log 2 in BVLC's Caffe; NVIDIA's takes 0.25 as the probability."""
+
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +66,26 @@ def test_weights_in_hdf5(capsys: pytest.CaptureFixture[str]):
         file["data/ip/1"] = np.array([0, 100, 0, 0, 0], np.float32)
     assert main(["test", "--model=net.prototxt", "--weights", "net.caffemodel.h5", "--iterations=1"]) == 0
     assert "accuracy = 1" in messages(capsys)
+
+
+@pytest.mark.parametrize("given, loss", [("bvlc", np.log(2)), ("nvidia", np.log(4))])
+def test_dialect_option_overrides(given: str, loss: float, capsys: pytest.CaptureFixture[str]):
+    Path("net.prototxt").write_text(INFOGAIN)
+    identity = caffe_pb2.BlobProto(num=1, channels=1, height=2, width=2, data=[1, 0, 0, 1])
+    Path("h.binaryproto").write_bytes(identity.SerializeToString())
+    weights = caffe_pb2.NetParameter(layer=[caffe_pb2.LayerParameter(name="d")])
+    Path("ip.caffemodel").write_bytes(weights.SerializeToString())
+    command = ["test", "--model=net.prototxt", "--weights=ip.caffemodel", "--iterations=1"]
+    assert main([*command, f"--dialect={given}"]) == 0
+    lines = messages(capsys)
+    assert f"Dialect: {given}, as --dialect or CAFFEPY_DIALECT says" in lines
+    assert f"Loss: {loss:.6g}" in lines
+    assert "CAFFEPY_DIALECT" not in os.environ
+
+
+def test_unknown_dialect(capsys: pytest.CaptureFixture[str]):
+    assert main(["time", "--model=net.prototxt", "--dialect=caffe2"]) == 2
+    assert "argument --dialect: invalid choice: 'caffe2'" in capsys.readouterr().err
 
 
 def test_scores_of_each_batch_and_their_means(capsys: pytest.CaptureFixture[str]):

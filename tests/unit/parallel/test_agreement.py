@@ -16,6 +16,7 @@ from process_groups import run_threads
 from training import build_solver, solver_param
 
 from caffepy import version
+from caffepy.config.dialect import overriding
 from caffepy.errors import ConfigError
 from caffepy.parallel.agreement import (
     Difference,
@@ -205,6 +206,14 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def described(net: str, solver: str = PLAIN) -> dict[str, str]:
     with build_solver(solver, net) as made:
         return describe_nets(made)
+
+
+def test_dialects_are_compared() -> None:
+    options = TrainOptions(solver_param(SOLVER))
+    with overriding("nvidia"):
+        other = describe_run(options)
+    wanted = Difference("--dialect or CAFFEPY_DIALECT", "not given", "nvidia")
+    assert first_difference(describe_run(options), other) == wanted
 
 
 @pytest.mark.parametrize(

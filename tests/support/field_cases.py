@@ -1,0 +1,380 @@
+"""For each field that acts a tiny layer and another value with which the layer does something else.
+
+A case is a layer, its bottoms, the path to the message whose fields are changed, and one text for each change.
+`observe` runs a layer in a net of its own and gives all that can be seen of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from google.protobuf import text_format
+from google.protobuf.message import Message
+from training import CPU
+
+from caffepy.config.fields import path_of
+from caffepy.errors import CaffepyError
+from caffepy.layers import LayerContext, layer_class
+from caffepy.net import Net
+from caffepy.proto import caffe_pb2
+
+IMAGE = "2x4x6x6"
+LABELS = "L"
+"""Ends a bottom that holds whole numbers, from 0 on, in turn up to the number before it: ``4L3`` are 0 1 2 0."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its alternatives.
+
+    Args:
+        layer: the layer's type and settings.
+        bottoms: their shapes, divided by spaces.
+        holder: path within the layer to the message that is changed; empty: the layer itself.
+        changes: values of one field each, divided by ``|``.
+        phase: of the net.
+        tops: how many; 0: the fewest.
+    """
+
+    layer: str
+    bottoms: str
+    holder: str
+    changes: str
+    phase: int = caffe_pb2.TRAIN
+    tops: int = 0
+
+
+def case(kind: str, bottoms: str, holder: str, changes: str, settings: str = "", tops: int = 0) -> Case:
+    """A case whose settings lie in the message that is changed."""
+    text = f'type: "{kind}" {holder} {{ {settings} }}' if settings else f'type: "{kind}"'
+    return Case(text, bottoms, holder, changes, tops=tops)
+
+
+CONV = "num_output: 4 kernel_size: 3 weight_filler { type: 'xavier' }"
+POOL = "kernel_size: 3 stride: 2"
+XAVIER = "weight_filler { type: 'xavier' }"
+GAUSS = "{ type: 'gaussian' }"
+IP = f'type: "InnerProduct" inner_product_param {{ num_output: 3 {XAVIER} }}'
+BOX_LOSS = "num_classes: 3 code_type: CENTER_SIZE neg_overlap: 0.1"
+BOXES = "1x16B 1x12 1x2x16P 1x1x2x8G"
+OUTPUT = "num_classes: 3 nms_param { nms_threshold: 0.45 top_k: 4 } keep_top_k: 4 confidence_threshold: 0.01"
+OUTPUT_BOTTOMS = "1x16B 1x12S 1x2x16P"
+PRIORS = "min_size: 4 max_size: 9 aspect_ratio: 2"
+
+CASES = (
+    case("Input", "", "input_param", "shape { dim: 3 dim: 2 }", "shape { dim: 2 dim: 2 }"),
+    case(
+        "DummyData",
+        "",
+        "dummy_data_param",
+        f"shape {{ dim: 2 dim: 5 }} | data_filler {GAUSS}",
+        "shape { dim: 3 dim: 2 }",
+    ),
+    case(
+        "DummyData",
+        "",
+        "dummy_data_param",
+        "num: 3 | channels: 3 | height: 3 | width: 3",
+        "num: 2 channels: 2 height: 2 width: 2",
+    ),
+    case(
+        "Convolution",
+        IMAGE,
+        "convolution_param",
+        "num_output: 6 | bias_term: false | pad: 1 | kernel_size: 2 | stride: 2 | dilation: 2 | group: 2 | axis: 2 |"
+        f"weight_filler {GAUSS} | bias_filler {GAUSS}",
+        CONV,
+    ),
+    case(
+        "Convolution",
+        IMAGE,
+        "convolution_param",
+        "pad_h: 1 | pad_w: 1 | kernel_h: 2 | kernel_w: 2 | stride_h: 2 | stride_w: 2",
+        "num_output: 4 kernel_h: 3 kernel_w: 3 stride_h: 1 stride_w: 1 weight_filler { type: 'xavier' }",
+    ),
+    case(
+        "Pooling",
+        IMAGE,
+        "pooling_param",
+        "pool: AVE | kernel_size: 2 | stride: 1 | pad: 1 | global_pooling: true | round_mode: FLOOR",
+        POOL,
+    ),
+    case(
+        "Pooling",
+        IMAGE,
+        "pooling_param",
+        "kernel_h: 2 | kernel_w: 2 | stride_h: 2 | stride_w: 2 | pad_h: 1 | pad_w: 1",
+        "kernel_h: 3 kernel_w: 3 stride_h: 1 stride_w: 1",
+    ),
+    case(
+        "InnerProduct",
+        IMAGE,
+        "inner_product_param",
+        f"num_output: 4 | bias_term: false | axis: 2 | transpose: true | weight_filler {GAUSS} | bias_filler {GAUSS}",
+        f"num_output: 3 {XAVIER}",
+    ),
+    case(
+        "Embed",
+        "4L3",
+        "embed_param",
+        f"num_output: 4 | input_dim: 5 | bias_term: false | weight_filler {GAUSS} | bias_filler {GAUSS}",
+        f"num_output: 3 input_dim: 3 {XAVIER}",
+    ),
+    case(
+        "LRN",
+        IMAGE,
+        "lrn_param",
+        "local_size: 5 | alpha: 2 | beta: 0.5 | k: 2 | norm_region: WITHIN_CHANNEL",
+        "local_size: 3",
+    ),
+    case(
+        "BatchNorm",
+        IMAGE,
+        "batch_norm_param",
+        "use_global_stats: true | moving_average_fraction: 0.5 | eps: 0.1 | scale_bias: true",
+        "eps: 1e-5",
+    ),
+    case("BatchNorm", IMAGE, "batch_norm_param", f"scale_filler {GAUSS} | bias_filler {GAUSS}", "scale_bias: true"),
+    case("Scale", IMAGE, "scale_param", f"axis: 2 | num_axes: 2 | filler {GAUSS} | bias_term: true", "axis: 1"),
+    case("Scale", IMAGE, "scale_param", f"bias_filler {GAUSS}", "bias_term: true"),
+    case("Bias", IMAGE, "bias_param", f"axis: 2 | num_axes: 2 | filler {GAUSS}", "axis: 1"),
+    case("MVN", IMAGE, "mvn_param", "normalize_variance: false | across_channels: true | eps: 0.5"),
+    case(
+        "Normalize",
+        IMAGE,
+        "norm_param",
+        f"across_spatial: false | scale_filler {GAUSS} | channel_shared: false | eps: 9",
+        "scale_filler { value: 2 }",
+    ),
+    case("Dropout", IMAGE, "dropout_param", "dropout_ratio: 0.2 | random_seed: 5"),
+    case("ReLU", IMAGE, "relu_param", "negative_slope: 0.1"),
+    case("PReLU", IMAGE, "prelu_param", f"filler {GAUSS} | channel_shared: true"),
+    case("ELU", IMAGE, "elu_param", "alpha: 2 | lambda: 2"),
+    case("Swish", IMAGE, "swish_param", "beta: 2"),
+    case("Clip", IMAGE, "clip_param", "min: -0.1 | max: 0.1", "min: -0.5 max: 0.5"),
+    case("Threshold", IMAGE, "threshold_param", "threshold: 0.5"),
+    case("Power", IMAGE, "power_param", "power: 2 | scale: 2 | shift: 1"),
+    case("Exp", IMAGE, "exp_param", "base: 2 | scale: 2 | shift: 1"),
+    case("Log", IMAGE, "log_param", "base: 2 | scale: 0.5 | shift: 10", "shift: 9"),
+    case("Softmax", IMAGE, "softmax_param", "axis: 2"),
+    case("Concat", IMAGE + " " + IMAGE, "concat_param", "axis: 2 | concat_dim: 2"),
+    case("Slice", IMAGE, "slice_param", "axis: 2 | slice_dim: 2 | slice_point: 1", tops=2),
+    case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "operation: MAX | coeff: 1 coeff: 2", "operation: SUM"),
+    case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "stable_prod_grad: false", "operation: PROD"),
+    case("Flatten", IMAGE, "flatten_param", "axis: 2 | end_axis: 2"),
+    case(
+        "Reshape",
+        IMAGE,
+        "reshape_param",
+        "shape { dim: 4 dim: -1 } | axis: 1 | num_axes: 2",
+        "shape { dim: 8 dim: -1 }",
+    ),
+    case(
+        "Permute", IMAGE, "permute_param", "order: 0 order: 2 order: 1 order: 3", "order: 0 order: 3 order: 2 order: 1"
+    ),
+    case("Crop", IMAGE + " 2x4x3x3", "crop_param", "axis: 3 | offset: 2", "axis: 2"),
+    case("Tile", IMAGE, "tile_param", "axis: 2 | tiles: 3", "tiles: 2"),
+    case("Reduction", IMAGE, "reduction_param", "operation: SUMSQ | axis: 1 | coeff: 2"),
+    case("ShuffleChannel", IMAGE, "shuffle_channel_param", "group: 2"),
+    case("Interp", IMAGE, "interp_param", "height: 9 | width: 9", "height: 5 width: 5"),
+    case(
+        "Interp",
+        IMAGE,
+        "interp_param",
+        "zoom_factor: 2 | shrink_factor: 3 | pad_beg: -1 | pad_end: -1",
+        "zoom_factor: 3 shrink_factor: 2",
+    ),
+    case("Upsample", IMAGE, "upsample_param", "scale: 3", "scale: 2"),
+    case("Upsample", IMAGE, "upsample_param", "scale_h: 3 | scale_w: 3", "scale_h: 2 scale_w: 2"),
+    case("Upsample", IMAGE + " 2x4x6x6L144", "upsample_param", "pad_out_h: true | pad_out_w: true", "scale: 2"),
+    case(
+        "Upsample",
+        IMAGE + " 2x4x6x6L144",
+        "upsample_param",
+        "upsample_h: 11 | upsample_w: 11",
+        "upsample_h: 12 upsample_w: 12",
+    ),
+    case(
+        "ROIPooling",
+        IMAGE + " 2x5R",
+        "roi_pooling_param",
+        "pooled_h: 3 | pooled_w: 3 | spatial_scale: 0.5",
+        "pooled_h: 2 pooled_w: 2",
+    ),
+    case(
+        "PSROIPooling",
+        IMAGE + " 2x5R",
+        "psroi_pooling_param",
+        "spatial_scale: 0.5 | output_dim: 4 | group_size: 1",
+        "spatial_scale: 1 output_dim: 1 group_size: 2",
+    ),
+    case("SPP", IMAGE, "spp_param", "pyramid_height: 1 | pool: AVE", "pyramid_height: 2"),
+    case("Parameter", "", "parameter_param", "shape { dim: 3 }", "shape { dim: 2 }"),
+    Case(
+        'type: "SoftmaxWithLoss"',
+        "2x3x2 2x2L3",
+        "loss_param",
+        "ignore_label: 1 | normalization: NONE | normalize: false",
+    ),
+    case("Accuracy", "8x3 8L3", "accuracy_param", "top_k: 2 | ignore_label: 1 | axis: 0"),
+    case("ArgMax", IMAGE, "argmax_param", "out_max_val: true | top_k: 2 | axis: 1"),
+    case("SmoothL1Loss", "2x3x4x4 2x3x4x4", "smooth_l1_loss_param", "sigma: 0.5"),
+    case("HingeLoss", "4x3 4L3", "hinge_loss_param", "norm: L2"),
+    case("ContrastiveLoss", "4x3 4x3 4L2", "contrastive_loss_param", "margin: 3 | legacy_version: true", "margin: 9"),
+    Case(
+        'type: "InfogainLoss" infogain_loss_param { source: "h" }', "4x3 4L3 1x1x3x3", "infogain_loss_param", "axis: 0"
+    ),
+    case(
+        "PriorBox",
+        "1x2x3x3 1x3x24x24",
+        "prior_box_param",
+        "min_size: 5 | max_size: 12 | aspect_ratio: 3 | flip: false | variance: 0.3 | img_size: 48 |"
+        "step: 4 | offset: 0.2",
+        PRIORS,
+    ),
+    case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "clip: true", "min_size: 20"),
+    case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "img_h: 30 | img_w: 30", PRIORS + " img_h: 24 img_w: 24"),
+    case("PriorBox", "1x2x3x3 1x3x24x24", "prior_box_param", "step_h: 5 | step_w: 5", PRIORS + " step_h: 8 step_w: 8"),
+    case(
+        "MultiBoxLoss",
+        BOXES,
+        "multibox_loss_param",
+        "loc_loss_type: L2 | conf_loss_type: LOGISTIC | loc_weight: 2 | num_classes: 4 | share_location: false |"
+        "background_label_id: 2 | code_type: CORNER | encode_variance_in_target: true | map_object_to_agnostic: true |"
+        "mining_type: NONE |"
+        "use_difficult_gt: false | neg_pos_ratio: 0.4 | neg_overlap: 0.5 | do_neg_mining: false",
+        BOX_LOSS,
+    ),
+    case(
+        "MultiBoxLoss",
+        BOXES,
+        "multibox_loss_param",
+        "overlap_threshold: 0.9 | match_type: BIPARTITE",
+        BOX_LOSS + " overlap_threshold: 0.1",
+    ),
+    case(
+        "DetectionOutput",
+        OUTPUT_BOTTOMS,
+        "detection_output_param",
+        "num_classes: 2 | share_location: false | background_label_id: 1 | code_type: CENTER_SIZE | keep_top_k: 1 |"
+        "variance_encoded_in_target: true | confidence_threshold: 0.85 | nms_param { nms_threshold: 0.1 top_k: 1 }",
+        OUTPUT,
+    ),
+    Case(
+        f'type: "DetectionOutput" detection_output_param {{ {OUTPUT} }}',
+        OUTPUT_BOTTOMS,
+        "detection_output_param.nms_param",
+        "top_k: 1",
+    ),
+    Case(IP, "2x4", "inner_product_param.weight_filler", "type: 'gaussian'"),
+    Case(IP.replace("xavier'", "constant'"), "2x4", "inner_product_param.weight_filler", "value: 2"),
+    Case(IP.replace("xavier'", "uniform'"), "2x4", "inner_product_param.weight_filler", "min: -1 | max: 2"),
+    Case(
+        IP.replace("xavier'", "gaussian'"), "2x4", "inner_product_param.weight_filler", "mean: 1 | std: 2 | sparse: 1"
+    ),
+    Case(IP, "2x4", "inner_product_param.weight_filler", "variance_norm: FAN_OUT"),
+    Case('type: "Reshape" reshape_param { shape { dim: 2 dim: -1 } }', IMAGE, "reshape_param.shape", "dim: 4 dim: -1"),
+    Case(
+        IP + " param { decay_mult: 2 }",
+        "2x4",
+        "",
+        "name: 'other' | type: 'Softmax' | loss_weight: 2 | param { lr_mult: 0 } |"
+        "include { phase: TEST } | exclude { phase: TRAIN } | bottom: 'none' | top: 'other'",
+    ),
+)
+
+
+def changes(cases: tuple[Case, ...] = CASES) -> Iterator[tuple[str, Case, str]]:
+    """Message.field, the case and the change's text, of every change."""
+    for one in cases:
+        layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter())
+        message = path_of(held(layer, one.holder).DESCRIPTOR)
+        for text in one.changes.split("|"):
+            yield f"{message}.{text.split()[0].strip(':')}", one, text
+
+
+def held(layer: caffe_pb2.LayerParameter, holder: str) -> Message:
+    """The message at a path within a layer."""
+    message: Message = layer
+    for name in filter(None, holder.split(".")):
+        message = getattr(message, name)
+    return message
+
+
+def observe(one: Case, change: str = "") -> dict[str, object]:
+    """All that a layer does, by name: shapes and values of blobs, parameters and gradients; or its error."""
+    layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
+    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPS"))
+    inputs = one.bottoms.split()
+    for index, text in enumerate(inputs):
+        made = net.layer.add(name=f"b{index}", type="Input", top=[f"b{index}"])
+        made.input_param.shape.add(dim=values_of(text, index).shape)
+        layer.bottom.append(f"b{index}")
+    cls = layer_class(layer.type)
+    layer.top.extend(f"t{index}" for index in range(one.tops or max(cls.tops[0], 1)))
+    if cls.has_backward and inputs and not cls.is_loss:
+        layer.loss_weight.extend([1] + [0] * (len(layer.top) - 1))
+    if change:
+        alter(held(layer, one.holder), change)
+    net.layer.append(layer)
+    try:
+        return run(net, inputs, one.phase)
+    except CaffepyError as error:
+        return {"error": str(error)}
+
+
+def alter(message: Message, change: str) -> None:
+    other = text_format.Parse(change, type(message)(), allow_unknown_field=False) if change else message
+    for field, _ in other.ListFields():
+        message.ClearField(field.name)
+    message.MergeFrom(other)
+
+
+def run(param: caffe_pb2.NetParameter, inputs: list[str], phase: int) -> dict[str, object]:
+    with CPU.activate():
+        net = Net(param, LayerContext(CPU, phase=phase, seed=1))
+        for index, text in enumerate(inputs):
+            net.blobs[f"b{index}"].data[...] = values_of(text, index)
+        net.clear_param_diffs()
+        net.forward()  # running statistics show their settings in the second pass
+        net.forward()
+        net.raise_device_errors()
+        if net.layers[-1].has_backward:
+            net.backward()
+        net.raise_device_errors()
+        return dict(look(net))
+
+
+def look(net: Net) -> Iterator[tuple[str, object]]:
+    yield "rates", [(learned.lr_mult, learned.decay_mult) for learned in net.parameters.parameters]
+    for name, blob in net.blobs.items():
+        yield f"{name} data", (blob.shape, blob.host_data().tobytes())
+        if name.startswith("b"):
+            yield f"{name} diff", np.asarray(blob.diff).tobytes()
+    for layer in net.layers:
+        for index, blob in enumerate(layer.blobs):
+            yield f"{layer.name} {index}", (blob.shape, blob.host_data().tobytes(), layer.propagate_to_params[index])
+            if layer.propagate_to_params[index]:
+                yield f"{layer.name} {index} diff", np.asarray(blob.diff).tobytes()
+
+
+def values_of(text: str, index: int) -> np.ndarray:
+    """A bottom's values: normal numbers, or by its last letter labels, regions, boxes, scores, priors, ground truth."""
+    shape_text, mark, count = text.partition(LABELS)
+    shape = tuple(int(size) for size in shape_text.rstrip("RBGPS").split("x"))
+    if mark:
+        return (np.arange(np.prod(shape)) % int(count)).reshape(shape).astype(np.float32)
+    random = np.random.default_rng(index)
+    kind = shape_text[-1]
+    if kind == "R":
+        return np.array([[0, 0, 0, 3, 3], [1, 1, 2, 5, 5]], np.float32)
+    if kind == "P":
+        corners = np.array([[0.1, 0.1, 0.5, 0.5], [0.3, 0.3, 0.7, 0.7], [0.5, 0.5, 0.9, 1.2], [0, 0.6, 0.3, 0.9]])
+        return np.stack([corners.ravel(), np.full(16, 0.1)])[None].astype(np.float32)
+    if kind == "G":
+        return np.array([[[[0, 1, 0, 0.12, 0.1, 0.5, 0.5, 0], [0, 2, 0, 0.52, 0.5, 0.9, 0.9, 1]]]], np.float32)
+    if kind == "S":
+        return random.uniform(0.1, 0.9, shape).astype(np.float32)
+    return (random.standard_normal(shape) * (4 if kind == "B" else 1)).astype(np.float32)

@@ -1,0 +1,313 @@
+"""The ledger of fields: it knows every field, each that acts changes something, each that is refused is named."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from field_cases import BOX_LOSS, BOXES, CONV, IMAGE, OUTPUT, OUTPUT_BOTTOMS, POOL, Case, changes, observe
+from google.protobuf.descriptor import Descriptor
+from training import build_net
+
+from caffepy.config.fields import Status, ledger
+from caffepy.config.text import parse_text
+from caffepy.config.upgrade import upgrade_net
+from caffepy.errors import ConfigError
+from caffepy.layers import layer_class
+from caffepy.proto import caffe_pb2
+
+TESTS = Path(__file__).parents[2]
+WIRE = TESTS / "golden" / "wire.json"
+AWAITED = frozenset(
+    [
+        "LayerParameter.python_param",
+        "LayerParameter.annotated_data_param",
+        "LayerParameter.video_data_param",
+        "LayerParameter.detectnet_augmentation_param",
+        "TransformationParameter.crop_w",
+        "TransformationParameter.img_rand_resize_upper",
+        "TransformationParameter.rand_resize_ratio_lower",
+        "TransformationParameter.vertical_stretch_lower",
+        "TransformationParameter.horizontal_stretch_upper",
+        "TransformationParameter.interpolation_algo_down",
+        "TransformationParameter.interpolation_algo_up",
+        "DataParameter.force_encoded_color",
+        "ImageDataParameter.dataset_share_per_node",
+        "WindowDataParameter.fg_fraction",
+        "WindowDataParameter.context_pad",
+        "WindowDataParameter.bg_threshold",
+        "AnnotatedDataParameter.batch_sampler",
+        "AnnotatedDataParameter.anno_type",
+        "VideoDataParameter.video_type",
+        "VideoDataParameter.skip_frames",
+        "RecurrentParameter.expose_hidden",
+        "PythonParameter.param_str",
+        "PythonParameter.share_in_parallel",
+        "ResizeParameter.prob",
+        "ResizeParameter.pad_mode",
+        "ResizeParameter.pad_value",
+        "ResizeParameter.interp_mode",
+        "NoiseParameter.prob",
+        "NoiseParameter.hist_eq",
+        "NoiseParameter.inverse",
+        "NoiseParameter.decolorize",
+        "NoiseParameter.gauss_blur",
+        "NoiseParameter.jpeg",
+        "NoiseParameter.posterize",
+        "NoiseParameter.erode",
+        "NoiseParameter.saltpepper",
+        "NoiseParameter.saltpepper_param",
+        "NoiseParameter.clahe",
+        "NoiseParameter.convert_to_hsv",
+        "NoiseParameter.convert_to_lab",
+        "DistortionParameter.brightness_prob",
+        "DistortionParameter.brightness_delta",
+        "DistortionParameter.contrast_prob",
+        "DistortionParameter.contrast_lower",
+        "DistortionParameter.contrast_upper",
+        "DistortionParameter.hue_prob",
+        "DistortionParameter.hue_delta",
+        "DistortionParameter.saturation_prob",
+        "DistortionParameter.saturation_lower",
+        "DistortionParameter.saturation_upper",
+        "DistortionParameter.random_order_prob",
+        "ExpansionParameter.prob",
+        "ExpansionParameter.max_expand_ratio",
+        "EmitConstraint.emit_type",
+        "EmitConstraint.emit_overlap",
+        "BatchSampler.use_original_image",
+        "BatchSampler.sampler",
+        "BatchSampler.sample_constraint",
+        "BatchSampler.max_sample",
+        "BatchSampler.max_trials",
+        "Sampler.min_scale",
+        "Sampler.max_scale",
+        "Sampler.min_aspect_ratio",
+        "Sampler.max_aspect_ratio",
+        "SampleConstraint.min_jaccard_overlap",
+        "SampleConstraint.min_object_coverage",
+        "SampleConstraint.max_jaccard_overlap",
+        "SampleConstraint.min_sample_coverage",
+        "SampleConstraint.max_sample_coverage",
+        "SampleConstraint.max_object_coverage",
+        "DetectNetGroundTruthParameter.stride",
+        "DetectNetGroundTruthParameter.scale_cvg",
+        "DetectNetGroundTruthParameter.gridbox_type",
+        "DetectNetGroundTruthParameter.max_cvg_len",
+        "DetectNetGroundTruthParameter.min_cvg_len",
+        "DetectNetGroundTruthParameter.image_size_x",
+        "DetectNetGroundTruthParameter.image_size_y",
+        "DetectNetGroundTruthParameter.obj_norm",
+        "DetectNetGroundTruthParameter.crop_bboxes",
+        "DetectNetGroundTruthParameter.object_class",
+        "DetectNetGroundTruthParameter.ClassMapping.src",
+        "DetectNetGroundTruthParameter.ClassMapping.dst",
+        "DetectNetAugmentationParameter.crop_prob",
+        "DetectNetAugmentationParameter.shift_x",
+        "DetectNetAugmentationParameter.shift_y",
+        "DetectNetAugmentationParameter.scale_prob",
+        "DetectNetAugmentationParameter.scale_min",
+        "DetectNetAugmentationParameter.scale_max",
+        "DetectNetAugmentationParameter.flip_prob",
+        "DetectNetAugmentationParameter.rotation_prob",
+        "DetectNetAugmentationParameter.max_rotate_degree",
+        "DetectNetAugmentationParameter.hue_rotation_prob",
+        "DetectNetAugmentationParameter.hue_rotation",
+        "DetectNetAugmentationParameter.desaturation_prob",
+        "DetectNetAugmentationParameter.desaturation_max",
+        "AnnotatedDatum.annotation_group",
+        "AnnotationGroup.group_label",
+        "Annotation.instance_id",
+        "NormalizedBBox.xmin",
+        "NormalizedBBox.ymin",
+        "NormalizedBBox.xmax",
+        "NormalizedBBox.ymax",
+    ]
+)
+"""Fields of layers and transformations that are only now being written; their tests may not be there yet."""
+AS_A_WHOLE = ("SolverState",)
+"""Messages that their tests write and read as a whole, without naming each field."""
+CHANGES = list(changes())
+
+
+def messages(holder: Descriptor | None = None, prefix: str = "") -> Iterator[tuple[str, Descriptor]]:
+    inner = caffe_pb2.DESCRIPTOR.message_types_by_name.values() if holder is None else holder.nested_types
+    for message in inner:
+        yield prefix + message.name, message
+        yield from messages(message, f"{prefix}{message.name}.")
+
+
+def test_ledger_knows_every_field_of_the_schema_and_no_other():
+    fields = [f"{name}.{field.name}" for name, message in messages() for field in message.fields]
+    assert list(ledger()) == fields
+
+
+def test_ledger_knows_every_field_of_both_caffes():
+    wire = json.loads(WIRE.read_text())
+    for caffe in wire.values():
+        for message, fields in caffe["messages"].items():
+            for field in fields:
+                assert f"{message}.{field}" in ledger()
+
+
+@functools.cache
+def before(one: Case) -> dict[str, object]:
+    found = observe(one)
+    assert "error" not in found or "h: no such file" in str(found["error"]), found
+    return found
+
+
+@pytest.mark.parametrize("field, one, change", CHANGES, ids=[f"{c[0]}-{c[2].strip()[:24]}" for c in CHANGES])
+def test_field_acts(field: str, one: Case, change: str):
+    assert ledger()[field].status is Status.ACTS
+    alike = observe(one, change) == before(one)
+    assert not alike
+
+
+PROVEN = {field for field, _, _ in CHANGES}
+
+
+def acting() -> list[str]:
+    return [name for name, entry in ledger().items() if entry.status is Status.ACTS]
+
+
+@pytest.mark.parametrize("field", acting())
+def test_acting_field_has_a_proof(field: str):
+    """Cases of `field_cases`, tests that exist and name the field, or, for a message, proofs of its fields."""
+    message, _, name = field.rpartition(".")
+    if field in PROVEN:
+        return
+    proof = ledger()[field].text
+    if not proof:
+        inner = dict(messages())[message].fields_by_name[name].message_type
+        assert inner is not None, f"{field} has no proof"
+        own = inner.full_name.partition(".")[2]
+        assert any(key.startswith(f"{own}.") and (key in PROVEN or ledger()[key].text) for key in acting()), field
+        return
+    path = TESTS / proof
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    text = "".join(file.read_text() for file in files if file.exists())
+    if field in AWAITED and not re.search(rf"\b{name}\b", text):
+        pytest.skip(f"{proof} does not name {field} yet")
+    assert text and (message in AS_A_WHOLE or re.search(rf"\b{name}\b", text)), f"{proof} does not name {field}"
+
+
+# -- fields whose proof is here --------------------------------------------------------------------------
+
+
+def test_windows_of_the_oldest_format_keep_their_settings():
+    text = "det_fg_threshold: 0.6 det_bg_threshold: 0.3 det_fg_fraction: 0.4 det_context_pad: 5 det_crop_mode: 'square'"
+    net = caffe_pb2.NetParameter()
+    parse_text(f"layers {{ layer {{ name: 'w' type: 'window_data' {text} }} top: 'x' }}", net, "old.prototxt")
+    upgrade_net(net, "old.prototxt")
+    found = net.layer[0].window_data_param
+    assert [found.fg_threshold, found.bg_threshold, found.fg_fraction] == pytest.approx([0.6, 0.3, 0.4])
+    assert (found.context_pad, found.crop_mode) == (5, "square")
+
+
+def test_image_lists_are_resized_and_turned_gray(tmp_path: Path):
+    cv2.imwrite(str(tmp_path / "a.png"), np.full((4, 6, 3), 9, np.uint8))
+    (tmp_path / "list").write_text(f"{tmp_path}/a.png 0\n")
+    start = f"source: '{tmp_path}/list' "
+    for more, shape in (
+        ("", (1, 3, 4, 6)),
+        ("new_height: 5 new_width: 7", (1, 3, 5, 7)),
+        ("is_color: false", (1, 1, 4, 6)),
+    ):
+        net = build_net(
+            f'layer {{ name: "d" type: "ImageData" top: "x" top: "y" image_data_param {{ {start}{more} }} }}'
+        )
+        assert net.blobs["x"].shape == shape
+        net.close()
+
+
+# -- what does not act -----------------------------------------------------------------------------------
+
+VISUALIZE = f'type: "DetectionOutput" detection_output_param {{ {OUTPUT} }}'
+REFUSED_CASES = (
+    Case(VISUALIZE, OUTPUT_BOTTOMS, "detection_output_param", "visualize: true"),
+    Case('type: "Split"', "2x3", "", "trt_param { deploy: 'd' model: 'm' }"),
+    Case('type: "Split"', "2x3", "transform_param", "display: true"),
+    Case('type: "Split"', "2x3", "trt_param", "trt_mode: FP16 deploy: 'd' model: 'm'"),
+)
+
+
+def refused() -> list[str]:
+    return [name for name, entry in ledger().items() if entry.status is Status.REFUSED]
+
+
+def test_refused_fields_are_refused_with_their_sentences():
+    seen = {field for field, _, _ in changes(REFUSED_CASES)} | {f for f in refused() if f.startswith("TRTParameter.")}
+    assert seen == set(refused())
+    for field, one, change in changes(REFUSED_CASES):
+        assert "error" not in observe(one)
+        error = str(observe(one, change)["error"])
+        sentence = ledger()[field].text
+        assert error.startswith("layer 'L' (") and error.endswith(f"is refused: {sentence}")
+
+
+def test_a_refused_fields_default_is_accepted():
+    one = Case(VISUALIZE, OUTPUT_BOTTOMS, "detection_output_param", "visualize: false")
+    assert observe(one, one.changes) == observe(one)
+
+
+MEANINGLESS = (
+    Case(
+        f'type: "Convolution" convolution_param {{ {CONV} }}',
+        IMAGE,
+        "convolution_param",
+        "engine: CUDNN | force_nd_im2col: true | cudnn_convolution_algo_seeker: GET | conv_algos_override: '1,1,1'",
+    ),
+    Case(f'type: "Pooling" pooling_param {{ {POOL} }}', IMAGE, "pooling_param", "engine: CAFFE | torch_pooling: true"),
+    *(
+        Case(f'type: "{kind}"', IMAGE, f"{kind.lower()}_param", "engine: CAFFE")
+        for kind in ("LRN", "Dropout", "ReLU", "Sigmoid", "TanH", "Softmax")
+    ),
+    Case('type: "BatchNorm"', IMAGE, "batch_norm_param", "engine: CAFFE"),
+    Case('type: "SPP" spp_param { pyramid_height: 2 }', IMAGE, "spp_param", "engine: CAFFE"),
+    Case(
+        'type: "ReLU"',
+        IMAGE,
+        "",
+        "phase: TEST | debug: true | forward_math: FLOAT16 | backward_math: FLOAT16 |cudnn_math_override: 1",
+    ),
+    Case(
+        f'type: "MultiBoxLoss" multibox_loss_param {{ {BOX_LOSS} }}',
+        BOXES,
+        "multibox_loss_param",
+        "ignore_difficult_gt: true",
+    ),
+    Case(VISUALIZE, OUTPUT_BOTTOMS, "detection_output_param", "visualize_threshold: 0.9 | save_file: 'film'"),
+)
+
+
+@pytest.mark.parametrize("field, one, change", list(changes(MEANINGLESS)), ids=lambda value: str(value)[:40])
+def test_fields_without_meaning_change_nothing(field: str, one: Case, change: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CAFFEPY_DIALECT", "bvlc")
+    assert ledger()[field].status is Status.NO_MEANING
+    same = observe(one, change) == observe(one)
+    assert same
+
+
+@pytest.mark.parametrize("name", ["TRT", "trt"])
+def test_a_type_that_only_a_caffe_has_is_called_that(name: str):
+    wanted = {
+        "TRT": "layer 'a': TRT is a layer of NVIDIA Caffe that caffepy does not have: it runs a net with TensorRT"
+    }
+    with pytest.raises(ConfigError, match=wanted.get(name, "layer 'a': unknown layer type 'trt'")):
+        layer_class(name, "layer 'a'")
+
+
+@pytest.mark.parametrize("page", ["fields.md", "layers.md"])
+def test_pages_are_up_to_date(page: str):
+    docs = TESTS.parent / "docs"
+    made = runpy.run_path(str(docs / "generate.py"))["PAGES"][page]()
+    assert (docs / page).read_text() == made, "run python docs/generate.py"
+    assert max(map(len, made.splitlines())) <= 120
