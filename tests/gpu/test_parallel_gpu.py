@@ -324,7 +324,7 @@ def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gp
     need_gpus(2)
     devices = ("--gpus", gpus, *EXACT)
     outcome = laboratory.train(devices=devices, ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
-    assert outcome.status == 1
+    assert outcome.status == 70
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = outcome.errors()
     assert re.search(r"device 1, iteration 20: layer 'fault' \(Fault\): ValueError: injected", message)
