@@ -38,6 +38,8 @@ _REMARKS = {
     "half copies": "half-precision copies of the parameters",
 }
 """Remarks on a kind of memory in the table."""
+_LABELS: dict[str, tuple[int, ...]] = {"AnnotatedData": (1, 1, 8)}
+"""The shape of a label, for data that are not there, where it is not one number: here one box, see the layer."""
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
@@ -149,14 +151,14 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 
 
 def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, Sequence[tuple[int, ...]]]:
-    """The shape of one record of each data layer: from --shape, from the data, or from crop_size."""
+    """The shape of one record of each data layer: from --shape, from the data, or from the size of its crops."""
     from caffepy.config.filter import filter_net
     from caffepy.net.memory.plan import read_sample_shapes
     from caffepy.proto import caffe_pb2
 
     shapes: dict[str, Sequence[tuple[int, ...]]] = {}
     for layer in filter_net(subject.param, subject.state).layer:
-        labels = [()] * (len(layer.top) - 1)
+        labels = [_LABELS.get(layer.type, ())] * (len(layer.top) - 1)
         if given is not None:
             shapes[layer.name] = [given, *labels]
             continue
@@ -171,12 +173,13 @@ def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str,
 def _cropped(layer: caffe_pb2.LayerParameter, error: DataError) -> tuple[int, ...]:
     """The shape of a layer's crops, for data that do not exist on this machine."""
     transform = layer.transform_param
-    if not transform.crop_size:
+    height, width = (transform.crop_size or size for size in (transform.crop_h, transform.crop_w))
+    if not (height and width):
         raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
     channels = 1 if transform.force_gray else max(len(transform.mean_value), 1)
-    shape = (3 if channels == 1 and not transform.force_gray else channels, transform.crop_size, transform.crop_size)
-    text = ",".join(map(str, shape))
-    print(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from crop_size\n")
+    shape = (3 if channels == 1 and not transform.force_gray else channels, height, width)
+    text, fields = ",".join(map(str, shape)), "crop_size" if transform.crop_size else "crop_h and crop_w"
+    print(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from {fields}\n")
     return shape
 
 

@@ -72,6 +72,30 @@ def test_a_crop_tells_the_shape_of_data_that_are_not_there(capsys: pytest.Captur
     assert "taken as --shape 3,12,12" in lines(capsys, "--model=net.prototxt")[0]
 
 
+def test_crop_h_and_crop_w_tell_it_too_but_not_one_of_them_alone(capsys: pytest.CaptureFixture[str]):
+    Path("net.prototxt").write_text(NET.replace("crop_size: 12", "crop_h: 10 crop_w: 14"))
+    table = lines(capsys, "--model=net.prototxt")
+    assert table[0] == "layer 'data': its data are not there; taken as --shape 3,10,14, from crop_h and crop_w"
+    assert "data Data -> data label 8x3x10x14, 8 float32" in table
+    Path("net.prototxt").write_text(NET.replace("crop_size: 12", "crop_size: 12 crop_h: 10 crop_w: 14"))
+    table = lines(capsys, "--model=net.prototxt")
+    assert table[0].endswith("taken as --shape 3,12,12, from crop_size")
+    Path("net.prototxt").write_text(NET.replace("crop_size: 12", "crop_h: 10"))
+    assert main(["net", "--model=net.prototxt"]) == 2
+    assert "layer 'data' (Data): transform_param needs crop_h and crop_w, or neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [(), ("--shape=3,12,12",)])
+def test_boxes_of_data_that_are_not_there_are_one_row(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    Path("boxes.prototxt").write_text(
+        'layer { name: "data" type: "AnnotatedData" top: "data" top: "label" transform_param { crop_size: 12 } '
+        'data_param { source: "boxes_lmdb" batch_size: 8 } }'
+    )
+    assert "data AnnotatedData -> data label 8x3x12x12, 1x1x1x8 float32" in lines(
+        capsys, "--model=boxes.prototxt", *options
+    )
+
+
 def test_data_that_are_there_are_asked(capsys: pytest.CaptureFixture[str]):
     assert main(["data", "mnist", "--subset", "--to", "."]) == 0
     capsys.readouterr()

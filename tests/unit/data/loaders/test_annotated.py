@@ -2,10 +2,12 @@ import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from training import build_net
 
 from caffepy.data.loaders.annotated import AnnotatedLoader, AnnotatedSettings, first_boxes
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
+from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
@@ -203,6 +205,23 @@ def test_labels_of_records_without_a_type():
     assert load(loader(records, has_boxes=False), 1, 3)[1].tolist() == [1, 2, 0]
     with pytest.raises(DataError, match=r"record 2 \(key 'k2'\) has no type of annotation, but others have"):
         load(loader([record(0), record(1), records[2]], needs_type=True), 0, 3)
+
+
+def test_anno_type_makes_boxes_of_records_without_a_type(tmp_path):
+    records = [record(n) for n in range(2)]
+    for one in records:
+        one.ClearField("type")
+    write_datums(tmp_path / "db", ((record_key(n), one) for n, one in enumerate(records)))
+    for own, shape in (("", (2,)), ("annotated_data_param { anno_type: BBOX }", (1, 1, 6, 8))):
+        net = build_net(
+            f"layer {{ name: 'd' type: 'AnnotatedData' top: 'x' top: 'y' {own} "
+            f"data_param {{ source: '{tmp_path}/db' batch_size: 2 }} }}"
+        )
+        net.forward()
+        found = net.blobs["y"].host_data().copy()
+        net.close()
+        assert found.shape == shape
+    np.testing.assert_allclose(found[0, 0, :, 3:7], np.tile(CORNERS, (2, 1)), rtol=1e-6)
 
 
 BOX = CORNERS[:1]

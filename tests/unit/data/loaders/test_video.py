@@ -2,6 +2,7 @@ import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from training import build_net
 
 from caffepy.data.loaders.video import VideoLoader
 from caffepy.data.prefetch import Batch
@@ -48,6 +49,17 @@ def test_frames_come_in_their_order_from_any_one_on(path):
 def test_frames_may_be_left_out(path):
     assert frames(loader(path, skip=2), 0, 4) == [2, 5, 8, 11]
     assert loader(path, skip=2).describe(1) == f"frame 5 of video '{path}'"
+
+
+def test_the_layer_leaves_out_skip_frames(path):
+    for more, wanted in (("", [0, 1, 2]), ("skip_frames: 3", [3, 7, 11])):
+        net = build_net(
+            f"layer {{ name: 'v' type: 'VideoData' top: 'x' data_param {{ batch_size: 3 prefetch: 1 }} "
+            f"video_data_param {{ video_type: VIDEO video_file: '{path}' {more} }} }}"
+        )
+        net.forward()
+        assert np.rint(net.blobs["x"].host_data().mean((1, 2, 3)) / 20).tolist() == wanted
+        net.close()
 
 
 def test_frames_are_resized_and_cut(path):

@@ -1,6 +1,7 @@
 import cv2
 import numpy as np
 import pytest
+from training import build_net
 
 from caffepy.data.loaders.windows import WindowLoader, WindowSettings, place_window
 from caffepy.data.prefetch import Batch
@@ -84,6 +85,29 @@ def test_zeros_stand_around_a_window_at_the_border(folder):
     assert (images[:, :, :5] == 0).all()
     assert (images[:, :, :, :5] == 0).all()
     np.testing.assert_array_equal(images[0, :, 5:, 5:], cv2.resize(IMAGE[:16, :16], (15, 15)).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "foreground", "background"),
+    [
+        ("", [FOREGROUND], [BACKGROUND, NEITHER]),
+        ("bg_threshold: 0.3", [FOREGROUND], [BACKGROUND]),
+        ("fg_threshold: 0.3", [FOREGROUND, NEITHER], [BACKGROUND]),
+    ],
+)
+def test_thresholds_say_which_windows_a_batch_takes(folder, thresholds, foreground, background):
+    source(folder, [FOREGROUND, NEITHER, BACKGROUND])
+    files = f"source: '{folder}/windows.txt' root_folder: '{folder}/' batch_size: 40 fg_fraction: 0.5 {thresholds}"
+    net = build_net(
+        f"layer {{ name: 'w' type: 'WindowData' top: 'x' top: 'y' window_data_param {{ {files} }} "
+        "transform_param { crop_size: 20 } }"
+    )
+    net.forward()
+    images = net.blobs["x"].host_data()
+    net.close()
+    for half, windows in ((images[20:], foreground), (images[:20], background)):
+        seen = {one for one in (FOREGROUND, NEITHER, BACKGROUND) if any((cut(one) == image).all() for image in half)}
+        assert seen == set(windows)
 
 
 @pytest.mark.parametrize(

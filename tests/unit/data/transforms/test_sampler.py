@@ -65,6 +65,24 @@ def test_constraints(kind):
         assert 0 < found.sum() < 300
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_jaccard_overlap", 1 / 6),
+        ("max_jaccard_overlap", 1 / 6),
+        ("min_sample_coverage", 1 / 4),
+        ("max_sample_coverage", 1 / 4),
+        ("min_object_coverage", 1 / 3),
+        ("max_object_coverage", 1 / 3),
+    ],
+)
+def test_each_limit_parts_the_patches_at_its_value(field, value):
+    """The patch and the box share 1/16 of the image; their areas are 4/16 and 3/16."""
+    patch, box = (np.array([one], np.float32) for one in ([0, 0, 0.5, 0.5], [0.25, 0.25, 0.5, 1]))
+    below, above = (satisfies(patch, box, SampleConstraint(**{field: value + step})) for step in (-0.01, 0.01))
+    assert (below.item(), above.item()) == ((True, False) if field.startswith("min") else (False, True))
+
+
 def test_without_objects_only_a_sampler_without_constraints_finds_patches():
     none = np.empty((0, 4), np.float32)
     text = "sampler { min_scale: 0.5 } "
