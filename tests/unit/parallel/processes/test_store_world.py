@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caffepy.parallel.communicators.factory import DeviceCommunicators
 from process_groups import free_port, run_threads
 
 from caffepy.errors import AbortedError, ConfigError, PeerError, UserError
 from caffepy.parallel.communicators.collectives import Collective, Op
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
+from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.processes import create, store_world
 from caffepy.parallel.processes.launcher import VARIABLES, Meeting, find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.store_world import StoreWorld
