@@ -140,12 +140,12 @@ QUICK = [
     small("googlenet", images(224, count=1)),
     small("resnet18", images(64)),
     small("resnet50", images(64)),
-    small("resnet152", images(32)),
+    small("resnet152", images(64)),
     small("squeezenet", images(67)),
     small("mobilenet", images(64)),
     small("densenet121", images(64)),
     small("inception_v3", images(139)),
-    small("mobilenet_ssd", {"data": ((2, 3, 96, 96), normal), "label": ((1, 1, 2, 8), boxes)}),
+    small("mobilenet_ssd", {"data": ((8, 3, 96, 96), normal), "label": ((1, 1, 8, 8), boxes)}),
     small("lrcn", images(67) | SENTENCES),
 ]
 """A step takes a second or two."""

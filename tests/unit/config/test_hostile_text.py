@@ -101,5 +101,5 @@ def test_weights_that_are_blanks(tmp_path: Path) -> None:
 def test_weights_whose_text_is_not_utf8(tmp_path: Path) -> None:
     layers = NetParameter(layers=[{"name": "naem"}]).SerializeToString()
     (tmp_path / "w").write_bytes(layers.replace(b"naem", b"na\xe8m"))
-    with pytest.raises(SnapshotError, match="field 'layers.name' is not UTF-8"):
+    with pytest.raises(SnapshotError, match="layers.name is not UTF-8"):
         read_weights(tmp_path / "w")
