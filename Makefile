@@ -16,6 +16,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+# Processes that run tests; those of one file run in one of them.
+WORKERS ?= 2
 COUNT ?= 200000
 SEED ?= 1
 SOLVER := models/lenet/solver.prototxt
@@ -45,7 +47,7 @@ demo: $(VENV)/demo.stamp $(DIGITS)
 	mpirun -np $(RANKS) caffepy train --solver $(SOLVER)
 
 test: lint
-	pytest
+	pytest -n $(WORKERS) --dist loadfile
 
 fuzz: $(VENV)/test.stamp
 	python tests/fuzz/run.py --count $(COUNT) --seed $(SEED)

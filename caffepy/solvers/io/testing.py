@@ -55,7 +55,7 @@ def refuse_changing_outputs(net: Net, names: Iterable[str]) -> None:
     """
     for name in names:
         layer = maker_of(net, name)
-        if layer.changes_shapes:
+        if layer.changes_shapes and layer.type != "Python":  # a user's layer may, and mostly does not
             raise ConfigError(
                 f"layer '{layer.name}' ({layer.type}): its top '{name}', an output of the test net, has another size "
                 "in each batch and so no mean; score it by a DetectionEvaluate layer and write "
@@ -103,9 +103,19 @@ class MeanScores:
         self._batches = 0
 
     def take(self, batch: int) -> None:
-        """Add the outputs of a batch."""
+        """Add the outputs of a batch.
+
+        Raises:
+            ConfigError: they have another size than before.
+        """
         outputs = [blob.host_data().astype(np.float64).ravel() for blob in self._net.outputs.values()]
-        self._sums += np.concatenate([np.empty(0), *outputs])
+        values = np.concatenate([np.empty(0), *outputs])
+        if values.size != self._sums.size:
+            raise ConfigError(
+                f"the outputs of the test net have {values.size} elements in one batch and {self._sums.size} in "
+                "another, and so no mean; let a Silence layer take those that change"
+            )
+        self._sums += values
         self._batches += 1
 
     def means(self) -> dict[str, np.ndarray]:

@@ -104,7 +104,7 @@ def test_where_there_is_no_such_memory_all_do_without(
         assert run_threads(2, lambda rank: make(rank).allocate(2**20)) == [None, None]
     (message,) = caplog.messages
     cause = f"{shared_memory._FOLDER} has no 12 MiB for gradients that all ranks see"
-    assert message == f"{cause}: they are summed by MPI"
+    assert message == f"{cause}: they are sent"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
