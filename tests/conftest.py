@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from processes import default_interrupts
@@ -12,3 +12,11 @@ from processes import default_interrupts
 def _interrupts() -> Iterator[None]:
     with default_interrupts():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Make what a test printed text that one process can send to another: paths need not be UTF-8."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
