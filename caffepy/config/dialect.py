@@ -14,6 +14,7 @@ from enum import Enum
 
 from google.protobuf.message import Message
 
+from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -105,13 +106,8 @@ def choose_dialect(messages: Iterable[Message], say: Callable[..., None] = log.i
 
 def nvidia_field(message: Message) -> str:
     """The first field of a message or of those within it that only NVIDIA Caffe has, as Message.field; else ''."""
-    name = message.DESCRIPTOR.name
-    only = NVIDIA_FIELDS.get(name, frozenset())
-    for field, value in message.ListFields():
-        if field.name in only:
+    for owner, field, _, _ in walk_fields(message):
+        name = owner.DESCRIPTOR.name
+        if field.name in NVIDIA_FIELDS.get(name, frozenset()):
             return f"{name}.{field.name}"
-        if field.message_type is not None:
-            parts = [value] if isinstance(value, Message) else value
-            if found := next(filter(None, map(nvidia_field, parts)), ""):
-                return found
     return ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
 
 LEDGER = Path(__file__).with_name("fields.txt")
@@ -87,10 +88,8 @@ def refuse_fields(param: Message, where: str) -> None:
     Raises:
         ConfigError: a field of `param` or within it is refused; it is named, with the ledger's sentence.
     """
-    refused = _refused().get(path_of(param.DESCRIPTOR), {})
-    for field, value in param.ListFields():
-        if field.name in refused and (field.message_type is not None or value != field.default_value):
-            raise ConfigError(f"{where}: {field.name} of {path_of(param.DESCRIPTOR)} is refused: {refused[field.name]}")
-        if field.message_type is not None and field.message_type.name != "BlobProto":
-            for part in [value] if isinstance(value, Message) else value:
-                refuse_fields(part, where)
+    for owner, field, value, _ in walk_fields(param):
+        message = path_of(owner.DESCRIPTOR)
+        sentence = _refused().get(message, {}).get(field.name)
+        if sentence is not None and (field.message_type is not None or value != field.default_value):
+            raise ConfigError(f"{where}: {field.name} of {message} is refused: {sentence}")

@@ -14,6 +14,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from caffepy.config.checksum import check_whole
+from caffepy.config.messages import walk_fields
 from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.config.paths import is_folder
 from caffepy.config.text import decode_text, parse_text
@@ -200,14 +201,10 @@ def _check_counts(param: NetParameter, origin: str) -> None:
 
 def _damaged_text(message: Message) -> str:
     """The first text in a message that is not UTF-8, for which protobuf gives bytes; empty if there is none."""
-    for field, value in message.ListFields():
-        values = value if hasattr(value, "append") else [value]
-        if field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
-            return field.name
-        if field.message_type is not None and field.message_type.name != "BlobProto":
-            for part in values:
-                if damaged := _damaged_text(part):
-                    return f"{field.name}.{damaged}"
+    for _, field, value, path in walk_fields(message):
+        texts = value if hasattr(value, "append") else [value]
+        if field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in texts):
+            return path
     return ""
 
 

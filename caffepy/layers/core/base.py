@@ -166,6 +166,8 @@ class Layer:
     """Whether the layer has `prefetch_to_device` and `release_batch`, which run outside of any captured graph."""
     changes_shapes: ClassVar[bool] = False
     """Whether each forward pass sets the tops' shapes by the bottoms' numbers; no later layer can be captured then."""
+    may_keep_shapes: ClassVar[bool] = False
+    """Of a layer that `changes_shapes`: whether the shapes may be the same in each pass, so that tops have means."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
     reads_shapes_only: ClassVar[bool] = False

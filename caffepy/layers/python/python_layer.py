@@ -60,6 +60,7 @@ class PythonLayer(Layer):
     tops = (0, None)
     changes_shapes: ClassVar[bool] = True
     """Whether each forward pass sets the tops' shapes: `reshape` may look at data."""
+    may_keep_shapes = True
 
     _object: PythonObject
 

@@ -55,7 +55,7 @@ def refuse_changing_outputs(net: Net, names: Iterable[str]) -> None:
     """
     for name in names:
         layer = maker_of(net, name)
-        if layer.changes_shapes and layer.type != "Python":  # a user's layer may, and mostly does not
+        if layer.changes_shapes and not layer.may_keep_shapes:
             raise ConfigError(
                 f"layer '{layer.name}' ({layer.type}): its top '{name}', an output of the test net, has another size "
                 "in each batch and so no mean; score it by a DetectionEvaluate layer and write "

@@ -51,7 +51,7 @@ def test_the_log_is_caffes(lines: Any) -> None:
         solver.solve()
     number = r"[-+.\de]+"
 
-    def test_lines(iteration: int) -> list[str]:
+    def lines_of_test(iteration: int) -> list[str]:
         return [
             f"Iteration {iteration}, Testing net (#0)",
             f"    Test net output #0: accuracy = {number}",
@@ -62,16 +62,16 @@ def test_the_log_is_caffes(lines: Any) -> None:
     wanted = [
         "Solving tiny",
         "Learning Rate Policy: fixed",
-        *test_lines(0),
+        *lines_of_test(0),
         rf"Iteration 0 ({number} iter/s, {number}s/2 iters), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
         "Iteration 0, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1",
-        *test_lines(2),
+        *lines_of_test(2),
         rf"Iteration 2 ({number} iter/s, {number}s/2 iters), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
         "Iteration 2, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1",
         rf"Iteration 4, loss = {number}",
-        *test_lines(4),
+        *lines_of_test(4),
         "Optimization Done.",
         f"Optimization Done in {number}s",
     ]
