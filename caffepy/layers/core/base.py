@@ -170,6 +170,8 @@ class Layer:
     """Of a layer that `changes_shapes`: whether the shapes may be the same in each pass, so that tops have means."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
+    stored_by_count: ClassVar[bool] = False
+    """Whether a file's parameters fit if they have as many elements, whatever their shapes."""
     reads_shapes_only: ClassVar[bool] = False
     """Whether the tops depend on the bottoms' shapes alone (PriorBox), so that no gradient is asked of the layer."""
 
@@ -265,6 +267,14 @@ class Layer:
     def state(self) -> Sequence[Array]:
         """Arrays, no parameters, that a forward pass leaves to the next one (the hidden state of LSTM)."""
         return ()
+
+    def stored_order(self, counts: Sequence[int]) -> Sequence[int]:
+        """For each parameter where a file has it whose parameters have so many elements; older files differ."""
+        return range(len(counts))
+
+    def advice_on_stored(self, number: int) -> str:
+        """What to do where a file holds another number of parameters for this layer than it has."""
+        return "rename the layer in the net to learn it from scratch"
 
     def adopt(self, stored: int) -> None:
         """Take over parameters that were copied from a file, which holds `stored` of them for this layer."""
