@@ -137,7 +137,7 @@ def test_captured_and_half(backend: Backend, subject: Subject, kind: str) -> Non
         assert_near(eager, eager_run(backend, subject, "FLOAT"), ALLOWED[kind])
 
 
-@pytest.mark.parametrize("subject", map(own_subject, own_cases()), ids=lambda subject: subject.name)
+@pytest.mark.parametrize("subject", list(map(own_subject, own_cases())), ids=lambda subject: subject.name)
 def test_a_gpu_gives_what_the_cpu_gives(backend: Backend, subject: Subject) -> None:
     """The cases that Caffe has no numbers of."""
     with CPU.activate():
