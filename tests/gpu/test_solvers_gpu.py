@@ -164,7 +164,8 @@ def check_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> 
 
 @EAGER
 @pytest.mark.parametrize(
-    ("rule", "more"), [("SGD", ""), ("SAG", ""), ("SGD", 'larc: true larc_policy: "clip" larc_eta: 20'), ("Adam", "delta: 0.001")]
+    ("rule", "more"),
+    [("SGD", ""), ("SAG", ""), ("SGD", 'larc: true larc_policy: "clip" larc_eta: 20'), ("Adam", "delta: 0.001")],
 )
 def test_plateau_is_the_cpus(backend: Backend, rule: str, more: str, eager: bool) -> None:
     """The rate steps down by the losses, which the device computes; the step is the same on both."""
