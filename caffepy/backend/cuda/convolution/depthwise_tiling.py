@@ -1,0 +1,61 @@
+"""Which problems the depthwise kernels suit, and the tiles of results that their threads compute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.indexing import MAX_INDEX
+
+MOST_WEIGHTS = 72
+"""Weights that a thread keeps in registers."""
+
+MOST_TILES = 3
+"""Tiles that are tried."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The results that a thread computes at once.
+
+    Args:
+        channels: neighbouring ones, 1, 2 or 4.
+        rows: of results.
+        columns: of results.
+    """
+
+    channels: int
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        return f"depthwise {self.channels}x{self.rows}x{self.columns}"
+
+
+def suits_depthwise(task: Task) -> bool:
+    """Whether the kernels can do a task."""
+    problem, g = task.problem, task.problem.geometry
+    if len(problem.x) != 4 or task.sums or not g.group == problem.x[1] == problem.weights[0]:
+        return False
+    if max(math.prod(problem.x), math.prod(problem.y)) > MAX_INDEX:
+        return False
+    return 1 < math.prod(g.kernel) <= MOST_WEIGHTS and max(g.stride) <= 4
+
+
+def tiles(task: Task) -> list[Tile]:
+    """Those worth trying, the likely fastest first."""
+    channels, g = task.problem.x[1], task.problem.geometry
+    shapes = ((4, 1, 4), (4, 2, 4), (2, 2, 4), (2, 4, 4), (1, 4, 4))
+    if task.direction is Direction.WEIGHTS:
+        shapes = ((4, 1, 4), (4, 2, 4), (2, 2, 4), (1, 2, 4), (1, 4, 4))
+    found = [Tile(*shape) for shape in shapes]
+    if task.direction is Direction.DATA:
+        found = [Tile(t.channels, _multiple(t.rows, g.stride[0]), _multiple(t.columns, g.stride[1])) for t in found]
+    fitting = [t for t in found if channels % t.channels == 0 and t.channels * math.prod(g.kernel) <= MOST_WEIGHTS]
+    return list(dict.fromkeys(fitting))[:MOST_TILES]
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
