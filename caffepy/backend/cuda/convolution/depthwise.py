@@ -9,16 +9,19 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from caffepy.backend.cuda.compiler import C_TYPES, defines, divider, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.depthwise_tiling import Tile, tiles
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import raw
+from caffepy.backend.types import Array
 
-THREADS = 256
-MOST_PACKS = 32
-"""Packs of channels of a block: a warp then reads 256 or 512 bytes at once."""
+THREADS = 128
+CHANNELS = 128
+"""The most channels of a block, which has a thread for the sum of each."""
 
 BLOCKS = 8
 """Blocks for each multiprocessor; more would only load weights again."""
@@ -63,7 +66,7 @@ class DepthwiseConvolution:
         """The grid: as many packs of channels side by side as the channels divide into evenly."""
         images, channels, height, width = self._result
         packs = channels // self._tile.channels
-        self._across = -(-packs // MOST_PACKS)
+        self._across = -(-packs * self._tile.channels // CHANNELS)
         side = -(-packs // self._across)
         self._block = (side, THREADS // side)
         rows, columns = -(-height // self._tile.rows), -(-width // self._tile.columns)
@@ -80,30 +83,35 @@ class DepthwiseConvolution:
         text = defines(
             STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], WIDTH=self._tile.channels,
             TILE_H=self._tile.rows, TILE_W=self._tile.columns, DATA=int(task.direction is Direction.DATA),
-            BIAS=int(task.bias), RELU=int(task.relu), **geometry,
+            BIAS=int(task.bias), RELU=int(task.relu), SUMS=int(task.sums), THREADS=THREADS, CHANNELS=CHANNELS,
+            **geometry,
         )  # fmt: skip
         name = "depthwise_weights" if task.direction is Direction.WEIGHTS else "depthwise"
         self._kernel = library_kernel("depthwise", name, text)
         return True
 
     def run(self, operands: Operands) -> None:
-        """One launch, and for weight gradients one more that adds up their parts."""
+        """One launch, and one more that adds up the blocks' parts of a weight gradient or of sums."""
+        number = self._down()
         if self._task.direction is Direction.WEIGHTS:
-            self._weights(operands)
+            parts = self._parts(number, operands.out)
+            self._launch(number, raw(operands.first), raw(operands.second), parts)
+            sum_parts(parts, raw(operands.out), number, operands.accumulate)
             return
-        # A pointer that is not read where there is no bias.
-        bias = operands.bias if self._task.bias else operands.second
-        arrays = (raw(operands.first), raw(operands.second), raw(bias), raw(operands.out))
-        launch_blocks(self._kernel, (self._across, self._down()), self._block, (*arrays, *self._arguments))
+        nothing = np.uint64(0)
+        bias = nothing if operands.bias is None else raw(operands.bias)
+        parts = nothing if operands.sums is None else self._parts(number, operands.sums)
+        self._launch(number, raw(operands.first), raw(operands.second), bias, raw(operands.out), parts)
+        if operands.sums is not None:
+            sum_parts(parts, raw(operands.sums), number, False)
 
     def _down(self) -> int:
         """Blocks that take turns at the tiles of a pack of channels."""
         most = BLOCKS * _multiprocessors(cupy.cuda.runtime.getDevice()) // self._across
         return max(1, min(-(-self._tiles // self._block[1]), most))
 
-    def _weights(self, operands: Operands) -> None:
-        number = self._down()
-        parts = self._resources.scratch.get("parts of a weight gradient", number * operands.out.size)
-        arrays = (raw(operands.first), raw(operands.second), parts)
+    def _parts(self, number: int, of: Array) -> Array:
+        return self._resources.scratch.get("parts of sums", number * of.size)
+
+    def _launch(self, number: int, *arrays: Any) -> None:
         launch_blocks(self._kernel, (self._across, number), self._block, (*arrays, *self._arguments))
-        sum_parts(parts, raw(operands.out), number, operands.accumulate)

@@ -37,7 +37,7 @@ class Tile:
 def suits_depthwise(task: Task) -> bool:
     """Whether the kernels can do a task."""
     problem, g = task.problem, task.problem.geometry
-    if len(problem.x) != 4 or task.sums or not g.group == problem.x[1] == problem.weights[0]:
+    if len(problem.x) != 4 or not g.group == problem.x[1] == problem.weights[0]:
         return False
     if max(math.prod(problem.x), math.prod(problem.y)) > MAX_INDEX:
         return False

@@ -88,6 +88,10 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
         run_plain: computes the task without bias, ReLU and sums, for the unfused epilogue.
         resources: of the backend.
     """
+    if task.sums and suits_depthwise(task):
+        # cuDNN's sums are not the same bits in every run; these are.
+        own = AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True)
+        return [own, AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])]
     families = [_cudnn(task, resources, Plans.READY)]
     if task.problem.geometry.group > 1 and not task.sums:
         families.append(AlgorithmFamily("split", lambda: split_candidates(task, resources), checked=True))

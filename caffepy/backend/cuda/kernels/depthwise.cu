@@ -1,15 +1,16 @@
 // Convolutions of each channel by a window of its own, over channels-last arrays. What limits them is memory, so a thread
-// computes a tile of TILE_H x TILE_W results of WIDTH neighbouring channels: it loads a pixel once for all windows over it, and
-// keeps its channels' weights in registers from tile to tile.
+// computes a tile of TILE_H x TILE_W results of WIDTH neighbouring channels: it loads a pixel once for all windows over it.
 //
 // A block is blockDim.x packs of WIDTH channels by blockDim.y tiles; gridDim.x covers the channels, gridDim.y takes turns at the
 // tiles, so that blocks that run together read neighbouring rows.
 //
 // The text before defines STORED, WIDTH, TILE_H, TILE_W, the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W,
 // DILATION_H, DILATION_W), DATA (1 for the gradient to data: results are dx, sources dy; tiles are multiples of the strides),
-// BIAS and RELU.
+// BIAS, RELU,
+// SUMS (1: the results' sums and sums of squares by channel are wanted as well), THREADS of a block and CHANNELS, the most that a
+// block has, at most THREADS.
 
-typedef Pack<STORED, WIDTH> Raw;
+typedef Words<STORED, WIDTH> Raw;
 typedef Pack<float, WIDTH> Values;
 
 constexpr int AREA = KERNEL_H * KERNEL_W;
@@ -49,28 +50,44 @@ __device__ __forceinline__ void load_row(Raw (&row)[Across::LENGTH], const STORE
     for (int q = 0; q < Across::LENGTH; ++q) {
         const int column = left + q + Across::FIRST;
         if (inside && within(column, width)) {
-            row[q] = load_raw<WIDTH>(from, (size_t)(line + column) * packs + pack);
+            row[q].load(from + ((size_t)(line + column) * packs + pack) * WIDTH);
         } else {
-#pragma unroll
-            for (int v = 0; v < WIDTH; ++v) row[q][v] = STORED{};
+            row[q].clear();
         }
     }
 }
 
-// y of x, or with DATA dx of dy.
-extern "C" __global__ void __launch_bounds__(256)
-depthwise(const STORED *source, const STORED *weights, const float *bias, STORED *results, int height, int width,
-          int source_height, int source_width, TILES_OF) {
-    const int pack = blockIdx.x * blockDim.x + threadIdx.x;
-    if (pack >= packs) return;
-    Values w[AREA];
+// Adds up a number of each of a thread's channels over the threads of a block that have the same channels, always in the
+// same order. The first blockDim.x * WIDTH threads get the sums of the block's channels, one each.
+__device__ __forceinline__ float sum_of_block(const Values &values, float *shared) {
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
 #pragma unroll
-    for (int v = 0; v < WIDTH; ++v)
-#pragma unroll
-        for (int k = 0; k < AREA; ++k) w[k][v] = to_float(weights[(pack * WIDTH + v) * AREA + k]);
-    for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; tile < tiles; tile += gridDim.y * blockDim.y) {
+    for (int v = 0; v < WIDTH; ++v) shared[threadIdx.y * channels + threadIdx.x * WIDTH + v] = values[v];
+    __syncthreads();
+    float sum = 0.0f;
+    if (thread < channels)
+        for (int row = 0; row < blockDim.y; ++row) sum += shared[row * channels + thread];
+    __syncthreads();
+    return sum;
+}
+
+// y of x, or with DATA dx of dy. With SUMS `parts` gets those of each of the gridDim.y blocks of a channel: (gridDim.y, 2, C).
+extern "C" __global__ void __launch_bounds__(THREADS)
+depthwise(const STORED *source, const STORED *weights, const float *bias, STORED *results, float *parts, int height,
+          int width, int source_height, int source_width, TILES_OF) {
+    // For each weight of the window those of the block's channels.
+    __shared__ alignas(16) float w[AREA * CHANNELS];
+    const int pack = blockIdx.x * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < AREA * channels; i += blockDim.x * blockDim.y) {
+        const int channel = blockIdx.x * channels + i / AREA;
+        w[i % AREA * channels + i / AREA] = channel < packs * WIDTH ? to_float(weights[channel * AREA + i % AREA]) : 0.0f;
+    }
+    __syncthreads();
+    Values sum = {}, squares = {};
+    for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; pack < packs && tile < tiles;
+         tile += gridDim.y * blockDim.y) {
         FIND_TILE
-        Values sums[TILE_H][TILE_W] = {};
+        Values y[TILE_H][TILE_W] = {};
         const int source_top = Rows::source(top), source_left = Columns::source(left);
 #pragma unroll
         for (int p = 0; p < Rows::LENGTH; ++p) {
@@ -79,21 +96,23 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, STORED
             load_row<Columns>(row, source, (n * source_height + line) * source_width, within(line, source_height),
                               source_left, source_width, packs, pack);
 #pragma unroll
-            for (int i = 0; i < TILE_H; ++i)
+            for (int k = 0; k < KERNEL_H; ++k)
 #pragma unroll
-                for (int k = 0; k < KERNEL_H; ++k) {
+                for (int i = 0; i < TILE_H; ++i) {
                     if (!Rows::meet(i, k, p + Rows::FIRST)) continue;
 #pragma unroll
-                    for (int q = 0; q < Columns::LENGTH; ++q)
+                    for (int l = 0; l < KERNEL_W; ++l) {
+                        const Values weight = load<WIDTH>(w, (k * KERNEL_W + l) * blockDim.x + threadIdx.x);
 #pragma unroll
-                        for (int j = 0; j < TILE_W; ++j)
+                        for (int q = 0; q < Columns::LENGTH; ++q)
 #pragma unroll
-                            for (int l = 0; l < KERNEL_W; ++l) {
+                            for (int j = 0; j < TILE_W; ++j) {
                                 if (!Columns::meet(j, l, q + Columns::FIRST)) continue;
 #pragma unroll
                                 for (int v = 0; v < WIDTH; ++v)
-                                    sums[i][j][v] = fmaf(to_float(row[q][v]), w[k * KERNEL_W + l][v], sums[i][j][v]);
+                                    y[i][j][v] = fmaf(row[q][v], weight[v], y[i][j][v]);
                             }
+                    }
                 }
         }
 #pragma unroll
@@ -103,19 +122,29 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, STORED
                 if (top + i >= height || left + j >= width) continue;
 #pragma unroll
                 for (int v = 0; v < WIDTH; ++v) {
-                    if (BIAS) sums[i][j][v] += bias[pack * WIDTH + v];
-                    if (RELU) sums[i][j][v] = larger_of(sums[i][j][v], 0.0f);
+                    if (SUMS) sum[v] += y[i][j][v], squares[v] = fmaf(y[i][j][v], y[i][j][v], squares[v]);
+                    if (BIAS) y[i][j][v] += bias[pack * WIDTH + v];
+                    if (RELU) y[i][j][v] = larger_of(y[i][j][v], 0.0f);
                 }
-                store<WIDTH>(results, ((size_t)(n * height + top + i) * width + left + j) * packs + pack, sums[i][j]);
+                store<WIDTH>(results, ((size_t)(n * height + top + i) * width + left + j) * packs + pack, y[i][j]);
             }
+    }
+    if constexpr (SUMS) {
+        __shared__ float shared[THREADS * WIDTH];
+        const float one = sum_of_block(sum, shared), other = sum_of_block(squares, shared);
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.x * channels + thread;
+        if (thread < channels && channel < packs * WIDTH) {
+            parts[(size_t)blockIdx.y * 2 * packs * WIDTH + channel] = one;
+            parts[((size_t)blockIdx.y * 2 + 1) * packs * WIDTH + channel] = other;
+        }
     }
 }
 
 // Parts of dweights of x and dy, one for each of the gridDim.y blocks of a channel: (gridDim.y, C, KERNEL_H, KERNEL_W). Here
 // tiles are of dy, whose planes are height x width.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(THREADS)
 depthwise_weights(const STORED *x, const STORED *dy, float *parts, int height, int width, int x_height, int x_width, TILES_OF) {
-    __shared__ float shared[256 * WIDTH];
+    __shared__ float shared[THREADS * WIDTH];
     const int pack = blockIdx.x * blockDim.x + threadIdx.x;
     Values sums[AREA] = {};
     for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; pack < packs && tile < tiles;
@@ -127,10 +156,9 @@ depthwise_weights(const STORED *x, const STORED *dy, float *parts, int height, i
 #pragma unroll
             for (int j = 0; j < TILE_W; ++j) {
                 if (top + i < height && left + j < width) {
-                    gradients[i][j] = load_raw<WIDTH>(dy, ((size_t)(n * height + top + i) * width + left + j) * packs + pack);
+                    gradients[i][j].load(dy + (((size_t)(n * height + top + i) * width + left + j) * packs + pack) * WIDTH);
                 } else {
-#pragma unroll
-                    for (int v = 0; v < WIDTH; ++v) gradients[i][j][v] = STORED{};
+                    gradients[i][j].clear();
                 }
             }
         const int x_top = Rows::source(top), x_left = Columns::source(left);
@@ -153,25 +181,17 @@ depthwise_weights(const STORED *x, const STORED *dy, float *parts, int height, i
                                 if (!Columns::meet(j, l, q + Columns::FIRST)) continue;
 #pragma unroll
                                 for (int v = 0; v < WIDTH; ++v)
-                                    sums[k * KERNEL_W + l][v] = fmaf(to_float(row[q][v]), to_float(gradients[i][j][v]),
-                                                                     sums[k * KERNEL_W + l][v]);
+                                    sums[k * KERNEL_W + l][v] =
+                                        fmaf(row[q][v], gradients[i][j][v], sums[k * KERNEL_W + l][v]);
                             }
                 }
         }
     }
-    // The threads of a pack add up, one weight after the other, always in the same order.
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x, columns = blockDim.x * WIDTH;
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.x * blockDim.x * WIDTH + thread;
 #pragma unroll
     for (int k = 0; k < AREA; ++k) {
-#pragma unroll
-        for (int v = 0; v < WIDTH; ++v) shared[threadIdx.y * columns + threadIdx.x * WIDTH + v] = sums[k][v];
-        __syncthreads();
-        const int channel = blockIdx.x * columns + thread;
-        if (thread < columns && channel < packs * WIDTH) {
-            float sum = 0.0f;
-            for (int row = 0; row < blockDim.y; ++row) sum += shared[row * columns + thread];
+        const float sum = sum_of_block(sums[k], shared);
+        if (thread < blockDim.x * WIDTH && channel < packs * WIDTH)
             parts[((size_t)blockIdx.y * packs * WIDTH + channel) * AREA + k] = sum;
-        }
-        __syncthreads();
     }
 }

@@ -29,7 +29,7 @@ def task(
         (task(32, 3, outputs=64), False),
         (task(32, 1), False),
         (task(32, 9), False),
-        (task(32, 3, sums=True), False),
+        (task(32, 3, sums=True), True),
     ],
 )
 def test_which_problems_they_suit(given: Task, suited: bool) -> None:
