@@ -19,11 +19,11 @@ from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.types import Array
 
-THREADS = 128
+THREADS = 256
 CHANNELS = 128
 """The most channels of a block, which has a thread for the sum of each."""
 
-BLOCKS = 8
+BLOCKS = 4
 """Blocks for each multiprocessor; more would only load weights again."""
 
 
