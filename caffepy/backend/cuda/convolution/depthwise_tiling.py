@@ -56,7 +56,7 @@ def tiles(task: Task) -> list[Tile]:
 
 
 def _shapes(task: Task) -> tuple[tuple[int, int, int], ...]:
-    """Tiles that were fast at MobileNet's shapes (H200, 128 images), then those for fewer channels or larger windows."""
+    """Tiles that were fast at MobileNet's shapes (H200, 128 images), then some for fewer channels or larger windows."""
     if task.direction is Direction.WEIGHTS:
         return (4, 4, 2), (4, 2, 2), (2, 2, 4), (1, 2, 4)
     strided = max(task.problem.geometry.stride) > 1
