@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_convolutions.py [net ...]
 
-Nets: resnet50, vgg16, caffenet, lenet, cifar10_quick; all of them by default. For each net and dtype it prints the
-milliseconds of all its convolutions together, each timed by itself: forward, forward with bias and ReLU, forward with
-sums for batch normalisation, gradients to data and to weights (the first layer has no gradient to data), and how long
-that took with planning. PyTorch runs channels last with cuDNN's heuristics, bias and ReLU in passes of their own.
+Nets: resnet50, vgg16, mobilenet, depthwise (mobilenet's), caffenet, lenet, cifar10_quick; all of them by default. For
+each net and dtype it prints the milliseconds of all its convolutions together, each timed by itself: forward, forward
+with bias and ReLU, forward with sums for batch normalisation, gradients to data and to weights (the first layer has no
+gradient to data), and how long that took with planning. PyTorch runs channels last with cuDNN's heuristics, bias and
+ReLU in passes of their own.
 """
 
 from __future__ import annotations
@@ -60,6 +61,19 @@ def _resnet50() -> list[Layer]:
     return layers
 
 
+def _mobilenet() -> list[Layer]:
+    """The depthwise ones and the products between them."""
+    layers = [Layer(3, 224, 32, 3, 2, 1)]
+    channels, size = 32, 112
+    for width, stride, count in ((64, 1, 1), (128, 2, 1), (128, 1, 1), (256, 2, 1), (256, 1, 1), (512, 2, 1),
+                                 (512, 1, 5), (1024, 2, 1), (1024, 1, 1)):  # fmt: skip
+        layers.append(Layer(channels, size, channels, 3, stride, 1, count, channels))
+        size //= stride
+        layers.append(Layer(channels, size, width, 1, count=count))
+        channels = width
+    return layers
+
+
 def _vgg16() -> list[Layer]:
     layers, channels = [], 3
     for size, width, count in ((224, 64, 2), (112, 128, 2), (56, 256, 3), (28, 512, 3), (14, 512, 3)):
@@ -72,6 +86,8 @@ def _vgg16() -> list[Layer]:
 NETS: dict[str, tuple[int, tuple[str, ...], list[Layer]]] = {
     "resnet50": (256, ("float16", "float32"), _resnet50()),
     "vgg16": (128, ("float16",), _vgg16()),
+    "mobilenet": (128, ("float16", "float32"), _mobilenet()),
+    "depthwise": (128, ("float16", "float32"), [layer for layer in _mobilenet() if layer.group > 1]),
     "caffenet": (
         256,
         ("float16", "float32"),

@@ -32,6 +32,11 @@ CASES = {
     "1x1": ((4, 16, 8, 8), 32, window(1)),
     "1x1 image": ((2, 64, 1, 1), 10, window(1)),
     "depthwise": ((2, 32, 14, 14), 32, window(3, 1, 1, 1, 32)),
+    "depthwise / 2": ((2, 24, 15, 13), 24, window(3, 2, 1, 1, 24)),
+    "depthwise, odd channels": ((3, 7, 9, 10), 7, window(3, 1, 1, 1, 7)),
+    "depthwise, large windows": ((1, 12, 17, 16), 12, window(5, 2, 2, 1, 12)),
+    "depthwise, unequal sides": ((2, 6, 12, 9), 6, Geometry((2, 3), (3, 1), (0, 2), (1, 3), 6)),
+    "depthwise, many channels": ((2, 200, 5, 4), 200, window(3, 1, 1, 1, 200)),
     "two groups": ((2, 32, 9, 9), 64, window(3, 1, 1, 1, 2)),
     "four groups / 2": ((2, 32, 9, 9), 64, window(3, 2, 1, 1, 4)),
     "dilation": ((1, 8, 13, 13), 8, window(3, 1, 2, 2)),
@@ -216,7 +221,7 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
 
 @pytest.mark.parametrize("autotune", [False, True])
 @pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "two groups", "LeNet"])
+@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet"])
 def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotune: bool) -> None:
     backend = make(autotune=autotune, deterministic=False)
     with backend.activate():

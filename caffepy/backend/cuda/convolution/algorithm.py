@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from caffepy.backend.cuda.compiler import aligned
+from caffepy.backend.cuda.compiler import aligned, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.gemm.cublas import Blas
@@ -123,3 +123,9 @@ def write_result(result: Array, operands: Operands) -> None:
         apply(add_to, (target, source), (target,), axis=0)
     else:
         apply(identity, (source,), (target,), axis=0)
+
+
+def sum_parts(parts: Array, out: Array, number: int, accumulate: bool) -> None:
+    """out (+)= the sum of so many arrays of its size that lie behind one another, always in the same order."""
+    kernel = library_kernel("split_k", "sum_parts")
+    launch_blocks(kernel, (-(-out.size // 32),), (32, 8), (parts, out, out.size, number, accumulate))

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, launch_blocks, library_kernel
-from caffepy.backend.cuda.convolution.algorithm import Operands, Resources
+from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, library_kernel
+from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.convolution.tiling import Layout, shape_of, tilings
 from caffepy.backend.cuda.device import cupy
@@ -100,8 +100,7 @@ class SmallConvolution:
         sums = out if direct else self._resources.scratch.get("parts of a weight gradient", parts * size)
         self._launch(raw(operands.first), raw(operands.second), sums, self._layout.shape.images, self._layout.pieces)
         if not direct:
-            kernel = library_kernel("split_k", "sum_parts")
-            launch_blocks(kernel, (-(-size // 32),), (32, 8), (sums, out, size, parts, operands.accumulate))
+            sum_parts(sums, out, parts, operands.accumulate)
 
     def _launch(self, *arguments: Any) -> None:
         layout = self._layout

@@ -19,6 +19,7 @@ from caffepy.backend.cuda.convolution.algorithm import (
     identity,
     write_result,
 )
+from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -57,10 +58,13 @@ class CudaConvolution:
     @cached_property
     def gives_sums(self) -> bool:
         """Whether sums from the convolution itself are allowed and cost less than reading y once more for them."""
+        task = Task(self.problem, Direction.FORWARD, sums=True)
         exact = self.problem.dtype == "float32" and not self._resources.tf32
-        if self._resources.deterministic or exact or len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
+        if (self._resources.deterministic or exact) and not suits_depthwise(task):
             return False
-        chosen = self.candidate(Task(self.problem, Direction.FORWARD, sums=True), None)
+        if len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
+            return False
+        chosen = self.candidate(task, None)
         return chosen is not None and chosen.name != UNFUSED
 
     def forward(

@@ -1,8 +1,8 @@
 """The algorithm families for a task, the likely fastest first.
 
 cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or over NCHW
-copies; im2col and matrix products; own implicit-GEMM kernels for small problems; and any of these followed by a kernel
-for bias and ReLU.
+copies; im2col and matrix products; own kernels for depthwise convolutions, and implicit-GEMM kernels for small
+problems; and any of these followed by a kernel for bias and ReLU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import replace
 from caffepy.backend.cuda.convolution.algorithm import UNFUSED, AlgorithmFamily, Candidate, Operands, Resources
 from caffepy.backend.cuda.convolution.cudnn import CopiedCudnn, cudnn_candidates, split_candidates
 from caffepy.backend.cuda.convolution.cudnn_graph import Plans
+from caffepy.backend.cuda.convolution.depthwise import depthwise_candidates
+from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm import small_candidates, suits_small_kernels
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise
@@ -86,11 +88,17 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
         run_plain: computes the task without bias, ReLU and sums, for the unfused epilogue.
         resources: of the backend.
     """
+    if task.sums and suits_depthwise(task):
+        # cuDNN's sums are not the same bits in every run; these are.
+        own = AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True)
+        return [own, AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])]
     families = [_cudnn(task, resources, Plans.READY)]
     if task.problem.geometry.group > 1 and not task.sums:
         families.append(AlgorithmFamily("split", lambda: split_candidates(task, resources), checked=True))
     if not task.sums:
         families.append(_cudnn(task, resources, Plans.COMPILED))
+    if suits_depthwise(task):
+        families.append(AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True))
     if suits_small_kernels(task, resources):
         families.append(AlgorithmFamily("small", lambda: small_candidates(task, resources), checked=True))
     families += space_to_depth_families(task, resources)

@@ -9,24 +9,8 @@
 //
 // Constants that stand before: V, ROWS, THREADS, INNER, SUMS.
 
-// V neighbouring elements as words. Packs of 16-bit elements would take a register an element from the load on.
 template <typename T>
-struct Elements {
-    static constexpr int EACH = sizeof(T) == 4 || V == 1 ? 1 : 2;
-    Pack<typename Word<EACH * sizeof(T)>::type, V / EACH> words;
-
-    __device__ __forceinline__ void load(const T *from) {
-        words = load_raw<V / EACH>(reinterpret_cast<const typename Word<EACH * sizeof(T)>::type *>(from), 0);
-    }
-
-    __device__ __forceinline__ float operator[](int j) const {
-        if constexpr (sizeof(T) == 4) {
-            return __uint_as_float(words[j]);
-        } else {
-            return to_float(T{(unsigned short)(words[j / EACH] >> j % EACH * 16)});
-        }
-    }
-};
+using Elements = Words<T, V>;
 
 template <bool YES>
 struct Complete {

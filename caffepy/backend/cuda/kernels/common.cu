@@ -165,6 +165,30 @@ __device__ __forceinline__ void store_raw(T *to, size_t i, Pack<T, V> pack) {
     move_bytes<(int)sizeof(T) * V>(to + i * V, &aligned);
 }
 
+// N neighbouring elements as words, which become floats one at a time: packs of 16-bit elements would take a register an element
+// from the load on.
+template <typename T, int N>
+struct Words {
+    static constexpr int EACH = sizeof(T) == 4 || N == 1 ? 1 : 2;
+    typedef typename Word<EACH * sizeof(T)>::type One;
+    Pack<One, N / EACH> words;
+
+    __device__ __forceinline__ void load(const T *from) { words = load_raw<N / EACH>(reinterpret_cast<const One *>(from), 0); }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int k = 0; k < N / EACH; ++k) words[k] = 0;
+    }
+
+    __device__ __forceinline__ float operator[](int j) const {
+        if constexpr (sizeof(T) == 4) {
+            return __uint_as_float(words[j]);
+        } else {
+            return to_float(T{(unsigned short)(words[j / EACH] >> j % EACH * 16)});
+        }
+    }
+};
+
 // Pack number i of an array as floats.
 template <int V, typename T>
 __device__ __forceinline__ Pack<float, V> load(const T *from, size_t i) {
