@@ -21,8 +21,6 @@ from laboratory import LIMIT, NET, Laboratory, Outcome
 from processes import ranks_of
 from training_faults import Place, Started
 
-from caffepy.snapshot.files import read_state
-
 _ITERATIONS = 40
 _FAR = 400
 """Further than data are read ahead."""
@@ -71,17 +69,7 @@ def check_trained(place: Place, laboratory: Laboratory, outcome: Outcome, restar
     last = outcome.snapshots()[-1]
     assert last >= _ITERATIONS, outcome.log
     wanted = unfailing(place, laboratory, last)
-    assert contents(outcome, last) == contents(wanted, last), f"trained otherwise than without a fault:\n{outcome.log}"
-
-
-def contents(outcome: Outcome, iteration: int) -> tuple[bytes, bytes]:
-    """All numbers of a snapshot, less its file's name and checksum and the net's text, which may differ."""
-    stem = f"{outcome.prefix}_iter_{iteration}"
-    state = read_state(outcome.folder / f"{stem}.solverstate")
-    state.ClearField("learned_net")
-    state.ClearField("crc32c")
-    weights = b"".join(values.tobytes() for _, values in sorted(outcome.weights(iteration).items()))
-    return weights, state.SerializeToString(deterministic=True)
+    assert outcome.contents(last) == wanted.contents(last), f"trained otherwise than without a fault:\n{outcome.log}"
 
 
 def begins_again(kind: str, place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:

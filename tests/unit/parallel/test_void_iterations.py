@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from replaying import Replaying
-from training import CPU, solver_param
+from training import solver_param
 
-from caffepy.backend import Backend
+from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.data.loader import DatumLoader
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
@@ -89,9 +89,7 @@ def train(
     snapshot: Path | None = None,
 ) -> list[P2PSync]:
     """Two devices' threads after training."""
-    make: Any = (lambda *arguments: Replaying()) if captured else (lambda *arguments: CPU)
-    monkeypatch.setattr(p2p_sync, "create_backend", make)
-    monkeypatch.setattr(Backend, "close", lambda backend: None, raising=False)
+    monkeypatch.setattr(p2p_sync, "create_backend", lambda *_: Replaying() if captured else CpuBackend(1))
     param = solver_param(f"{texts[0]} max_iter: {iterations}", texts[1])
     options = TrainOptions(param, timeout=30, engine=ExecutionOptions(), snapshot=snapshot)
     group = LocalGroup(2, 30)
