@@ -34,6 +34,8 @@ _BACKOFF = 1.0
 _AGAIN = 25.0
 """What the second run may take besides."""
 _LOCK = threading.Lock()
+_LOCKS: dict[tuple[int, int, Laboratory, int], threading.Lock] = {}
+"""Of each run that never fails."""
 
 Check = Callable[[Place, Laboratory, int], float]
 
@@ -51,8 +53,11 @@ def iteration(number: int) -> int:
 
 def unfailing(place: Place, laboratory: Laboratory, iterations: int) -> Outcome:
     """A run with as many devices that never failed."""
+    key = place.ranks, place.solvers, laboratory, iterations
     with _LOCK:
-        return _unfailing(place.ranks, place.solvers, laboratory, iterations)
+        own = _LOCKS.setdefault(key, threading.Lock())
+    with own:  # whoever wants the same waits; others do not
+        return _unfailing(*key)
 
 
 @cache

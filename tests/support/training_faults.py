@@ -226,7 +226,7 @@ def interrupted_twice(place: Place, laboratory: Laboratory, number: int) -> floa
     return check_end(outcome)
 
 
-def _wait_for_silence(log: Path) -> None:
+def wait_for_silence(log: Path) -> None:
     """Wait until nothing was written for a while."""
     size = -1
     while size != log.stat().st_size:
@@ -240,7 +240,7 @@ def stalls_and_is_stopped(place: Place, laboratory: Laboratory, number: int) -> 
     fault = f"stall {place.device} {_FIRST + number}"
     started = place.start(laboratory, FAULT=fault, net_text=net)
     laboratory.wait_for_fault(started)
-    _wait_for_silence(laboratory.log(started[1]))  # what was read ahead is trained
+    wait_for_silence(laboratory.log(started[1]))  # what was read ahead is trained
     ranks = ranks_of(laboratory.mark(started[1]))
     begin = time.time()
     os.kill(ranks[0].pid if ranks else started[0].pid, signal.SIGTERM)
