@@ -75,8 +75,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def file_list(text: str) -> list[Path]:
-    """Files divided by commas, as Caffe's --weights takes them."""
-    return [Path(part.strip()) for part in text.split(",") if part.strip()]
+    """Files divided by commas, as Caffe's --weights takes them; at least one."""
+    return [Path(part.strip()) for part in given(text, "a file").split(",") if part.strip()]
+
+
+def given(text: str, what: str) -> str:
+    """An argument in which there is something else than blanks and commas: a script's variable may be empty."""
+    if not text.replace(",", "").strip():
+        raise argparse.ArgumentTypeError(f"'{text}' names nothing: give {what}, or leave the option out")
+    return text
+
+
+def file_name(text: str) -> Path:
+    """A file, which is named; an empty name would mean the working directory."""
+    return Path(given(text, "a file"))
+
+
+def snapshot_name(text: str) -> str:
+    """A .solverstate's name, or ``auto``."""
+    return given(text, "a .solverstate or 'auto'")
 
 
 def name_list(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.errors import DataError, RunError
-from caffepy.files import temporary_beside
+from caffepy.files import locked_folder, remove_leftover_folders, temporary_beside
 from caffepy.proto import caffe_pb2
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def write_datums(path: Path, datums: Iterable[tuple[bytes, caffe_pb2.Datum]], fo
     Raises:
         DataError: there is something at `path` already.
         RunError: it cannot be written, e.g. the disk is full; nothing is left behind.
+
+    What processes have left that were killed while they wrote it is removed, at the latest when it is complete.
     """
     import lmdb
 
@@ -46,11 +48,14 @@ def write_datums(path: Path, datums: Iterable[tuple[bytes, caffe_pb2.Datum]], fo
     temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()  # fails where somebody has laid a link
-        with lmdb.open(str(temporary), map_size=_FIRST_MAP, lock=False) as environment:
-            count = _write_all(environment, datums)
-            environment.sync(True)
-        _put_in_place(temporary, path)
+        if path.exists():  # else what a process has left that was killed may be the only one: this one may fail too
+            remove_leftover_folders(path)
+        with locked_folder(temporary):  # fails where somebody has laid a link
+            with lmdb.open(str(temporary), map_size=_FIRST_MAP, lock=False) as environment:
+                count = _write_all(environment, datums)
+                environment.sync(True)
+            _put_in_place(temporary, path)
+        remove_leftover_folders(path)
     except (lmdb.Error, OSError) as error:
         raise RunError(f"cannot write LMDB '{path}': {error}") from error
     finally:

@@ -30,6 +30,7 @@ from caffepy.solvers.loss_check import LossCheck
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.sgd import sgd_update
 from caffepy.solvers.rules.update import Update
+from caffepy.solvers.statistics import KeptStatistics
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE
 
@@ -63,6 +64,7 @@ def train_state(text: str = SOLVER) -> TrainState:
         test_nets=[net],
         history=history,
         update=Update(net, sgd_update, history, -1.0, False, 1),
+        statistics=KeptStatistics(net, None),
     )
 
 
