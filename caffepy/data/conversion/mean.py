@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from caffepy.data.conversion.ordered import ordered_map
 from caffepy.data.conversion.progress import Progress, all_cores
 from caffepy.data.images.datum import datum_shape, decode_image, parse_datum
-from caffepy.data.sources.leveldb import LevelDbSource
+from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.source import RecordSource
 from caffepy.errors import DataError
@@ -27,12 +27,13 @@ Values = NDArray[np.uint8] | NDArray[np.float32]
 
 
 def open_source(path: Path, backend: str) -> RecordSource:
-    """The records of a database.
+    """The records of a database; one of the other kind than `backend` is taken for what it is, as by data layers.
 
     Raises:
         DataError: it cannot be read.
     """
-    return LmdbSource(path) if backend == "lmdb" else LevelDbSource(path)
+    leveldb = is_leveldb(path) or (backend == "leveldb" and not (path / "data.mdb").exists())
+    return LevelDbSource(path) if leveldb else LmdbSource(path)
 
 
 def compute_mean(

@@ -41,9 +41,7 @@ def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | me
                 return datum, memoryview(record)[stop:following]
         datum = caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
     except (DecodeError, ValueError) as error:
-        raise DataError(
-            f"is not a Datum ({error}); build the set again with a converter of Caffe or caffepy"
-        ) from error
+        raise DataError(f"is not a Datum ({error}); build the set again with `caffepy convert_imageset`") from error
     return datum, datum.data
 
 
