@@ -6,6 +6,18 @@ Makes JPEGs of random shapes and textures in a temporary folder, then reads and 
 in as many threads as there are cores, with and without resizing, and lets convert_imageset make LMDBs of them: of
 resized pixels, of pixels as they are, and of the files themselves. The rounds alternate; each line has the best round
 of each. The folder lies where --folder says (default: where temporary files lie), and so do the databases.
+
+Two shared cores, 2,000 JPEGs of 500 x 375 and 50 kB, /dev/shm, images/s of OpenCV alone and of convert_imageset: pixels
+of 256 x 256 1,031 and 827, JPEGs of 256 x 256 1,057 and 766, pixels as they are 1,378 and 653, files as they are 1,265
+and 1,097. What was learnt:
+
+- Memory that waits costs more than transactions do. Committing every 64 MiB instead of every MiB took 1.8 instead of
+  1.4 s for 1,000 images of 562 kB, 0.8 instead of 0.3 s of it in the kernel: 250,000 instead of 28,000 page faults.
+- Without writing the same took 1.0 s, OpenCV alone 0.8. So pixels as they are wait for the copies into the page cache,
+  a single thread's work. LMDB's MDB_WRITEMAP took as long and leaves a file of the map's size.
+- Planes are divided by `cv2.split` and joined with the Datum's other fields in one copy, instead of one in protobuf's
+  message and one in its serialisation.
+- Nobody sees the database before it is complete, so it is synced once. On a slow disk that sync takes most of the time.
 """
 
 from __future__ import annotations
