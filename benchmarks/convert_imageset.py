@@ -3,20 +3,22 @@
     python benchmarks/convert_imageset.py [--count 10000] [--rows 375] [--columns 500] [--resize 256] [--rounds 3]
 
 Makes JPEGs of random shapes and textures in a temporary folder, then reads and decodes all of them with OpenCV alone,
-in as many threads as there are cores, with and without resizing, and lets convert_imageset make LMDBs of them: of
-resized pixels, of pixels as they are, and of the files themselves. The rounds alternate; each line has the best round
-of each. The folder lies where --folder says (default: where temporary files lie), and so do the databases.
+in as many threads as there are cores, resizing and encoding as the case asks, and lets convert_imageset make LMDBs of
+them: of resized pixels, of resized JPEGs, of pixels as they are, and of the files themselves. The rounds alternate;
+each line has the best round of each. The folder lies where --folder says (default: where temporary files lie), and so
+do the databases.
 
-Two shared cores, 2,000 JPEGs of 500 x 375 and 50 kB, /dev/shm, images/s of OpenCV alone and of convert_imageset: pixels
-of 256 x 256 1,031 and 827, JPEGs of 256 x 256 1,057 and 766, pixels as they are 1,378 and 653, files as they are 1,265
-and 1,097. What was learnt:
+Two cores that others used too, 1,500 JPEGs of 500 x 375 and 50 kB, /dev/shm, images/s of OpenCV alone and of
+convert_imageset: pixels of 256 x 256 495 and 428, JPEGs of 256 x 256 500 and 476, pixels as they are 705 and 483, files
+as they are 756 and 937 (the load changed meanwhile; more was not measured, and no machine of many cores).
+What was learnt:
 
 - Memory that waits costs more than transactions do. Committing every 64 MiB instead of every MiB took 1.8 instead of
   1.4 s for 1,000 images of 562 kB, 0.8 instead of 0.3 s of it in the kernel: 250,000 instead of 28,000 page faults.
 - Without writing the same took 1.0 s, OpenCV alone 0.8. So pixels as they are wait for the copies into the page cache,
   a single thread's work. LMDB's MDB_WRITEMAP took as long and leaves a file of the map's size.
-- Planes are divided by `cv2.split` and joined with the Datum's other fields in one copy, instead of one in protobuf's
-  message and one in its serialisation.
+- `cv2.split` writes the planes into the Datum's own bytes. Joining them in Python copied once more, and held up the
+  other threads.
 - Nobody sees the database before it is complete, so it is synced once. On a slow disk that sync takes most of the time.
 """
 
@@ -63,14 +65,15 @@ def make_images(folder: Path, count: int, rows: int, columns: int) -> list[str]:
     return names
 
 
-def decode_all(folder: Path, names: list[str], resize: int) -> None:
-    """OpenCV alone: read, decode and, unless `resize` is 0, resize every image; the results are thrown away."""
+def decode_all(folder: Path, names: list[str], resize: int, encode: bool = False) -> None:
+    """OpenCV alone: read, decode and, as wished, resize and encode every image; the results are thrown away."""
 
     def decode(some: list[str]) -> None:
         for name in some:
             image = cv2.imdecode(np.frombuffer((folder / name).read_bytes(), np.uint8), cv2.IMREAD_COLOR)
-            if resize:
-                cv2.resize(image, (resize, resize))
+            image = cv2.resize(image, (resize, resize)) if resize else image
+            if encode:
+                cv2.imencode(".jpg", image)
 
     cv2.setNumThreads(1)
     with ThreadPoolExecutor(all_cores()) as pool:
@@ -117,7 +120,7 @@ def compare(folder: Path, names: list[str], resize: int, rounds: int) -> None:
     for title, (size, options) in cases.items():
         alone, ours = [], []
         for _ in range(rounds):
-            alone.append(timed(partial(decode_all, folder, names, size)))
+            alone.append(timed(partial(decode_all, folder, names, size, "encode_type" in options)))
             ours.append(timed(partial(convert_all, folder, **options)))
             written = sum(path.stat().st_size for path in (folder / "database").iterdir())
             shutil.rmtree(folder / "database")

@@ -150,7 +150,7 @@ def _paired_lines(listing: Path, prefix: str) -> list[Line]:
 
 def _read_labelled(options: ImageOptions, line: Line) -> tuple[ImageRecord, bytes]:
     image = read_image_record(line.path, line.label, options, with_shape=True)
-    return image, field_head(_DATUM_TAG, len(image.datum)) + image.datum
+    return image, b"".join((field_head(_DATUM_TAG, len(image.datum)), image.datum))
 
 
 def _read_boxed(

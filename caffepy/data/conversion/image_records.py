@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,12 +80,12 @@ class ImageRecord:
     """An image on its way into a database.
 
     Args:
-        datum: the serialised Datum.
+        datum: the bytes of the Datum.
         shape: (C, H, W) of the image that the Datum holds.
         original: height and width of the file's image.
     """
 
-    datum: bytes
+    datum: bytes | memoryview
     shape: tuple[int, int, int]
     original: tuple[int, int]
 
@@ -222,12 +222,30 @@ def _encode(pixels: Pixels, encoding: str) -> bytes:
     return bytes(data)
 
 
-def _plain_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> bytes:
-    """The bytes of ``Datum(channels, height, width, data, label, encoded=False)``, its planes copied only once."""
-    planes: Any = [np.ascontiguousarray(pixels)] if shape[0] == 1 else opencv().split(pixels)
-    head = caffe_pb2.Datum(channels=shape[0], height=shape[1], width=shape[2]).SerializeToString()
+def _plain_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> memoryview:
+    """The bytes of ``Datum(channels, height, width, data, label, encoded=False)``; OpenCV writes the planes in them."""
+    head = _plain_head(shape)
     tail = caffe_pb2.Datum(label=label, encoded=False).SerializeToString()
-    return b"".join((head, field_head(_DATA_TAG, shape[0] * shape[1] * shape[2]), *planes, tail))
+    size = shape[0] * shape[1] * shape[2]
+    datum = np.empty(len(head) + size + len(tail), np.uint8)
+    datum[: len(head)] = np.frombuffer(head, np.uint8)
+    datum[len(head) + size :] = np.frombuffer(tail, np.uint8)
+    planes = datum[len(head) : len(head) + size].reshape(shape)
+    if shape[0] == 1:
+        planes[0] = pixels
+    else:  # whole copies in Python would hold the other threads up
+        for plane, written in zip(planes, opencv().split(pixels, list(planes)), strict=True):
+            if not np.may_share_memory(plane, written):  # OpenCV may write elsewhere than it was told
+                plane[...] = written
+    return datum.data
+
+
+@lru_cache(64)
+def _plain_head(shape: tuple[int, int, int]) -> bytes:
+    """What precedes the pixels."""
+    channels, height, width = shape
+    size = field_head(_DATA_TAG, channels * height * width)
+    return caffe_pb2.Datum(channels=channels, height=height, width=width).SerializeToString() + size
 
 
 def _can_write(encoding: str) -> bool:

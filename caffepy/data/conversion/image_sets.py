@@ -76,7 +76,7 @@ class Converted:
     skipped: int
 
 
-Reader = Callable[[Line], tuple[ImageRecord, bytes]]
+Reader = Callable[[Line], tuple[ImageRecord, bytes | memoryview]]
 """Gives an image and its whole record."""
 
 
@@ -173,12 +173,12 @@ def _write_all(
     return skipped
 
 
-def _read(options: ImageOptions, line: Line) -> tuple[ImageRecord, bytes]:
+def _read(options: ImageOptions, line: Line) -> tuple[ImageRecord, bytes | memoryview]:
     image = read_image_record(line.path, line.label, options)
     return image, image.datum
 
 
-def _attempt(reader: Reader, line: Line) -> tuple[Line, tuple[ImageRecord, bytes] | UnreadableImageError]:
+def _attempt(reader: Reader, line: Line) -> tuple[Line, tuple[ImageRecord, bytes | memoryview] | UnreadableImageError]:
     """What a line gives, or why its image cannot be read."""
     try:
         return line, reader(line)

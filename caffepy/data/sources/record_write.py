@@ -36,10 +36,10 @@ class RecordWriter(ABC):
     def __init__(self) -> None:
         self.count = 0
         """Records so far."""
-        self._pending: list[tuple[bytes, bytes]] = []
+        self._pending: list[tuple[bytes, bytes | memoryview]] = []
         self._bytes = 0
 
-    def put(self, key: bytes, record: bytes) -> None:
+    def put(self, key: bytes, record: bytes | memoryview) -> None:
         """Add a record; its key is greater than the one before.
 
         Raises:
@@ -58,7 +58,7 @@ class RecordWriter(ABC):
         self._bytes = 0
 
     @abstractmethod
-    def write(self, records: list[tuple[bytes, bytes]]) -> None:
+    def write(self, records: list[tuple[bytes, bytes | memoryview]]) -> None:
         """Write records in one transaction."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class LmdbWriter(RecordWriter):
         # Nobody sees the folder before it is complete, so one sync at the end does.
         self._environment = lmdb.open(os.fspath(folder), map_size=_FIRST_MAP, lock=False, sync=False)
 
-    def put(self, key: bytes, record: bytes) -> None:
+    def put(self, key: bytes, record: bytes | memoryview) -> None:
         if len(key) > _MOST_KEY_BYTES:
             raise DataError(
                 f"the key '{os.fsdecode(key[:40])}...' has {len(key)} bytes, and LMDB takes {_MOST_KEY_BYTES}; use "
@@ -88,7 +88,7 @@ class LmdbWriter(RecordWriter):
             )
         super().put(key, record)
 
-    def write(self, records: list[tuple[bytes, bytes]]) -> None:
+    def write(self, records: list[tuple[bytes, bytes | memoryview]]) -> None:
         """A map that is too small is doubled."""
         _commit(self._environment, records)
 
@@ -112,7 +112,7 @@ class LevelDbWriter(RecordWriter):
             os.fspath(folder), create_if_missing=True, block_size=1 << 16, write_buffer_size=1 << 28, max_open_files=100
         )
 
-    def write(self, records: list[tuple[bytes, bytes]]) -> None:
+    def write(self, records: list[tuple[bytes, bytes | memoryview]]) -> None:
         with self._database.write_batch() as batch:
             for key, record in records:
                 batch.put(key, record)
@@ -205,7 +205,7 @@ def _is_of_leveldb(name: str) -> bool:
     return name in _LEVELDB_NAMES or name.startswith("MANIFEST-") or name.endswith(_LEVELDB_ENDINGS)
 
 
-def _commit(environment: lmdb.Environment, records: list[tuple[bytes, bytes]]) -> None:
+def _commit(environment: lmdb.Environment, records: list[tuple[bytes, bytes | memoryview]]) -> None:
     """Write records in one transaction; a map that is too small is doubled."""
     import lmdb
 
