@@ -163,15 +163,15 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]
     return removed
 
 
-def remove_leftover_folders(path: Path) -> None:
-    """Remove folders of LMDB files that killed processes have left beside `path`, which they should have become.
+def remove_leftover_folders(path: Path, is_ours: Callable[[set[str]], bool]) -> None:
+    """Remove folders that killed processes have left beside `path`, which they should have become.
 
-    Left alone is what `remove_leftovers` leaves alone, and folders that hold anything else.
+    Left alone is what `remove_leftovers` leaves alone, and folders whose files' names `is_ours` refuses.
     """
     for name in os.listdir(path.parent):
         match = _TEMPORARY.fullmatch(name)
         if match and match[1] == path.name:
-            _remove_abandoned_folder(path.with_name(name))
+            _remove_abandoned_folder(path.with_name(name), is_ours)
 
 
 @contextmanager
@@ -191,14 +191,14 @@ def locked_folder(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_abandoned_folder(path: Path) -> None:
+def _remove_abandoned_folder(path: Path, is_ours: Callable[[set[str]], bool]) -> None:
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if status.st_uid == os.geteuid() and status.st_mtime < _STARTED:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if set(os.listdir(path)) <= {"data.mdb", "lock.mdb"}:
+                if is_ours(set(os.listdir(path))):
                     shutil.rmtree(path)
         finally:
             os.close(descriptor)

@@ -10,14 +10,30 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 
 from caffepy import version
 from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.options import Parser, normalise
+from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
 from caffepy.registry import suggest
 
 COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
+TOOLS = (
+    "convert_imageset",
+    "convert_annoset",
+    "compute_image_mean",
+    "extract_features",
+    "upgrade_net_proto_text",
+    "upgrade_net_proto_binary",
+    "upgrade_solver_proto_text",
+    "convert_mnist_data",
+    "convert_cifar_data",
+    "create_label_map",
+    "get_image_size",
+)
+"""Caffe's tools, in `caffepy.cli.tools`."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -37,7 +53,7 @@ exit status: 0 done; 1 a failure while running; 2 a mistake in what was given; 7
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
-    arguments = normalise(sys.argv[1:] if argv is None else argv)
+    arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
     try:
@@ -69,7 +85,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     args.verbose = verbose
     args.arguments = arguments
     with _dialect(getattr(args, "dialect", None)):
-        status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
+        status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
 
@@ -93,7 +109,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="caffepy")
     for name in _commands(arguments):
-        importlib.import_module(f"caffepy.cli.{name}").add_parser(subparsers)
+        _module(name).add_parser(subparsers)
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
@@ -106,10 +122,14 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     word = next((a for a in arguments if not a.startswith("-")), None)
     if word is None:
-        return COMMANDS
-    if word not in COMMANDS:
-        raise ConfigError(f"unknown command '{word}'; {suggest(word, list(COMMANDS))}")
+        return COMMANDS + TOOLS
+    if word not in COMMANDS + TOOLS:
+        raise ConfigError(f"unknown command '{word}'; {suggest(word, [*COMMANDS, *TOOLS, *ALIASES])}")
     return (word,)
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"caffepy.cli.{'tools.' if command in TOOLS else ''}{command}")
 
 
 def _print_anything() -> None:

@@ -72,6 +72,7 @@ FOLDERS = {
         "data.images.image_bytes",
         "data.loader",
         "data.loaders",
+        "data.conversion",
     ),
     "layers": (
         "layers.core",
@@ -111,7 +112,8 @@ DOORS = {
     "backend.cuda.device": ("parallel", "distributed", "cli"),
     "backend.meta": ("net", "plan", "cli"),
     "data.images": ("layers.input", "layers.loss", "cli"),
-    "data.sources": ("layers.input", "cli"),
+    "data.conversion": ("cli",),
+    "data.sources": ("layers.input", "net", "cli"),
     "layers.activation": (),
     "layers.common": ("net.fusion",),
     "layers.detection": (),

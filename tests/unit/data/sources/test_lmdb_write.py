@@ -46,7 +46,7 @@ def test_what_is_there_stays_unless_forced(tmp_path):
 def test_force_spares_what_is_no_lmdb(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_text("dear to me")
-    with pytest.raises(DataError, match="photos' is not an LMDB and will not be replaced, --force or not"):
+    with pytest.raises(DataError, match="photos' is not an LMDB or LevelDB and will not be replaced, --force or not"):
         write_datums(tmp_path / "photos", datums(3), force=True)
     assert (tmp_path / "photos" / "a.jpg").exists()
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
     def full(*_, **__):
         raise lmdb.DiskError("No space left on device")
 
-    monkeypatch.setattr("caffepy.data.sources.lmdb_write._commit", full)
+    monkeypatch.setattr("caffepy.data.sources.record_write._commit", full)
     with pytest.raises(RunError, match="cannot write LMDB '.*db': No space left on device"):
         write_datums(tmp_path / "db", datums(3))
     assert not list(tmp_path.iterdir())
