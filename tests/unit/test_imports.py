@@ -40,6 +40,7 @@ LEVELS = {
     "net": 6,
     "snapshot": 8,
     "solvers": 9,
+    "drawing": 9,
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
@@ -109,7 +110,7 @@ DOORS = {
     "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
-    "backend.meta": ("net", "plan", "cli"),
+    "backend.meta": ("net", "drawing", "plan", "cli"),
     "data.images": ("layers.input", "layers.loss", "cli"),
     "data.sources": ("layers.input", "cli"),
     "layers.activation": (),
@@ -142,7 +143,7 @@ ALLOWED = {
     "cudnn": ("backend/cuda/convolution/cudnn*.py", "backend/cuda/device.py"),
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("cli/*.py",),
-    "matplotlib": ("plan/report.py",),
+    "matplotlib": ("plan/report.py", "drawing/raster.py"),
 }
 """Where optional libraries may be imported at all."""
 
