@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -10,14 +11,23 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 
 from caffepy import version
 from caffepy.cli.log import log_to_stderr, rank_prefix
-from caffepy.cli.options import Parser, normalise
+from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
 from caffepy.registry import suggest
 
-COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
+GROUPS = {
+    "training": ("train", "test", "time", "snapshot", "data"),
+    "devices": ("device_query", "launch", "bench", "plan"),
+    "nets and logs": ("net", "draw_net", "parse_log", "plot_training_log"),
+}
+"""Commands, as `caffepy --help` lists them."""
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+TOOLS = ("draw_net", "parse_log", "plot_training_log")
+"""Commands that stand in `caffepy.cli.tools`: Caffe's tools under their names."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -69,7 +79,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     args.verbose = verbose
     args.arguments = arguments
     with _dialect(getattr(args, "dialect", None)):
-        status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
+        status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
 
@@ -89,11 +99,15 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     Raises:
         ConfigError: there is no such command.
     """
-    parser = Parser(prog="caffepy", description="Train Caffe's nets from their prototxt files.", epilog=_EPILOGUE)
+    parser = Parser(prog="caffepy", description="Train Caffe's nets from their prototxt files.")
     parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="caffepy")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", prog="caffepy", action=Commands, help=argparse.SUPPRESS
+    )
+    assert isinstance(subparsers, Commands)
     for name in _commands(arguments):
-        importlib.import_module(f"caffepy.cli.{name}").add_parser(subparsers)
+        _module(name).add_parser(subparsers)
+    parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
@@ -103,12 +117,17 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
+def _module(command: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"caffepy.cli.{'tools.' if command in TOOLS else ''}{command}")
+
+
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     word = next((a for a in arguments if not a.startswith("-")), None)
     if word is None:
         return COMMANDS
     if word not in COMMANDS:
-        raise ConfigError(f"unknown command '{word}'; {suggest(word, list(COMMANDS))}")
+        raise ConfigError(f"unknown command '{word}'; {suggest(word, list(COMMANDS))} 'caffepy --help' lists them")
     return (word,)
 
 

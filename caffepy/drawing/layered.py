@@ -2,8 +2,7 @@
 
 A box stands one rank behind the last of those that it reads from. An edge over several ranks is cut into pieces by a
 point in each rank between. Points and boxes of a rank are ordered by the mean position of their neighbours, sweep by
-sweep, and the order with the fewest crossings is kept. Positions within a rank are the nearest to those means that
-leave the gaps between neighbours (isotonic regression by pooling adjacent violators).
+sweep, and the order with the fewest crossings is kept. `caffepy.drawing.positions` then gives them positions.
 
 Distances along the ranks are called depth and those across breadth: in a picture from left to right x and y.
 """
@@ -14,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from caffepy.drawing.positions import Grid, place
 from caffepy.errors import ConfigError
 
 SWEEPS = 12
@@ -38,30 +38,6 @@ class Layout:
     breadth: float
 
 
-@dataclass
-class _Grid:
-    """Boxes first, then the points of long edges, as numbered nodes."""
-
-    rank: list[int]
-    size: list[float]
-    before: list[list[int]]
-    after: list[list[int]]
-    ways: list[list[int]]
-    boxes: int
-
-    def rows(self) -> list[list[int]]:
-        """The nodes of each rank, in the order of their numbers."""
-        rows: list[list[int]] = [[] for _ in range(max(self.rank, default=-1) + 1)]
-        for node, rank in enumerate(self.rank):
-            rows[rank].append(node)
-        return rows
-
-    def gap(self, left: int, right: int, spacing: float) -> float:
-        """Between the centres of two neighbours; points of edges may come closer than boxes."""
-        space = spacing if min(left, right) < self.boxes else spacing / 2
-        return (self.size[left] + self.size[right]) / 2 + space
-
-
 def lay_out(sizes: Sequence[float], edges: Sequence[tuple[int, int]], spacing: float) -> Layout:
     """Lay boxes out.
 
@@ -75,7 +51,7 @@ def lay_out(sizes: Sequence[float], edges: Sequence[tuple[int, int]], spacing: f
     """
     grid = _make_grid(sizes, edges)
     rows = _order(grid)
-    centre = _place(grid, rows, spacing)
+    centre = place(grid, rows, spacing)
     lowest = min((c - s / 2 for c, s in zip(centre, grid.size, strict=True)), default=0.0)
     highest = max((c + s / 2 for c, s in zip(centre, grid.size, strict=True)), default=0.0)
     moved = [c - lowest for c in centre]
@@ -83,7 +59,7 @@ def lay_out(sizes: Sequence[float], edges: Sequence[tuple[int, int]], spacing: f
     return Layout(grid.rank[:boxes], moved[:boxes], [[moved[p] for p in way] for way in grid.ways], highest - lowest)
 
 
-def _make_grid(sizes: Sequence[float], edges: Sequence[tuple[int, int]]) -> _Grid:
+def _make_grid(sizes: Sequence[float], edges: Sequence[tuple[int, int]]) -> Grid:
     rank = _ranks(len(sizes), edges)
     points = sum(rank[target] - rank[source] for source, target in edges)
     if len(sizes) + points > MOST_POINTS:
@@ -91,7 +67,7 @@ def _make_grid(sizes: Sequence[float], edges: Sequence[tuple[int, int]]) -> _Gri
             f"the net has {len(sizes)} boxes and edges over {points} ranks, more than are laid out "
             f"({MOST_POINTS}); write a .dot file instead"
         )
-    grid = _Grid(rank, list(sizes), [[] for _ in sizes], [[] for _ in sizes], [], len(sizes))
+    grid = Grid(rank, list(sizes), [[] for _ in sizes], [[] for _ in sizes], [], len(sizes))
     for source, target in edges:
         way = []
         last = source
@@ -129,7 +105,7 @@ def _ranks(boxes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 # -- order ------------------------------------------------------------------------------------------------
 
 
-def _order(grid: _Grid) -> list[list[int]]:
+def _order(grid: Grid) -> list[list[int]]:
     """The nodes of each rank in the order with the fewest crossings that was met."""
     rows = grid.rows()
     best, fewest = [list(row) for row in rows], _crossings(grid, rows)
@@ -161,7 +137,7 @@ def _sort_by_means(row: list[int], neighbours: list[list[int]], position: dict[i
     position.update((node, index) for index, node in enumerate(row))
 
 
-def _crossings(grid: _Grid, rows: list[list[int]]) -> int:
+def _crossings(grid: Grid, rows: list[list[int]]) -> int:
     """Pairs of edges between neighbouring ranks that cross: inversions of their ends."""
     position = _positions(rows)
     count = 0
@@ -173,46 +149,3 @@ def _crossings(grid: _Grid, rows: list[list[int]]) -> int:
             for end in ends:
                 insort(seen, end)
     return count
-
-
-# -- positions --------------------------------------------------------------------------------------------
-
-_POINT_WEIGHT = 8.0
-"""How much more it counts that a long edge is straight than that a box stands in the middle of its neighbours."""
-
-
-def _place(grid: _Grid, rows: list[list[int]], spacing: float) -> list[float]:
-    """The breadth of every node's centre."""
-    centre = [0.0] * len(grid.rank)
-    for row in rows:
-        _move(grid, row, [0.0] * len(row), centre, spacing)
-    for sweep in range(SWEEPS):
-        downwards = sweep % 2 == 0
-        neighbours = grid.before if downwards else grid.after
-        for row in rows if downwards else reversed(rows):
-            wanted = [_mean(centre, neighbours[node], centre[node]) for node in row]
-            _move(grid, row, wanted, centre, spacing)
-    return centre
-
-
-def _mean(centre: list[float], nodes: list[int], otherwise: float) -> float:
-    return sum(centre[node] for node in nodes) / len(nodes) if nodes else otherwise
-
-
-def _move(grid: _Grid, row: list[int], wanted: list[float], centre: list[float], spacing: float) -> None:
-    """Set the centres of a rank as near to `wanted` as the gaps allow, in the sense of weighted least squares."""
-    offsets = [0.0]
-    for left, right in zip(row, row[1:], strict=False):
-        offsets.append(offsets[-1] + grid.gap(left, right, spacing))
-    pools: list[tuple[float, float, int]] = []  # mean, weight, nodes
-    for node, goal, offset in zip(row, wanted, offsets, strict=False):
-        weight = 1.0 if node < grid.boxes else _POINT_WEIGHT
-        mean, total, count = goal - offset, weight, 1
-        while pools and pools[-1][0] > mean:
-            earlier, its_weight, its_count = pools.pop()
-            mean = (mean * total + earlier * its_weight) / (total + its_weight)
-            total, count = total + its_weight, count + its_count
-        pools.append((mean, total, count))
-    placed = [mean for mean, _, count in pools for _ in range(count)]
-    for node, mean, offset in zip(row, placed, offsets, strict=False):
-        centre[node] = mean + offset

@@ -41,6 +41,7 @@ LEVELS = {
     "snapshot": 8,
     "solvers": 9,
     "drawing": 9,
+    "logs": 2,
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
@@ -143,7 +144,7 @@ ALLOWED = {
     "cudnn": ("backend/cuda/convolution/cudnn*.py", "backend/cuda/device.py"),
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("cli/*.py",),
-    "matplotlib": ("plan/report.py", "drawing/raster.py"),
+    "matplotlib": ("plan/report.py", "drawing/raster.py", "logs/plot.py"),
 }
 """Where optional libraries may be imported at all."""
 
