@@ -22,11 +22,12 @@ from caffepy.registry import suggest
 GROUPS = {
     "training": ("train", "test", "time", "snapshot", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
-    "nets and logs": ("net", "draw_net", "parse_log", "plot_training_log"),
+    "predictions": ("classify", "detect"),
+    "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
 }
 """Commands, as `caffepy --help` lists them."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-TOOLS = ("draw_net", "parse_log", "plot_training_log")
+TOOLS = ("classify", "deploy", "detect", "draw_net", "parse_log", "plot_training_log")
 """Commands that stand in `caffepy.cli.tools`: Caffe's tools under their names."""
 
 INTERRUPTED = 130
@@ -99,7 +100,11 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     Raises:
         ConfigError: there is no such command.
     """
-    parser = Parser(prog="caffepy", description="Train Caffe's nets from their prototxt files.")
+    parser = Parser(
+        prog="caffepy",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
+        description="Train Caffe's nets from their prototxt files.",
+    )
     parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", prog="caffepy", action=Commands, help=argparse.SUPPRESS

@@ -172,13 +172,14 @@ def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str,
 
 def _cropped(layer: caffe_pb2.LayerParameter, error: DataError) -> tuple[int, ...]:
     """The shape of a layer's crops, for data that do not exist on this machine."""
-    transform = layer.transform_param
-    height, width = (transform.crop_size or size for size in (transform.crop_h, transform.crop_w))
-    if not (height and width):
+    from caffepy.net.deploy import record_shape as known_shape
+
+    shape = known_shape(layer)
+    if shape is None:
         raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
-    channels = 1 if transform.force_gray else max(len(transform.mean_value), 1)
-    shape = (3 if channels == 1 and not transform.force_gray else channels, height, width)
-    text, fields = ",".join(map(str, shape)), "crop_size" if transform.crop_size else "crop_h and crop_w"
+    transform = layer.transform_param
+    fields = "crop_size" if transform.crop_size else "crop_h and crop_w" if transform.crop_h else "resize_param"
+    text = ",".join(map(str, shape))
     print(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from {fields}\n")
     return shape
 

@@ -87,7 +87,7 @@ class Commands(_Subparsers):
         super().__init__(*args, **settings)
         self._summaries: dict[str, str] = {}
 
-    def add_parser(self, name: str, **settings: Any) -> Parser:  # type: ignore[override]
+    def add_parser(self, name: str, **settings: Any) -> Parser:
         """Add a command; `help` is its line in the listing."""
         self._summaries[name] = settings.pop("help", "")
         return super().add_parser(name, **settings)

@@ -9,7 +9,7 @@ from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.net.deploy import crop_shape
+from caffepy.net.deploy import record_shape
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int
     layers = filter_net(param, state).layer
     if any(layer.type == "Python" for layer in layers):
         return {}
-    records = {layer.name: crop_shape(layer) for layer in layers}
+    records = {layer.name: record_shape(layer) for layer in layers}
     samples = {
         layer.name: [shape, *[()] * (len(layer.top) - 1)]
         for layer in layers
