@@ -59,9 +59,9 @@ class Preparation:
         if mean.ndim not in (1, 3) or mean.shape[0] not in (1, shape[0]):
             raise ConfigError(f"the mean has the shape {mean.shape}, which does not fit an input of {tuple(shape)}")
         if mean.ndim == 1:
-            return mean.reshape(-1, 1, 1)
+            return np.asarray(mean.reshape(-1, 1, 1), np.float32)
         if mean.shape[1:] != tuple(shape[1:]):
-            return resize(mean.transpose(1, 2, 0), shape[1], shape[2]).transpose(2, 0, 1)
+            mean = np.asarray(resize(mean.transpose(1, 2, 0), shape[1], shape[2]).transpose(2, 0, 1), np.float32)
         return mean
 
 

@@ -147,11 +147,12 @@ def test_boxes_are_in_pixels_of_the_image(ssd: list[str], red: Path, tmp_path: P
 
 def test_boxes_are_drawn(ssd: list[str], red: Path, tmp_path: Path, capsys):
     picture = tmp_path / "found.png"
+    cv2.imwrite(str(red), np.full((400, 800, 3), (0, 0, 200), np.uint8))
     assert main(["detect", str(red), str(tmp_path / "boxes.json"), *ssd, "--draw", str(picture)]) == 0
     assert "boxes.json: 1 boxes in 1 image" in capsys.readouterr().out
     drawn, plain = cv2.imread(str(picture)), cv2.imread(str(red))
     assert drawn.shape == plain.shape
-    assert (drawn[20, 20] != plain[20, 20]).any(), "the left edge"
-    assert (drawn[20, 40] == plain[20, 40]).all(), "the middle"
+    assert (drawn[250, 200] != plain[250, 200]).any(), "the left edge"
+    assert (drawn[250, 400] == plain[250, 400]).all(), "the middle"
     assert main(["detect", str(red), *ssd, "--draw", str(tmp_path / "found.txt")]) == 2
     assert "pictures end in .png or .jpg" in capsys.readouterr().err
