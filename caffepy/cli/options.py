@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from caffepy.backend.types import MATH_MODES
+from caffepy.defaults import MATH_MODES
 from caffepy.errors import ConfigError
 from caffepy.registry import suggest
 
