@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -14,26 +15,31 @@ from types import ModuleType
 
 from caffepy import version
 from caffepy.cli.log import log_to_stderr, rank_prefix
-from caffepy.cli.options import Parser, normalise
+from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
 from caffepy.registry import suggest
 
-COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
-TOOLS = (
-    "convert_imageset",
-    "convert_annoset",
-    "compute_image_mean",
-    "extract_features",
-    "upgrade_net_proto_text",
-    "upgrade_net_proto_binary",
-    "upgrade_solver_proto_text",
-    "convert_mnist_data",
-    "convert_cifar_data",
-    "create_label_map",
-    "get_image_size",
-)
-"""Caffe's tools, in `caffepy.cli.tools`."""
+GROUPS = {
+    "training": ("train", "test", "time", "snapshot", "data"),
+    "devices": ("device_query", "launch", "bench", "plan"),
+    "predictions": ("classify", "detect", "extract_features"),
+    "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
+    "data sets": (
+        "convert_imageset",
+        "convert_annoset",
+        "compute_image_mean",
+        "convert_mnist_data",
+        "convert_cifar_data",
+        "create_label_map",
+        "get_image_size",
+    ),
+    "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
+}
+"""Commands, as `caffepy --help` lists them."""
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+TOOLS = frozenset((*GROUPS["predictions"], *GROUPS["data sets"], *GROUPS["old files"], *GROUPS["nets and logs"][1:]))
+"""Commands that stand in `caffepy.cli.tools`: Caffe's tools under their names."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -105,11 +111,19 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     Raises:
         ConfigError: there is no such command.
     """
-    parser = Parser(prog="caffepy", description="Train Caffe's nets from their prototxt files.", epilog=_EPILOGUE)
+    parser = Parser(
+        prog="caffepy",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
+        description="Train Caffe's nets from their prototxt files.",
+    )
     parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="caffepy")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", prog="caffepy", action=Commands, help=argparse.SUPPRESS
+    )
+    assert isinstance(subparsers, Commands)
     for name in _commands(arguments):
         _module(name).add_parser(subparsers)
+    parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
@@ -119,17 +133,20 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
+def _module(command: str) -> ModuleType:
+    """The module of a command."""
+    folder = "tools.data." if command in GROUPS["data sets"] else "tools." if command in TOOLS else ""
+    return importlib.import_module(f"caffepy.cli.{folder}{command}")
+
+
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     word = next((a for a in arguments if not a.startswith("-")), None)
     if word is None:
-        return COMMANDS + TOOLS
-    if word not in COMMANDS + TOOLS:
-        raise ConfigError(f"unknown command '{word}'; {suggest(word, [*COMMANDS, *TOOLS, *ALIASES])}")
+        return COMMANDS
+    if word not in COMMANDS:
+        known = suggest(word, [*COMMANDS, *ALIASES])
+        raise ConfigError(f"unknown command '{word}'; {known} 'caffepy --help' lists them")
     return (word,)
-
-
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"caffepy.cli.{'tools.' if command in TOOLS else ''}{command}")
 
 
 def _print_anything() -> None:

@@ -40,6 +40,9 @@ LEVELS = {
     "net": 6,
     "snapshot": 8,
     "solvers": 9,
+    "drawing": 9,
+    "logs": 2,
+    "predict": 9,
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
@@ -110,8 +113,8 @@ DOORS = {
     "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
-    "backend.meta": ("net", "plan", "cli"),
-    "data.images": ("layers.input", "layers.loss", "cli"),
+    "backend.meta": ("net", "drawing", "plan", "cli"),
+    "data.images": ("layers.input", "layers.loss", "predict", "cli"),
     "data.conversion": ("cli",),
     "data.sources": ("layers.input", "net", "cli"),
     "layers.activation": (),
@@ -144,7 +147,7 @@ ALLOWED = {
     "cudnn": ("backend/cuda/convolution/cudnn*.py", "backend/cuda/device.py"),
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("cli/*.py",),
-    "matplotlib": ("plan/report.py",),
+    "matplotlib": ("plan/report.py", "drawing/raster.py", "logs/plot.py"),
 }
 """Where optional libraries may be imported at all."""
 

@@ -1,1 +1,1 @@
-"""Caffe's tools as commands: thin faces of functions in the part that each belongs to."""
+"""Caffe's tools as commands, each a thin face of a function in the part that it belongs to."""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from caffepy.cli.options import Parser
-from caffepy.cli.tools.convert_imageset import image_options, seed_of
+from caffepy.cli.tools.data.convert_imageset import image_options, seed_of
 from caffepy.cli.tools.flags import (
     ROOT_AND_LIST,
     add_backend_flags,
