@@ -78,7 +78,9 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
         found = importlib.util.find_spec(own)
         if found is None:
             return None
-        spec = importlib.machinery.ModuleSpec(fullname, _Loader(own), is_package=own in ("caffepy.pycaffe", "caffepy.proto"))
+        spec = importlib.machinery.ModuleSpec(
+            fullname, _Loader(own), is_package=own in ("caffepy.pycaffe", "caffepy.proto")
+        )
         spec.origin = found.origin
         return spec
 
@@ -142,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     force = arguments[:1] == ["--force"]
     arguments = arguments[force:]
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
-        print(_USAGE, file=sys.stderr)
+        sys.stderr.write(f"{_USAGE}\n")
         return 0 if arguments[:1] and arguments[0] != "-m" else 2
     install(force)
     _show_log()
@@ -158,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show_log() -> None:
     """Show the log as Caffe does, on stderr; GLOG_minloglevel says from which level on (0: all)."""
-    level = os.environ.get("GLOG_minloglevel", "0")
+    level = os.environ.get("GLOG_minloglevel", "0")  # noqa: SIM112
     importlib.import_module("caffepy.pycaffe.mode").init_log(int(level) if level.isdecimal() else 0)
 
 

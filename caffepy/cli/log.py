@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.parallel.processes.launcher import find_launcher
 
+
 def rank_prefix() -> str:
     """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing; MPI is not needed."""
     launcher = find_launcher()

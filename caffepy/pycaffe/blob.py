@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from caffepy import blob as core
 from caffepy.backend import Array
-from caffepy.pycaffe.device import Device
+from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.mode import mode
 
 
@@ -86,7 +86,9 @@ class Blob:
 
     def _legacy(self, axis: int) -> int:
         if len(self.shape) > 4:
-            raise AttributeError(f"a blob with {len(self.shape)} axes has no num, channels, height and width; use shape")
+            raise AttributeError(
+                f"a blob with {len(self.shape)} axes has no num, channels, height and width; use shape"
+            )
         return self.shape[axis] if axis < len(self.shape) else 1
 
     def reshape(self, *shape: int) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from caffepy.data.schedule import Shard
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.proto import caffe_pb2
-from caffepy.pycaffe.device import Device, device_of
-from caffepy.pycaffe.errors import ArgumentError
+from caffepy.pycaffe.core.device import Device, device_of
+from caffepy.pycaffe.core.errors import ArgumentError
 
 logger = logging.getLogger("caffepy.pycaffe")
 
@@ -53,7 +53,7 @@ class Mode:
         return device_of(self.device if self.gpu else None)
 
     def next_seed(self) -> int:
-        """The seed of the next net: the first after `set_random_seed` has the very number, later ones follow from it."""
+        """The seed of the next net: of the first after `set_random_seed` the very number, of others made of it."""
         if self.seed is None:
             return secrets.randbits(31)
         self.drawn += 1
@@ -148,7 +148,7 @@ def set_solver_rank(rank: int) -> None:
 
 
 def set_multiprocess(multiprocess: bool) -> None:
-    """Say that solvers are processes of their own: data layers of training nets then read every solver_count-th record."""
+    """Say that solvers are processes: data layers of training nets then take turns in reading the records."""
     mode.multiprocess = bool(multiprocess)
 
 

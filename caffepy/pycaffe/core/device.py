@@ -27,7 +27,8 @@ class _Copy:
     def __init__(self, backend: Backend, array: Array) -> None:
         self._backend = backend
         self._array = array
-        host = np.ascontiguousarray(backend.to_host(array), np.float32).reshape(array.shape)
+        host: HostArray = np.empty(array.shape, np.float32)  # owns its memory: views of it keep it, and no other, alive
+        host[...] = backend.to_host(array)
         self._known = host.copy()
         """The numbers that both had last."""
         self._given: HostArray | None = host
@@ -38,9 +39,12 @@ class _Copy:
         """The host array, None if the program does not hold it any more."""
         return self._host()
 
-    def keep(self) -> None:
-        """Have the host array live until the next `upload`."""
+    def give(self) -> HostArray:
+        """The host array for the program, which lives until the next `upload` at least; it must live now."""
         self._given = self._host()
+        assert self._given is not None
+        view: HostArray = self._given.view()
+        return view
 
     def upload(self) -> None:
         """Copy to the device what the program has changed, and only then: arrays of another shape may share memory."""
@@ -85,19 +89,15 @@ class HostArrays:
         What is written into it reaches the device; it is the very memory where that is possible.
         """
         if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.flags.c_contiguous:
-            return array.view()
+            view: HostArray = array.view()
+            return view
         key = (_pointer(array), tuple(array.shape), tuple(array.strides))
         found = self._copies.get(key)
-        host = found.host() if found else None
-        if found is None or host is None:
+        if found is None or found.host() is None:
             for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
                 other.upload()
             found = self._copies[key] = _Copy(self._backend, array)
-            host = found.host()
-            assert host is not None
-        else:
-            found.keep()
-        return host.view()
+        return found.give()
 
     def upload(self) -> None:
         """Copy to the device what the program has written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ class UnknownLayerError(ConfigError, ValueError):
     """A net has no layer or blob of that name."""
 
 
-def check_file(path: str | Path) -> Path:
+def check_file(path: str | os.PathLike[str]) -> Path:
     """The path of a file that can be opened.
 
     Raises:
