@@ -70,7 +70,8 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
         """The module of caffepy that has this name of Caffe's, None where it has none or a real Caffe is there."""
         if fullname.partition(".")[0] != "caffe":
             return None
-        if fullname == "caffe" and not self.force and installed_caffe() is not None:
+        if fullname == "caffe" and not self.force and (other := installed_caffe()) is not None:
+            _warn(other)
             return None
         if fullname != "caffe" and not _is_ours(sys.modules.get("caffe")):
             return None
@@ -112,26 +113,30 @@ def install(force: bool = False) -> None:
     """Let `import caffe` give caffepy; callable several times.
 
     Args:
-        force: also where another Caffe is installed or already imported; else that one is left alone, with a warning.
+        force: also where another Caffe is installed or already imported; else `import caffe` gives that one, and a
+            warning says so.
     """
-    loaded = sys.modules.get("caffe")
-    other = getattr(loaded, "__file__", "?") if loaded is not None and not _is_ours(loaded) else installed_caffe()
     finder = next((found for found in sys.meta_path if isinstance(found, CaffeFinder)), None)
     if finder is None:
         finder = CaffeFinder(force)
         sys.meta_path.insert(0, finder)
     finder.force = finder.force or force
-    if other is None:
+    loaded = sys.modules.get("caffe")
+    if loaded is None or _is_ours(loaded):
         return
     if not finder.force:
-        logger.warning(
-            "'import caffe' gives the Caffe in %s, not caffepy; to have caffepy's, call "
-            "caffepy.as_caffe.install(force=True) before it, or run python -m caffepy.as_caffe --force",
-            other,
-        )
-    elif loaded is not None and not _is_ours(loaded):
-        for name in [name for name in sys.modules if name == "caffe" or name.startswith("caffe.")]:
-            del sys.modules[name]
+        _warn(getattr(loaded, "__file__", None) or "this program")
+        return
+    for name in [name for name in sys.modules if name == "caffe" or name.startswith("caffe.")]:
+        del sys.modules[name]
+
+
+def _warn(other: str) -> None:
+    logger.warning(
+        "'import caffe' gives the Caffe in %s, not caffepy's; for that one call caffepy.as_caffe.install(force=True) "
+        "before it, or run python -m caffepy.as_caffe --force",
+        other,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

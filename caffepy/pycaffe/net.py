@@ -16,7 +16,6 @@ from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.files import atomic_write
 from caffepy.layers.core.base import LayerContext
-from caffepy.layers.input.memory_data import MemoryDataLayer
 from caffepy.net import Net as CoreNet
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
@@ -254,8 +253,8 @@ class Net(NetStructure, AllBatches):
         Raises:
             ArgumentError: the first layer is another one, or the arrays are not as it needs them.
         """
-        layer = self._nodes[0].layer
-        if not isinstance(layer, MemoryDataLayer):
+        layer: Any = self._nodes[0].layer
+        if layer.type != "MemoryData":
             raise ArgumentError("set_input_arrays may only be called if the first layer is a MemoryDataLayer")
         for name, array, axes in (("data", data, (4,)), ("labels", labels, (1, 4))):
             if not array.flags.c_contiguous or array.dtype != np.float32 or array.ndim not in axes:

@@ -118,7 +118,7 @@ DOORS = {
     "layers.activation": (),
     "layers.common": ("net.fusion",),
     "layers.detection": (),
-    "layers.core": ("net", "solvers", "parallel", "plan"),
+    "layers.core": ("net", "solvers", "parallel", "plan", "pycaffe"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
