@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from caffepy.cli.log import StderrHandler, write_line
+from caffepy.glog import StderrHandler, write_line
 
 _INTERVAL = 0.2
 """Seconds between looks at the iteration."""

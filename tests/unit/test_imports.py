@@ -26,6 +26,7 @@ LEVELS = {
     "version": 0,
     "registry": 1,
     "files": 1,
+    "glog": 1,
     "hdf5": 2,
     "caches": 1,
     "report": 1,
@@ -43,9 +44,11 @@ LEVELS = {
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
-    "cli": 12,
-    "__main__": 13,
-    "caffepy": 13,
+    "pycaffe": 12,
+    "as_caffe": 13,
+    "cli": 14,
+    "__main__": 15,
+    "caffepy": 15,
 }
 """Imports go from higher levels to lower ones, or stay within a part."""
 
@@ -115,7 +118,7 @@ DOORS = {
     "layers.activation": (),
     "layers.common": ("net.fusion",),
     "layers.detection": (),
-    "layers.core": ("net", "solvers", "parallel", "plan"),
+    "layers.core": ("net", "solvers", "parallel", "plan", "pycaffe"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
