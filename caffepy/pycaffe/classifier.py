@@ -80,8 +80,8 @@ class Classifier(Net):
         resized = np.stack([io.resize_image(image, self.image_dims) for image in inputs])
         crops = io.oversample(resized, self.crop_dims) if oversample else self._centres(resized)
         in_ = self.inputs[0]
-        batch = np.stack([self.transformer.preprocess(in_, crop) for crop in crops])
-        predictions = self.forward_all(**{in_: batch})[self.outputs[0]]
+        batch: dict[str, Any] = {in_: np.stack([self.transformer.preprocess(in_, crop) for crop in crops])}
+        predictions = self.forward_all(**batch)[self.outputs[0]]
         if oversample:
             predictions = predictions.reshape(len(predictions) // 10, 10, -1).mean(1)
         return np.asarray(predictions)

@@ -85,12 +85,13 @@ class Detector(Net):
             return []
         in_ = self.inputs[0]
         images: dict[str, NDArray[np.float32]] = {}
-        batch = []
+        inputs = []
         for name, window in named:
             if name not in images:
                 images = {name: io.load_image(name)}
-            batch.append(self.transformer.preprocess(in_, self.crop(images[name], window)))
-        predictions = self.forward_all(**{in_: np.stack(batch)})[self.outputs[0]]
+            inputs.append(self.transformer.preprocess(in_, self.crop(images[name], window)))
+        batch: dict[str, Any] = {in_: np.stack(inputs)}
+        predictions = self.forward_all(**batch)[self.outputs[0]]
         return [
             {"window": window, "prediction": prediction, "filename": name}
             for (name, window), prediction in zip(named, predictions, strict=True)

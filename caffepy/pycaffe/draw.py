@@ -74,8 +74,7 @@ def _window(layer: LayerParameter) -> Iterator[str]:
         sizes = (pooling.kernel_size, pooling.stride, pooling.pad)
     elif layer.type in ("Convolution", "Deconvolution"):
         param = layer.convolution_param
-        given = ((param.kernel_size, 1), (param.stride, 1), (param.pad, 0))
-        sizes = tuple([*values, default][0] for values, default in given)
+        sizes = ([*param.kernel_size, 1][0], [*param.stride, 1][0], [*param.pad, 0][0])
     else:
         return
     for name, size in zip(("kernel size", "stride", "pad"), sizes, strict=True):

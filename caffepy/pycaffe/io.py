@@ -171,7 +171,8 @@ def _gray(image: Floats) -> Floats:
     if image.shape[2] == 4:
         alpha = image[:, :, 3:]
         image = image[:, :, :3] * alpha + (1 - alpha)
-    return (image[:, :, ::-1] @ _LUMINANCE)[:, :, np.newaxis]
+    gray: Floats = (image[:, :, ::-1] @ _LUMINANCE)[:, :, np.newaxis]
+    return gray
 
 
 def resize_image(im: Floats, new_dims: Sequence[int], interp_order: int = 1) -> NDArray[np.float32]:
@@ -229,7 +230,7 @@ def _linear(image: Floats, axis: int, size: int, aligned: bool) -> Floats:
     return result
 
 
-def oversample(images: Sequence[Floats], crop_dims: Sequence[int]) -> NDArray[np.float32]:
+def oversample(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | Floats) -> NDArray[np.float32]:
     """Ten crops of each image: the four corners, the centre, and these mirrored.
 
     Args:
@@ -305,7 +306,7 @@ class Transformer:
     def deprocess(self, in_: str, data: Floats) -> Floats:
         """The image out of an input (K, H, W): `preprocess` backwards, without the change of size."""
         self._check_input(in_)
-        image = data.copy().squeeze()
+        image: Floats = data.copy().squeeze()
         if image.ndim < 3 <= data.ndim and (in_ in self.transpose or in_ in self.mean):
             image = image.reshape(data.shape[-3:])
         if in_ in self.input_scale:
@@ -372,7 +373,8 @@ class Transformer:
             )
         if mean.shape[1:] == tuple(size):
             return mean
-        return resize_image(mean.transpose(1, 2, 0), size).transpose(2, 0, 1)
+        resized: Floats = resize_image(mean.transpose(1, 2, 0), size).transpose(2, 0, 1)
+        return resized
 
     def set_input_scale(self, in_: str, scale: float) -> None:
         """The factor after the mean is subtracted."""
