@@ -193,7 +193,8 @@ def test_a_python_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     path = tmp_path / "net.prototxt"
     path.write_text(
         "name: 'n' force_backward: true input: 'data' input_shape { dim: 2 dim: 3 dim: 4 dim: 5 } "
-        "layer { name: 'h' type: 'Python' bottom: 'data' top: 'h' python_param { module: 'halve_layer' layer: 'Halve' } }"
+        "layer { name: 'h' type: 'Python' bottom: 'data' top: 'h' "
+        "python_param { module: 'halve_layer' layer: 'Halve' } }"
     )
     net = caffe.Net(path, caffe.TRAIN)
     net.blobs["data"].data[...] = 6

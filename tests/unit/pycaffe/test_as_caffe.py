@@ -46,12 +46,7 @@ def python(*arguments: str, cwd: Path, path: str = "", **variables: str) -> subp
 
 @pytest.mark.parametrize("way", [("script.py",), ("-m", "script")])
 def test_scripts_and_modules(tmp_path: Path, way: tuple[str, ...]) -> None:
-    content = (
-        SAME
-        if (ROOT / "caffepy/pycaffe/io.py").exists()
-        else SAME.replace("caffe.io,", "").replace("caffe.net_spec,", "")
-    )
-    (tmp_path / "script.py").write_text(content)
+    (tmp_path / "script.py").write_text(SAME)
     done = python("-m", "caffepy.as_caffe", *way, "a", "--b", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -118,7 +113,7 @@ def test_the_command_line_lets_python_layers_import_caffe(tmp_path: Path) -> Non
     (tmp_path / "net.prototxt").write_text(
         "name: 'n' layer { name: 'm' type: 'Python' top: 'm' python_param { module: 'mine' layer: 'Mine' } }"
     )
-    (tmp_path / "m.caffemodel").write_bytes(NetParameter(name="n").SerializeToString())
+    (tmp_path / "m.caffemodel").write_bytes(NetParameter(name="n", layer=[{"name": "m"}]).SerializeToString())
     arguments = ["test", "--model", "net.prototxt", "--weights", "m.caffemodel", "--iterations", "1"]
     done = python("-m", "caffepy", *arguments, cwd=tmp_path)
     assert done.returncode == 0 and "m = 4" in done.stderr, done.stderr

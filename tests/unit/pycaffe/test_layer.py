@@ -117,7 +117,8 @@ def test_what_it_raises_comes_out(write) -> None:
 
 def test_a_solver_trains_it(write, tmp_path: Path) -> None:
     loss = (
-        "layer { name: 'zero' type: 'DummyData' top: 'zero' dummy_data_param { shape { dim: 2 dim: 3 dim: 2 dim: 2 } } }"
+        "layer { name: 'zero' type: 'DummyData' top: 'zero' "
+        "dummy_data_param { shape { dim: 2 dim: 3 dim: 2 dim: 2 } } }"
         "layer { name: 'loss' type: 'EuclideanLoss' bottom: 'out' bottom: 'zero' top: 'loss' }"
     )
     path = write("train.prototxt", NET % ("Times", "2") + loss)
