@@ -151,6 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         sys.stderr.write(f"{_USAGE}\n")
         return 0 if arguments[:1] and arguments[0] != "-m" else 2
+    if arguments[0] != "-m" and not Path(arguments[0]).is_file():
+        sys.stderr.write(f"python -m caffepy.as_caffe: there is no script '{arguments[0]}'; {_USAGE}\n")
+        return 2
     install(force)
     _show_log()
     if arguments[0] == "-m":

@@ -155,9 +155,9 @@ class Solver:
     @contextmanager
     def _training(self) -> Iterator[None]:
         self._started = -1
-        if any(net.has_callbacks for net in (self.net, *self.test_nets)):
-            self.solver.graph_runner.stop_capturing()
         with self.device.computing(), as_users_raise():
+            if any(net.has_callbacks for net in (self.net, *self.test_nets)):
+                self.solver.graph_runner.stop_capturing()
             yield
 
     def snapshot(self) -> None:
@@ -203,7 +203,8 @@ class Solver:
         else:
             raise ArgumentError("add_callback needs on_start and on_gradients_ready, or one NCCL object")
         self._callbacks.callbacks.append(callback)
-        self.solver.graph_runner.drop()  # graphs of before do not call it
+        with self.device.active():
+            self.solver.graph_runner.drop()  # graphs of before do not call it
 
     def __repr__(self) -> str:
         return f"<caffe.{type(self).__name__} of {self.net.name!r}, iteration {self.iter}, {self.device.backend.name}>"
