@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
-from caffepy import version
+from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
+    as_caffe.install(force=True)  # for the modules of Python layers
     try:
         _print_anything()
         with log_to_stderr(verbose):

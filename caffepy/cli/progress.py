@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.log import StderrHandler, write_line
+from caffepy.glog import StderrHandler, write_line
 
 if TYPE_CHECKING:
     from caffepy.data.conversion.progress import Progress

@@ -179,7 +179,7 @@ class Solver(ABC):
     def _build_parts(self, eager: bool, keep_going: bool) -> None:
         state = self.state
         self._hyperparameters = Hyperparameters(state, self.hyperparameters)
-        steps = IterationSteps(state, self._hyperparameters)
+        steps = self._steps = IterationSteps(state, self._hyperparameters)
         self.graph_runner = CudaGraphRunner(state, steps, eager)
         self._loss_check = LossCheck(state, self.graph_runner, keep_going, self._factory.share)
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
@@ -208,11 +208,7 @@ class Solver(ABC):
         return self.state.last_pass
 
     def load_weights(self, paths: list[Path]) -> None:
-        """Copy trained layers from .caffemodel files, later ones over earlier ones.
-
-        Raises:
-            SnapshotError: a file cannot be read or does not fit.
-        """
+        """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
         for path in paths:
             self.log("Finetuning from %s", path)
             self.net.copy_trained_layers_from(read_weights(path), str(path))
@@ -293,6 +289,12 @@ class Solver(ABC):
         self.state.iteration += 1
         self.clock.tick()
         self.callback.on_iteration()
+
+    def apply_update(self) -> None:
+        """Change the parameters by their diffs, as the end of an iteration does, and count one (Caffe's function)."""
+        self._hyperparameters.send()
+        self._steps.update()
+        self.state.iteration += 1
 
     def _read_replayed_loss(self, display: bool) -> None:
         loss = self.graph_runner.loss()

@@ -182,6 +182,12 @@ class CudaGraphRunner:
         if len(self._events) >= IN_FLIGHT:
             state.callback.wait_for_device(self._events.popleft().wait)
 
+    def stop_capturing(self) -> None:
+        """Run iterations eagerly from now on."""
+        self._wanted = False
+        self.drain()
+        self.drop()
+
     def drain(self) -> None:
         """Wait until the device is idle, take over the requests of all its iterations, and undo those that are void.
 

@@ -18,6 +18,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.requests import Requests
+from caffepy.solvers.rules import policies
 from caffepy.solvers.rules.plateau import Plateau
 from caffepy.solvers.rules.update import Update
 from caffepy.solvers.statistics import KeptStatistics
@@ -155,6 +156,10 @@ class TrainState:
         self.losses.restore(before.losses)
         self.net.context.passes.number = before.pass_number
         self.log("Iteration %d waits for its data on a device and is not made", self.iteration)
+
+    def learning_rate(self) -> float:
+        """The rate of the next iteration, as far as it depends on the iterations made and not on the next loss."""
+        return policies.learning_rate(self.param, self.iteration, self.current_step)[0]
 
     def passes(self) -> range:
         """The numbers of the present iteration's forward passes."""
