@@ -202,6 +202,9 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     def from_host(self, host: Any, destination: Array) -> None:
         cuda_copy.upload(host, destination, self._scratch)
 
+    def adopt(self, array: Any) -> Array | None:
+        return cuda_memory.adopt(array, self.device)
+
     def to_host(self, array: Array) -> Any:
         return cuda_memory.download(array, self.stream)
 
@@ -242,6 +245,12 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         if problem not in self._convolutions:
             self._convolutions[problem] = CudaConvolution(problem, self._resources)
         return self._convolutions[problem]
+
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        assert isinstance(plan, CudaConvolution)
+        plan.forward(x, weights, bias, y, relu, residual=residual)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         cuda_pooling.max_forward(x, y, mask, geometry)
