@@ -193,6 +193,17 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def to_host(self, array: Array) -> Any:
         """A C-contiguous NumPy copy in logical order; waits for the device."""
 
+    def upload(self, host: Any, destination: Array) -> None:
+        """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
+
+        The host array may be changed when this returns.
+        """
+        self.from_host(host, destination)
+
+    def download(self, arrays: Sequence[Array]) -> list[Any]:
+        """As `to_host` of each, through memory that the device copies to at full speed; waits once for all."""
+        return [self.to_host(array) for array in arrays]
+
     # -- elementwise and reductions -----------------------------------------------------------------
 
     @abstractmethod

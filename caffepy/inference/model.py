@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import Backend
-from caffepy.blob import Blob
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
@@ -99,9 +98,9 @@ class Model:
             for name, array in here.items():
                 self.backend.copy(array, runner.net.blobs[name].data)
             for name, array in hosts.items():
-                self.backend.from_host(array, runner.net.blobs[name].data)
+                self.backend.upload(array, runner.net.blobs[name].data)
             runner.forward()
-            return {name: self._result(blob, bool(here)) for name, blob in runner.net.outputs.items()}
+            return self._results(runner.net, bool(here))
 
     def parameters_changed(self) -> None:
         """Take over values that were written into `net`'s parameters since the last call."""
@@ -165,22 +164,28 @@ class Model:
                     layer.input_param.shape.add(dim=wanted.get(top, self.net.blobs[top].shape))
         return param
 
-    def _result(self, blob: Blob, on_device: bool) -> Any:
+    def _results(self, net: Net, on_device: bool) -> dict[str, Any]:
+        values = [blob.data for blob in net.outputs.values()]
         if not on_device:
-            return blob.host_data()
-        result = self.backend.zeros(blob.shape)
-        self.backend.copy(blob.data, result)
+            return dict(zip(net.outputs, self.backend.download(values), strict=True))
+        results = [self.backend.zeros(tuple(array.shape)) for array in values]
+        for array, result in zip(values, results, strict=True):
+            self.backend.copy(array, result)
         self.backend.synchronize()
-        return result
+        return dict(zip(net.outputs, results, strict=True))
 
 
 def as_numpy(array: Any, name: str) -> Any:
-    """A host array of float32 numbers.
+    """A host array of numbers; other libraries' are not copied.
 
     Raises:
         ShapeError: it has no numbers.
     """
     try:
-        return np.asarray(array, np.float32)
-    except (TypeError, ValueError) as error:
+        only_dlpack = hasattr(array, "__dlpack__") and not hasattr(array, "__array__")
+        found = np.from_dlpack(array) if only_dlpack else np.asarray(array)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ShapeError(f"input '{name}' is no array of numbers: {error}") from error
+    if found.dtype.kind not in "biuf":
+        raise ShapeError(f"input '{name}' is no array of numbers: its dtype is {found.dtype}")
+    return found

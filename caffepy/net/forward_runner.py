@@ -6,6 +6,8 @@ Solvers' tests, `caffepy test` and `caffepy.load` run their nets by it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from caffepy.backend.handles import DeviceScalars
@@ -25,16 +27,22 @@ class ForwardRunner:
     Args:
         net: of the TEST phase.
         eager: never capture.
+        lazily: capture in the second pass; else only `capture` does.
     """
 
-    def __init__(self, net: Net, eager: bool = False) -> None:
+    def __init__(self, net: Net, eager: bool = False, lazily: bool = True) -> None:
         self.net = net
-        net.folds_parameters = False
+        self._lazily = lazily
         self._stale = True
         self._wanted = net.backend.captures and not eager and not net.debug_info
         self._warm = False
         self._segments = GraphSegments(net.backend, [])
         self._random: DeviceScalars | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether passes are to be graphs: they can be as far as is known, and are asked for."""
+        return self._wanted
 
     @property
     def captured(self) -> bool:
@@ -48,17 +56,20 @@ class ForwardRunner:
     def forward(self) -> None:
         """One pass: eagerly the first time and after the data changed their shape, from then on as graphs."""
         self._refresh()
-        if self._warm and not self.captured:
+        if self._lazily:
             self.capture()
         if self.captured and self._replay():
             return
-        self.net.forward()
+        self.net.folds_parameters = False
+        try:
+            self.net.forward()
+        finally:
+            self.net.folds_parameters = True  # for whoever runs the net without this object
         self._warm = True
 
     def _refresh(self) -> None:
         if self._stale:
             self.net.prepare()
-            self.net.fold_parameters()
             self._stale = False
 
     def capture(self) -> bool:
@@ -70,22 +81,35 @@ class ForwardRunner:
         if self.captured or not (self._wanted and self._warm):
             return self.captured
         net = self.net
-        net.backend.trim()
-        if net.context.passes.draws:
-            self._random = net.backend.device_scalars(1, 1)
-            self._send_counter(self._random)
-            net.context.passes.on_device = self._random.counters[0]
+        net.backend.trim()  # what tuning and compiling the first pass took
         segments = [
             Segment(node.layer.name, partial(net.forward_node, node), blocker)
             for node, blocker in zip(net.schedule, capture_blockers(net.schedule), strict=True)
         ]
         self._segments = GraphSegments(net.backend, segments)
         try:
-            self._segments.capture()
+            with self._counting_on_device():
+                self._segments.capture()
         except RunError as error:
             log.info("Passes of net '%s' are not captured into graphs: %s", net.name, error)
             self.stop_capturing()
+        except BaseException:
+            self.drop()  # the graphs of some segments only
+            raise
         return self.captured
+
+    @contextmanager
+    def _counting_on_device(self) -> Iterator[None]:
+        """Let layers read the number of the pass from the device's memory, where it is another in each replay."""
+        passes = self.net.context.passes
+        if passes.draws:
+            self._random = self.net.backend.device_scalars(1, 1)
+            self._send_counter(self._random)
+            passes.on_device = self._random.counters[0]
+        try:
+            yield
+        finally:
+            passes.on_device = None
 
     def stop_capturing(self) -> None:
         """Run eagerly from now on."""
@@ -117,4 +141,3 @@ class ForwardRunner:
         self._segments.drop()
         self._warm = False
         self._random = None
-        self.net.context.passes.on_device = None

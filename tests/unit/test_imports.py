@@ -40,6 +40,7 @@ LEVELS = {
     "net": 6,
     "snapshot": 8,
     "solvers": 9,
+    "inference": 9,
     "parallel": 10,
     "plan": 10,
     "distributed": 11,

@@ -89,7 +89,7 @@ def adopt(array: Any, device: int) -> Array | None:
     if found.device.id != device:
         raise DeviceError(f"the array lies on GPU {found.device.id}, the net on GPU {device}; move one of them")
     cupy.cuda.runtime.deviceSynchronize()
-    return found
+    return cupy.ascontiguousarray(found) if any(stride < 0 for stride in found.strides) else found
 
 
 def fill(array: Array, value: float) -> None:

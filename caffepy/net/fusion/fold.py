@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from caffepy.blob import Blob
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
 from caffepy.layers.normalization.scale import BroadcastLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
@@ -38,6 +39,10 @@ class Folding(Fusion):
                 self._fold(index)
         return super().run()
 
+    def _source(self, index: int) -> Blob | None:
+        """The BatchNorm's bottom, even if a later layer overwrites it: there is no backward pass."""
+        return self._nodes[index].bottoms[0]
+
     def _fold(self, index: int) -> None:
         node = self._nodes[index]
         layer = node.layer
@@ -45,7 +50,7 @@ class Folding(Fusion):
             return
         chain = self._factors(index)
         bottoms = list(node.bottoms)
-        summing = self._next(chain, "Eltwise")
+        summing = self._next(chain, "Eltwise") if len(node.tops[0].shape) > 2 else None
         if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
             other = 1 - self._nodes[summing].bottoms.index(self._nodes[chain[-1]].tops[0])
             bottoms.append(self._nodes[summing].bottoms[other])
