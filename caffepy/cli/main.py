@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from caffepy import version
 from caffepy.cli.log import log_to_stderr, rank_prefix
@@ -17,7 +18,11 @@ from caffepy.cli.options import Parser, normalise
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
 from caffepy.registry import suggest
 
-COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
+COMMANDS = (
+    "train", "test", "time", "net", "export", "import", "plan", "device_query", "data", "snapshot", "launch", "bench",
+)  # fmt: skip
+MODULES = {"export": "onnx.export", "import": "onnx.import_model"}
+"""Modules of the commands, below this folder, that have another name than the command."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -69,7 +74,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     args.verbose = verbose
     args.arguments = arguments
     with _dialect(getattr(args, "dialect", None)):
-        status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
+        status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
 
@@ -93,7 +98,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="caffepy")
     for name in _commands(arguments):
-        importlib.import_module(f"caffepy.cli.{name}").add_parser(subparsers)
+        _module(name).add_parser(subparsers)
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
@@ -101,6 +106,11 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
             "--traceback", action="store_true", help=f"print an error's traceback too; so does {TRACEBACK}=1"
         )
     return parser
+
+
+def _module(command: str) -> Any:
+    """The module of a command."""
+    return importlib.import_module(f"caffepy.cli.{MODULES.get(command, command)}")
 
 
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:

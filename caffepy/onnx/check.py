@@ -72,6 +72,11 @@ def _readers(net: Net, blob: Blob) -> Iterator[tuple[Any, int]]:
                 yield node.layer, index
 
 
+def larger_batch(inputs: Arrays) -> Arrays:
+    """The inputs with their first sample once more behind the last."""
+    return {name: np.concatenate([values, values[:1]]) for name, values in inputs.items()}
+
+
 def run_net(net: Net, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
     """The net's outputs for some inputs; states of recurrent layers begin at 0.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,16 @@ def has_runtime() -> bool:
     return importlib.util.find_spec("onnxruntime") is not None
 
 
-def run_model(model: bytes, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
+def run_file(path: Path, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
+    """The outputs of a model file, whose tensors may lie in other files beside it; see `run_model`."""
+    return run_model(str(path), feeds, threads)
+
+
+def run_model(model: bytes | str, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
     """The outputs of a serialised model by onnxruntime on the CPU.
 
     Args:
-        model: the model.
+        model: the model, or its path.
         feeds: its inputs by name.
         threads: how many to use; 0: as many as there are cores.
 

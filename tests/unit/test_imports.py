@@ -43,6 +43,7 @@ LEVELS = {
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
+    "onnx": 11,
     "cli": 12,
     "__main__": 13,
     "caffepy": 13,
@@ -81,6 +82,15 @@ FOLDERS = {
         "layers.__init__",
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
+    "onnx": (
+        "onnx.libraries onnx.check onnx.fold",
+        "onnx.export.graph",
+        "onnx.export",
+        "onnx.importer.model",
+        "onnx.importer.builder",
+        "onnx.importer.node",
+        "onnx.importer",
+    ),
     "solvers": (
         "solvers.rules.larc",
         "solvers.rules.plateau solvers.rules.policies solvers.rules.update",
@@ -109,20 +119,20 @@ DOORS = {
     "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
-    "backend.meta": ("net", "plan", "cli"),
+    "backend.meta": ("net", "plan", "onnx", "cli"),
     "data.images": ("layers.input", "layers.loss", "cli"),
     "data.sources": ("layers.input", "cli"),
     "layers.activation": (),
     "layers.common": ("net.fusion",),
-    "layers.detection": (),
+    "layers.detection": ("onnx.export",),
     "layers.core": ("net", "solvers", "parallel", "plan"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
-    "layers.normalization": ("net.fusion", "parallel"),
-    "layers.vision": ("net.fusion",),
+    "layers.normalization": ("net.fusion", "parallel", "onnx"),
+    "layers.vision": ("net.fusion", "onnx.export"),
     "net.fusion": ("parallel.gradients",),
-    "net.memory": ("solvers", "plan", "cli"),
+    "net.memory": ("solvers", "plan", "onnx.export", "cli"),
     "parallel.communicators": ("distributed", "cli"),
     "parallel.control": ("distributed",),
     "parallel.gradients": (),
@@ -143,10 +153,12 @@ ALLOWED = {
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("cli/*.py",),
     "matplotlib": ("plan/report.py",),
+    "onnx": ("onnx/*.py", "onnx/*/*.py"),
+    "onnxruntime": ("onnx/libraries.py",),
 }
 """Where optional libraries may be imported at all."""
 
-HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib")
+HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib", "onnx")
 """What `import caffepy` and `caffepy --help` must not load."""
 
 PUBLIC = ("caffepy", "caffepy.distributed")

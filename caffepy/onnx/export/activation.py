@@ -101,9 +101,7 @@ def power(view: LayerView) -> str:
 def exponential(view: LayerView) -> str:
     param = view.param.exp_param
     log_base = 1.0 if param.base == -1 else math.log(param.base)
-    return view.scaled(
-        view.add("Exp", view.scaled(view.x, log_base * param.scale)), math.exp(log_base * param.shift)
-    )
+    return view.scaled(view.add("Exp", view.scaled(view.x, log_base * param.scale)), math.exp(log_base * param.shift))
 
 
 @exports("Log", form="Mul, Add, Log, Mul, as far as they are needed")

@@ -137,5 +137,3 @@ def filter_samples(view: LayerView) -> list[str]:
 @exports("Parameter", form="a constant")
 def parameter(view: LayerView) -> str:
     return view.parameter(0)
-
-

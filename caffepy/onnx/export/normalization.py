@@ -23,9 +23,7 @@ def local_response(view: LayerView) -> str:
     if param.norm_region == caffe_pb2.LRNParameter.ACROSS_CHANNELS:
         return view.add("LRN", view.x, size=size, alpha=alpha, beta=beta, bias=param.k)
     image, half = view.bottoms[0].shape[2:], (size - 1) // 2
-    squares = average(
-        view, view.add("Mul", view.x, view.x), Windows(image, image, (size, size), (1, 1), (half, half))
-    )
+    squares = average(view, view.add("Mul", view.x, view.x), Windows(image, image, (size, size), (1, 1), (half, half)))
     factor = view.add("Pow", view.scaled(squares, alpha, 1.0), view.floats(-beta))
     return view.add("Mul", view.x, factor)
 

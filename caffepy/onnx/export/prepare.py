@@ -32,18 +32,16 @@ class Settings:
         level: the net state's.
         stages: likewise.
         batch: the first axis of all inputs; None: as the prototxt says.
-        dynamic: the model is to take any batch.
     """
 
     phase: int = caffe_pb2.TEST
     level: int = 0
     stages: Sequence[str] = field(default_factory=tuple)
     batch: int | None = None
-    dynamic: bool = False
 
 
-def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) -> Net:
-    """The net with its weights, on the CPU.
+def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) -> tuple[Net, caffe_pb2.NetParameter]:
+    """The net with its weights, on the CPU, and the message that it was built of.
 
     Raises:
         CaffepyError: whatever is wrong with the files.
@@ -52,7 +50,7 @@ def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) ->
     net = build(param, create_backend(), model)
     for path in weights:
         net.copy_trained_layers_from(read_weights(path), str(path))
-    return net
+    return net, param
 
 
 def build(param: caffe_pb2.NetParameter, backend: Backend, model: Path = Path()) -> Net:
@@ -92,7 +90,9 @@ def inference_net(param: caffe_pb2.NetParameter, settings: Settings) -> caffe_pb
             own_layer.phase = caffe_pb2.TEST
             result.layer.append(own_layer)
     if not any(layer.type != "Input" for layer in result.layer):
-        raise ConfigError(f"the net has no layers for inference in the {net.state.phase} phase; give --phase or --stage")
+        raise ConfigError(
+            f"the net has no layers for inference in the {net.state.phase} phase; give --phase or --stage"
+        )
     return with_batch(result, settings.batch) if settings.batch is not None else result
 
 

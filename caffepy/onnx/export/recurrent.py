@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from caffepy.onnx.export.graph import LayerView, exports, product_of
 
+
 class _Unrolled:
     """What LSTM and RNN share: the sums that the input brings to each time step, and what is carried on.
 

@@ -140,7 +140,8 @@ class _Writer:
         param.CopyFrom(node.layer.param)
         for name in ("blobs", "bottom", "top", "phase", "include", "exclude", "loss_weight", "propagate_down"):
             param.ClearField(name)
-        stored = [name for name in self.graph.constants if name in _read_by(self.graph, node.layer.name)]
+        read = _read_by(self.graph, node.layer.name)
+        stored = sorted((name for name in self.graph.constants if name in read), key=lambda n: n.rpartition("/")[2])
         self.metadata[f"{COMPOSITE_KEY}{node.layer.name}"] = json.dumps(
             {
                 "param": text_format.MessageToString(param, as_one_line=True),

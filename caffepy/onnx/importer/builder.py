@@ -70,13 +70,15 @@ class NetBuilder:
         """Keep blob names for outputs: `add` gives them to nothing else."""
         self._blob_names |= set(names)
 
-    def add(self, kind: str, bottoms: Sequence[Tensor], name: str, blobs: Sequence[Array] = (), **fields: Any) -> Tensor:
+    def add(
+        self, kind: str, bottoms: Sequence[Tensor], name: str, blobs: Sequence[Array] = (), **fields: Any
+    ) -> Tensor:
         """A layer with one top; returns it."""
         return self.add_many(kind, bottoms, name, [name], blobs, **fields)[0]
 
-    def add_many(  # noqa: PLR0913 -- what a layer consists of
+    def add_many(
         self, kind: str, bottoms: Sequence[Tensor], name: str, tops: Sequence[str], blobs: Sequence[Array] = (),
-        **fields: Any,
+        reshape_blobs: bool = False, **fields: Any,
     ) -> list[Tensor]:  # fmt: skip
         """A layer; returns its tops.
 
@@ -86,6 +88,7 @@ class NetBuilder:
             name: wanted for the layer.
             tops: names wanted for the tops.
             blobs: its parameters.
+            reshape_blobs: whether these may have another shape of as many elements.
             fields: of the LayerParameter, e.g. ``relu_param={"negative_slope": 0.1}``.
 
         Raises:
@@ -96,7 +99,12 @@ class NetBuilder:
         layer.top.extend(_unique(top, self._blob_names) for top in tops)
         for field, value in fields.items():
             _set(layer, field, value)
-        shapes = self._shapes(layer, bottoms, blobs)
+        shapes, wanted = self._shapes(layer, bottoms)
+        given = [tuple(blob.shape) for blob in blobs]
+        if reshape_blobs and list(map(math.prod, given)) == list(map(math.prod, wanted)):
+            blobs = [np.reshape(blob, shape) for blob, shape in zip(blobs, wanted, strict=True)]
+        elif wanted != given:
+            raise UnsupportedError(f"its parameters have the shapes {given}; the layer needs {wanted}")
         layer.blobs.extend(to_blob_proto(np.asarray(blob, np.float32)) for blob in blobs)
         stored = self.param.layer.add()
         stored.CopyFrom(layer)
@@ -104,10 +112,8 @@ class NetBuilder:
         self.shapes.update(zip(layer.top, shapes, strict=True))
         return [Tensor(top, shape) for top, shape in zip(layer.top, shapes, strict=True)]
 
-    def _shapes(
-        self, layer: caffe_pb2.LayerParameter, bottoms: Sequence[Tensor], blobs: Sequence[Array]
-    ) -> list[Shape]:
-        """The tops' shapes, by setting the layer up."""
+    def _shapes(self, layer: caffe_pb2.LayerParameter, bottoms: Sequence[Tensor]) -> tuple[list[Shape], list[Shape]]:
+        """The shapes of the tops and of the parameters, by setting the layer up."""
         below = [Blob(self._context.backend, bottom.shape, bottom.name) for bottom in bottoms]
         tops = [Blob(self._context.backend, (), top) for top in layer.top]
         own = caffe_pb2.LayerParameter()
@@ -118,11 +124,7 @@ class NetBuilder:
             made.reshape(below, tops)
         except (CaffepyError, OverflowError) as error:
             raise UnsupportedError(str(error)) from error
-        wanted = [blob.shape for blob in made.blobs]
-        given = [tuple(blob.shape) for blob in blobs]
-        if wanted != given and layer.type != "Input":
-            raise UnsupportedError(f"its parameters have the shapes {given}; the layer needs {wanted}")
-        return [top.shape for top in tops]
+        return [top.shape for top in tops], [blob.shape for blob in made.blobs]
 
     # -- layers that others are made of ----------------------------------------------------------------
 

@@ -39,7 +39,9 @@ def window(view: NodeView, kernel: Sequence[int]) -> tuple[list[int], list[int]]
     axes = len(kernel)
     strides, dilations = view.numbers("strides", [1] * axes, axes), view.numbers("dilations", [1] * axes, axes)
     if min([*kernel, *strides, *dilations], default=1) < 1:
-        raise UnsupportedError(f"its kernel {list(kernel)}, strides {strides} and dilations {dilations} must be above 0")
+        raise UnsupportedError(
+            f"its kernel {list(kernel)}, strides {strides} and dilations {dilations} must be above 0"
+        )
     return strides, dilations
 
 

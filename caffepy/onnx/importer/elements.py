@@ -197,13 +197,11 @@ def _with_constant(view: NodeView, x: Tensor, values: Array, kind: str, name: st
         number = float(values.reshape(-1)[0])
         return view.net.linear(x, name, 1.0, number) if kind == "Bias" else view.net.linear(x, name, number)
     padded = values.reshape((1,) * (len(x.shape) - values.ndim) + values.shape)
-    used = [axis for axis, size in enumerate(padded.shape) if size != 1]
+    used = [axis for axis in range(padded.ndim) if padded.shape[axis] != 1]
     first, last = used[0], used[-1] + 1
-    blob = np.broadcast_to(
-        padded.reshape(padded.shape[first:last]), x.shape[first:last]
-    )
-    field = {"axis": first, "num_axes": last - first}
-    return view.net.add(kind, [x], name, [blob], **{f"{kind.lower()}_param": field})
+    blob = np.broadcast_to(padded.reshape(padded.shape[first:last]), x.shape[first:last])
+    field: dict[str, Any] = {f"{kind.lower()}_param": {"axis": first, "num_axes": last - first}}
+    return view.net.add(kind, [x], name, [blob], **field)
 
 
 def _with_smaller(view: NodeView, x: Tensor, small: Tensor, kind: str, name: str) -> Tensor:
@@ -215,4 +213,5 @@ def _with_smaller(view: NodeView, x: Tensor, small: Tensor, kind: str, name: str
         first, last = _span(padded, x.shape)
     small = view.net.reshaped(small, padded[first:last], f"{name}/operand")
     small = view.net.expanded(small, x.shape[first:last], f"{name}/operand")
-    return view.net.add(kind, [x, small], name, **{f"{kind.lower()}_param": {"axis": first}})
+    field: dict[str, Any] = {f"{kind.lower()}_param": {"axis": first}}
+    return view.net.add(kind, [x, small], name, **field)

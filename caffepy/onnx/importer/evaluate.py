@@ -39,7 +39,7 @@ def evaluate(view: NodeView, values: list[Array]) -> list[Array]:
 
 def _small(shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) > 32 or any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
-        raise UnsupportedError(f"it makes a constant of the shape {list(shape)[:8]}; {MAX_ELEMENTS} elements are allowed")
+        raise UnsupportedError(f"it makes a constant of the shape {list(shape)[:8]}; {MAX_ELEMENTS} is the most")
     return tuple(int(size) for size in shape)
 
 
@@ -103,8 +103,10 @@ def constant(view: NodeView, values: list[Array]) -> Array:
 
 @evaluates("ConstantOfShape")
 def constant_of_shape(view: NodeView, values: list[Array]) -> Array:
-    fill = [constant(view, [])] if any(one.name == "value" for one in view.node.attribute) else [np.zeros(1, np.float32)]
-    return np.full(_small(values[0].reshape(-1).tolist()), fill[0].reshape(-1)[0])
+    given = any(one.name == "value" for one in view.node.attribute)
+    fill = constant(view, []) if given else np.zeros(1, np.float32)
+    shape: Any = _small(values[0].reshape(-1).tolist())
+    return np.full(shape, np.asarray(fill).reshape(-1)[0])
 
 
 @evaluates("Cast")
@@ -150,7 +152,7 @@ def cut(view: NodeView, values: list[Array]) -> Array:
     for begin, end, axis, step in zip(begins, ends, axes, steps, strict=True):
         stop = None if step < 0 and end < -values[0].shape[axis] else end
         parts[axis] = slice(begin, stop, step)
-    return values[0][tuple(parts)]
+    return np.asarray(values[0][tuple(parts)])
 
 
 @evaluates("Reshape")
@@ -199,10 +201,9 @@ def where(view: NodeView, values: list[Array]) -> Array:
 @evaluates("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin")
 def reduce(view: NodeView, values: list[Array]) -> Array:
     axes = values[1].tolist() if len(values) > 1 else view.attribute("axes")
-    function = {"ReduceProd": np.prod, "ReduceSum": np.sum, "ReduceMax": np.max, "ReduceMin": np.min}
+    function = getattr(np, view.node.op_type.removeprefix("Reduce").lower())
     chosen = None if axes is None else tuple(axes)
-    result: Any = function[view.node.op_type](values[0], axis=chosen, keepdims=bool(view.number("keepdims", 1)))
-    return np.asarray(result, values[0].dtype)
+    return np.asarray(function(values[0], axis=chosen, keepdims=bool(view.number("keepdims", 1))), values[0].dtype)
 
 
 @evaluates("Split")

@@ -24,9 +24,7 @@ def batch_norm(view: NodeView) -> Tensor:
     scale, bias, mean, variance = (np.asarray(view.constant(i), np.float32).reshape(-1) for i in range(1, 5))
     one = np.ones(1, np.float32)
     field = {"eps": view.real("epsilon", 1e-5), "use_global_stats": True}
-    normal = view.net.add(
-        "BatchNorm", [view.blob()], f"{view.name}/bn", [mean, variance, one], batch_norm_param=field
-    )
+    normal = view.net.add("BatchNorm", [view.blob()], f"{view.name}/bn", [mean, variance, one], batch_norm_param=field)
     return view.add("Scale", [normal], [scale, bias], scale_param={"bias_term": True})
 
 

@@ -88,9 +88,7 @@ def _axes(view: NodeView, x: Tensor, axes: int) -> tuple[_Axis, _Axis]:
         raise UnsupportedError(f"its dilations are {dilations}; Caffe's pooling has none")
     pads = spatial_pads(view, x.shape[2 : 2 + axes], kernel, strides)
     ceil = bool(view.number("ceil_mode", 0)) and view.attribute("auto_pad", "NOTSET") == "NOTSET"
-    found = [
-        _Axis(n, k, s, a, b, ceil) for n, k, s, (a, b) in zip(x.shape[2:], kernel, strides, pads, strict=False)
-    ]
+    found = [_Axis(n, k, s, a, b, ceil) for n, k, s, (a, b) in zip(x.shape[2:], kernel, strides, pads, strict=False)]
     if axes == 1:
         found.append(_Axis(1, 1, 1, 0, 0, False))
     if any(axis.before >= axis.kernel or axis.wanted < 1 for axis in found):

@@ -30,6 +30,8 @@ _LONGEST_LAYER = 10_000
 """Characters of a layer's prototxt in the metadata."""
 _NUMBERS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE}
 
+_KNOWN = _NUMBERS | {TensorProto.INT64}
+
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -120,7 +122,7 @@ class _Reader:
         """
         where = f"{self.path}: input '{info.name}'"
         kind = info.type.tensor_type
-        if not info.type.HasField("tensor_type") or kind.elem_type not in _NUMBERS | {TensorProto.INT64}:
+        if not info.type.HasField("tensor_type") or kind.elem_type not in _KNOWN:
             raise ConfigError(f"{where} is no tensor of floats, the only inputs of a Caffe net")
         given = shapes.get(info.name) or (shapes.get("") if len(self._inputs()) == 1 else None)
         if given:
@@ -190,6 +192,13 @@ class _Reader:
             return []  # it is among the problems
         found = IMPORTERS.get(node.op_type)(view)
         return [found] if isinstance(found, Tensor | np.ndarray) else found
+
+
+def input_types(path: Path) -> dict[str, np.dtype[Any]]:
+    """NumPy's types of a model's inputs, by name."""
+    graph = read_model(path).graph
+    kinds = {info.name: info.type.tensor_type.elem_type for info in graph.input}
+    return {name: helper.tensor_dtype_to_np_dtype(kind) for name, kind in kinds.items() if kind in _KNOWN}
 
 
 def _shape_of(view: NodeView) -> np.ndarray[Any, Any]:
@@ -266,6 +275,5 @@ def _composite(view: NodeView, description: dict[str, Any]) -> Sequence[Value | 
         field.name: value for field, value in param.ListFields() if field.name.endswith("_param") and field.message_type
     }
     tops = list(view.node.output)
-    return list(view.net.add_many(param.type, bottoms, param.name or view.name, tops, blobs, **fields))
-
-
+    made = view.net.add_many(param.type, bottoms, param.name or view.name, tops, blobs, reshape_blobs=True, **fields)
+    return list(made)

@@ -109,7 +109,7 @@ def split(view: NodeView) -> list[Value | None]:
 def cut(view: NodeView) -> Tensor:
     x = view.blob()
     begins, ends, axes, steps = _slice_settings(view, len(x.shape))
-    strides = {}
+    strides: dict[int, int] = {}
     for begin, end, given, step in zip(begins, ends, axes, steps, strict=True):
         axis = view.axis(given, len(x.shape))
         if step < 1:
