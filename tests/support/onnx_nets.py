@@ -26,9 +26,7 @@ def random_parameters(net: Net, seed: int = 1) -> Net:
     for layer in net.layers:
         for index, blob in enumerate(layer.blobs):
             values = 0.1 * rng.standard_normal(blob.shape)
-            if layer.type == "BatchNorm" and index in (1, 2):
-                values = rng.uniform(0.5, 1.5, blob.shape)
-            elif layer.type in ("Scale", "Normalize") and index == 0:
+            if layer.type == "BatchNorm" and index in (1, 2) or layer.type in ("Scale", "Normalize") and index == 0:
                 values = rng.uniform(0.5, 1.5, blob.shape)
             elif len(blob.shape) > 1:
                 values = rng.standard_normal(blob.shape) * np.sqrt(2 / np.prod(blob.shape[1:]))

@@ -32,6 +32,8 @@ COMPOSITES: set[str] = set()
 OLDEST, DEFAULT, NEWEST = 13, 17, 22
 """Versions of ONNX's operators that can be written."""
 REDUCE_AXES_ARE_INPUTS = 18
+PARAMETER_NAMES = ["W", "B", "C", "D", "E", "F"]
+"""Behind the layer's name, the constants that hold its parameters."""
 
 
 def exports(*types: str, form: str, composite: bool = False) -> Callable[[Exporter], Exporter]:
@@ -144,7 +146,7 @@ class LayerView:
     def parameter(self, index: int, shape: Sequence[int] | None = None) -> str:
         """A constant with a parameter's values, in another shape if one is given."""
         values = self.weights(index)
-        return self.floats(values if shape is None else values.reshape(shape), f"{'WBCDEF'[index]}")
+        return self.floats(values if shape is None else values.reshape(shape), PARAMETER_NAMES[index])
 
     def axis(self, index: int) -> int:
         """An axis of the first bottom, from 0."""

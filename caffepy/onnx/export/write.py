@@ -16,7 +16,7 @@ from caffepy.blob import Blob
 from caffepy.errors import ConfigError
 from caffepy.net import Net
 from caffepy.net.wiring import Node
-from caffepy.onnx.export.graph import COMPOSITES, DEFAULT, EXPORTERS, NEWEST, OLDEST, Graph, LayerView
+from caffepy.onnx.export.graph import COMPOSITES, DEFAULT, EXPORTERS, NEWEST, OLDEST, PARAMETER_NAMES, Graph, LayerView
 from caffepy.proto import caffe_pb2
 from caffepy.version import __version__
 
@@ -141,13 +141,13 @@ class _Writer:
         for name in ("blobs", "bottom", "top", "phase", "include", "exclude", "loss_weight", "propagate_down"):
             param.ClearField(name)
         read = _read_by(self.graph, node.layer.name)
-        stored = sorted((name for name in self.graph.constants if name in read), key=lambda n: n.rpartition("/")[2])
+        stored = sorted((name for name in self.graph.constants if name in read), key=_parameter_order)
         self.metadata[f"{COMPOSITE_KEY}{node.layer.name}"] = json.dumps(
             {
                 "param": text_format.MessageToString(param, as_one_line=True),
                 "inputs": inputs,
                 "outputs": [self.values[top] for top in node.tops],
-                "parameters": [n for n in stored if n.rpartition("/")[2].rstrip("_0123456789") in set("WBCDEF")],
+                "parameters": [name for name in stored if _parameter_order(name) >= 0],
             }
         )
 
@@ -185,6 +185,12 @@ class _Writer:
         )  # fmt: skip
         helper.set_model_props(model, self.metadata)
         return model
+
+
+def _parameter_order(name: str) -> int:
+    """Which parameter of its layer a constant is, -1: none."""
+    last = name.rpartition("/")[2].partition("_")[0]
+    return PARAMETER_NAMES.index(last) if last in PARAMETER_NAMES else -1
 
 
 def _read_by(graph: Graph, layer: str) -> set[str]:

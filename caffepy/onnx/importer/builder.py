@@ -97,8 +97,11 @@ class NetBuilder:
         layer = caffe_pb2.LayerParameter(name=_unique(name, self._names), type=kind)
         layer.bottom.extend(bottom.name for bottom in bottoms)
         layer.top.extend(_unique(top, self._blob_names) for top in tops)
-        for field, value in fields.items():
-            _set(layer, field, value)
+        try:
+            for field, value in fields.items():
+                _set(layer, field, value)
+        except (ValueError, TypeError) as error:
+            raise UnsupportedError(f"a setting is beyond what a prototxt holds: {error}") from error
         shapes, wanted = self._shapes(layer, bottoms)
         given = [tuple(blob.shape) for blob in blobs]
         if reshape_blobs and list(map(math.prod, given)) == list(map(math.prod, wanted)):

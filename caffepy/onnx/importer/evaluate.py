@@ -160,7 +160,7 @@ def reshape(view: NodeView, values: list[Array]) -> Array:
     dims = values[1].tolist()
     if not view.number("allowzero", 0):
         dims = [values[0].shape[i] if size == 0 else size for i, size in enumerate(dims)]
-    return values[0].reshape(dims)
+    return np.asarray(values[0].reshape(dims))
 
 
 @evaluates("Flatten")
@@ -177,7 +177,7 @@ def transpose(view: NodeView, values: list[Array]) -> Array:
 @evaluates("Expand")
 def expand(view: NodeView, values: list[Array]) -> Array:
     shape = _small(np.broadcast_shapes(values[0].shape, tuple(values[1].tolist())))
-    return np.broadcast_to(values[0], shape)
+    return np.asarray(np.broadcast_to(values[0], shape))
 
 
 @evaluates("Tile")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,23 @@ def read_model(path: Path) -> ModelProto:
         raise ConfigError(f"{path}: not an ONNX model: it has no graph with nodes")
     if len(model.graph.node) > MAX_NODES:
         raise ConfigError(f"{path}: has {len(model.graph.node)} nodes; at most {MAX_NODES} are read")
+    if not all(isinstance(name, str) for name in _names(model)):  # protobuf gives what is not UTF-8 as bytes
+        raise ConfigError(f"{path}: not an ONNX model, or damaged: a name is not UTF-8")
     return model
+
+
+def _names(model: ModelProto) -> Iterator[object]:
+    """Every name of a model's nodes, values, attributes and metadata."""
+    graph = model.graph
+    for node in graph.node:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (one.name for one in node.attribute)
+    for values in (graph.initializer, graph.input, graph.output):
+        yield from (one.name for one in values)
+    for tensor in graph.initializer:
+        yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
+    yield from (text for entry in model.metadata_props for text in (entry.key, entry.value))
+    yield from (one.domain for one in model.opset_import)
 
 
 def opset_of(model: ModelProto, path: Path) -> int:
@@ -133,7 +149,7 @@ def _inside(path: Path, location: str, where: str) -> Path:
         file = (folder / location).resolve()
         if file.is_relative_to(folder):
             return file
-    raise ConfigError(f"{where} lies in '{location}', which is not in the model's folder; such files are not read")
+    raise ConfigError(f"{where} lies in {location!r}, which is not in the model's folder; such files are not read")
 
 
 def in_order(graph: GraphProto, path: Path) -> list[NodeProto]:

@@ -63,9 +63,20 @@ def _pooled(view: NodeView, method: int) -> Tensor:
         image = view.net.reshaped(x, (*x.shape, 1), f"{view.name}/image")
         y = _pool_image(view, image, method, 1)
         return view.net.reshaped(y, y.shape[:3], f"{view.name}/row")
+    if len(x.shape) == 5 and _is_flat(view):
+        image = view.net.reshaped(x, (*x.shape[:3], x.shape[3] * x.shape[4]), f"{view.name}/image")
+        y = _pool_image(view, image, method, 1)
+        return view.net.reshaped(y, (*y.shape[:3], *x.shape[3:]), f"{view.name}/volume")
     if len(x.shape) != 4:
         raise UnsupportedError(f"its image has {len(x.shape) - 2} spatial axes; Caffe pools over two")
     return _pool_image(view, x, method, 2)
+
+
+def _is_flat(view: NodeView) -> bool:
+    """Whether windows over three axes are of one element along the last two."""
+    kernel, pads = view.numbers("kernel_shape", None, 3), view.numbers("pads", [0] * 6, 6)
+    strides = view.numbers("strides", [1] * 3, 3)
+    return kernel[1:] == strides[1:] == [1, 1] and not any(pads[axis] for axis in (1, 2, 4, 5))
 
 
 def _pool_image(view: NodeView, x: Tensor, method: int, axes: int) -> Tensor:
@@ -82,15 +93,19 @@ def _pool_image(view: NodeView, x: Tensor, method: int, axes: int) -> Tensor:
 
 
 def _axes(view: NodeView, x: Tensor, axes: int) -> tuple[_Axis, _Axis]:
-    kernel = view.numbers("kernel_shape", None, axes)
+    """The windows along both axes of an image; of those that the node has, only the first `axes` count."""
+    kernel = view.numbers("kernel_shape")
+    if len(kernel) < axes:
+        raise UnsupportedError(f"its kernel {kernel} has too few axes")
     strides, dilations = window(view, kernel)
     if max(dilations) > 1:
         raise UnsupportedError(f"its dilations are {dilations}; Caffe's pooling has none")
-    pads = spatial_pads(view, x.shape[2 : 2 + axes], kernel, strides)
+    sizes = [*x.shape[2 : 2 + axes], *[1] * (len(kernel) - axes)]
+    pads = spatial_pads(view, sizes, kernel, strides)
     ceil = bool(view.number("ceil_mode", 0)) and view.attribute("auto_pad", "NOTSET") == "NOTSET"
-    found = [_Axis(n, k, s, a, b, ceil) for n, k, s, (a, b) in zip(x.shape[2:], kernel, strides, pads, strict=False)]
+    found = [_Axis(n, k, s, a, b, ceil) for n, k, s, (a, b) in zip(sizes[:axes], kernel, strides, pads, strict=False)]
     if axes == 1:
-        found.append(_Axis(1, 1, 1, 0, 0, False))
+        found.append(_Axis(x.shape[3], 1, 1, 0, 0, False))
     if any(axis.before >= axis.kernel or axis.wanted < 1 for axis in found):
         raise UnsupportedError(f"its pads {pads} reach beyond its kernel {kernel}, or its image is too small")
     return found[0], found[1]

@@ -168,9 +168,11 @@ def test_all_windows_of_pooling(pool, size, kernel, stride, pad, mode):
 
 
 def test_unpooling_by_a_mask():
-    pool = 'layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 stride: 2 } }'
+    pool = (
+        'layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 stride: 2 } }'
+    )
     up = 'layer { name: "u" type: "Upsample" bottom: "p" bottom: "m" top: "u" upsample_param { scale: 2 } }'
-    text = layer_text('type: "Silence" top: "s"', (1, 2, 6, 8)).split("layer { name: \"it\"")[0]
+    text = layer_text('type: "Silence" top: "s"', (1, 2, 6, 8)).split('layer { name: "it"')[0]
     assert_exported(net_of(text + pool + up))
 
 
@@ -271,7 +273,9 @@ def test_layers_without_a_form_are_all_named():
     text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
                       (1, 1, 4, 4), (1, 5))  # fmt: skip
     more = 'layer { name: "dummy" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 } } }'
-    with pytest.raises(ConfigError, match=r"2 of the net's layers have no ONNX form: 'it' .PSROIPooling., 'dummy' .Dummy"):
+    with pytest.raises(
+        ConfigError, match=r"2 of the net's layers have no ONNX form: 'it' .PSROIPooling., 'dummy' .Dummy"
+    ):
         to_model(net_of(text + more))
 
 
