@@ -61,7 +61,7 @@ leaves the comparison out. Without onnxruntime `export` refuses, and `import` sa
 The net is a deploy net: Input layers say the shapes. Losses and Accuracy are left out, and inputs that only they read.
 `--batch N` sets the first axis of all inputs; with `--batch dynamic` the file takes any batch, and is compared with one
 more image too. A layer whose settings depend on the batch (LSTM, which is unrolled) needs a fixed one. `--fold` makes
-each BatchNorm a Scale, and merges Scale and Bias into the layers before them. `--opset` is 13 to 22, 17 by default.
+each BatchNorm a Scale, and merges Scale and Bias into the layers before them. `--opset` is 13 to 21, 17 by default.
 
 Outputs have the names of the net's blobs, nodes those of its layers. Pooling has explicit padding, since ONNX's
 `ceil_mode` and divisors are not Caffe's. LSTM and RNN begin with a state of 0 in every run. DetectionOutput becomes

@@ -34,6 +34,23 @@ def random_parameters(net: Net, seed: int = 1) -> Net:
     return net
 
 
+def even_out(net: Net) -> Net:
+    """Divide the weights of each layer by what its top's deviation is on random input, so that no output saturates."""
+    inputs = random_inputs(net, seed=2)
+    with net.backend.activate():
+        for name, values in inputs.items():
+            net.backend.from_host(values, net.blobs[name].data)
+        net.prepare()
+        for node in net.nodes:
+            net.forward_node(node)
+            if node.layer.type in ("Convolution", "InnerProduct", "Deconvolution"):
+                blob = node.layer.blobs[0]
+                spread = float(node.tops[0].host_data().std())
+                net.backend.from_host((blob.host_data() / max(spread, 1e-6)).astype(np.float32), blob.data)
+                net.forward_node(node)
+    return net
+
+
 def net_of(text: str) -> Net:
     """The net of a prototxt's text with random parameters."""
     param = inference_net(text_format.Parse(text, caffe_pb2.NetParameter()), Settings())

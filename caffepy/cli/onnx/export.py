@@ -21,7 +21,7 @@ and the largest difference is printed; above 1e-4 of the output's largest value 
   caffepy export deploy.prototxt net.caffemodel net.onnx
   caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold"""
 
-OPSETS = (13, 17, 22)
+OPSETS = (13, 17, 21)
 """Oldest, default and newest version of the operators; those of caffepy.onnx.export.graph, which needs onnx."""
 
 

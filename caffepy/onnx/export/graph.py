@@ -29,7 +29,7 @@ FORMS: dict[str, str] = {}
 COMPOSITES: set[str] = set()
 """Types that become several nodes which nobody could read back as one layer; the model's metadata describe them."""
 
-OLDEST, DEFAULT, NEWEST = 13, 17, 22
+OLDEST, DEFAULT, NEWEST = 13, 17, 21
 """Versions of ONNX's operators that can be written."""
 REDUCE_AXES_ARE_INPUTS = 18
 PARAMETER_NAMES = ["W", "B", "C", "D", "E", "F"]

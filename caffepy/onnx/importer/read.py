@@ -173,6 +173,10 @@ class _Reader:
         except UnsupportedError as error:
             self.problems.append(f"'{describe(node)}' ({node.op_type}): {error}")
             return
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:  # attributes of other types or sizes
+            problem = f"its attributes or constants do not fit: {type(error).__name__}: {error}"
+            self.problems.append(f"'{describe(node)}' ({node.op_type}): {problem}")
+            return
         for name, value in zip(node.output, results, strict=False):
             if name and value is not None:
                 self.values[name] = value

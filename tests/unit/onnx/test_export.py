@@ -300,5 +300,5 @@ def test_a_data_layer_is_refused():
 
 
 def test_a_version_that_is_not_known_is_refused():
-    with pytest.raises(ConfigError, match="opset is 12; 13 to 22 can be written"):
+    with pytest.raises(ConfigError, match="opset is 12; 13 to 21 can be written"):
         to_model(layer_net('type: "ReLU"', VECTOR), 12)

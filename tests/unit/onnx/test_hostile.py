@@ -129,6 +129,8 @@ def test_external_data_only_from_the_models_folder(tmp_path: Path):
     ([node("LRN", ["x"], size=4)], "local_size is 4, but must be odd"),
     ([node("Gemm", ["x", "w"], transB="no")], "its attribute transB is 'no', no whole number"),
     ([node("Gemm", ["x"])], "its input 1 is missing"),
+    ([node("LeakyRelu", ["x"], alpha="much")], "its attribute alpha is 'much', no number"),
+    ([node("Split", ["x"], split=[1.5, 2.5])], "its attributes or constants do not fit|do not make up"),
     ([node("Div", ["step", "zero"], "c"), node("Add", ["x", "c"])], "it divides by 0"),
 ])  # fmt: skip
 def test_nodes_that_ask_for_the_impossible(nodes: list[object], match: str, tmp_path: Path):
