@@ -354,7 +354,8 @@ def main() -> None:
         return
     sys.path.insert(0, str(ROOT))
     title = f"{'caffepy':>9} {'PyTorch':>9} {'ratio':>6}"
-    print(f"{'milliseconds':30}" + " |".join([title] * 3) + "\n" + " " * 39 + "forward, gradient of the bottom, weights")
+    print(" " * 30 + "milliseconds forward, for the gradient of the bottom, for that of the weights")
+    print(" " * 30 + " |".join([title] * 3))
     table = {}
     with peer(options.torch, options.threads) as ask:
         for number, case in enumerate(CASES):

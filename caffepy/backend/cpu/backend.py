@@ -268,11 +268,11 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
 
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
         self._check_dense(x, y)
-        cpu_pooling.pool_average_forward(self.threads, x, y, geometry)
+        cpu_pooling.pool_average_forward(self.threads, self._workspace, x, y, geometry)
 
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, dx)
-        cpu_pooling.pool_average_backward(self.threads, dy, dx, geometry)
+        cpu_pooling.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         self._check_dense(x, y, scale)

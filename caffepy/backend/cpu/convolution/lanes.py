@@ -66,9 +66,7 @@ class _LanesWriter(Writer):
 
     def factors(self, pixel: Any, masks: list[Any]) -> list[Any]:
         """For each i, the vector of what the lanes multiply."""
-        loaded = [
-            self.masked_load(self.vector_at(pixel, self.word(v * WIDTH)), mask) for v, mask in enumerate(masks)
-        ]
+        loaded = [self.masked_load(self.vector_at(pixel, self.word(v * WIDTH)), mask) for v, mask in enumerate(masks)]
         if self._lanes == Lanes(1, 1):
             return loaded
         second = loaded[1] if len(loaded) > 1 else loaded[0]
@@ -127,9 +125,7 @@ class _LanesWriter(Writer):
         """See `tap_sums`."""
         x, x_step, tap_table, dy, dy_step, count, totals, inputs, outputs = arguments
         masks, mask, builder = self.masks(inputs), self.lanes(outputs), self.builder
-        entries = [
-            [self.table(tap_table, self.word(2 * tap + i)) for i in range(2)] for tap in range(taps)
-        ]
+        entries = [[self.table(tap_table, self.word(2 * tap + i)) for i in range(2)] for tap in range(taps)]
 
         def over_pixels(w: Any, _: Any, sums: list[Any]) -> list[Any]:
             slope = self.masked_load(self.vector_at(dy, builder.mul(w, dy_step)), mask)

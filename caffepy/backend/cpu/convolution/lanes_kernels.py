@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from caffepy.backend.cpu.convolution.lanes import Lanes, pixel_sums, tap_sums
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words, kernel
@@ -19,9 +18,9 @@ def gather(begin: Int, end: Int, source: Floats, order: Words, target: Floats) -
 
 
 @kernel
-def add_blocks(
+def add_blocks(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, totals: Floats, blocks: Int, size: Int, positions: Words, target: Floats, accumulate: Int
-) -> None:
+) -> None:  # fmt: skip
     """target[i] (+)= the sum of all blocks' totals[positions[i]]."""
     for i in range(begin, end):
         total = 0.0

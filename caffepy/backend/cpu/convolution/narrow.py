@@ -59,7 +59,7 @@ def _forward_axis(size: int, kernel: int, stride: int, pad: int, dilation: int, 
 
 
 def _row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
-    """For each row and each tap of these axes taken as one: (row that is read, whether it exists), and taps' numbers."""
+    """Of these axes taken as one: the row that each row and tap reads, whether it exists, and the taps' numbers."""
     at, valid = np.zeros((1, 1), np.int64), np.ones((1, 1), bool)
     for axis, size in zip(axes, sizes, strict=True):
         own = axis.indices[:, None] + axis.shifts[None, :]
@@ -161,7 +161,7 @@ class _WeightsPass:
         begins = (reached < 0).sum(axis=1)
         self._ranges = _table(np.stack([begins, np.maximum(begins, (reached < source[-1]).sum(axis=1))], axis=-1))
         self._from = int(column.indices[0]) * inputs
-        self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights:])
+        self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights :])
 
     def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
         shape, size = self._shape, self._vectors * self._filters

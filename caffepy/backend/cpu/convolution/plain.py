@@ -16,6 +16,7 @@ from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.handles import Convolution
 from caffepy.backend.types import Geometry
 
+
 @kernel
 def turn(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, blocks: Int, width: Int,
@@ -28,7 +29,9 @@ def turn(  # noqa: PLR0913 -- a kernel
         stop = min(first + width, columns)
         whole = rows // width * width if accumulate == 0 and stop - first == width else 0
         for r in range(0, whole, width):
-            turn_square(ahead(source, base + r * columns + first), columns, ahead(target, base + first * rows + r), rows)
+            turn_square(
+                ahead(source, base + r * columns + first), columns, ahead(target, base + first * rows + r), rows
+            )
         for j in range(first, stop):
             for r in range(whole, rows):
                 value = source[base + r * columns + j]
