@@ -264,29 +264,32 @@ def serve(threads: int) -> None:
     torch.set_num_threads(threads)
     for line in sys.stdin:
         case = CASES[int(line)]
-        layouts = [measure(torch_passes(case, last)) for last in (False, True) if not (last and len(case.x) == 3)]
+        kinds = (False,) if len(case.x) == 3 else (False, True)
+        layouts = [measure(torch_passes(case, last), threads) for last in kinds]
         print(json.dumps({name: min(times[name] for times in layouts) for name in layouts[0]}), flush=True)
 
 
 # -- the comparison -------------------------------------------------------------------------------------------
 
 
-def measure(passes: Passes) -> dict[str, float]:
+def measure(passes: Passes, threads: int) -> dict[str, float]:
     """Milliseconds of each pass, the median of several groups."""
-    return {name: 1000 * _median_seconds(run) for name, run in passes.items()}
+    # With one thread it is the processor's time, which other programs disturb less; several spin while they wait.
+    clock = time.process_time if threads == 1 else time.perf_counter
+    return {name: 1000 * _median_seconds(run, clock) for name, run in passes.items()}
 
 
-def _median_seconds(run: Callable[[], Any]) -> float:
+def _median_seconds(run: Callable[[], Any], clock: Callable[[], float]) -> float:
     run()
-    start = time.perf_counter()
+    start = clock()
     run()
-    count = max(1, min(200, int(GROUP_SECONDS / (time.perf_counter() - start))))
+    count = max(1, min(200, int(GROUP_SECONDS / max(1e-6, clock() - start))))
     times = []
     for _ in range(GROUPS):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(count):
             run()
-        times.append((time.perf_counter() - start) / count)
+        times.append((clock() - start) / count)
     return statistics.median(times)
 
 
@@ -320,7 +323,7 @@ def compare(number: int, ask: Callable[[int], dict[str, float]], options: argpar
     """Print a case's row; the ratio of each of its passes."""
     case = CASES[number]
     passes = caffepy_passes(case, options.threads)
-    rounds = [(measure(passes), ask(number)) for _ in range(options.rounds)]
+    rounds = [(measure(passes, options.threads), ask(number)) for _ in range(options.rounds)]
     ratios, columns = {}, []
     for name in passes:
         ours, theirs = (statistics.median(sides[i][name] for sides in rounds) for i in (0, 1))

@@ -47,6 +47,11 @@ class Lanes:
         """Elements of a pixel that a vector is computed from."""
         return self.groups * self.read
 
+    @property
+    def fills(self) -> bool:
+        """Whether vectors of results and of what they read have no lane to spare, where there are channels enough."""
+        return self.used == WIDTH and self.sources % WIDTH == 0
+
     def shuffle(self, index: int) -> list[int]:
         """For each lane, which of the elements read it multiplies."""
         return [lane // self.made * self.read + index if lane < self.used else 0 for lane in range(WIDTH)]
@@ -59,18 +64,25 @@ class _LanesWriter(Writer):
         super().__init__(builder)
         self._lanes = lanes
 
-    def masks(self, wanted: Any) -> list[Any]:
-        """Masks of the one or two vectors that `wanted` elements of a pixel lie in."""
+    def masks(self, wanted: Any, whole: bool) -> list[Any]:
+        """Masks of the one or two vectors that `wanted` elements of a pixel lie in; None where they fill them."""
+        if whole:
+            return [None] * (self._lanes.sources // WIDTH)
         counts = [wanted, self.builder.sub(wanted, self.word(WIDTH))]
         return [self.lanes(count) for count in counts[: 1 if self._lanes.sources <= WIDTH else 2]]
 
     def factors(self, pixel: Any, masks: list[Any]) -> list[Any]:
         """For each i, the vector of what the lanes multiply."""
-        loaded = [self.masked_load(self.vector_at(pixel, self.word(v * WIDTH)), mask) for v, mask in enumerate(masks)]
+        loaded = [self._load(pixel, v * WIDTH, mask) for v, mask in enumerate(masks)]
         if self._lanes == Lanes(1, 1):
             return loaded
         second = loaded[1] if len(loaded) > 1 else loaded[0]
         return [self._shuffled(loaded[0], second, i) for i in range(self._lanes.read)]
+
+    def _load(self, pointer: Any, offset: int, mask: Any) -> Any:
+        """A vector; one without a mask needs no instruction of its own beside the one that uses it."""
+        address = self.vector_at(pointer, self.word(offset))
+        return self.builder.load(address, align=4) if mask is None else self.masked_load(address, mask)
 
     def _shuffled(self, first: Any, second: Any, index: int) -> Any:
         mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), self._lanes.shuffle(index))
@@ -83,10 +95,10 @@ class _LanesWriter(Writer):
     def shifted(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
 
-    def write_pixels(self, pixels: int, arguments: list[Any]) -> None:
+    def write_pixels(self, pixels: int, whole: bool, arguments: list[Any]) -> None:
         """See `pixel_sums`."""
         x, x_step, rows, row_count, columns, column_count, weights, start, y, y_step, inputs, outputs = arguments
-        masks, mask, builder = self.masks(inputs), self.lanes(outputs), self.builder
+        masks, mask, builder = self.masks(inputs, whole), self.lanes(outputs), self.builder
         first = self.masked_load(self.vector_at(start, self.word(0)), mask)
 
         def over_rows(h: Any, _: Any, sums: list[Any]) -> list[Any]:
@@ -121,14 +133,14 @@ class _LanesWriter(Writer):
     def _zeros(self, count: int) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
-    def write_taps(self, taps: int, arguments: list[Any]) -> None:
+    def write_taps(self, taps: int, whole: bool, arguments: list[Any]) -> None:
         """See `tap_sums`."""
         x, x_step, tap_table, dy, dy_step, count, totals, inputs, outputs = arguments
-        masks, mask, builder = self.masks(inputs), self.lanes(outputs), self.builder
+        masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
         entries = [[self.table(tap_table, self.word(2 * tap + i)) for i in range(2)] for tap in range(taps)]
 
         def over_pixels(w: Any, _: Any, sums: list[Any]) -> list[Any]:
-            slope = self.masked_load(self.vector_at(dy, builder.mul(w, dy_step)), mask)
+            slope = self._load(self.shifted(dy, builder.mul(w, dy_step)), 0, mask)
             place = self.shifted(x, builder.mul(w, x_step))
             factors = [f for at, _ in entries for f in self.factors(self.shifted(place, at), masks)]
             return [self.multiply_add(f, slope, total) for f, total in zip(factors, sums, strict=True)]
@@ -141,12 +153,12 @@ class _LanesWriter(Writer):
 
 
 @cache
-def pixel_sums(lanes: Lanes, pixels: int) -> Any:
+def pixel_sums(lanes: Lanes, pixels: int, whole: bool) -> Any:
     """Results of one vector of channels for `pixels` pixels: start + the sum over taps of x * weights.
 
     Arguments: x and the step between the pixels' windows; rows of taps as a table of (offset in x, in weights) and
     their number; columns of taps likewise; weights; the vector to start from; y and the step between its pixels; how
-    many elements of a pixel are read and how many are written.
+    many elements of a pixel are read and how many are written; `whole`: they fill their vectors.
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD
@@ -156,17 +168,18 @@ def pixel_sums(lanes: Lanes, pixels: int) -> Any:
         typing_context: Any, x: Any, x_step: Any, rows: Any, row_count: Any, columns: Any, column_count: Any,
         weights: Any, start: Any, y: Any, y_step: Any, inputs: Any, outputs: Any,
     ) -> Any:  # fmt: skip
-        return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, arguments))
+        return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, whole, arguments))
 
     return intrinsic(typed)
 
 
 @cache
-def tap_sums(lanes: Lanes, taps: int) -> Any:
+def tap_sums(lanes: Lanes, taps: int, whole: bool) -> Any:
     """For each of several taps, totals += the sum over pixels of x * dy, for one vector of channels.
 
     Arguments: x and the step between pixels' windows; the taps as a table of (offset in x, in totals); dy and the step
-    between pixels; how many pixels; totals; how many elements of a pixel of x are read, and how many of dy.
+    between pixels; how many pixels; totals; how many elements of a pixel of x are read, and how many of dy; `whole`:
+    they fill their vectors.
     """
     signature = types.void(NUMBERS, WORD, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD)
 
@@ -174,7 +187,7 @@ def tap_sums(lanes: Lanes, taps: int) -> Any:
         typing_context: Any, x: Any, x_step: Any, tap_table: Any, dy: Any, dy_step: Any, count: Any, totals: Any,
         inputs: Any, outputs: Any,
     ) -> Any:  # fmt: skip
-        return signature, _generator(lanes, lambda writer, arguments: writer.write_taps(taps, arguments))
+        return signature, _generator(lanes, lambda writer, arguments: writer.write_taps(taps, whole, arguments))
 
     return intrinsic(typed)
 

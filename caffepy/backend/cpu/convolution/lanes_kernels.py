@@ -38,7 +38,8 @@ def _named(lanes: Lanes, function: Callable[..., None]) -> Kernel:
 @cache
 def pixel_kernel(lanes: Lanes) -> Kernel:
     """The kernel of a `_Pass` (narrow.py)."""
-    sums8, sums4, sums1 = (pixel_sums(lanes, pixels) for pixels in (8, 4, 1))
+    sums8, sums4, sums1 = (pixel_sums(lanes, pixels, False) for pixels in (8, 4, 1))
+    whole8 = pixel_sums(lanes, 8, lanes.fills)
 
     def narrow_pixels(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
@@ -62,7 +63,9 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
                     a, c = ahead(source, v * sources), ahead(target, v * used)
                     w, b = ahead(packed, v * filters), ahead(start, v * used)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
-                    if pixels == 8:
+                    if pixels == 8 and made == used and read == sources:
+                        whole8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
+                    elif pixels == 8:
                         sums8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
                     elif pixels == 4:
                         sums4(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
@@ -76,7 +79,8 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
 def tap_kernel(lanes: Lanes) -> Kernel:
     """The kernel of a `_WeightsPass` (narrow.py)."""
     many = 3 if lanes.read <= 4 else 1
-    sums_many, sums1 = tap_sums(lanes, many), tap_sums(lanes, 1)
+    sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)
+    whole_many = tap_sums(lanes, many, lanes.fills)
 
     def narrow_taps(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
@@ -104,7 +108,10 @@ def tap_kernel(lanes: Lanes) -> Kernel:
                         t = 0
                         while t < count:
                             entry = table_at(entries, 2 * t)
-                            if count - t >= many:
+                            if count - t >= many and made == used and read == sources:
+                                whole_many(a, x_step, entry, d, outputs, w1 - w0, sums, read, made)
+                                t += many
+                            elif count - t >= many:
                                 sums_many(a, x_step, entry, d, outputs, w1 - w0, sums, read, made)
                                 t += many
                             else:
