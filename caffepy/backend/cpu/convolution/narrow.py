@@ -26,7 +26,7 @@ from caffepy.backend.types import Geometry
 
 GRAIN = 8192
 """Multiplications of vectors below which a second thread costs more than it saves."""
-BLOCKS = 32
+BLOCKS = 8
 """Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
 MOST_READ = 8
 """Channels of a group that may be read: each has an instruction of its own."""
