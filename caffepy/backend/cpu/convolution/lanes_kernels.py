@@ -84,7 +84,7 @@ def tap_kernel(lanes: Lanes) -> Kernel:
 
     def narrow_taps(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
-        ranges: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
+        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
         block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
     ) -> None:  # fmt: skip
         """Items are (block of lines of the output, part of the vectors)."""
@@ -102,20 +102,20 @@ def tap_kernel(lanes: Lanes) -> Kernel:
                     sums = ahead(totals, number * size + v * filters)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
                     for j in range(kernel_w):
-                        w0, w1 = ranges[2 * j], ranges[2 * j + 1]
-                        a, d = ahead(source, w0 * x_step), ahead(slope, w0 * outputs)
-                        entries = table_at(taps, 2 * (starts[r] * kernel_w + j * count))
+                        w0, w1 = columns[4 * j], columns[4 * j + 1]
+                        a, d = ahead(source, w0 * x_step + columns[4 * j + 2]), ahead(slope, w0 * outputs)
+                        column = ahead(sums, columns[4 * j + 3])
                         t = 0
                         while t < count:
-                            entry = table_at(entries, 2 * t)
+                            entry = table_at(taps, 2 * (starts[r] + t))
                             if count - t >= many and made == used and read == sources:
-                                whole_many(a, x_step, entry, d, outputs, w1 - w0, sums, read, made)
+                                whole_many(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
                                 t += many
                             elif count - t >= many:
-                                sums_many(a, x_step, entry, d, outputs, w1 - w0, sums, read, made)
+                                sums_many(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
                                 t += many
                             else:
-                                sums1(a, x_step, entry, d, outputs, w1 - w0, sums, read, made)
+                                sums1(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
                                 t += 1
 
     return _named(lanes, narrow_taps)

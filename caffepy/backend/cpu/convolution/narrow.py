@@ -70,6 +70,16 @@ def _row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int])
     return at, valid, merged([axis.taps for axis in axes], kernel)
 
 
+def _row_tables(
+    axes: Sequence[Axis], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
+) -> tuple[ConstantTable, ConstantTable]:
+    """Where the taps of each row begin in a table of those that exist: (offset in what is read, in the weights)."""
+    at, valid, taps = _row_taps(axes, sizes[:-1], kernel[:-1])
+    weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
+    starts = np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
+    return _table(starts), _table(np.stack([at[valid] * sizes[-1] * channels, weights[valid]], axis=-1))
+
+
 def _tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
     """(first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; those that overlap write the same."""
     at = axis.indices[:, None] + axis.shifts[None, :]
@@ -106,10 +116,7 @@ class _Pass:
         self._vectors = -(-groups // lanes.groups)
         tap = lanes.read * WIDTH
         self._filters = math.prod(kernel) * tap
-        at, valid, taps = _row_taps(axes[:-1], source[:-1], kernel[:-1])
-        weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
-        self._row_starts = _table(np.concatenate([[0], np.cumsum(valid.sum(axis=1))]))
-        self._row_taps = _table(np.stack([at[valid] * source[-1] * self._inputs, weights[valid]], axis=-1))
+        self._row_starts, self._row_taps = _row_tables(axes[:-1], source, kernel, self._inputs, tap)
         self._column_taps = _table(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
         self._tiles = _tiles(column, source[-1])
         self._tile_table = _table(self._tiles)
@@ -119,7 +126,8 @@ class _Pass:
         self._y_rows = _table((rows * target[-1] + column.pixels[0]) * self._outputs)
         self._rows = len(rows)
         self._images = math.prod(source) * self._inputs, math.prod(target) * self._outputs
-        self._work = len(column.pixels) * self._vectors * len(column.taps) * max(1, len(taps)) * lanes.read
+        row_taps = math.prod(len(axis.taps) for axis in axes[:-1])
+        self._work = len(column.pixels) * self._vectors * len(column.taps) * max(1, row_taps) * lanes.read
 
     def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any) -> None:
         """Compute y of some images."""
@@ -149,17 +157,11 @@ class _WeightsPass:
         self._vectors = -(-shape.geometry.group // lanes.groups)
         tap = lanes.read * WIDTH
         self._filters = math.prod(kernel) * tap
-        at, valid, taps = _row_taps(axes[:-1], source[:-1], kernel[:-1])
-        entries, starts = [], [0]
-        for row_at, row_taps in ((at[r][ok], taps[ok]) for r, ok in enumerate(valid)):
-            offsets = row_at[None, :] * source[-1] * inputs + column.shifts[:, None] * inputs
-            weights = (row_taps[None, :] * kernel[-1] + column.taps[:, None]) * tap
-            entries.append(np.stack([offsets, weights], axis=-1).reshape(-1, 2))
-            starts.append(starts[-1] + len(row_at))
-        self._taps, self._starts = _table(np.concatenate(entries)), _table(starts)
+        self._starts, self._taps = _row_tables(axes[:-1], source, kernel, inputs, tap)
         reached = column.indices[None, :] + column.shifts[:, None]
         begins = (reached < 0).sum(axis=1)
-        self._ranges = _table(np.stack([begins, np.maximum(begins, (reached < source[-1]).sum(axis=1))], axis=-1))
+        ends = np.maximum(begins, (reached < source[-1]).sum(axis=1))
+        self._columns = _table(np.stack([begins, ends, column.shifts * inputs, column.taps * tap], axis=-1))
         self._from = int(column.indices[0]) * inputs
         self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights :])
 
@@ -172,7 +174,7 @@ class _WeightsPass:
         totals = workspace.take("totals", blocks * size)
         tap_kernel(self._lanes).run(
             threads, blocks * parts, 1, x, math.prod(shape.sizes) * shape.channels, self._from,
-            shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._ranges,
+            shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._columns,
             shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
             shape.out_height, self._vectors, parts, self._lanes.sources, self._lanes.used, shape.channels,
             shape.outputs,
