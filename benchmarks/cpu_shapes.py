@@ -57,6 +57,10 @@ needs SYCL and TBB), both in the same process, plain weights brought to its orde
 It wins with depthwise layers, is nearly even with dense ones, and has cliffs of its own. What is left of ours: rows of
 512 channels lie 2 KiB apart, so that the pixels of a row fall into two sets of the first cache, and the gradient of
 depthwise weights passes over each row once for every column of the kernel.
+
+Two threads on the same machine, when it was less busy (3 rounds): depthwise 512, 14 at 1.06, 0.98 and 1.71 of PyTorch's
+time, depthwise 1024, 7, batch 1 at 0.88, 0.61 and 1.85. A second thread for work of ten microseconds made the latter
+ten times slower on a busy machine, so the least work of a thread is three times as much.
 """
 
 from __future__ import annotations

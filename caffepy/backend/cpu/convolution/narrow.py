@@ -24,7 +24,7 @@ from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
 
-GRAIN = 8192
+GRAIN = 32768
 """Multiplications of vectors below which a second thread costs more than it saves."""
 BLOCKS = 8
 """Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
@@ -172,8 +172,10 @@ class _WeightsPass:
         blocks = -(-lines // block)
         parts = min(self._vectors, -(-4 * threads // blocks))
         totals = workspace.take("totals", blocks * size)
+        work = lines * shape.out_width * size // WIDTH
         tap_kernel(self._lanes).run(
-            threads, blocks * parts, 1, x, math.prod(shape.sizes) * shape.channels, self._from,
+            threads, blocks * parts, max(1, GRAIN * blocks * parts // max(1, work)), x,
+            math.prod(shape.sizes) * shape.channels, self._from,
             shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._columns,
             shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
             shape.out_height, self._vectors, parts, self._lanes.sources, self._lanes.used, shape.channels,
