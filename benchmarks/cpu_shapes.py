@@ -60,7 +60,7 @@ depthwise weights passes over each row once for every column of the kernel.
 
 Two threads on the same machine, when it was less busy (3 rounds): depthwise 512, 14 at 1.06, 0.98 and 1.71 of PyTorch's
 time, depthwise 1024, 7, batch 1 at 0.88, 0.61 and 1.85. A second thread for work of ten microseconds made the latter
-ten times slower on a busy machine, so the least work of a thread is three times as much.
+ten times slower on a busy machine, so the least work of a thread is four times as much.
 """
 
 from __future__ import annotations
