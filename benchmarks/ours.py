@@ -11,10 +11,11 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import alone, measure
+from processes import alone, measure, repeated
 from zoo_nets import net_param, values
 
 GIB = 2**30
@@ -56,6 +57,16 @@ def make_model(name: str, kind: str, batch: int, device: int | None, threads: in
     return model, {blob: values(each, seed) for seed, (blob, each) in enumerate(made.items())}
 
 
+def steps_of(solver: Any) -> Callable[[int], None]:
+    """Makes so many iterations and waits for them."""
+
+    def run(count: int) -> None:
+        solver.step(count)
+        solver.backend.synchronize()
+
+    return run
+
+
 def memory(device: str) -> dict[str, float]:
     """GiB: of live arrays and with what the pool keeps; on the CPU the process's largest resident set."""
     if device == "cpu":
@@ -75,10 +86,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     with alone(job.get("lock", ""), job.get("limit", 280)), backend.activate():
         begin = time.perf_counter()
         solver = make_solver(job["name"], job["dtype"], job["batch"], backend)
-        solver.step(3)
-        backend.synchronize()
+        steps = steps_of(solver)
+        steps(3)
         ready = time.perf_counter() - begin
-        milliseconds = measure(lambda: solver.step(1), backend.synchronize, job.get("quick", False))
+        milliseconds = measure(steps, job.get("quick", False))
         found = {"ms": milliseconds, **memory(job["device"]), "ready": ready, "loss": solver.net.loss()}
         found["captured"] = solver.graph_runner.captured if job["device"] == "gpu" else False
         solver.close()
@@ -97,20 +108,20 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
         ready = time.perf_counter() - begin
         runner = next(iter(model._runners.values()))
         with model.backend.activate():
-            milliseconds = measure(runner.forward, model.backend.synchronize, job.get("quick", False))
-        call = measure(lambda: model(**arrays), lambda: None, True)
+            milliseconds = measure(repeated(runner.forward, model.backend.synchronize), job.get("quick", False))
+        call = measure(repeated(lambda: model(**arrays)), True)
         found = {"ms": milliseconds, **memory(job["device"]), "ready": ready, "call": call}
         return {**found, "captured": runner.captured}
 
 
 def export(job: dict[str, Any]) -> dict[str, Any]:
     """Write the net as ONNX."""
-    from caffepy.onnx.export.write import serialised, to_model
     from peers.agreement import fill
 
     from caffepy.backend import create_backend
     from caffepy.layers.core.base import LayerContext
     from caffepy.net import Net
+    from caffepy.onnx.export.write import serialised, to_model
     from caffepy.proto import caffe_pb2
 
     backend = create_backend(None)
@@ -133,7 +144,7 @@ def onnxruntime(job: dict[str, Any]) -> dict[str, Any]:
     arrays = {blob: values(each, seed) for seed, (blob, each) in enumerate(job["inputs"].items()) if blob in wanted}
     session.run(None, arrays)
     ready = time.perf_counter() - begin
-    milliseconds = measure(lambda: session.run(None, arrays), lambda: None, job.get("quick", False))
+    milliseconds = measure(repeated(lambda: session.run(None, arrays)), job.get("quick", False))
     return {"ms": milliseconds, **memory("cpu"), "ready": ready}
 
 

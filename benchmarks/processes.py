@@ -17,23 +17,35 @@ LIMIT = 280
 """Seconds that one measurement may take."""
 
 
-def measure(run: Callable[[], Any], wait: Callable[[], Any], quick: bool = False) -> float:
-    """Median milliseconds of a call over five groups of calls, three if `quick`."""
+def measure(run: Callable[[int], Any], quick: bool = False) -> float:
+    """Median milliseconds of a call over five groups of calls, three if `quick`.
+
+    Args:
+        run: makes so many calls and waits for them.
+        quick: whether to take less time.
+    """
     groups, seconds = (3, 0.08) if quick else (5, 0.4)
-    run()
-    wait()
+    run(1)
     begin = time.perf_counter()
-    run()
-    wait()
+    run(1)
     count = max(1 if quick else 3, min(300, int(seconds / (time.perf_counter() - begin))))
     times = []
     for _ in range(groups):
         begin = time.perf_counter()
-        for _ in range(count):
-            run()
-        wait()
+        run(count)
         times.append((time.perf_counter() - begin) / count * 1e3)
     return statistics.median(times)
+
+
+def repeated(call: Callable[[], Any], wait: Callable[[], Any] = lambda: None) -> Callable[[int], None]:
+    """Makes so many calls and waits for them, for `measure`."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            call()
+        wait()
+
+    return run
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from caffepy.proto import caffe_pb2
 from peers.description import describe_net
 
 RUNNER = str(Path(__file__).resolve().parent / "torch_run.py")
-TOLERANCES = {"output": 1e-4, "loss": 1e-4, "gradients": 1e-2, "worst gradient": 0.1}
+TOLERANCES = {"output": 1e-4, "loss": 1e-4, "gradients": 3e-2, "worst gradient": 0.1}
 """Outputs and losses relative to the largest; the difference of a parameter's gradient over its norm, in the median and
 at worst: behind many batch normalisations of two images rounding turns a few units on or off."""
 

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from processes import alone, measure
+from processes import alone, measure, repeated
 
 from peers.torch_net import Home, build
 
@@ -77,7 +77,7 @@ def training(net: Any, values: list[Any], mode: str, half: Any, device: str) -> 
             loss = compute(*values)
         loss.backward()
         rule.step()
-        rule.zero_grad(set_to_none="compile" in mode or device == "cpu")
+        rule.zero_grad()
 
     return captured(iteration) if "graph" in mode else iteration
 
@@ -113,7 +113,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                 run()
             wait()
             ready = time.perf_counter() - begin
-            milliseconds = measure(run, wait, job.get("quick", False))
+            milliseconds = measure(repeated(run, wait), job.get("quick", False))
     if device == "cpu":
         gib = held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     else:
