@@ -10,8 +10,8 @@ import numpy as np
 from caffepy.data.schedule import TestSchedule
 from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.net import Net
-from caffepy.solvers.callbacks import Action
 from caffepy.net.forward_runner import ForwardRunner
+from caffepy.solvers.callbacks import Action
 from caffepy.solvers.io.detection import DetectionScores, check_detection_outputs, maker_of
 from caffepy.solvers.io.display import output_lines
 from caffepy.solvers.train_state import TrainState
