@@ -424,7 +424,7 @@ def test_tests_during_training_are_replayed_and_score_the_same(backend: Backend,
     for name, values in weights.items():
         np.testing.assert_array_equal(values, weights_eager[name])
     for ours, theirs in zip(scores, plain, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05)
     assert len({score["loss"] for score in scores}) == 3
 
 
