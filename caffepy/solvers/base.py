@@ -127,9 +127,10 @@ class Solver(ABC):
         if self.param.random_seed < 0:
             self.param.random_seed = secrets.randbits(31)
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
-        hidden = self.backend.captures and not self.param.debug_info
-        fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
-        self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
+        hidden = not self.param.debug_info
+        fuse, share = (wanted and hidden and self.backend.captures for wanted in (options.fuse, options.share))
+        fold = options.fuse and hidden
+        self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, fold, share, timeout)
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)

@@ -50,7 +50,8 @@ class NetFactory:
         backend: the device.
         shard: its rank among all devices.
         resolve: finds the files that the solver names.
-        fuse: compute groups of layers as one.
+        fuse: compute groups of layers of the train net as one.
+        fold: the same for test nets.
         share: whether `share_memory` will be called.
         timeout: longest wait of a data layer, in seconds.
     """
@@ -62,6 +63,7 @@ class NetFactory:
         shard: Shard,
         resolve: Resolve,
         fuse: bool = False,
+        fold: bool = False,
         share: bool = False,
         timeout: float = 600.0,
     ) -> None:
@@ -70,6 +72,7 @@ class NetFactory:
         self.shard = shard
         self.resolve = resolve
         self.fuse = fuse
+        self.fold = fold
         self.share = share
         self.timeout = timeout
         self.check_wait: Callable[[], None] = wait_on
@@ -139,7 +142,7 @@ class NetFactory:
         plans = []
         for net, param, state in self._made:
             context = replace(net.context, sample_shapes=sample_shapes(net))
-            plans.append(plan_memory(param, context, state, self.fuse))
+            plans.append(plan_memory(param, context, state, self._fuses(state)))
         largest = max(plans, key=lambda plan: plan.arena)
         arena = largest.new_arena(self.backend)
         for plan, (net, _, _) in zip(plans, self._made, strict=True):
@@ -147,9 +150,12 @@ class NetFactory:
         return plans[0]
 
     def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int, trace: Tracer = NO_TRACE) -> Net:
-        net = Net(source.param, self._context(source, state, test_iter), state, self.fuse, trace)
+        net = Net(source.param, self._context(source, state, test_iter), state, self._fuses(state), trace)
         self._made.append((net, source.param, state))
         return net
+
+    def _fuses(self, state: caffe_pb2.NetState) -> bool:
+        return self.fold if state.phase == caffe_pb2.TEST else self.fuse
 
     @property
     def _level(self) -> int:

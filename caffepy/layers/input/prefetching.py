@@ -111,7 +111,8 @@ class PrefetchingLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._closed = False
         self._tops = list(top)
-        self._batch: Batch | None = None
+        self._copied = range(0)
+        """The passes of the last batch that was copied; the batch itself may hold others by now."""
         self._transfer: HostToDeviceTransfer | None = None
         self._images: ByteImages | None = None
         self._last_transfer: HostToDeviceTransfer | None = None
@@ -190,9 +191,8 @@ class PrefetchingLayer(Layer):
             return
         if self._closed:
             raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
-        batch = self._batch
-        if batch is None or not batch.number <= number < batch.number + batch.passes:
-            self._batch = batch = self._copy_batch(number)
+        if number not in self._copied:
+            self._copied = self._copy_batch(number)
         assert self._transfer is not None
         self._prefetched[number] = self._transfer
         _reshape(self._tops, self._transfer)
@@ -217,22 +217,23 @@ class PrefetchingLayer(Layer):
         return self._last_transfer is not None and self._transfer is not self._last_transfer
 
     def shapes_known_until(self, number: int) -> int:
-        return number if self._batch is None else max(number, self._batch.number + self._batch.passes)
+        return max(number, self._copied.stop)
 
     @property
     def waited(self) -> float:
         """Seconds that the solver has waited for this layer's batches."""
         return self._waited + (self._prefetcher.waited if self._prefetcher is not None else 0.0)
 
-    def _copy_batch(self, number: int) -> Batch:
-        """Start the copy of the batch that begins with pass `number` to the device."""
+    def _copy_batch(self, number: int) -> range:
+        """Start the copy of the batch that begins with pass `number` to the device; the passes that it holds."""
         prefetcher = self._start_prefetcher()
         batch = prefetcher.get(number)
+        passes = range(batch.number, batch.number + batch.passes)
         transfer = self._transfer_for(batch)
         self._wait_for_free_slots(transfer.ring)
         transfer.put(batch, lambda: prefetcher.release(batch))
         self._transfer = transfer
-        return batch
+        return passes
 
     def _transfer_for(self, batch: Batch) -> HostToDeviceTransfer:
         """The transfer for a batch's layout: the present one if it fits."""
@@ -312,7 +313,7 @@ class PrefetchingLayer(Layer):
                 raise RunError(f"layer '{self.name}' ({self.type}): still reading; is the disk or network drive there?")
             self._waited += self._prefetcher.waited
             self._prefetcher = None
-        self._batch = None
+        self._copied = range(0)
         self._prefetched.clear()
         self._restarted = True
         self._start = position
