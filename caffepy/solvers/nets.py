@@ -50,8 +50,7 @@ class NetFactory:
         backend: the device.
         shard: its rank among all devices.
         resolve: finds the files that the solver names.
-        fuse: compute groups of layers of the train net as one.
-        fold: the same for test nets.
+        fuse: compute groups of layers as one.
         share: whether `share_memory` will be called.
         timeout: longest wait of a data layer, in seconds.
     """
@@ -63,7 +62,6 @@ class NetFactory:
         shard: Shard,
         resolve: Resolve,
         fuse: bool = False,
-        fold: bool = False,
         share: bool = False,
         timeout: float = 600.0,
     ) -> None:
@@ -72,7 +70,8 @@ class NetFactory:
         self.shard = shard
         self.resolve = resolve
         self.fuse = fuse
-        self.fold = fold
+        self.fuses_tests = fuse
+        """The same of test nets, which may be fused where a train net is not."""
         self.share = share
         self.timeout = timeout
         self.check_wait: Callable[[], None] = wait_on
@@ -155,7 +154,7 @@ class NetFactory:
         return net
 
     def _fuses(self, state: caffe_pb2.NetState) -> bool:
-        return self.fold if state.phase == caffe_pb2.TEST else self.fuse
+        return self.fuses_tests if state.phase == caffe_pb2.TEST else self.fuse
 
     @property
     def _level(self) -> int:
