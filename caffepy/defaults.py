@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MATH_MODES = ("fp32", "tf32")
+"""How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
 SIGNAL_EFFECTS = ("stop", "snapshot", "none")
 """What a signal may do."""
 COMPRESSIONS = ("none", "fp16", "bf16")

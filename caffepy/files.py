@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +161,47 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]
         if match and is_ours(match[1]) and _remove_abandoned(folder / name):
             removed.append(folder / name)
     return removed
+
+
+def remove_leftover_folders(path: Path, is_ours: Callable[[set[str]], bool]) -> None:
+    """Remove folders that killed processes have left beside `path`, which they should have become.
+
+    Left alone is what `remove_leftovers` leaves alone, and folders whose files' names `is_ours` refuses.
+    """
+    for name in os.listdir(path.parent):
+        match = _TEMPORARY.fullmatch(name)
+        if match and match[1] == path.name:
+            _remove_abandoned_folder(path.with_name(name), is_ours)
+
+
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Make a folder that is locked within the block, which tells it from what a killed process has left.
+
+    Raises:
+        OSError: it cannot be made, or is there.
+    """
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # as in `_create`
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned_folder(path: Path, is_ours: Callable[[set[str]], bool]) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_uid == os.geteuid() and status.st_mtime < _STARTED:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_ours(set(os.listdir(path))):
+                    shutil.rmtree(path)
+        finally:
+            os.close(descriptor)
 
 
 def _create(path: Path) -> BinaryIO:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from generator.classifiers import alexnet, densenet121, mobilenet, resnet152, squeezenet, vgg19
 from generator.dense import fcn8s, lrcn
-from generator.deploy import Deploy, deploy_net
 from generator.detectors import mobilenet_ssd, ssd300
 from generator.inception import inception_v3
 from generator.mnist import autoencoder, siamese
 from generator.text import net_text
 
 from caffepy.config.load import read_net
+from caffepy.net.deploy import Deploy, deploy_net
 from caffepy.proto import caffe_pb2
 
 MODELS = Path(__file__).resolve().parent

@@ -6,7 +6,8 @@ from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expre
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
 from caffepy.backend.row_primitives import SparseMatrix
-from caffepy.backend.types import MATH_MODES, Array, Geometry, LrnWindow, RandomStream
+from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream
+from caffepy.defaults import MATH_MODES
 
 __all__ = [
     "MATH_MODES",

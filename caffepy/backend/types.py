@@ -12,9 +12,6 @@ from typing import Any
 Array = Any
 """A numpy.ndarray or cupy.ndarray."""
 
-MATH_MODES = ("fp32", "tf32")
-"""How a GPU multiplies: in full float32, or on tensor cores, which round factors to ten bits of mantissa."""
-
 DTYPES = ("float32", "float16", "bfloat16")
 """dtypes of a blob."""
 

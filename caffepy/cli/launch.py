@@ -220,13 +220,14 @@ def _without_mpi(args: argparse.Namespace, meeting: Meeting) -> Start:
     from caffepy.parallel.launch.local import RANK, local_commands, secret_for
     from caffepy.parallel.launch.mpirun import Job
     from caffepy.parallel.launch.run import Start, environment_of
+    from caffepy.parallel.launch.slurm import without_slurm
 
     meeting = meeting.complete()
     job = Job(_program(args.program), args.nproc_per_node or 1)
     return Start(
         job,
         lambda job: local_commands(job, meeting),
-        environment_of(secret_for(meeting)),
+        environment_of(secret_for(meeting), without_slurm()),  # of a step, they would call each rank its task 0
         RANK,
         last_signal=signal.SIGKILL,
         **_training(args),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -10,14 +11,43 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 
-from caffepy import version
+from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, rank_prefix
-from caffepy.cli.options import Parser, normalise
+from caffepy.cli.options import Commands, Parser, normalise
+from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
 from caffepy.registry import suggest
 
-COMMANDS = ("train", "test", "time", "net", "plan", "device_query", "data", "snapshot", "launch", "bench")
+GROUPS = {
+    "training": ("train", "test", "time", "snapshot", "data"),
+    "devices": ("device_query", "launch", "bench", "plan"),
+    "predictions": ("classify", "detect", "extract_features"),
+    "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
+    "data sets": (
+        "convert_imageset",
+        "convert_annoset",
+        "compute_image_mean",
+        "convert_mnist_data",
+        "convert_cifar_data",
+        "create_label_map",
+        "get_image_size",
+    ),
+    "other formats": ("export", "import"),
+    "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
+}
+"""Commands, as `caffepy --help` lists them."""
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+TOOLS = frozenset((*GROUPS["predictions"], *GROUPS["data sets"], *GROUPS["old files"], *GROUPS["nets and logs"][1:]))
+"""Commands that stand in `caffepy.cli.tools`: Caffe's tools under their names."""
+MODULES = {
+    **{name: f"tools.{name}" for name in TOOLS},
+    **{name: f"tools.data.{name}" for name in GROUPS["data sets"]},
+    "export": "onnx.export",
+    "import": "onnx.import_model",
+}
+"""Modules of the commands, below this folder, that have another name than the command."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -37,9 +67,10 @@ exit status: 0 done; 1 a failure while running; 2 a mistake in what was given; 7
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
-    arguments = normalise(sys.argv[1:] if argv is None else argv)
+    arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
+    as_caffe.install(force=True)  # for the modules of Python layers
     try:
         _print_anything()
         with log_to_stderr(verbose):
@@ -69,7 +100,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     args.verbose = verbose
     args.arguments = arguments
     with _dialect(getattr(args, "dialect", None)):
-        status: int = importlib.import_module(f"caffepy.cli.{args.command}").run(args)
+        status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
 
@@ -89,11 +120,19 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     Raises:
         ConfigError: there is no such command.
     """
-    parser = Parser(prog="caffepy", description="Train Caffe's nets from their prototxt files.", epilog=_EPILOGUE)
+    parser = Parser(
+        prog="caffepy",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
+        description="Train Caffe's nets from their prototxt files.",
+    )
     parser.add_argument("--version", action="version", version=f"caffepy {version.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="caffepy")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", prog="caffepy", action=Commands, help=argparse.SUPPRESS
+    )
+    assert isinstance(subparsers, Commands)
     for name in _commands(arguments):
-        importlib.import_module(f"caffepy.cli.{name}").add_parser(subparsers)
+        _module(name).add_parser(subparsers)
+    parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
@@ -103,12 +142,18 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
+def _module(command: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"caffepy.cli.{MODULES.get(command, command)}")
+
+
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     word = next((a for a in arguments if not a.startswith("-")), None)
     if word is None:
         return COMMANDS
     if word not in COMMANDS:
-        raise ConfigError(f"unknown command '{word}'; {suggest(word, list(COMMANDS))}")
+        known = suggest(word, [*COMMANDS, *ALIASES])
+        raise ConfigError(f"unknown command '{word}'; {known} 'caffepy --help' lists them")
     return (word,)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from caffepy.backend.types import MATH_MODES
+from caffepy.defaults import MATH_MODES
 from caffepy.errors import ConfigError
 from caffepy.registry import suggest
 
@@ -74,9 +74,54 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown option '{name}'; {suggest(name, known)}")
 
 
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Parser]
+else:
+    _Subparsers = argparse._SubParsersAction
+
+
+class Commands(_Subparsers):
+    """Subparsers whose one-line descriptions are listed in groups, not in one list after the options."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._summaries: dict[str, str] = {}
+
+    def add_parser(self, name: str, **settings: Any) -> Parser:
+        """Add a command; `help` is its line in the listing."""
+        self._summaries[name] = settings.pop("help", "")
+        return super().add_parser(name, **settings)
+
+    def listing(self, groups: Mapping[str, Sequence[str]]) -> str:
+        """The commands that were added, by their groups."""
+        width = max(map(len, self._summaries), default=0)
+        parts = []
+        for title, names in groups.items():
+            lines = [f"  {name:{width}}  {self._summaries[name]}" for name in names if name in self._summaries]
+            parts += ["\n".join([f"{title}:", *lines])] if lines else []
+        return "\n\n".join(parts)
+
+
 def file_list(text: str) -> list[Path]:
-    """Files divided by commas, as Caffe's --weights takes them."""
-    return [Path(part.strip()) for part in text.split(",") if part.strip()]
+    """Files divided by commas, as Caffe's --weights takes them; at least one."""
+    return [Path(part.strip()) for part in given(text, "a file").split(",") if part.strip()]
+
+
+def given(text: str, what: str) -> str:
+    """An argument in which there is something else than blanks and commas: a script's variable may be empty."""
+    if not text.replace(",", "").strip():
+        raise argparse.ArgumentTypeError(f"'{text}' names nothing: give {what}, or leave the option out")
+    return text
+
+
+def file_name(text: str) -> Path:
+    """A file, which is named; an empty name would mean the working directory."""
+    return Path(given(text, "a file"))
+
+
+def snapshot_name(text: str) -> str:
+    """A .solverstate's name, or ``auto``."""
+    return given(text, "a .solverstate or 'auto'")
 
 
 def name_list(text: str) -> list[str]:

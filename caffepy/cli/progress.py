@@ -1,4 +1,4 @@
-"""A progress bar of iterations on a terminal; the log scrolls by above it."""
+"""A progress bar of iterations, or of files, on a terminal; the log scrolls by above it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.log import StderrHandler, write_line
+from caffepy.glog import StderrHandler, write_line
+
+if TYPE_CHECKING:
+    from caffepy.data.conversion.progress import Progress
 
 _INTERVAL = 0.2
 """Seconds between looks at the iteration."""
@@ -21,9 +24,11 @@ class ProgressBar:
     Args:
         iteration: asks for the present iteration.
         total: asks for the last one; called once training runs.
+        unit: what is counted.
     """
 
-    def __init__(self, iteration: Callable[[], int], total: Callable[[], int]) -> None:
+    def __init__(self, iteration: Callable[[], int], total: Callable[[], int], unit: str = "it") -> None:
+        self._unit = unit
         self._iteration = iteration
         self._total = total
         self._bar: Any = None
@@ -56,7 +61,7 @@ class ProgressBar:
     def _open(self, iteration: int) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=self._total(), initial=iteration, unit="it", file=sys.stderr, dynamic_ncols=True)
+        self._bar = tqdm(total=self._total(), initial=iteration, unit=self._unit, file=sys.stderr, dynamic_ncols=True)
         for handler in self._handlers:
             handler.write_line = self._write_above
 
@@ -69,19 +74,34 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(iteration: Callable[[], int], total: Callable[[], int]) -> Iterator[None]:
+def progress_bar(iteration: Callable[[], int], total: Callable[[], int], unit: str = "it") -> Iterator[None]:
     """Show a progress bar within a `with` block where stderr is a terminal; elsewhere nothing.
 
     Args:
         iteration: asks for the present iteration.
         total: asks for the last one; called once training runs.
+        unit: what is counted.
     """
     if not sys.stderr.isatty():
         yield
         return
-    bar = ProgressBar(iteration, total)
+    bar = ProgressBar(iteration, total, unit)
     bar.start()
     try:
         yield
     finally:
         bar.close()
+
+
+@contextmanager
+def showing(what: str) -> Iterator[Progress]:
+    """Yield what a conversion counts its work in, shown as a progress bar where stderr is a terminal.
+
+    Args:
+        what: is counted, in the plural.
+    """
+    from caffepy.data.conversion.progress import Progress
+
+    progress = Progress(what)
+    with progress_bar(lambda: progress.done, lambda: progress.total, f" {what}"):
+        yield progress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import (
@@ -14,6 +13,7 @@ from caffepy.cli.options import (
     add_engine_options,
     add_state_options,
     file_list,
+    file_name,
     positive,
 )
 from caffepy.errors import ConfigError
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser(
         "test", help="score a model", description="Run a net's TEST phase and print each batch's scores and their mean."
     )
-    parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (needed)")
+    parser.add_argument("--model", type=file_name, metavar="FILE", help="the net's prototxt (needed)")
     parser.add_argument(
         "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files, divided by commas (needed)"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from caffepy.cli.options import (
     add_dialect_option,
     add_state_options,
     file_list,
+    file_name,
     positive,
 )
 from caffepy.errors import ConfigError
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="time a model layer by layer",
         description="Print average forward and backward times of each layer.",
     )
-    parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (needed)")
+    parser.add_argument("--model", type=file_name, metavar="FILE", help="the net's prototxt (needed)")
     parser.add_argument("--phase", choices=("TRAIN", "TEST"), default="TRAIN", help="the net's phase (TRAIN)")
     parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="iterations to average over (50)")
     parser.add_argument("--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to load first")

@@ -21,10 +21,12 @@ from caffepy.cli.options import (
     add_engine_options,
     add_state_options,
     file_list,
+    file_name,
     iteration_range,
     positive,
     positive_number,
     positive_seconds,
+    snapshot_name,
 )
 from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
@@ -47,9 +49,9 @@ Train the net that a solver prototxt names.
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
-    parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (needed)")
+    parser.add_argument("--solver", type=file_name, metavar="FILE", help="the solver's prototxt (needed)")
     parser.add_argument(
-        "--from-log", type=Path, metavar="FILE", help="instead: the log of a training, with its solver and net"
+        "--from-log", type=file_name, metavar="FILE", help="instead: the log of a training, with its solver and net"
     )
     _add_start_options(parser)
     _add_device_options(parser)
@@ -64,7 +66,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def _add_start_options(parser: Parser) -> None:
     start = parser.add_argument_group("where to start")
     start.add_argument(
-        "--snapshot", metavar="FILE", help=".solverstate to resume from, or 'auto' for the newest whole one"
+        "--snapshot",
+        type=snapshot_name,
+        metavar="FILE",
+        help=".solverstate to resume from, or 'auto' for the newest whole one",
     )
     start.add_argument(
         "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to start from, with commas"

@@ -61,9 +61,8 @@ def read_net(path: Path | str) -> NetParameter:
     Raises:
         ConfigError: the file is absent, not a net's prototxt, or cannot be upgraded.
     """
-    origin = str(path)
-    param = parse_text(decode_text(_read_text(path, "net"), origin), NetParameter(), origin)
-    upgrade_net(param, origin)
+    param = read_prototxt(path, "net", NetParameter())
+    upgrade_net(param, str(path))
     return param
 
 
@@ -76,11 +75,19 @@ def read_solver(path: Path | str) -> SolverParameter:
     Raises:
         ConfigError: the file is absent, not a solver's prototxt, or cannot be upgraded.
     """
-    origin = str(path)
-    param = parse_text(decode_text(_read_text(path, "solver"), origin), SolverParameter(), origin)
-    upgrade_solver(param, origin)
+    param = read_prototxt(path, "solver", SolverParameter())
+    upgrade_solver(param, str(path))
     _complete_snapshot_prefix(param, Path(path))
     return param
+
+
+def read_prototxt(path: Path | str, kind: str, message: M) -> M:
+    """Merges the text in a file, which is a `kind`, into `message` and returns it as it was written.
+
+    Raises:
+        ConfigError: the file is absent or no prototxt of such a message.
+    """
+    return parse_text(decode_text(_read_text(path, kind), str(path)), message, str(path))
 
 
 def read_weights(path: Path | str) -> NetParameter:

@@ -6,7 +6,7 @@ snapshots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from caffepy.backend import Array
@@ -57,6 +57,11 @@ class Net:
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
         """Called with each node of the schedule once the gradients of the parameters that it owns are complete."""
+        self.before_forward: list[Callable[[Node], None]] = []
+        """Called with each node before it runs forward; only where nothing is captured, as those below."""
+        self.after_forward: list[Callable[[Node], None]] = []
+        self.before_backward: list[Callable[[Node], None]] = []
+        """Called with each node before it runs backward, and where it does not need to."""
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
@@ -151,12 +156,26 @@ class Net:
         for _ in self._forward_nodes():
             continue
 
-    def _forward_nodes(self) -> Iterator[Node]:
-        """Run every layer forward, and yield each node after it ran."""
+    def forward_part(self, nodes: Sequence[Node]) -> None:
+        """Run some nodes of the schedule forward; data layers go on to their next batches if one of them is among them.
+
+        Raises:
+            RunError: see `forward`.
+        """
+        if any(node.layer.prefetches for node in nodes) or not self._prefetching_nodes:
+            for _ in self._forward_nodes(nodes):
+                continue
+            return
+        self.prepare()
+        for node in nodes:
+            self.forward_node(node)
+
+    def _forward_nodes(self, nodes: Sequence[Node] | None = None) -> Iterator[Node]:
+        """Run every layer forward, or some, and yield each node after it ran."""
         self.prepare()
         number = self.context.passes.number
         self.prefetch_to_device(number)
-        for node in self.schedule:
+        for node in self.schedule if nodes is None else nodes:
             self.forward_node(node)
             yield node
         self.release_batch(number)
@@ -188,6 +207,11 @@ class Net:
             with self._trace.span("feed", node.layer.name), node.named_errors():
                 node.layer.prefetch_to_device(number)
 
+    def prefetch_zeros(self, number: int) -> None:
+        """Let zeros stand for those batches of pass `number` that were not prefetched."""
+        for node in self._prefetching_nodes:
+            node.layer.prefetch_zeros(number)
+
     def release_batch(self, number: int) -> None:
         """Free the batches of pass `number`: everything that reads them is on the device's stream."""
         for node in self._prefetching_nodes:
@@ -204,7 +228,9 @@ class Net:
         return [node for node in self.schedule if any(bottom in sources for bottom in node.bottoms)]
 
     def forward_node(self, node: Node) -> None:
-        """Run one layer of the schedule forward."""
+        """Run one layer of the schedule forward, and the callbacks."""
+        for callback in self.before_forward:
+            callback(node)
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
             node.reshape()
         workspace = self.backend.workspace_lease(node.forward_workspace)
@@ -216,6 +242,8 @@ class Net:
             self._save_loss(node, node.layer.saved_loss)
         if self.debug_info:
             debug.log_forward(node)
+        for callback in self.after_forward:
+            callback(node)
 
     def _save_loss(self, node: Node, total: Array) -> None:
         """Add up the loss of a node now, because a later layer overwrites its tops in place."""
@@ -225,17 +253,23 @@ class Net:
                 self.backend.reduce(scaled, (top.data, weight), (total,), accumulate=accumulate)
                 accumulate = True
 
-    def backward(self) -> None:
-        """Run backward every layer that lies between a learnable parameter and the loss."""
+    def backward(self, nodes: Sequence[Node] | None = None) -> None:
+        """Run backward every layer that lies between a learnable parameter and the loss.
+
+        Args:
+            nodes: only these nodes of the schedule, in the order of `forward`.
+        """
         assert not any(isinstance(node.layer, FoldedConvolution) for node in self.schedule), "a folded net runs forward"
         _ = self.parameters.diff  # binds the gradients to the flat buffer before any layer writes them
-        for node in reversed(self.schedule):
+        for node in reversed(self.schedule if nodes is None else nodes):
             self.backward_node(node)
         if self.debug_info:
             debug.log_norms(self.parameters)
 
     def backward_node(self, node: Node) -> None:
-        """Run one layer of the schedule backward, if it needs that, and the `after_backward` callbacks in any case."""
+        """Run one layer of the schedule backward, if it needs that, and the callbacks in any case."""
+        for callback in self.before_backward:
+            callback(node)
         if node.need_backward:
             self._fill_loss_weights(node)
             workspace = self.backend.workspace_lease(node.backward_workspace)

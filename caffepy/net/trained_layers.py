@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Container, Iterator, Sequence
 
 from caffepy.blob import format_shape
@@ -45,7 +46,7 @@ def copy_trained_layers(
         _check_layer(source, target, origin, shared)
         pairs.append((source, target))
     for source, target in pairs:
-        for index, blob in _stored(source).items():
+        for index, blob in _stored(source, target).items():
             load_blob(blob, target.blobs[index], _where(origin, target, index))
         target.adopt(len(source.blobs))
     return [source.name for source, target in pairs if target.blobs]
@@ -56,9 +57,10 @@ def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
     return {layer.name: layer for layer in reversed(layers)}
 
 
-def _stored(source: caffe_pb2.LayerParameter) -> dict[int, caffe_pb2.BlobProto]:
-    """A stored layer's parameters by index, without those that another layer holds."""
-    return {index: blob for index, blob in enumerate(source.blobs) if is_stored(blob)}
+def _stored(source: caffe_pb2.LayerParameter, target: Layer) -> dict[int, caffe_pb2.BlobProto]:
+    """A stored layer's parameters by the net's index, without those that another layer holds."""
+    order = target.stored_order([math.prod(proto_shape(blob)) for blob in source.blobs])
+    return {index: source.blobs[place] for index, place in enumerate(order) if is_stored(source.blobs[place])}
 
 
 def _where(origin: str, target: Layer, index: int) -> str:
@@ -73,17 +75,18 @@ def _check_layer(
     Raises:
         SnapshotError: other parameters or shapes, or values that are not whole.
     """
-    stored = _stored(source)
+    stored = _stored(source, target)
     missing = [i for i in range(len(target.blobs)) if i not in stored and (target.name, i) not in shared]
     if len(source.blobs) > len(target.blobs) or missing:
         lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
         raise SnapshotError(
             f"{origin}: layer '{target.name}' has {len(stored)} parameters there and {len(target.blobs)} "
-            f"in the net{lacking}; rename the layer in the net to learn it from scratch"
+            f"in the net{lacking}; {target.advice_on_stored(len(source.blobs))}"
         )
     for index, blob in stored.items():
         mine, where = target.blobs[index], _where(origin, target, index)
-        if not same_shape(blob, mine.shape):
+        fits = target.stored_by_count and math.prod(proto_shape(blob)) == mine.count
+        if not fits and not same_shape(blob, mine.shape):
             raise SnapshotError(
                 f"{where}: shape is {format_shape(proto_shape(blob))} there and {format_shape(mine.shape)} in the "
                 "net; rename the layer in the net to learn it from scratch"

@@ -7,6 +7,7 @@ second, bus bandwidth that times 2 (n - 1) / n, what each of n devices sends and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -20,6 +21,9 @@ from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
 from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.control.connect import connect_training
+from caffepy.parallel.control.heartbeat import Heartbeat
+from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_spec import bind_rank
 from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
 from caffepy.parallel.factory import DeviceCommunicators
@@ -30,6 +34,8 @@ _WARM_UP = 5
 _TOGETHER = 20
 """All-reduces that a GPU gets at once: a launch takes as long as a small one, and training puts them in graphs."""
 _PATTERN = 7
+_GRACE = 10.0
+"""How much longer than the watchdog the main thread waits for a result: the watchdog knows who is late."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,11 @@ class Timing:
         return self.algorithm_bandwidth * 2 * (self.devices - 1) / self.devices
 
 
-def measure_size(backend: Backend, communicator: Communicator, size: int, iterations: int, dtype: str) -> Timing:
+def measure_size(
+    backend: Backend, communicator: Communicator, size: int, options: BenchmarkOptions, heartbeat: Heartbeat
+) -> Timing:
     """Measure and check all-reduces of one size; called by all devices' threads."""
+    dtype, what = options.dtype, f"an all-reduce of {size} bytes"
     devices = communicator.size
     count = max(1, size // np.dtype(dtype).itemsize)
     base = np.arange(count) % _PATTERN
@@ -123,24 +132,33 @@ def measure_size(backend: Backend, communicator: Communicator, size: int, iterat
     wait = partial(communicator.wait_on_device, backend.synchronize)
 
     backend.from_host((base + communicator.rank + 1).astype(dtype), array)
-    communicator.all_reduce(array, average=False)
-    wait()
+    with heartbeat.collective(what):
+        communicator.all_reduce(array, average=False)
+        wait()
     total = (base * devices + devices * (devices + 1) // 2).astype(dtype)
     wrong = int(np.count_nonzero(backend.to_host(array) != total))
 
     backend.from_host((base + communicator.rank + 1).astype(dtype), array)
-    seconds = _time(backend, partial(communicator.all_reduce, array), wait, iterations)
+    marked = partial(heartbeat.collective, what)
+    seconds = _time(backend, partial(communicator.all_reduce, array), wait, options.iterations, marked)
     mean = (base + (devices + 1) / 2).astype(dtype)
     close = np.isclose(backend.to_host(array), mean, rtol=1e-2 if dtype == "float16" else 1e-5)
     wrong += int(np.count_nonzero(~close))
 
     everybody = np.zeros((devices, 2))
     everybody[communicator.rank] = seconds, wrong
-    everybody = communicator.sum(everybody)
+    with heartbeat.collective("the sum of the results"):
+        everybody = communicator.sum(everybody)
     return Timing(count * np.dtype(dtype).itemsize, count, everybody[:, 0].max(), int(everybody[:, 1].sum()), devices)
 
 
-def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], iterations: int) -> float:
+def _time(
+    backend: Backend,
+    work: Callable[[], None],
+    wait: Callable[[], None],
+    iterations: int,
+    marked: Callable[[], AbstractContextManager[None]],
+) -> float:
     """The median seconds of `work`; asynchronous work is captured and launched `_TOGETHER` times at once."""
     together = _TOGETHER if backend.asynchronous else 1
 
@@ -148,15 +166,17 @@ def _time(backend: Backend, work: Callable[[], None], wait: Callable[[], None], 
         for _ in range(together):
             work()
 
-    several()
-    wait()
+    with marked():
+        several()
+        wait()
     run = backend.capture(several).launch if backend.captures else several
     seconds = []
     for _ in range(_WARM_UP + iterations):
-        begin = backend.record_timed_event()
-        run()
-        end = backend.record_timed_event()
-        wait()
+        with marked():
+            begin = backend.record_timed_event()
+            run()
+            end = backend.record_timed_event()
+            wait()
         seconds.append(end.seconds_since(begin) / together)
     return median(seconds[_WARM_UP:])
 
@@ -197,19 +217,23 @@ class AllReduceBenchmark:
         self._threads: DeviceThreads[_BenchmarkThread] = DeviceThreads()
         self._failures = Failures(world, self._threads)
         self._last_result = awake_seconds()
+        self._heartbeats: list[Heartbeat] = []
 
     def run(self) -> None:
         """Measure.
 
         Raises:
             ConfigError: two ranks name the same GPU.
-            CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
+            PeerError: an operation has lasted longer than the timeout; the message says who is late.
+        CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
         """
         world, options = self._world, self._options
         bind_rank(world, gpus=options.devices is not None)
         if options.devices is not None:
             refuse_common_gpus(world, options.devices)
         self._make_threads()
+        channel = world.channel or connect_training(world)
+        self._failures.watch(Watchdog(world, channel, self._heartbeats, options.timeout, self._failures.peer_failed))
         try:
             self._threads.start()
             self._threads.wait(lambda thread: thread.finished.is_set(), world, self._check)
@@ -217,19 +241,22 @@ class AllReduceBenchmark:
         except BaseException as error:
             self._failures.end(error)
             raise
+        finally:
+            self._failures.close()
 
     def _make_threads(self) -> None:
         options, devices = self._options, self._options.local_devices
         on_gpus = options.devices is not None
         connect = DeviceCommunicators(self._world, len(devices), on_gpus, timeout=options.timeout).connect
         for index, device in enumerate(devices):
+            self._heartbeats.append(Heartbeat(f"CPU {index}" if device is None else str(device)))
             own = partial(self._measure, index), f"bench {index}", device, str(device), partial(connect, index)
             self._threads.append(_BenchmarkThread(*own, partial(self._on_change, index)))
 
     def _measure(self, index: int, backend: Backend, communicator: Communicator) -> None:
-        options = self._options
+        options, heartbeat = self._options, self._heartbeats[index]
         for size in options.sizes:
-            timing = measure_size(backend, communicator, size, options.iterations, options.dtype)
+            timing = measure_size(backend, communicator, size, options, heartbeat)
             if index == 0:  # all devices have the same results
                 self._last_result = awake_seconds()
                 self._on_timing(timing)
@@ -243,6 +270,6 @@ class AllReduceBenchmark:
     def _check(self) -> None:
         """Raise the first failure, or PeerError if there was no result for too long."""
         self._failures.raise_first()
-        seconds = self._options.timeout
+        seconds = self._options.timeout + _GRACE
         if awake_seconds() - self._last_result > seconds:
             raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")

@@ -18,6 +18,7 @@ from caffepy.parallel.agreement import agree_on_start
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
+from caffepy.parallel.control.stop_news import StopNews
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_spec import bind_rank, device_names, device_specs
 from caffepy.parallel.device_threads import DeviceThreads
@@ -91,6 +92,7 @@ class P2PManager:
         signals = self._signals(options)
         self._make_syncs(options, cores, signals)
         self._watch(channel or connect_training(self._world), options.timeout)
+        self._tell_of_stops(signals)
         signals.install()
         try:
             state = self._start()
@@ -140,6 +142,14 @@ class P2PManager:
             self._watchdog = Watchdog(self._world, channel, self._heartbeats, timeout, peer_failed)
             self._failures.watch(self._watchdog)
         self._watchdog.timeout = timeout
+
+    def _tell_of_stops(self, signals: SignalRequests) -> None:
+        """Have a stop request end the waits for data of all processes' devices."""
+        assert self._watchdog is not None
+        news = StopNews(lambda: signals.stop, self._watchdog.channel)
+        self._watchdog.on_heartbeat = news.tell
+        for sync in self._syncs:
+            sync.stop_wanted = news.wanted
 
     # -- training -----------------------------------------------------------------------------------
 

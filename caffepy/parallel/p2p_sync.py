@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -76,6 +76,8 @@ class P2PSync(DeviceThread):
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
         self.ready = threading.Event()
+        self.stop_wanted: Callable[[], Collection[Action]] = tuple
+        """Asked while the solver waits for data: what a signal that stops training asks for, in any process."""
         self._options = options
         self._request = request
         self._names = names or [f"device {number}" for number in range(self.world_size)]
@@ -329,6 +331,7 @@ class P2PSync(DeviceThread):
             keep=Keep(options.keep_last, options.keep_best),
         )
         self.solver = solver
+        solver.requests.heard = self.stop_wanted
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:

@@ -42,7 +42,7 @@ from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.io.keeping import SnapshotKeeper
 from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
-from caffepy.solvers.io.testing import run_test
+from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
@@ -50,7 +50,7 @@ from caffepy.solvers.nets import NetFactory
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
-from caffepy.solvers.statistics import keeping_statistics
+from caffepy.solvers.statistics import KeptStatistics, keeping_statistics
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
 
@@ -158,8 +158,9 @@ class Solver(ABC):
             net.keeps_copies = False
 
     def _new_state(self, trace: Tracer, guard: bool, max_skipped: int, eager: bool) -> TrainState:
-        half, alone = "float16" in self.net.parameters.copies, self.callback.world_size == 1
+        guard, alone = guard or "float16" in self.net.parameters.copies, self.callback.world_size == 1
         clip = self.param.clip_gradients
+        void = (lambda: self.net.parameters.void) if self.callback.world_size > 1 else None
         return TrainState(
             param=self.param,
             backend=self.backend,
@@ -173,15 +174,14 @@ class Solver(ABC):
             net=self.net,
             tests=[ForwardRunner(net, eager, lazily=alone) for net in self.test_nets],
             history=self.history,
-            update=Update(
-                self.net, self.update_rule(), self.history, clip, half or guard, max_skipped, self.make_larc()
-            ),
+            update=Update(self.net, self.update_rule(), self.history, clip, guard, max_skipped, self.make_larc(), void),
+            statistics=KeptStatistics(self.net, void),
         )
 
     def _build_parts(self, eager: bool, keep_going: bool) -> None:
         state = self.state
         self._hyperparameters = Hyperparameters(state, self.hyperparameters)
-        steps = IterationSteps(state, self._hyperparameters)
+        steps = self._steps = IterationSteps(state, self._hyperparameters)
         self.graph_runner = CudaGraphRunner(state, steps, eager)
         self._loss_check = LossCheck(state, self.graph_runner, keep_going, self._factory.share)
         self.performance = Performance(batch=self.net.batch_size() * self.param.iter_size)
@@ -210,11 +210,7 @@ class Solver(ABC):
         return self.state.last_pass
 
     def load_weights(self, paths: list[Path]) -> None:
-        """Copy trained layers from .caffemodel files, later ones over earlier ones.
-
-        Raises:
-            SnapshotError: a file cannot be read or does not fit.
-        """
+        """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
         for path in paths:
             self.log("Finetuning from %s", path)
             self.net.copy_trained_layers_from(read_weights(path), str(path))
@@ -258,6 +254,7 @@ class Solver(ABC):
         self.callback.on_start()
         self._averaged_at = self.iteration
         self._refresh_copies()
+        self.state.statistics.keep()
         end = self.iteration + iterations
         self.clock.resume()
         while self.iteration < end and not self.stopped_early:
@@ -276,6 +273,7 @@ class Solver(ABC):
         display = self._due(self.param.display)
         self.net.debug_info = display and self.param.debug_info
         self.state.trace.begin(self.iteration)
+        self.state.begin()
         self.requests.poll()
         self._hyperparameters.send()
         if self.callback.world_size > 1:
@@ -294,9 +292,16 @@ class Solver(ABC):
         self.clock.tick()
         self.callback.on_iteration()
 
+    def apply_update(self) -> None:
+        """Change the parameters by their diffs, as the end of an iteration does, and count one (Caffe's function)."""
+        self._hyperparameters.send()
+        self._steps.update()
+        self.state.iteration += 1
+
     def _read_replayed_loss(self, display: bool) -> None:
         loss = self.graph_runner.loss()
-        self._loss_check.check(loss)
+        if not self.requests.void:
+            self._loss_check.check(loss)
         self.net.raise_device_errors()
         self.losses.add(loss)
         if display:
@@ -314,9 +319,13 @@ class Solver(ABC):
         follows_loss = self.param.average_loss > 1 or self.param.lr_policy == "plateau"
         return not self.backend.asynchronous or follows_loss or self._due(CHECK_INTERVAL)
 
+    def _snapshot_is_due(self) -> bool:
+        return self._due(self.param.snapshot) or self.iteration in self._last_epochs
+
     def _act_on_requests(self) -> None:
-        due = self._due(self.param.snapshot) or self.iteration in self._last_epochs
-        wanted = due or Action.SNAPSHOT in self.requests
+        if self.requests or self._snapshot_is_due():
+            self.graph_runner.drain()  # of the iterations that the device still computes some may be void
+        wanted = self._snapshot_is_due() or Action.SNAPSHOT in self.requests
         if wanted and self._snapshot_at != self.iteration:
             self.snapshot()
         if Action.STOP in self.requests:
@@ -326,11 +335,13 @@ class Solver(ABC):
     def _finish(self) -> None:
         """A last forward pass to show the loss and a last test, where they fall due."""
         if self._due(self.param.display):
+            self.state.fetch(self.state.passes()[:1])
             with keeping_statistics(self.net):
                 self.net.forward()
-            self.losses.add(self._loss_check.read())
-            self.net.raise_device_errors()
-            self._display.show_loss()
+            if all_finished(self.state):
+                self.losses.add(self._loss_check.read())
+                self.net.raise_device_errors()
+                self._display.show_loss()
         if self._test_is_due():
             self.test_all()
 
@@ -344,6 +355,7 @@ class Solver(ABC):
         self._averaged_at = self.iteration
         if arrays := self.net.statistics(local_only=True):
             self.callback.average_over_devices(arrays)
+            self.state.statistics.keep()
 
     # -- what an iteration is made of ----------------------------------------------------------------
 
@@ -371,30 +383,20 @@ class Solver(ABC):
     def test_all(self) -> list[dict[str, np.ndarray]]:
         """Score every test net; for each its outputs' means over test_iter batches.
 
-        A stop that is requested meanwhile ends the tests where this device trains alone.
+        A stop that is requested meanwhile ends the tests where this device trains alone, or where one waits for data.
         """
         self.graph_runner.drain()
+        if Action.STOP in self.requests and self.callback.world_size > 1:
+            return []
         with self._not_training(), self.state.trace.span("test"):
             self._average_statistics()
-            scores, started = [], time.monotonic()
-            for index in range(len(self.test_nets)):
-                score = run_test(self.state, index, self._interrupted)
-                if score is None:
-                    self.log("Test interrupted.")
-                    break
-                scores.append(score)
+            started = time.monotonic()
+            scores = run_tests(self.state)
             if self._snapshot_at == self.iteration:
                 self._keeper.note_scores(scores)
             if self.test_nets:
                 self.log("Tests completed in %.6gs", time.monotonic() - started)
             return scores
-
-    def _interrupted(self) -> bool:
-        """Whether a test should end at once; devices that train together finish it."""
-        if self.callback.world_size > 1:
-            return False
-        self.requests.poll()
-        return Action.STOP in self.requests
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:

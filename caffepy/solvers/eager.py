@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from caffepy.net import debug
+from caffepy.solvers.hyperparameters import FLAGS
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss_check import LossCheck
@@ -19,7 +20,7 @@ class EagerIteration:
         self._loss_check = loss_check
 
     def run(self, display: bool, read_loss: bool) -> None:
-        """Make one iteration.
+        """Make one iteration; its data were fetched.
 
         Args:
             display: show loss, outputs and update.
@@ -38,14 +39,12 @@ class EagerIteration:
 
     def _compute_gradients(self, read_loss: bool) -> None:
         state, net, loss = self._state, self._state.net, 0.0
-        for number in state.passes():  # a stop that ends the wait for data finds nothing changed, BatchNorm included
-            net.prefetch_to_device(number)
         for index in range(state.param.iter_size):
             self._steps.begin_pass(index)
             with state.trace.span("forward"):
                 net.forward()
             if read_loss:
-                loss += self._loss_check.read()
+                loss += net.loss() if state.requests.void else self._loss_check.read()
             with state.trace.span("backward"):
                 net.backward()
         if read_loss:
@@ -68,7 +67,7 @@ class EagerIteration:
         state = self._state
         if state.callback.world_size > 1:
             state.callback.wait_for_device(state.backend.synchronize)
-            flags = state.backend.to_host(state.net.parameters.flags[:2])
+            flags = state.backend.to_host(state.net.parameters.flags[:FLAGS])
             state.requests.expect(lambda: flags)
 
     def _update_and_show(self, display: bool) -> None:

@@ -10,6 +10,7 @@ from caffepy.backend.handles import Event
 from caffepy.errors import RunError
 from caffepy.net.capture import GraphSegments, Segment
 from caffepy.net.wiring import capture_blockers
+from caffepy.solvers.hyperparameters import FLAGS
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.train_state import TrainState
 
@@ -118,7 +119,7 @@ class CudaGraphRunner:
         return segments
 
     def run(self) -> bool:
-        """Put an iteration on the device as graphs.
+        """Put an iteration on the device as graphs; its data were fetched.
 
         Returns:
             Whether it was; False where the data of any device have another shape. Then all devices are idle and have
@@ -126,8 +127,6 @@ class CudaGraphRunner:
         """
         net, passes, trace = self._state.net, self._state.passes(), self._state.trace
         segments = self._traced_segments() if trace.active else self._segments
-        for number in passes:
-            net.prefetch_to_device(number)
         if self._data_changed(passes):
             self._wait_for_last()
             self.drop()
@@ -178,18 +177,25 @@ class CudaGraphRunner:
         """Copy the averaged requests to the host; wait until the device is less than `IN_FLIGHT` iterations behind."""
         state = self._state
         if state.callback.world_size > 1:
-            state.requests.expect(state.backend.copy_to_host_async(state.net.parameters.flags[:2]).get)
+            state.requests.expect(state.backend.copy_to_host_async(state.net.parameters.flags[:FLAGS]).get)
         self._events.append(state.backend.record_event())
         if len(self._events) >= IN_FLIGHT:
             state.callback.wait_for_device(self._events.popleft().wait)
 
+    def stop_capturing(self) -> None:
+        """Run iterations eagerly from now on."""
+        self._wanted = False
+        self.drain()
+        self.drop()
+
     def drain(self) -> None:
-        """Wait until the device is idle, and take over the requests of all its iterations.
+        """Wait until the device is idle, take over the requests of all its iterations, and undo those that are void.
 
         Called by all devices at the same point, or some would act on requests before the others.
         """
         self._wait_for_last()
         self._state.requests.receive()
+        self._state.undo_void()
 
     def _wait_for_last(self) -> None:
         if self._events:

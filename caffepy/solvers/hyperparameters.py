@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from caffepy.backend.types import Array, Counter
+from caffepy.solvers.requests import VOID
 from caffepy.solvers.rules import policies
 from caffepy.solvers.train_state import TrainState
 
-STOP, SNAPSHOT, SCALE, L2, L1, RULE = range(6)
-"""Indices of the device scalars: the two requests, factors of gradient and regularisation, then the rule's values."""
+FLAGS = VOID + 1
+SCALE, L2, L1, RULE = range(FLAGS, FLAGS + 4)
+"""Indices of the device scalars behind the flags: factors of gradient and regularisation, then the rule's values."""
 
 
 class Hyperparameters:
@@ -63,8 +65,8 @@ class Hyperparameters:
 
     @property
     def flags(self) -> Array:
-        """This device's requests, float32 (2,)."""
-        return self._scalars.array[STOP : SNAPSHOT + 1]
+        """What `Requests.flags` gave, float32 (3,)."""
+        return self._scalars.array[:FLAGS]
 
     def counter(self, index: int) -> Counter | None:
         """Where the random numbers of one of the iteration's passes begin; None where the host counts passes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.solvers.hyperparameters import Hyperparameters
+from caffepy.solvers.hyperparameters import FLAGS, Hyperparameters
 from caffepy.solvers.train_state import TrainState
 
 
@@ -21,7 +21,7 @@ class IterationSteps:
             state.net.clear_param_diffs()
         state.last_pass = index == state.param.iter_size - 1
         if state.last_pass and state.callback.world_size > 1:
-            state.backend.copy(hyperparameters.flags, state.net.parameters.flags[:2])
+            state.backend.copy(hyperparameters.flags, state.net.parameters.flags[:FLAGS])
 
     def exchange_gradients(self) -> None:
         """Average gradients and requests over all devices, so that all act in the same iteration."""
@@ -29,6 +29,7 @@ class IterationSteps:
             self._state.callback.on_gradients_ready()
 
     def update(self) -> None:
-        """Change the parameters."""
+        """Change the parameters, and keep what the passes have made of the running statistics."""
         with self._state.trace.span("update"):
             self._state.update.run(*self._hyperparameters.factors())
+            self._state.statistics.accept()

@@ -32,6 +32,10 @@ class LossWindow:
         values = callback.sum_over_devices(np.array(self._losses, np.float64))
         return [float(value) for value in values / callback.world_size]
 
+    def values(self) -> list[float]:
+        """This device's losses, the oldest first."""
+        return list(self._losses)
+
     def restore(self, losses: list[float]) -> None:
         """Fill the window from a snapshot."""
         self._losses.clear()

@@ -3,12 +3,16 @@
 All devices act on the same requests in the same iteration. Each sends its own as flags beside its gradients, and the
 averaged flags say what any device requested. A device that replays graphs reads them only some iterations later, so all
 devices wait that long, those that run eagerly included.
+
+A device that waits for its data when a stop is requested makes this iteration, and those that follow until all know,
+*void*: it takes zeros for its data, joins every collective, and says so by one more flag, by which every device's
+`Update` leaves all as it was. The first void iteration is where training goes on later.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -17,6 +21,8 @@ from caffepy.solvers.callbacks import Action
 
 FLAGS = (Action.STOP, Action.SNAPSHOT)
 """The requests that devices exchange, in the order of their flags."""
+VOID = len(FLAGS)
+"""The index of the flag of an iteration that is void."""
 
 
 class Requests:
@@ -35,6 +41,12 @@ class Requests:
         self._answers: deque[Callable[[], np.ndarray]] = deque()
         self._alone = alone
         self._cancelled = False
+        self.void = False
+        """Whether this device makes the present and all further iterations void."""
+        self.void_iterations = 0
+        """How many iterations, those received last, are known to be void."""
+        self.heard: Callable[[], Collection[Action]] = tuple
+        """What a signal that stops training asks for, of this or another process; nothing before there was one."""
 
     def __contains__(self, action: Action) -> bool:
         return action in self._wanted
@@ -55,10 +67,10 @@ class Requests:
         self._cancelled = True
 
     def check_wait(self) -> None:
-        """End a wait for data where training has failed elsewhere, or where a device that trains alone is to stop.
+        """End a wait for data where training has failed elsewhere, or is to stop.
 
-        Devices that train together go on waiting: the others are in the iteration already, and only its gradients
-        carry requests to them.
+        A device that does not train alone takes over what others' signals ask for: they may wait for this device, and
+        so be unable to send it themselves.
 
         Raises:
             AbortedError: `cancel` was called.
@@ -68,12 +80,14 @@ class Requests:
             raise AbortedError("training was stopped while it waited for data")
         if self._alone:
             self.poll()
-            if Action.STOP in self:
-                raise StopRequestedError("a stop was requested while training waited for data")
+        elif Action.STOP in (wanted := self.heard()):
+            self._unsent.update(wanted)
+        if Action.STOP in self._unsent:
+            raise StopRequestedError("a stop was requested while training waited for data")
 
     def flags(self) -> list[float]:
-        """1 for each of `FLAGS` that still has to be sent to the other devices, else 0."""
-        return [float(action in self._unsent) for action in FLAGS]
+        """1 for each of `FLAGS` that still has to be sent to the other devices and for `VOID`, else 0."""
+        return [*(float(action in self._unsent) for action in FLAGS), float(self.void)]
 
     def mark_sent(self) -> None:
         """Note that `flags` was read for an iteration: they come back to this device too, with the averages."""
@@ -94,7 +108,21 @@ class Requests:
         """
         while len(self._answers) > behind:
             flags = self._answers.popleft()()
-            self._wanted |= {action for action, asked in zip(FLAGS, flags[: len(FLAGS)], strict=True) if asked > 0}
+            self._take(flags)
+            self.void_iterations += bool(flags[VOID] > 0)
+
+    def exchange(self, total: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Take over what any device requests now; called by all devices at the same point.
+
+        Args:
+            total: sums a float64 array over all devices.
+        """
+        flags = total(np.array(self.flags()))
+        self._unsent.clear()
+        self._take(flags)
+
+    def _take(self, flags: np.ndarray) -> None:
+        self._wanted |= {action for action, asked in zip(FLAGS, flags[:VOID], strict=True) if asked > 0}
 
     def clear(self) -> None:
         """Forget the requests that all devices know: they were acted on."""

@@ -1,15 +1,21 @@
-"""The golden nets of single layers on a GPU: captured passes give eager ones' bits, half precision what FLOAT gives."""
+"""Nets of single layers on GPUs: captured passes give eager ones' bits, half precision nearly FLOAT's numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from field_cases import Case
 from google.protobuf import text_format
+from layer_cases import build_case, own_cases, pass_once, results, type_of
+from training import CPU
 
-from caffepy.backend import Backend
+from caffepy.backend import Backend, create_backend
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
@@ -18,7 +24,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted([*(GOLDEN / "layers").glob("*.npz"), *(GOLDEN / "nvidia" / "layers").glob("*.npz")])
 ALLOWED = {"FLOAT16": 0.01, "BFLOAT16": 0.08}
 """Allowed distance from FLOAT, root mean square, relative to the blob's own."""
-CHOOSING = ("argmax", "accuracy", "nvacc", "pool_max", "spp_max", "threshold", "eltwise_max", "dropout")
+CHOOSING = ("argmax", "accuracy", "nvacc", "pool_max", "spp_max", "threshold", "eltwise_max", "dropout", "clip")
 """Cases whose numbers depend on which of two near values is larger: rounding may change them altogether."""
 
 
@@ -63,36 +69,111 @@ def numbers(net: Net, case: Any) -> dict[str, Any]:
     return found
 
 
-def runs(backend: Backend, path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What an eager pass gives and a captured one, of nets of their own; None where the layer runs on the host."""
+@dataclass(frozen=True)
+class Subject:
+    """A net of a layer: how it is built in a dtype, run once, and what is compared."""
+
+    name: str
+    build: Callable[[Backend, str], Net]
+    one_pass: Callable[[Net], None]
+    numbers: Callable[[Net], dict[str, Any]]
+    least: float = 1e-6
+    """Size from which on differences are relative: sums that cancel are as inexact as their terms are large."""
+
+
+def golden_subject(path: Path) -> Subject:
+    """A net whose numbers Caffe gave."""
     case = np.load(path)
-    net = build(backend, case, kind)
-    one_pass(net)
-    eager = numbers(net, case)
-    other = build(backend, case, kind)
-    if any(layer.capture_blocker() for layer in other.layers):
-        return eager, None
-    statistics = [(blob, blob.host_data()) for layer in other.layers for blob in layer.blobs]
-    one_pass(other)
-    for blob, values in statistics:
-        backend.from_host(values, blob.data)
-    graph = backend.capture(lambda: one_pass(other))
-    graph.launch()
-    return eager, numbers(other, case)
+    return Subject(path.stem, lambda b, kind: build(b, case, kind), one_pass, lambda net: numbers(net, case))
+
+
+def own_subject(one: Case) -> Subject:
+    """A net of `layer_cases`."""
+    return Subject(type_of(one).lower(), lambda b, kind: build_case(b, one, kind), pass_once, results, 1.0)
+
+
+SUBJECTS = [*map(golden_subject, CASES), *map(own_subject, own_cases())]
+"""Every type but those of `layer_cases.ELSEWHERE`; "Cast" is in every net in half precision."""
+
+
+def eager_run(backend: Backend, subject: Subject, kind: str) -> dict[str, Any]:
+    """What a pass gives whose primitives are put on the stream one by one."""
+    net = subject.build(backend, kind)
+    subject.one_pass(net)
+    net.raise_device_errors()
+    return subject.numbers(net)
+
+
+def captured_run(backend: Backend, subject: Subject, kind: str) -> dict[str, Any] | None:
+    """What a captured pass gives, from the parameters and states that the eager one had; None: it needs the host."""
+    net = subject.build(backend, kind)
+    if any(layer.capture_blocker() for layer in net.layers) or any(layer.changes_shapes for layer in net.layers):
+        return None
+    arrays = [blob.data for layer in net.layers for blob in layer.blobs] + list(net.state())
+    kept, number = [(array, backend.to_host(array)) for array in arrays], net.context.passes.number
+    subject.one_pass(net)
+    net.context.passes.number = number  # the same random numbers
+    for array, values in kept:
+        backend.from_host(values, array)
+    backend.capture(lambda: subject.one_pass(net)).launch()
+    net.raise_device_errors()
+    return subject.numbers(net)
+
+
+def assert_near(found: dict[str, Any], exact: dict[str, Any], allowed: float, least: float) -> None:
+    """Whether the root mean square of the differences is at most `allowed` times that of the numbers, or `least`."""
+    assert found.keys() == exact.keys()
+    for name, values in found.items():
+        wanted = exact[name].astype(np.float64)
+        size, error = (np.sqrt((one**2).mean()) if one.size else 0.0 for one in (wanted, values - wanted))
+        assert error <= allowed * max(size, least), f"{name}: {error:.3g} beside {size:.3g}"
 
 
 @pytest.mark.parametrize("kind", ["FLOAT", *ALLOWED])
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_captured_and_half(backend: Backend, path: Path, kind: str) -> None:
-    eager, captured = runs(backend, path, kind)
-    assert captured is None or eager.keys() == captured.keys()
-    for name, values in eager.items():
-        if captured is not None:
-            np.testing.assert_array_equal(captured[name], values, err_msg=f"{name} captured")
-    if kind == "FLOAT" or path.stem.startswith(CHOOSING):
-        return
-    exact, _ = runs(backend, path, "FLOAT")
-    for name, values in eager.items():
-        size = np.sqrt((exact[name].astype(np.float64) ** 2).mean())
-        error = np.sqrt(((values - exact[name].astype(np.float64)) ** 2).mean())
-        assert error <= ALLOWED[kind] * max(size, 1e-6), f"{name}: {error:.3g} beside {size:.3g}"
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+def test_captured_and_half(backend: Backend, subject: Subject, kind: str) -> None:
+    eager, captured = eager_run(backend, subject, kind), captured_run(backend, subject, kind)
+    for name, values in (captured or {}).items():
+        np.testing.assert_array_equal(values, eager[name], err_msg=f"{name} captured")
+    if kind != "FLOAT" and not subject.name.startswith(CHOOSING):
+        assert_near(eager, eager_run(backend, subject, "FLOAT"), ALLOWED[kind], subject.least)
+
+
+@pytest.mark.parametrize("subject", list(map(own_subject, own_cases())), ids=lambda subject: subject.name)
+def test_a_gpu_gives_what_the_cpu_gives(backend: Backend, subject: Subject) -> None:
+    """The cases that Caffe has no numbers of."""
+    with CPU.activate():
+        wanted = eager_run(CPU, subject, "FLOAT")
+    assert_near(eager_run(backend, subject, "FLOAT"), wanted, 2e-5, subject.least)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[Backend]]:
+    """GPUs 0 and 1."""
+    from caffepy.backend.cuda.device import device_count
+
+    if device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, {device_count()} are here")
+    made = [create_backend(number) for number in range(2)]
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16"])
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+def test_two_gpus_at_once(two: list[Backend], subject: Subject, kind: str) -> None:
+    """Threads of one process, as in training: arrays and kernels of one GPU must not end up on the other."""
+
+    def run(one: Backend) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        with one.activate():
+            return eager_run(one, subject, kind), captured_run(one, subject, kind)
+
+    with ThreadPoolExecutor(2) as pool:
+        (first, first_captured), (second, second_captured) = pool.map(run, two)
+    allowed = ALLOWED.get(kind, 2e-5)
+    if not subject.name.startswith(CHOOSING) or kind == "FLOAT":
+        assert_near(second, first, allowed, subject.least)  # each GPU has chosen its convolutions by itself
+    for eager, captured in ((first, first_captured), (second, second_captured)):
+        for name, values in (captured or {}).items():
+            np.testing.assert_array_equal(values, eager[name], err_msg=f"{name} captured")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import time
 from contextlib import nullcontext
+from typing import Any
 
 import cv2
 import numpy as np
@@ -19,6 +23,7 @@ from laboratory import (
     assert_same_weights,
     scores_of_snapshot,
 )
+from training_faults import wait_for_silence
 
 from caffepy.backend import create_backend
 
@@ -382,3 +387,36 @@ def test_a_rank_that_falls_out_is_named(laboratory: Laboratory, kind: str, words
     assert outcome.seconds_after_fault() < 5 + LIMIT
     (message,) = outcome.errors()
     assert re.search(words, message)
+
+
+@pytest.mark.parametrize("way", ["one graph", "several graphs", "eager"])
+@pytest.mark.parametrize("net", [NET, NORMALISED_NET], ids=["plain", "normalised"])
+@pytest.mark.parametrize(("gpus", "device"), [(1, 0), (2, 0), (2, 1)])
+def test_a_stop_ends_the_wait_for_data_and_resuming_gives_the_same_bytes(
+    laboratory: Laboratory, gpus: int, device: int, net: str, way: str
+) -> None:
+    """The layer "Fault" divides an iteration's graph unless it is told to be captured; then it fails by a timer."""
+    need_gpus(gpus)
+    net = net.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
+    options = ("--gpus", ",".join(map(str, range(gpus))), *EXACT, *(["--eager"] if way == "eager" else []))
+    captured = {"CAPTURED": "1"} if way == "one graph" else {}
+    moment = "0 2.0" if captured else "8"
+    settings: dict[str, Any] = {"devices": options, "net_text": net, **captured}
+    started = laboratory.start(FAULT=f"stall {device} {moment}", iterations=LONG, **settings)
+    laboratory.wait_for_fault(started)
+    wait_for_silence(laboratory.log(started[1]))
+    os.kill(started[0].pid, signal.SIGTERM)
+    begin = time.time()
+    outcome = laboratory.finish(started, fault=begin)
+    assert outcome.status == 0 and not outcome.errors(), outcome.log
+    assert outcome.seconds_after_fault() < LIMIT, outcome.log
+    assert "Optimization stopped early." in outcome.log and "is not made" in outcome.log, outcome.log
+    last = outcome.snapshots()[-1]
+    whole = laboratory.train(iterations=last, **settings)
+    assert outcome.contents(last) == whole.contents(last), outcome.log
+    snapshot = f"{outcome.prefix}_iter_{last}.solverstate"
+    again = [laboratory.train("--snapshot", snapshot, iterations=last + 7, **settings) for _ in range(2)]
+    assert again[0].contents(last + 7) == again[1].contents(last + 7), again[0].log
+    if net.count("BatchNorm") == 0:  # running statistics of several devices are averaged where training stops
+        whole = laboratory.train(iterations=last + 7, **settings)
+        assert again[0].contents(last + 7) == whole.contents(last + 7), again[0].log

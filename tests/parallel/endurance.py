@@ -102,7 +102,8 @@ class Endurance:
         chosen = [in_turn(self.records, number) if turns else self.records for number in rounds]
         trials = [(number, record) for number, records in zip(rounds, chosen, strict=True) for record in records]
         begin = time.monotonic()
-        with ThreadPoolExecutor(jobs) as pool:
+        masks = cores_of_jobs(sorted(os.sched_getaffinity(0)), jobs)
+        with ThreadPoolExecutor(jobs, initializer=lambda: os.sched_setaffinity(0, masks.pop())) as pool:
             try:
                 for (number, record), _ in zip(trials, pool.map(self.try_once, trials), strict=True):
                     if record is chosen[number - rounds.start][-1]:
@@ -122,6 +123,12 @@ class Endurance:
         parts += [f"{skipped} cases could not be tried"] if skipped else []
         parts += [f"{self.left_out} left out for lack of time"] if self.left_out else []
         return ", ".join(parts)
+
+
+def cores_of_jobs(cores: Sequence[int], jobs: int) -> list[set[int]]:
+    """The cores of each job, at least two: a thread sets them for itself and so for what it starts."""
+    width = min(max(len(cores) // jobs, 2), len(cores))
+    return [{cores[(job * width + i) % len(cores)] for i in range(width)} for job in range(jobs)]
 
 
 def in_turn(records: Sequence[Record], number: int) -> list[Record]:
@@ -172,7 +179,11 @@ def main() -> int:
     threads = max(1, (os.cpu_count() or 1) // (2 * args.jobs))
     deadline = time.monotonic() + args.seconds
     with default_interrupts(), tempfile.TemporaryDirectory(prefix="endurance") as folder:
-        endurance = Endurance([Record(case) for case in cases], Laboratory(Path(folder), threads), deadline)
+        laboratory = Laboratory(Path(folder), threads)
+        begin = time.monotonic()
+        warm = laboratory.train(iterations=26)  # compiles what all runs then load, instead of each of the first ones
+        say(f"kernels are compiled: {time.monotonic() - begin:.0f} s, status {warm.status}")
+        endurance = Endurance([Record(case) for case in cases], laboratory, deadline)
         endurance.try_all(range(args.first - 1, args.first - 1 + args.rounds), args.jobs, args.turns)
     report(endurance.records)
     print(f"\nendurance, --restarts {args.restarts}: {endurance.summary()}")

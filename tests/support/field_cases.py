@@ -98,7 +98,7 @@ CASES = (
         "Pooling",
         IMAGE,
         "pooling_param",
-        "pool: AVE | kernel_size: 2 | stride: 1 | pad: 1 | global_pooling: true | round_mode: FLOOR",
+        "pool: AVE | kernel_size: 2 | stride: 1 | pad: 1 | global_pooling: true | round_mode: FLOOR |ceil_mode: false",
         POOL,
     ),
     case(

@@ -113,6 +113,14 @@ class Outcome:
             for i, blob in enumerate(layer.blobs)
         }
 
+    def contents(self, iteration: int) -> tuple[bytes, bytes]:
+        """All numbers of a snapshot, less its file's name and checksum and the net's text, which may differ."""
+        state = read_state(self.folder / f"{self.prefix}_iter_{iteration}.solverstate")
+        state.ClearField("learned_net")
+        state.ClearField("crc32c")
+        weights = b"".join(values.tobytes() for _, values in sorted(self.weights(iteration).items()))
+        return weights, state.SerializeToString(deterministic=True)
+
     def seconds_after_fault(self) -> float:
         """From the injected fault to the end of all processes."""
         fault = self.fault or time_of_fault(self.log)

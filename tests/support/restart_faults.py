@@ -21,8 +21,6 @@ from laboratory import LIMIT, NET, Laboratory, Outcome
 from processes import ranks_of
 from training_faults import Place, Started
 
-from caffepy.snapshot.files import read_state
-
 _ITERATIONS = 40
 _FAR = 400
 """Further than data are read ahead."""
@@ -36,6 +34,8 @@ _BACKOFF = 1.0
 _AGAIN = 25.0
 """What the second run may take besides."""
 _LOCK = threading.Lock()
+_LOCKS: dict[tuple[int, int, Laboratory, int], threading.Lock] = {}
+"""Of each run that never fails."""
 
 Check = Callable[[Place, Laboratory, int], float]
 
@@ -53,8 +53,11 @@ def iteration(number: int) -> int:
 
 def unfailing(place: Place, laboratory: Laboratory, iterations: int) -> Outcome:
     """A run with as many devices that never failed."""
+    key = place.ranks, place.solvers, laboratory, iterations
     with _LOCK:
-        return _unfailing(place.ranks, place.solvers, laboratory, iterations)
+        own = _LOCKS.setdefault(key, threading.Lock())
+    with own:  # whoever wants the same waits; others do not
+        return _unfailing(*key)
 
 
 @cache
@@ -71,17 +74,7 @@ def check_trained(place: Place, laboratory: Laboratory, outcome: Outcome, restar
     last = outcome.snapshots()[-1]
     assert last >= _ITERATIONS, outcome.log
     wanted = unfailing(place, laboratory, last)
-    assert contents(outcome, last) == contents(wanted, last), f"trained otherwise than without a fault:\n{outcome.log}"
-
-
-def contents(outcome: Outcome, iteration: int) -> tuple[bytes, bytes]:
-    """All numbers of a snapshot, less its file's name and checksum and the net's text, which may differ."""
-    stem = f"{outcome.prefix}_iter_{iteration}"
-    state = read_state(outcome.folder / f"{stem}.solverstate")
-    state.ClearField("learned_net")
-    state.ClearField("crc32c")
-    weights = b"".join(values.tobytes() for _, values in sorted(outcome.weights(iteration).items()))
-    return weights, state.SerializeToString(deterministic=True)
+    assert outcome.contents(last) == wanted.contents(last), f"trained otherwise than without a fault:\n{outcome.log}"
 
 
 def begins_again(kind: str, place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:

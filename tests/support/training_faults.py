@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fault_case import FaultCase
@@ -225,6 +226,37 @@ def interrupted_twice(place: Place, laboratory: Laboratory, number: int) -> floa
     return check_end(outcome)
 
 
+def wait_for_silence(log: Path) -> None:
+    """Wait until nothing was written for a while."""
+    size = -1
+    while size != log.stat().st_size:
+        size = log.stat().st_size
+        time.sleep(1.0)
+
+
+def stalls_and_is_stopped(place: Place, laboratory: Laboratory, number: int) -> float:
+    """A signal to the first rank stops all though a device waits for data; what goes on has learned the same."""
+    net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
+    fault = f"stall {place.device} {_FIRST + number}"
+    started = place.start(laboratory, FAULT=fault, net_text=net)
+    laboratory.wait_for_fault(started)
+    wait_for_silence(laboratory.log(started[1]))  # what was read ahead is trained
+    ranks = ranks_of(laboratory.mark(started[1]))
+    begin = time.time()
+    os.kill(ranks[0].pid if ranks else started[0].pid, signal.SIGTERM)
+    outcome = laboratory.finish(started, fault=begin)
+    assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
+    assert "Optimization stopped early." in outcome.log, outcome.log
+    assert "waits for its data on a device and is not made" in outcome.log, outcome.log
+    last = outcome.snapshots()[-1]
+    settings: dict[str, Any] = {"net_text": net, "iterations": last + 7}
+    snapshot = f"{outcome.prefix}_iter_{last}.solverstate"
+    resumed = laboratory.finish(place.start(laboratory, "--snapshot", snapshot, **settings))
+    whole = laboratory.finish(place.start(laboratory, **settings))
+    assert resumed.contents(last + 7) == whole.contents(last + 7), f"trained otherwise:\n{resumed.log}"
+    return check_end(outcome)
+
+
 def launcher_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
     """Open MPI's mpirun kills its ranks at SIGINT and SIGTERM; where it is killed itself, they notice."""
     started = place.start(laboratory)
@@ -255,6 +287,11 @@ _KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], 
     "sleep": (sleeps, [Place(1, 0, 2), Place(3, 2, 2)], [Place(1, 2), Place(2, 3), Place(1, 2, mpi=False)]),
     "stop": (stopped, [Place(0, 2)], [Place(1, 2)]),
     "stall": (stalls, [Place(0), Place(1, 2)], [Place(1, 0, 2), Place(2, 2, 2), Place(1, 2, mpi=False)]),
+    "stall SIGTERM": (
+        stalls_and_is_stopped,
+        [Place(1, 0, 2), Place(1, 2)],
+        [Place(0, 2), Place(2, 2, 2), Place(1, 2, mpi=False)],
+    ),
     "cut record": (reads_cut_record, [Place(1, 2)], [Place(1, 0, 2)]),
     "truncate": (loses_its_data, [Place(0)], [Place(0, 2)]),
     "SIGINT": (

@@ -26,6 +26,7 @@ LEVELS = {
     "version": 0,
     "registry": 1,
     "files": 1,
+    "glog": 1,
     "hdf5": 2,
     "caches": 1,
     "report": 1,
@@ -41,12 +42,18 @@ LEVELS = {
     "snapshot": 8,
     "solvers": 9,
     "inference": 9,
+    "drawing": 9,
+    "logs": 2,
+    "predict": 9,
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
-    "cli": 12,
-    "__main__": 13,
-    "caffepy": 13,
+    "onnx": 11,
+    "pycaffe": 12,
+    "as_caffe": 13,
+    "cli": 14,
+    "__main__": 15,
+    "caffepy": 15,
 }
 """Imports go from higher levels to lower ones, or stay within a part."""
 
@@ -73,6 +80,7 @@ FOLDERS = {
         "data.images.image_bytes",
         "data.loader",
         "data.loaders",
+        "data.conversion",
     ),
     "layers": (
         "layers.core",
@@ -82,6 +90,15 @@ FOLDERS = {
         "layers.__init__",
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
+    "onnx": (
+        "onnx.libraries onnx.check onnx.fold",
+        "onnx.export.graph",
+        "onnx.export",
+        "onnx.importer.model",
+        "onnx.importer.builder",
+        "onnx.importer.node",
+        "onnx.importer",
+    ),
     "solvers": (
         "solvers.rules.larc",
         "solvers.rules.plateau solvers.rules.policies solvers.rules.update",
@@ -110,23 +127,24 @@ DOORS = {
     "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
-    "backend.meta": ("net", "plan", "cli"),
-    "data.images": ("layers.input", "layers.loss", "cli"),
-    "data.sources": ("layers.input", "cli"),
+    "backend.meta": ("net", "drawing", "plan", "onnx", "cli"),
+    "data.images": ("layers.input", "layers.loss", "predict", "pycaffe", "cli"),
+    "data.conversion": ("cli",),
+    "data.sources": ("layers.input", "net", "cli"),
     "layers.activation": (),
     "layers.common": ("net.fusion",),
-    "layers.detection": (),
-    "layers.core": ("net", "inference", "solvers", "parallel", "plan"),
+    "layers.detection": ("onnx.export",),
+    "layers.core": ("net", "inference", "solvers", "parallel", "plan", "pycaffe"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
-    "layers.normalization": ("net.fusion", "parallel"),
-    "layers.vision": ("net.fusion",),
+    "layers.normalization": ("net.fusion", "parallel", "onnx"),
+    "layers.vision": ("net.fusion", "onnx.export"),
     "net.fusion": ("parallel.gradients",),
-    "net.memory": ("inference", "solvers", "plan", "cli"),
+    "net.memory": ("inference", "solvers", "plan", "onnx.export", "cli"),
     "parallel.communicators": ("distributed", "cli"),
     "parallel.control": ("distributed",),
-    "parallel.gradients": (),
+    "parallel.gradients": ("pycaffe",),
     "parallel.hardware": ("cli",),
     "parallel.launch": ("cli",),
     "parallel.processes": ("distributed", "cli"),
@@ -143,11 +161,13 @@ ALLOWED = {
     "cudnn": ("backend/cuda/convolution/cudnn*.py", "backend/cuda/device.py"),
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("cli/*.py",),
-    "matplotlib": ("plan/report.py",),
+    "matplotlib": ("plan/report.py", "drawing/raster.py", "logs/plot.py"),
+    "onnx": ("onnx/*.py", "onnx/*/*.py"),
+    "onnxruntime": ("onnx/libraries.py",),
 }
 """Where optional libraries may be imported at all."""
 
-HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib")
+HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib", "onnx")
 """What `import caffepy` and `caffepy --help` must not load."""
 
 PUBLIC = ("caffepy", "caffepy.distributed")

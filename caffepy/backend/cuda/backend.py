@@ -45,7 +45,6 @@ from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.types import (
     DTYPES,
-    MATH_MODES,
     Array,
     BatchNormState,
     Counter,
@@ -54,6 +53,7 @@ from caffepy.backend.types import (
     RandomStream,
     gpu_workspace,
 )
+from caffepy.defaults import MATH_MODES
 from caffepy.errors import ConfigError
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]

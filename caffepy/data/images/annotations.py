@@ -61,9 +61,11 @@ def parse_annotated_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Annotat
     try:
         parsed = caffe_pb2.AnnotatedDatum.FromString(bytes(record))
     except (DecodeError, ValueError) as error:
-        raise DataError(f"is not an AnnotatedDatum ({error}); build the set again with convert_annoset") from error
+        raise DataError(
+            f"is not an AnnotatedDatum ({error}); build the set again with `caffepy convert_annoset`"
+        ) from error
     if not parsed.HasField("datum"):
-        raise DataError("is an AnnotatedDatum without a datum; build the set again with convert_annoset")
+        raise DataError("is an AnnotatedDatum without a datum; build the set again with `caffepy convert_annoset`")
     return parsed, _annotations(parsed)
 
 

@@ -18,7 +18,7 @@ from caffepy.proto import caffe_pb2
 LARGE = 1 << 14
 """Records of more bytes than this are parsed without copying their data."""
 _DATA_TAG = 0x22
-_MOST_PIXELS = 1 << 26
+MOST_PIXELS = 1 << 26
 """Of an encoded image: 945 kB of PNG can unpack to gigabytes. A square one of this size has 8192 rows."""
 _JPEG = b"\xff\xd8"
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -41,9 +41,7 @@ def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | me
                 return datum, memoryview(record)[stop:following]
         datum = caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
     except (DecodeError, ValueError) as error:
-        raise DataError(
-            f"is not a Datum ({error}); build the set again with a converter of Caffe or caffepy"
-        ) from error
+        raise DataError(f"is not a Datum ({error}); build the set again with `caffepy convert_imageset`") from error
     return datum, datum.data
 
 
@@ -107,8 +105,8 @@ def decode_image(
     """
     cv2 = opencv()
     height, width = _encoded_size(data)
-    if height * width > _MOST_PIXELS:
-        raise DataError(f"is an image of {height} x {width} pixels; more than {_MOST_PIXELS} are refused, shrink it")
+    if height * width > MOST_PIXELS:
+        raise DataError(f"is an image of {height} x {width} pixels; more than {MOST_PIXELS} are refused, shrink it")
     native = cv2.IMREAD_ANYCOLOR if nvidia else cv2.IMREAD_UNCHANGED
     flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else native
     if nvidia and bytes(data[:2]) == _JPEG:
@@ -136,7 +134,7 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 
 def opencv() -> Any:
     """cv2, told when it is loaded to refuse large images of every format; some decoders allocate before we could."""
-    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(_MOST_PIXELS))
+    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MOST_PIXELS))
     import cv2
 
     return cv2

@@ -56,7 +56,7 @@ def _read_proto(path: Path, what: str) -> caffe_pb2.BlobProto:
         raise DataError(f"{what} '{path}' cannot be read: {error.strerror}") from error
     except DecodeError as error:
         raise DataError(
-            f"{what} '{path}' is not a BlobProto ({error}); compute_image_mean writes such files"
+            f"{what} '{path}' is not a BlobProto ({error}); `caffepy compute_image_mean` writes such files"
         ) from error
 
 

@@ -169,7 +169,9 @@ class AnnotatedLoader(DatumLoader):
         """The record: its image as it is, and its boxes."""
         parsed, found = parse_annotated_datum(self._source.read(number))
         if self._settings.needs_type and not parsed.HasField("type"):
-            raise DataError("has no type of annotation, but others have; build the set again with convert_annoset")
+            raise DataError(
+                "has no type of annotation, but others have; build the set again with `caffepy convert_annoset`"
+            )
         datum = parsed.datum
         return Sample(self.image_of(datum, datum.data), found, datum.encoded, datum.label)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from caffepy.data.sources.source import hash_of
@@ -11,9 +12,42 @@ from caffepy.errors import DataError
 from caffepy.files import read_regular
 
 _MOST_LIST_BYTES = 1 << 30
-_MOST_IMAGE_BYTES = 1 << 28
+MOST_IMAGE_BYTES = 1 << 28
 _LABELS = range(-(2**31), 2**31)
 """Those of Caffe, whose labels are C's int."""
+
+
+def list_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The numbers, from 1, and texts of a list's lines, without those that are blank.
+
+    Raises:
+        DataError: the list cannot be read, or a line has a NUL character.
+    """
+    try:
+        lines = os.fsdecode(read_regular(path, _MOST_LIST_BYTES)).split("\n")
+    except OSError as error:
+        raise DataError(f"image list '{path}' cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if "\0" in line:
+            raise DataError(f"'{path}':{number}: the line has a NUL character, which no path can have")
+        if line.strip():
+            yield number, line.rstrip()
+
+
+def labelled_lines(path: Path) -> Iterator[tuple[int, str, int]]:
+    """The number, path and label of each line of a list that is not blank.
+
+    Raises:
+        DataError: the list cannot be read, or has a line without a label or with a NUL character.
+    """
+    for number, line in list_lines(path):
+        name, _, label = line.rpartition(" ")
+        if not re.fullmatch(r"[-+]?[0-9]{1,20}", label) or int(label) not in _LABELS:
+            raise DataError(
+                f"'{path}':{number}: '{label[:40]}' is no label; a line is a path, a space and a whole number of 32 "
+                "bits"
+            )
+        yield number, name, int(label)
 
 
 class ImageListSource:
@@ -33,33 +67,18 @@ class ImageListSource:
         self.description = f"image list '{path}'"
         self.labels: list[int] = []
         self._files: list[str] = []
-        try:
-            lines = os.fsdecode(read_regular(path, _MOST_LIST_BYTES)).split("\n")
-        except OSError as error:
-            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                self._add(line.rstrip(), root_folder, f"'{path}':{number}")
+        for _, name, label in labelled_lines(path):
+            self.labels.append(label)
+            self._files.append(root_folder + name)
         if not self._files:
             raise DataError(f"{self.description} names no images; each line must be a path, a space and a label")
-
-    def _add(self, line: str, root_folder: str, where: str) -> None:
-        name, _, label = line.rpartition(" ")
-        if "\0" in line:
-            raise DataError(f"{where}: the line has a NUL character, which no path can have")
-        if not re.fullmatch(r"[-+]?[0-9]{1,20}", label) or int(label) not in _LABELS:
-            raise DataError(
-                f"{where}: '{label[:40]}' is no label; a line is a path, a space and a whole number of 32 bits"
-            )
-        self.labels.append(int(label))
-        self._files.append(root_folder + name)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def read(self, number: int) -> bytes:
         try:
-            return read_regular(self._files[number], _MOST_IMAGE_BYTES)
+            return read_regular(self._files[number], MOST_IMAGE_BYTES)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
 

@@ -83,11 +83,12 @@ def _check_folder(path: Path) -> None:
     if not os.path.lexists(path):
         raise DataError(
             f"LMDB '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "
-            "Caffe's convert_imageset make LMDBs"
+            "`caffepy convert_imageset` make LMDBs"
         )
     if os.path.isdir(path) and not os.path.lexists(path / "data.mdb"):
         if os.path.exists(path / "CURRENT"):
             raise DataError(
-                f"'{path}' is a LevelDB, which is not supported; convert it to LMDB (convert_imageset --backend=lmdb)"
+                f"'{path}' is a LevelDB where an LMDB is expected; say backend: LEVELDB, or make an LMDB with `caffepy "
+                "convert_imageset`"
             )
         raise DataError(f"'{path}' is not an LMDB: there is no data.mdb in it")

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.datum import datum_shape, parse_datum
 from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.lmdb_write import check_free, record_key, write_datums
+from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import check_free
 from caffepy.errors import DataError, RunError
 from caffepy.files import open_regular
 from caffepy.proto import caffe_pb2
@@ -37,7 +38,8 @@ SUBSET = Path(__file__).parents[1] / "mnist_subset"
 """The digits that come with caffepy."""
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
-_CLASSES = 10
+CLASSES = 10
+"""Of digits."""
 _MOST_BYTES = 600_000_000
 """An idx file is not read further than this: EMNIST's, the largest of the kind, has 547 MB."""
 
@@ -108,7 +110,7 @@ def _build(path: Path, files: tuple[IdxFile, IdxFile], read: Opener, force: bool
     labels = parse_labels(read(labels_file), labels_file.name)
     if len(images) != len(labels):
         raise DataError(f"{images_file.name} has {len(images)} digits and {labels_file.name} {len(labels)} labels")
-    return write_datums(path, _datums(images, labels), force)
+    return write_datums(path, digit_datums(images, labels), force)
 
 
 def _count_of_same(path: Path, files: tuple[IdxFile, IdxFile], read: Opener) -> int | None:
@@ -147,7 +149,7 @@ def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
     return len(source), (images_header + bytes(images), labels_header + bytes(labels))
 
 
-def _datums(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:
+def digit_datums(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:
     """Keys and records as Caffe's `convert_mnist_data` makes them."""
     _, height, width = images.shape
     for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
@@ -169,16 +171,16 @@ def parse_images(content: bytes, where: str) -> NDArray[np.uint8]:
     return pixels.reshape(count, height, width)
 
 
-def parse_labels(content: bytes, where: str) -> NDArray[np.uint8]:
-    """The labels of an idx1 file: (N,), all of them digits.
+def parse_labels(content: bytes, where: str, classes: int = CLASSES) -> NDArray[np.uint8]:
+    """The labels of an idx1 file: (N,), all of them below `classes`.
 
     Raises:
-        DataError: it is none, has another length than its header says, or a label above 9.
+        DataError: it is none, has another length than its header says, or a label that is too large.
     """
     (count,) = _header(content, where, _LABELS_MAGIC, ">I", "labels")
     labels = _body(content, where, 8, count)
-    if labels.max() >= _CLASSES:
-        raise DataError(f"{where}: label {int(labels.argmax())} is {labels.max()}; digits end at 9")
+    if labels.max() >= classes:
+        raise DataError(f"{where}: label {int(labels.argmax())} is {labels.max()}; digits end at {classes - 1}")
     return labels
 
 
@@ -212,13 +214,22 @@ def folder_reader(folder: Path) -> Opener:
         path = next((folder / name for name in names if os.path.isfile(folder / name)), None)
         if path is None:
             raise DataError(f"'{folder}' has no {file.name} or {file.name}.gz")
-        try:
-            with open_regular(path) as raw:
-                return gzip.GzipFile(fileobj=raw).read(_MOST_BYTES) if path.suffix == ".gz" else raw.read(_MOST_BYTES)
-        except (OSError, EOFError, zlib.error, MemoryError) as error:
-            raise DataError(f"'{path}' cannot be read: {error}") from error
+        return read_idx(path)
 
     return read
+
+
+def read_idx(path: Path) -> bytes:
+    """The contents of an idx file, unpacked if its name ends in .gz.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with open_regular(path) as raw:
+            return gzip.GzipFile(fileobj=raw).read(_MOST_BYTES) if path.suffix == ".gz" else raw.read(_MOST_BYTES)
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        raise DataError(f"'{path}' cannot be read: {error}") from error
 
 
 def fetch_file(file: IdxFile, mirrors: tuple[str, ...] = MIRRORS, timeout: float = 30.0) -> bytes:

@@ -165,13 +165,15 @@ class Layer:
     float32_tops_from: ClassVar[int | None] = None
     """Index of the first top that is always float32 (labels)."""
     prefetches: ClassVar[bool] = False
-    """Whether the layer has `prefetch_to_device` and `release_batch`, which run outside of any captured graph."""
+    """Whether the layer has `prefetch_to_device`, `prefetch_zeros` and `release_batch`, which no graph captures."""
     changes_shapes: ClassVar[bool] = False
     """Whether each forward pass sets the tops' shapes by the bottoms' numbers; no later layer can be captured then."""
     may_keep_shapes: ClassVar[bool] = False
     """Of a layer that `changes_shapes`: whether the shapes may be the same in each pass, so that tops have means."""
     has_backward: ClassVar[bool] = True
     """Whether the layer has a backward pass (Accuracy and data layers have none)."""
+    stored_by_count: ClassVar[bool] = False
+    """Whether a file's parameters fit if they have as many elements, whatever their shapes."""
     reads_shapes_only: ClassVar[bool] = False
     """Whether the tops depend on the bottoms' shapes alone (PriorBox), so that no gradient is asked of the layer."""
 
@@ -268,11 +270,26 @@ class Layer:
         """Arrays, no parameters, that a forward pass leaves to the next one (the hidden state of LSTM)."""
         return ()
 
+    def stored_order(self, counts: Sequence[int]) -> Sequence[int]:
+        """For each parameter where a file has it whose parameters have so many elements; older files differ."""
+        return range(len(counts))
+
+    def advice_on_stored(self, number: int) -> str:
+        """What to do where a file holds another number of parameters for this layer than it has."""
+        return "rename the layer in the net to learn it from scratch"
+
     def adopt(self, stored: int) -> None:
         """Take over parameters that were copied from a file, which holds `stored` of them for this layer."""
 
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batch of pass `number` to the device. Called before `forward`, where `prefetches` is set."""
+        raise NotImplementedError
+
+    def prefetch_zeros(self, number: int) -> None:
+        """Let zeros, or what else means that there is nothing, stand for a batch that was not prefetched.
+
+        Nothing waits. No batch is prefetched afterwards.
+        """
         raise NotImplementedError
 
     def transfer_changed(self) -> bool:

@@ -62,8 +62,8 @@ class DataLayer(ImagesLayer):
             return LmdbSource(path)
         if not os.path.lexists(path):
             raise DataError(
-                f"{self.where}: '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and Caffe's "
-                "convert_imageset make databases"
+                f"{self.where}: '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "
+                "`caffepy convert_imageset` make databases"
             )
         return LevelDbSource(path)
 

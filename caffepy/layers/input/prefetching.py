@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
 from caffepy.awake import awake_seconds
@@ -84,6 +85,10 @@ class PrefetchingLayer(Layer):
         """The layout of batches of `count` uint8 images; None: batches are float32."""
         return None
 
+    def empty_value(self, index: int) -> float:
+        """What a top is filled with where a stop has ended the wait for its data."""
+        return 0.0
+
     def fingerprint(self) -> dict[str, str]:
         """Properties of the data by which ranks compare theirs: descriptions to values.
 
@@ -111,8 +116,8 @@ class PrefetchingLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._closed = False
         self._tops = list(top)
-        self._copied = range(0)
-        """The passes of the last batch that was copied; the batch itself may hold others by now."""
+        self._brought = range(0)
+        """The passes of the batch that was brought last; its own numbers change once it is released."""
         self._transfer: HostToDeviceTransfer | None = None
         self._images: ByteImages | None = None
         self._last_transfer: HostToDeviceTransfer | None = None
@@ -191,11 +196,33 @@ class PrefetchingLayer(Layer):
             return
         if self._closed:
             raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
-        if number not in self._copied:
-            self._copied = self._copy_batch(number)
+        if number not in self._brought:
+            self._copy_batch(number)
+        self._mark_prefetched(number)
+
+    def _mark_prefetched(self, number: int) -> None:
         assert self._transfer is not None
         self._prefetched[number] = self._transfer
         _reshape(self._tops, self._transfer)
+
+    def prefetch_zeros(self, number: int) -> None:
+        if number in self._prefetched:
+            return
+        if number not in self._brought:
+            zeros = self._zeros(number)
+            self._put(zeros, partial(_release, zeros))
+        self._mark_prefetched(number)
+
+    def _zeros(self, number: int) -> Batch:
+        """A batch for one pass, in the present layout."""
+        batch = Batch(len(self._tops))
+        batch.number = number
+        if isinstance(self._transfer, ByteTransfer):
+            batch.reserve(self._transfer.slot, 1).fill(0)
+            return batch
+        for index, top in enumerate(self._tops):
+            batch.array(index, top.shape).fill(self.empty_value(index))
+        return batch
 
     def ring_bytes(self) -> int:
         """Bytes of the device's input ring; an estimate before the first batch."""
@@ -217,23 +244,25 @@ class PrefetchingLayer(Layer):
         return self._last_transfer is not None and self._transfer is not self._last_transfer
 
     def shapes_known_until(self, number: int) -> int:
-        return max(number, self._copied.stop)
+        return max(number, self._brought.stop)
 
     @property
     def waited(self) -> float:
         """Seconds that the solver has waited for this layer's batches."""
         return self._waited + (self._prefetcher.waited if self._prefetcher is not None else 0.0)
 
-    def _copy_batch(self, number: int) -> range:
-        """Start the copy of the batch that begins with pass `number` to the device; the passes that it holds."""
+    def _copy_batch(self, number: int) -> None:
+        """Start the copy of the batch that begins with pass `number` to the device."""
         prefetcher = self._start_prefetcher()
         batch = prefetcher.get(number)
-        passes = range(batch.number, batch.number + batch.passes)
+        self._put(batch, lambda: prefetcher.release(batch))
+
+    def _put(self, batch: Batch, done: Callable[[], None]) -> None:
         transfer = self._transfer_for(batch)
         self._wait_for_free_slots(transfer.ring)
-        transfer.put(batch, lambda: prefetcher.release(batch))
+        self._brought = range(batch.number, batch.number + batch.passes)
+        transfer.put(batch, done)
         self._transfer = transfer
-        return passes
 
     def _transfer_for(self, batch: Batch) -> HostToDeviceTransfer:
         """The transfer for a batch's layout: the present one if it fits."""
@@ -313,7 +342,7 @@ class PrefetchingLayer(Layer):
                 raise RunError(f"layer '{self.name}' ({self.type}): still reading; is the disk or network drive there?")
             self._waited += self._prefetcher.waited
             self._prefetcher = None
-        self._copied = range(0)
+        self._brought = range(0)
         self._prefetched.clear()
         self._restarted = True
         self._start = position
@@ -335,6 +364,10 @@ class PrefetchingLayer(Layer):
         if source is not None and ended:  # a thread that still reads would fall into unmapped memory
             self._source = None
             source.close()
+
+
+def _release(batch: Batch) -> None:
+    """Called once a batch that nobody reuses was copied; until then whoever calls it keeps the batch's memory."""
 
 
 def _reshape(tops: Blobs, transfer: HostToDeviceTransfer) -> None:

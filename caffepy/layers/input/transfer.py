@@ -91,6 +91,7 @@ class ByteTransfer(HostToDeviceTransfer):
         super().__init__(ring, [slot.shape, (slot.count,)][:tops])
         self._backend = backend
         self._images = images
+        self.slot = images.slot
         self._mean = backend.zeros(images.mean.shape)
         backend.from_host(images.mean, self._mean)
 

@@ -13,6 +13,8 @@ from caffepy.proto import caffe_pb2
 
 STATISTICS = 3
 """Blobs 0 to 2 are running sums, not learned."""
+WITH_SCALE_AND_BIAS = 5
+"""Blobs of a layer with NVIDIA Caffe's own scale and bias."""
 
 
 LEAST_EPSILON = 1e-5
@@ -56,6 +58,7 @@ class BatchNormLayer(Layer):
     """
 
     supports_half = True
+    stored_by_count = True
 
     _shape: tuple[int, ...] | None = None
     _saved_bottom: ScratchBuffer | None = None
@@ -130,7 +133,22 @@ class BatchNormLayer(Layer):
         """In NVIDIA's dialect how many training passes there were."""
         return (self._passes,) if self._nvidia and not self._use_stored else ()
 
+    def stored_order(self, counts: Sequence[int]) -> Sequence[int]:
+        """NVIDIA Caffe 0.14 and 0.15 stored scale, bias, mean, variance and one unused number, (1, C, 1, 1) each."""
+        if len(counts) == WITH_SCALE_AND_BIAS and counts[-1] == 1 != counts[0]:
+            return (2, 3, 4, 0, 1)
+        return range(len(counts))
+
+    def advice_on_stored(self, number: int) -> str:
+        if number == WITH_SCALE_AND_BIAS:
+            return "the file has NVIDIA Caffe's scale and bias: give it batch_norm_param { scale_bias: true }"
+        if number == STATISTICS:
+            return "the file has no scale and bias: remove scale_bias, scale_filler and bias_filler"
+        return super().advice_on_stored(number)
+
     def adopt(self, stored: int) -> None:
+        if stored == WITH_SCALE_AND_BIAS:
+            self._count_statistics()
         if not self._nvidia or stored != STATISTICS:
             return
         mean, variance, count = self.blobs[:STATISTICS]
@@ -138,6 +156,12 @@ class BatchNormLayer(Layer):
         for blob in (mean, variance):
             self.backend.from_host(blob.host_data() / divisor if divisor else 0, blob.data)
         self.backend.fill(count.data, 1)
+
+    def _count_statistics(self) -> None:
+        """Let statistics of a file of NVIDIA's that counts no passes be those of one pass."""
+        variance, count = self.blobs[1:STATISTICS]
+        if not count.host_data()[0] and variance.host_data().any():
+            self.backend.fill(count.data, 1)
 
     def keep_statistics(self) -> None:
         """Blend the batch's statistics into the stored ones in NVIDIA's dialect; in BVLC's they are there already."""

@@ -19,6 +19,18 @@ METHODS = ("setup", "reshape", "forward", "backward")
 _importing = threading.RLock()
 
 
+class UserCodeError(CaffepyError):
+    """A user's own Python code raised; what it raised is the cause."""
+
+
+class _SetupError(UserCodeError, ConfigError):
+    """`setup` or `reshape` raised."""
+
+
+class _PassError(UserCodeError, RunError):
+    """`forward` or `backward` raised."""
+
+
 class PythonObject:
     """A user's object and the lock by which the devices that share it take turns."""
 
@@ -78,8 +90,8 @@ def _import(name: str, resolve: Callable[[str], Path], where: str) -> Any:
 def _not_importable(name: str, error: Exception, where: str) -> ConfigError:
     if isinstance(error, ModuleNotFoundError) and error.name == "caffe":
         return ConfigError(
-            f"{where}: module '{name}' imports caffe, which is not installed; derive the class from "
-            "caffepy.layers.python.python_layer.PythonLayerBase instead of caffe.Layer, or from nothing"
+            f"{where}: module '{name}' imports caffe, which is not installed; import caffepy.as_caffe before it, which "
+            "makes 'import caffe' give caffepy's"
         )
     return ConfigError(f"{where}: cannot import module '{name}': {describe(error)}")
 
@@ -108,7 +120,7 @@ def user_errors(method: str, instance: Any, where: str) -> Iterator[None]:
     except Exception as error:
         module = sys.modules.get(type(instance).__module__)
         message = f"{where}: {method}: {describe(error, getattr(module, '__file__', '') or '')}"
-        raise (ConfigError if method in ("setup", "reshape") else RunError)(message) from error
+        raise (_SetupError if method in ("setup", "reshape") else _PassError)(message) from error
 
 
 def make_object(made_of: Any, key: tuple[Any, ...] | None, where: str) -> PythonObject:

@@ -24,6 +24,7 @@ class PythonLayerBase:
     `shape`, `num`, `channels`, `height`, `width`, `count` and `reshape(*shape)`.
     """
 
+    type: ClassVar[str] = "Python"
     param_str: str
     phase: int
     blobs: ParameterBlobs
@@ -63,6 +64,13 @@ class PythonLayer(Layer):
     may_keep_shapes = True
 
     _object: PythonObject
+    blobs_between_calls: Any = None
+    """What the user's object has as `blobs` while none of its methods runs; None: what the methods have."""
+
+    @property
+    def instance(self) -> Any:
+        """The user's object."""
+        return self._object.instance
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.python_param
@@ -97,7 +105,11 @@ class PythonLayer(Layer):
             instance.param_str, instance.phase = self.param.python_param.param_str, int(self.context.phase)
             instance.blobs = self._parameters
             instance.rank, instance.world_size = self.context.shard.rank, self.context.shard.world_size
-            getattr(instance, method)(*arguments)
+            try:
+                getattr(instance, method)(*arguments)
+            finally:
+                if self.blobs_between_calls is not None:
+                    instance.blobs = self.blobs_between_calls
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for host in self._hosts(bottom):

@@ -39,11 +39,11 @@ SMALL_WINDOW = 255
 class PoolingLayer(Layer):
     """The maximum, the average or a drawn element of each window of (N, C, H, W).
 
-    Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR`; with padding a last
-    window that would begin past size + pad is left out. The average divides by the window's area, padding included up
-    to size + pad. MAX gives the index h * W + w of the maximum in a second top. STOCHASTIC, which has no padding, draws
-    an element of the window in proportion to its value in TRAIN; in TEST it gives sum of x^2 / sum of x, 0 where the
-    sum is not positive (Zeiler and Fergus 2013).
+    Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR` or, in prototxts of
+    forks, `ceil_mode: false`; with padding of either axis a last window that would begin past size + pad is left out.
+    The average divides by the window's area, padding included up to size + pad. MAX gives the index h * W + w of the
+    maximum in a second top. STOCHASTIC, which has no padding, draws an element of the window in proportion to its value
+    in TRAIN; in TEST it gives sum of x^2 / sum of x, 0 where the sum is not positive (Zeiler and Fergus 2013).
     """
 
     supports_half = True
@@ -68,6 +68,10 @@ class PoolingLayer(Layer):
 
     def _check_settings(self) -> None:
         param = self.param.pooling_param
+        floor = param.round_mode == _Parameter.FLOOR
+        if param.HasField("ceil_mode") and param.HasField("round_mode") and param.ceil_mode == floor:
+            raise self.error("ceil_mode and round_mode contradict each other; keep one of them")
+        self._ceil = param.ceil_mode and not floor
         one, both = param.HasField("kernel_size"), param.HasField("kernel_h") and param.HasField("kernel_w")
         if param.global_pooling:
             if one or param.HasField("kernel_h") or param.HasField("kernel_w"):
@@ -93,7 +97,10 @@ class PoolingLayer(Layer):
 
     def _read_geometry(self, bottom: Blobs) -> Geometry:
         if len(bottom[0].shape) != 4:
-            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+            raise self.shape_error(
+                "the bottom must have four axes, (N, C, H, W): as in both Caffes, pooling is over two spatial axes",
+                bottom[0],
+            )
         if self.param.pooling_param.global_pooling:
             kernel = (bottom[0].shape[2], bottom[0].shape[3])
             if self._pad != (0, 0) or self._stride != (1, 1):
@@ -103,6 +110,11 @@ class PoolingLayer(Layer):
         if any(pad and pad >= size for pad, size in zip(self._pad, kernel, strict=True)):
             raise self.error(f"pad {self._pad} must be smaller than the kernel {kernel}")
         return Geometry(kernel, self._stride, self._pad, (1, 1))
+
+    @property
+    def geometry(self) -> Geometry:
+        """Kernel, stride and pad along both spatial axes; of a global layer the kernel is the image's size."""
+        return self._geometry
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._geometry = geometry = self._read_geometry(bottom)
@@ -135,9 +147,9 @@ class PoolingLayer(Layer):
 
     def _output_size(self, size: int, kernel: int, stride: int, pad: int) -> int:
         span = size + 2 * pad - kernel
-        ceil = self.param.pooling_param.round_mode == _Parameter.CEIL
-        pooled = (-(-span // stride) if ceil else span // stride) + 1
-        return pooled - 1 if pad and (pooled - 1) * stride >= size + pad else pooled
+        pooled = (-(-span // stride) if self._ceil else span // stride) + 1
+        # Padding of one axis lets Caffe leave out such windows of both.
+        return pooled - 1 if any(self._pad) and (pooled - 1) * stride >= size + pad else pooled
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y = bottom[0].data, top[0].data

@@ -69,6 +69,8 @@ class Watchdog(Monitor):
         timeout: longest wait in seconds.
         on_failure: called once, from the watchdog's thread, when training has to end; as rank 0 it tells the user and
             then the others (`tell_failure`), unless the failure was reported.
+
+    `on_heartbeat` may be set to what else is to be called after each heartbeat.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Watchdog(Monitor):
         self._heartbeats = heartbeats
         self.timeout = timeout
         self._end_training = on_failure
+        self.on_heartbeat: Callable[[], None] = lambda: None
 
     def stop(self) -> None:
         super().stop()
@@ -96,6 +99,7 @@ class Watchdog(Monitor):
 
     def look(self) -> Failure | None:
         """Judge the devices that are known: rank 0 knows all, others their own."""
+        self.on_heartbeat()
         if self._world.rank == 0:
             stall = find_stall([each for each in self.channel.statuses() if not each.left], self.timeout)
             unknown = "an operation that all devices have begun: MPI, NCCL or the network is stuck"

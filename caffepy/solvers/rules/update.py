@@ -7,7 +7,7 @@ replayed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite, sqrt
 
 import numpy as np
@@ -33,7 +33,7 @@ def square(x: Each) -> Each:
 @expression
 def control(
     squares: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
-    scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar,
+    scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar, void: Scalar,
 ) -> tuple[Each, Each, Each, Each, Each, Each, Each]:  # fmt: skip
     norm = sqrt(squares) / loss_scale
     clipped = limit / norm if limit >= 0 and norm > limit else 1.0
@@ -43,12 +43,12 @@ def control(
     row = 0.0 if isfinite(squares) else bad + 1
     return (
         scale * clipped / loss_scale,
-        0.0 if isfinite(squares) else 1.0,
+        0.0 if isfinite(squares) and void <= 0 else 1.0,
         norm,
-        changed if adaptive > 0 else loss_scale,
-        run,
-        skipped if isfinite(squares) else skipped + 1,
-        bad if bad >= most else row,
+        changed if adaptive > 0 and void <= 0 else loss_scale,
+        good if void > 0 else run,
+        skipped if isfinite(squares) or void > 0 else skipped + 1,
+        bad if bad >= most or void > 0 else row,
     )
 
 
@@ -64,6 +64,7 @@ class Update:
         guard: whether to skip updates with gradients that are not finite, also without clipping or a loss scale.
         max_skipped: updates skipped in a row after which `check_skipped` raises.
         larc: gives a rate to each parameter; None: lr_mult holds.
+        void: gives what is not 0 where all has to stay as it is, shape (), on the device; None: never.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Update:
         guard: bool,
         max_skipped: int,
         larc: Larc | None = None,
+        void: Callable[[], Array] | None = None,
     ) -> None:
         self.larc = larc
+        self._void = void
         self._net = net
         self._backend = net.backend
         self._rule = rule
@@ -118,9 +121,9 @@ class Update:
         parameters = self._net.parameters
         if not parameters.learned:
             return
-        found_inf: Array | float = 0.0
+        found_inf: Array | float = 0.0 if self._void is None else self._void()
         if self._controls:
-            scale, found_inf = self._control(scale)
+            scale, found_inf = self._control(scale, found_inf)
         lr_mult = self._lr_mult
         if self.larc is not None:
             lr_mult = self.larc.multipliers((scale, l2, l1), found_inf, hyperparameters)
@@ -131,12 +134,12 @@ class Update:
         rule = self._rule.with_copies(len(copies))
         self._backend.apply(rule, inputs, (arrays[0], *arrays[2:], *copies), axis=0)
 
-    def _control(self, scale: Array | float) -> tuple[Array, Array]:
-        """What to multiply the gradients with, and whether they are not finite (1) or are (0); both on the device."""
+    def _control(self, scale: Array | float, void: Array | float) -> tuple[Array, Array]:
+        """What to multiply the gradients with, and whether to skip the update (1) or not (0); both on the device."""
         gradients = self._net.parameters.gradients
         self._backend.reduce(square, (gradients,), (self._squares,))
         state = (self.loss_scale, self._good, self._skipped, self._bad)
-        settings = (scale, self._clip, float(self._adaptive), float(self._max_skipped))
+        settings = (scale, self._clip, float(self._adaptive), float(self._max_skipped), void)
         outputs = (self._scale, self._found_inf, self._norm, *state)
         self._backend.apply(control, (self._squares, *state, *settings), outputs)
         return self._scale, self._found_inf

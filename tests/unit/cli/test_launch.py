@@ -219,6 +219,14 @@ def test_where_no_mpirun_is_installed_the_processes_are_started_without(
     assert "mpirun is not installed" in mistake(capfd, "--hosts=a,b", "--", "./program")
 
 
+def test_ranks_without_mpi_do_not_see_the_step_that_started_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    start = start_of("--nproc-per-node=2", "--nnodes=1", "--", "sh")
+    assert start.variable == "RANK"
+    assert not [name for name in start.environment if name.startswith("SLURM_")] and "PATH" in start.environment
+
+
 def start_of(*arguments: str) -> Start:
     """How a job would be started."""
     words = ["launch", *arguments]

@@ -99,6 +99,43 @@ def test_crop_h_and_crop_w_tell_it_too_but_not_one_of_them_alone(capsys: pytest.
     assert "layer 'data' (Data): transform_param needs crop_h and crop_w, or neither" in capsys.readouterr().err
 
 
+RESIZE = "resize_param {{ height: 30 width: 40 resize_mode: {mode} }}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "transform", "wanted"),
+    [
+        ("AnnotatedData", RESIZE.format(mode="WARP"), "3,30,40, from resize_param"),
+        ("AnnotatedData", RESIZE.format(mode="FIT_LARGE_SIZE_AND_PAD") + " force_gray: true", "1,30,40, from resize"),
+        ("AnnotatedData", RESIZE.format(mode="WARP") + " crop_size: 12", "3,12,12, from crop_size"),
+        ("Data", RESIZE.format(mode="WARP"), "3,30,40, from resize_param"),
+        ("AnnotatedData", RESIZE.format(mode="FIT_SMALL_SIZE"), "set batch_size: 1"),
+        ("Data", RESIZE.format(mode="WARP") + " allow_upscale: true", "give the shape of one record"),
+    ],
+)
+def test_resize_param_tells_the_shape_where_no_crop_follows(
+    kind: str, transform: str, wanted: str, capsys: pytest.CaptureFixture[str]
+):
+    Path("net.prototxt").write_text(
+        f'layer {{ name: "data" type: "{kind}" top: "data" top: "label" transform_param {{ {transform} }} '
+        'data_param { source: "none_lmdb" batch_size: 8 } }'
+    )
+    status = main(["net", "--model=net.prototxt"])
+    captured = capsys.readouterr()
+    if status:  # the record's ratio counts; NVIDIA Caffe's Data does not resize
+        assert status == 2 and wanted in captured.err
+    else:
+        assert f"taken as --shape {wanted}" in captured.out
+
+
+def test_new_height_and_new_width_tell_the_shape_of_listed_images(capsys: pytest.CaptureFixture[str]):
+    Path("list.prototxt").write_text(
+        'layer { name: "data" type: "ImageData" top: "data" top: "label" '
+        'image_data_param { source: "none" batch_size: 2 new_height: 9 new_width: 8 } }'
+    )
+    assert "data ImageData -> data label 2x3x9x8, 2 float32" in lines(capsys, "--model=list.prototxt")
+
+
 @pytest.mark.parametrize("options", [(), ("--shape=3,12,12",)])
 def test_boxes_of_data_that_are_not_there_are_one_row(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     Path("boxes.prototxt").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,16 @@ def test_fewer_ranks_make_more_passes(said: pytest.LogCaptureFixture, monkeypatc
         monkeypatch.setenv("CAFFEPY_BATCH_RANKS", text)
         with pytest.raises(ConfigError, match=f"CAFFEPY_BATCH_RANKS is '{text}'; caffepy launch alone sets it"):
             train.keep_batch_of_all(param)
+
+
+@pytest.mark.parametrize("option", ["--snapshot", "--weights", "--solver", "--from-log"])
+@pytest.mark.parametrize("value", ["", " ", ","])
+def test_an_empty_name_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    """As a script gives it whose variable is empty: training would begin from scratch."""
+    with suppress(SystemExit):
+        assert main(["train", "--solver", "a.prototxt", option, value]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: '{value}' names nothing: give a" in error and "leave the option out" in error
 
 
 def test_a_log_has_its_solver_in_it(capsys: pytest.CaptureFixture[str], said: pytest.LogCaptureFixture) -> None:

@@ -25,8 +25,10 @@ from caffepy.proto import caffe_pb2
 
 TESTS = Path(__file__).parents[2]
 WIRE = TESTS / "golden" / "wire.json"
-AS_A_WHOLE = ("SolverState",)
+AS_A_WHOLE = ("SolverState", "DataPosition", "SnapshotScore")
 """Messages that their tests write and read as a whole, without naming each field."""
+ANNOTATION = r"(?:int|str|bool|float|Path|Any|list|dict|tuple|Floats|np|None|caffe_pb2|Net|Solver)\b|$"
+"""What stands behind a colon where it is Python that names a type, not a prototxt."""
 CHANGES = list(changes())
 
 
@@ -64,6 +66,19 @@ def test_field_acts(field: str, one: Case, change: str):
     assert not alike
 
 
+def gives_a_value(name: str, text: str) -> bool:
+    """Whether a test's text sets a field: in a prototxt, as an argument, by assignment, or by its name as a string."""
+    ways = (
+        rf"(?<![\w.]){name}:?\s*{{",
+        rf"(?<![\w.(,]){name}\s*:\s*(?!{ANNOTATION})\S",
+        rf"\b{name}=",
+        rf"\.{name}\s*(?:[-+*/]?=[^=]|,|\.(?:add|append|extend|CopyFrom|MergeFrom)\b)",
+        rf"\.{name}(?:\[[^]]*\]|(?:\.\w+)+)\s*=[^=]",
+        rf"[\"']{name}[\"']",
+    )
+    return any(re.search(way, text, re.MULTILINE) for way in ways)
+
+
 PROVEN = {field for field, _, _ in CHANGES}
 
 
@@ -73,7 +88,7 @@ def acting() -> list[str]:
 
 @pytest.mark.parametrize("field", acting())
 def test_acting_field_has_a_proof(field: str):
-    """Cases of `field_cases`, tests that exist and name the field, or, for a message, proofs of its fields."""
+    """Cases of `field_cases`, tests that exist and give the field a value, or, for a message, proofs of its fields."""
     message, _, name = field.rpartition(".")
     if field in PROVEN:
         return
@@ -87,7 +102,14 @@ def test_acting_field_has_a_proof(field: str):
     path = TESTS / proof
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     text = "".join(file.read_text() for file in files if file.exists())
-    assert text and (message in AS_A_WHOLE or re.search(rf"\b{name}\b", text)), f"{proof} does not name {field}"
+    assert text and (message in AS_A_WHOLE or gives_a_value(name, text)), f"{proof} gives {field} no value"
+
+
+def test_what_gives_a_field_a_value():
+    for text in ("size: 3", "size { dim: 1 }", "f(size=3)", "param.size = 3", "param.size.add()", "param.size.x = 3"):
+        assert gives_a_value("size", text), text
+    for text in ("the size", "x.size == 3", "def f(size: int)", "for size in sizes", "len(net.size)", "    size: int"):
+        assert not gives_a_value("size", text), text
 
 
 # -- fields whose proof is here --------------------------------------------------------------------------

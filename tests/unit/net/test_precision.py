@@ -56,6 +56,15 @@ def test_one_layer_may_differ() -> None:
     assert [layer.name for layer in net.layers if layer.type == "Cast"] == ["c_as_float32"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "dtype"), [("", "float16"), ("forward_type", "float32"), ("backward_type", "float32")]
+)
+def test_either_type_of_a_layer_decides(fields: str, dtype: str) -> None:
+    """Blobs of which data and diffs would differ are kept in float32."""
+    given = f"{fields}: FLOAT" if fields else ""
+    assert dtypes(dry_net(HALF + NET.replace('name: "c"', f'name: "c" {given}')))["c"] == dtype
+
+
 def test_layers_in_place_and_splits_follow_their_bottom() -> None:
     net = dry_net(HALF + NET.replace('name: "r"', 'name: "r" forward_type: FLOAT backward_type: FLOAT'))
     assert dtypes(net)["c"] == "float16"

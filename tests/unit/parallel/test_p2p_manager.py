@@ -141,6 +141,7 @@ class PlayedWatchdog(FakeWatchdog):
 
     def __init__(self, world: FakeWorld, channel: Any, heartbeats: list[Any], timeout: float, on_failure: Any) -> None:
         super().__init__()
+        self.channel = channel
         self.peer_failed: Callable[[Failure], None] = on_failure
         self.heartbeats = heartbeats
 

@@ -28,7 +28,7 @@ def test_means_are_read_as_every_caffe_writes_them(tmp_path, blob):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xff", r"mean_file '.*' is not a BlobProto \(.*\); compute_image_mean writes such files"),
+        (b"\xff\xff", r"mean_file '.*' is not a BlobProto \(.*\); `caffepy compute_image_mean` writes such files"),
         (b"", "holds 0 values in the shape 0 x 0 x 0 x 0; a mean is one image"),
         (
             BlobProto(shape=BlobShape(dim=[2, 3]), data=range(6)).SerializeToString(),

@@ -128,7 +128,7 @@ def test_a_folder_without_data(tmp_path):
 
 def test_leveldb_is_recognised(tmp_path):
     (tmp_path / "CURRENT").write_text("MANIFEST-000001\n")
-    with pytest.raises(DataError, match="is a LevelDB, which is not supported; convert it to LMDB"):
+    with pytest.raises(DataError, match="is a LevelDB where an LMDB is expected; say backend: LEVELDB"):
         LmdbSource(tmp_path)
 
 

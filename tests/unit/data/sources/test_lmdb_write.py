@@ -1,3 +1,4 @@
+import fcntl
 import os
 
 import lmdb
@@ -45,7 +46,7 @@ def test_what_is_there_stays_unless_forced(tmp_path):
 def test_force_spares_what_is_no_lmdb(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_text("dear to me")
-    with pytest.raises(DataError, match="photos' is not an LMDB and will not be replaced, --force or not"):
+    with pytest.raises(DataError, match="photos' is not an LMDB or LevelDB and will not be replaced, --force or not"):
         write_datums(tmp_path / "photos", datums(3), force=True)
     assert (tmp_path / "photos" / "a.jpg").exists()
 
@@ -67,7 +68,7 @@ def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
     def full(*_, **__):
         raise lmdb.DiskError("No space left on device")
 
-    monkeypatch.setattr("caffepy.data.sources.lmdb_write._commit", full)
+    monkeypatch.setattr("caffepy.data.sources.record_write._commit", full)
     with pytest.raises(RunError, match="cannot write LMDB '.*db': No space left on device"):
         write_datums(tmp_path / "db", datums(3))
     assert not list(tmp_path.iterdir())
@@ -86,3 +87,48 @@ def test_a_link_at_a_temporary_name_is_not_followed(tmp_path):
 def test_keys_are_those_of_caffes_converters():
     assert record_key(12) == b"00000012"
     assert record_key(12, "cat/1.jpg") == b"00000012_cat/1.jpg"
+
+
+def leave_folder(folder, name, content="data.mdb"):
+    """What a writer of `name` leaves that was killed an hour ago."""
+    left = folder / f".{name}.0123456789abcdef.tmp"
+    left.mkdir()
+    (left / content).write_bytes(b"half")
+    hour = 3600
+    os.utime(left, (left.stat().st_atime - hour, left.stat().st_mtime - hour))
+    return left
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_a_killed_writer_has_left_is_removed_by_the_next(tmp_path, force):
+    if force:
+        write_datums(tmp_path / "db", datums(3))
+    left, other = leave_folder(tmp_path, "db"), leave_folder(tmp_path, "other")
+    write_datums(tmp_path / "db", datums(5), force=force)
+    assert not left.exists() and other.exists()
+    assert labels(tmp_path / "db") == list(range(5))
+
+
+def test_what_another_process_still_writes_or_what_is_no_lmdb_stays(tmp_path):
+    left = leave_folder(tmp_path, "db")
+    descriptor = os.open(left, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    write_datums(tmp_path / "db", datums(5))
+    assert left.exists()
+    os.close(descriptor)
+    (left / "precious").write_bytes(b"")
+    os.utime(left, (1, 1))
+    write_datums(tmp_path / "db", datums(5), force=True)
+    assert left.exists()
+
+
+def test_a_writer_locks_its_folder(tmp_path):
+    def watching():
+        yield from datums(1)
+        (writing,) = tmp_path.glob(".db.*.tmp")
+        descriptor = os.open(writing, os.O_RDONLY)
+        with pytest.raises(BlockingIOError, match="temporarily unavailable"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+
+    write_datums(tmp_path / "db", watching())

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from layer_harness import BACKENDS, TEST, Runner, check_layer, gaussian
 
 from caffepy.config.dialect import Dialect
-from caffepy.errors import ConfigError, ShapeError
+from caffepy.errors import ConfigError, ShapeError, SnapshotError
+from caffepy.net.trained_layers import copy_trained_layers
+from caffepy.net.weights import to_blob_proto
+from caffepy.proto import caffe_pb2
 
 
 def by_channel(values, axes):
@@ -146,9 +149,12 @@ def test_nvidias_testing_ignores_blob_2_and_adds_eps_again(eps, added, backend):
 @pytest.mark.parametrize("count", [4.0, 0.0])
 def test_three_blobs_of_a_file_are_divided_by_the_third(dialect, scaled, count):
     stored = [gaussian((3,)), np.abs(gaussian((3,), 1)), np.array([count], np.float32)]
-    layer = Runner("type: 'BatchNorm'", [gaussian((2, 3, 4, 4))], params=stored, dialect=dialect).layer
-    layer.adopt(5)
-    assert np.array_equal(layer.blobs[0].host_data(), stored[0])
+    five, layer = (
+        Runner("type: 'BatchNorm'", [gaussian((2, 3, 4, 4))], params=stored, dialect=dialect).layer for _ in range(2)
+    )
+    five.adopt(5)
+    assert np.array_equal(five.blobs[0].host_data(), stored[0])
+    assert five.blobs[2].host_data() == (count or 1)
     layer.adopt(3)
     factor = (1 / count if count else 0) if scaled else 1
     for blob, values in zip(layer.blobs[:2], stored, strict=False):
@@ -172,3 +178,72 @@ def test_nvidia_lets_statistics_have_a_learning_rate():
     """It sets the rate to 0 itself."""
     layer = Runner("type: 'BatchNorm' param { lr_mult: 2 }", [gaussian((2, 3, 1, 1))], dialect=Dialect.NVIDIA).layer
     assert [spec.lr_mult for spec in layer.param.param] == [0, 0, 0]
+
+
+def stored_layer(name, values, shape=None):
+    layer = caffe_pb2.LayerParameter(name=name, type="BatchNorm")
+    for value in values:
+        layer.blobs.append(to_blob_proto(np.reshape(value, shape(value) if shape else np.shape(value)), None))
+    return caffe_pb2.NetParameter(layer=[layer])
+
+
+def normed(text, backend="cpu"):
+    return Runner(f"type: 'BatchNorm' {text} name: 'bn'", [gaussian((2, 3, 4, 4))], backend, phase=TEST)
+
+
+def old_file_values():
+    """scale, bias, mean, variance and the unused number, as NVIDIA Caffe 0.14 and 0.15 stored them."""
+    return [gaussian((3,), 1), gaussian((3,), 2), gaussian((3,), 3), np.abs(gaussian((3,), 4)), np.zeros((1,), "f")]
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize("shape", [None, lambda value: (1, value.size, 1, 1)])
+def test_files_of_old_nvidia_versions_are_put_in_order(dialect, shape):
+    scale, bias, mean, variance, _ = values = old_file_values()
+    runner = Runner(
+        "type: 'BatchNorm' name: 'bn' batch_norm_param { scale_bias: true }",
+        [gaussian((2, 3, 4, 4))],
+        phase=TEST,
+        dialect=dialect,
+    )
+    copy_trained_layers([runner.layer], stored_layer("bn", values, shape), "old.caffemodel", ())
+    for blob, wanted in zip(runner.layer.blobs, (mean, variance, [1], scale, bias), strict=True):
+        assert np.array_equal(blob.host_data(), wanted)
+    x = (runner.inputs[0] - by_channel(mean, 4)) / np.sqrt(by_channel(variance, 4) + 1e-5)
+    assert np.allclose(runner.forward()[0], x * by_channel(scale, 4) + by_channel(bias, 4), rtol=1e-4, atol=1e-4)
+
+
+def test_the_present_order_of_five_parameters_stays():
+    scale, bias, mean, variance, _ = old_file_values()
+    layer = normed("batch_norm_param { scale_bias: true }").layer
+    values = [mean, variance, np.array([2], "f"), scale, bias]
+    copy_trained_layers([layer], stored_layer("bn", values), "new.caffemodel", ())
+    assert all(np.array_equal(b.host_data(), v) for b, v in zip(layer.blobs, values, strict=True))
+    one = Runner("type: 'BatchNorm' name: 'bn' batch_norm_param { scale_bias: true }", [gaussian((2, 1, 4, 4))]).layer
+    values = [np.full((1,), i, np.float32) for i in range(1, 6)]  # one channel: both orders have the same counts
+    copy_trained_layers([one], stored_layer("bn", values), "new.caffemodel", ())
+    assert [blob.host_data()[0] for blob in one.blobs] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "advice"),
+    [
+        ("", 5, r"5 parameters there and 3 in the net; the file has NVIDIA.*batch_norm_param { scale_bias: true }"),
+        (
+            "batch_norm_param { scale_bias: true }",
+            3,
+            r"3 parameters there and 5 in the net; .*no scale and bias: remove scale_bias",
+        ),
+        ("", 4, "4 parameters there and 3 in the net; rename the layer"),
+    ],
+)
+def test_a_file_with_another_number_of_parameters(text, number, advice):
+    values = [*([np.ones((3,), "f")] * 2), np.ones((1,), "f"), *([np.ones((3,), "f")] * 2)][:number]
+    with pytest.raises(SnapshotError, match=f"w.caffemodel: layer 'bn' has {advice}"):
+        copy_trained_layers([normed(text).layer], stored_layer("bn", values), "w.caffemodel", ())
+
+
+def test_statistics_of_other_channels_are_refused():
+    values = [np.ones((4,), "f"), np.ones((4,), "f"), np.ones((1,), "f")]
+    with pytest.raises(SnapshotError, match=r"layer 'bn', parameter 0: shape is 4 \(4\) there and 3 \(3\) in the net"):
+        copy_trained_layers([normed("").layer], stored_layer("bn", values), "w.caffemodel", ())

@@ -234,13 +234,16 @@ def test_settings_that_do_not_fit(setting: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("import caffe\n", "imports caffe, which is not installed; derive the class from caffepy.layers"),
+        ("import caffe\n", "imports caffe, which is not installed; import caffepy.as_caffe before it"),
         ("import no_such_thing\n", r"cannot import module 'broken_layers': .*broken_layers.py:1: ModuleNotFoundError"),
         ("x = 1\nx +* 2\n", r"cannot import module 'broken_layers': .*broken_layers.py:2: SyntaxError"),
         ("x = {}\n\nx['a']\n", r"broken_layers.py:3: KeyError: 'a'"),
     ],
 )
-def test_modules_that_cannot_be_imported(module: Path, content: str, message: str) -> None:
+def test_modules_that_cannot_be_imported(
+    module: Path, content: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "caffe", None)
     (module / "broken_layers.py").write_text(content)
     with pytest.raises(ConfigError, match=message):
         Runner(text("A").replace("user_", "broken_"), [gaussian((2, 3))], tops=1)

@@ -107,7 +107,8 @@ def test_settings_that_do_not_fit(settings_text, message):
 @pytest.mark.parametrize(
     ("shape", "settings_text", "message"),
     [
-        ((2, 3, 4), "kernel_size: 2", r"four axes.*'a' is 2 3 4 \(24\)"),
+        ((2, 3, 4), "kernel_size: 2", r"four axes.*both Caffes.*two spatial axes.*'a' is 2 3 4 \(24\)"),
+        ((1, 2, 3, 3, 3), "kernel_size: 2", r"both Caffes, pooling is over two spatial axes \('a' is 1 2 3 3 3 \(54\)"),
         ((1, 2, 3, 3), "kernel_size: 9", r"kernel \(9, 9\) does not fit.*1 2 3 3"),
         ((1, 2, 3, 3), "kernel_size: 5 stride: 2", r"kernel \(5, 5\) does not fit.*1 2 3 3"),
         ((1, 2, 3, 3), "kernel_size: 4 stride: 2 round_mode: FLOOR", r"kernel \(4, 4\) does not fit.*1 2 3 3"),
@@ -117,6 +118,35 @@ def test_settings_that_do_not_fit(settings_text, message):
 def test_shapes_that_do_not_fit(shape, settings_text, message):
     with pytest.raises(ShapeError, match=message):
         Runner(f"type: 'Pooling' pooling_param {{ {settings_text} }}", [gaussian(shape)])
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_padding_of_one_axis_leaves_out_windows_of_both(average):
+    """As in Caffe, where `pad_h || pad_w` decides: the third window of the columns would begin at 6 of 5."""
+    kind = "AVE" if average else "MAX"
+    text = f"type: 'Pooling' pooling_param {{ pool: {kind} kernel_h: 3 kernel_w: 1 stride: 3 pad_h: 1 pad_w: 0 }}"
+
+    def reference(x):
+        rows = [x[:, :, :2, ::3].sum(2) / 3, x[:, :, 2:5, ::3].mean(2)]
+        if not average:
+            rows = [x[:, :, :2, ::3].max(2), x[:, :, 2:5, ::3].max(2)]
+        return np.stack(rows, 2)
+
+    check_layer(text, [spread((2, 3, 5, 5))], reference)
+
+
+def test_ceil_mode_of_forks_is_round_mode():
+    """As DenseNet's public prototxts use it."""
+    x = spread((1, 2, 6, 6))
+    shapes = {}
+    for extra in ("", "ceil_mode: true", "ceil_mode: false", "round_mode: FLOOR", "ceil_mode: false round_mode: FLOOR"):
+        shapes[extra] = (
+            Runner(f"type: 'Pooling' pooling_param {{ kernel_size: 3 stride: 2 {extra} }}", [x]).top[0].shape
+        )
+    assert list(shapes.values()) == [(1, 2, 3, 3)] * 2 + [(1, 2, 2, 2)] * 3
+    for both in ("ceil_mode: true round_mode: FLOOR", "ceil_mode: false round_mode: CEIL"):
+        with pytest.raises(ConfigError, match="ceil_mode and round_mode contradict each other"):
+            Runner(f"type: 'Pooling' pooling_param {{ kernel_size: 3 stride: 2 {both} }}", [x])
 
 
 def lrn_across(x, size, alpha, beta, k):

@@ -50,6 +50,37 @@ def test_the_loss_scale_is_taken_out_again(rule: str, scale: str) -> None:
         np.testing.assert_allclose(found[1][name], values, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("net", ["", "global_grad_scale_adaptive: true "])
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_void_step_changes_nothing(rule: str, net: str, value: float) -> None:
+    """Nor does it count as one that was skipped because gradients are not finite."""
+    momentum = "" if rule in ("AdaGrad", "RMSProp") else "momentum: 0.9 "
+    text = SOLVER.replace("momentum: 0.9 ", momentum) + f'type: "{rule}"'
+    with build_solver(text, net + NET) as solver:
+        solver.step(2)
+        update = solver.update
+        kept = [
+            solver.net.parameters.data,
+            *solver.history,
+            update.loss_scale,
+            update._good,
+            update._bad,
+            update._skipped,
+        ]
+        before = [array.copy() for array in kept]
+        factors = solver._hyperparameters.factors()
+        solver.net.parameters.gradients[...] = value
+        update._void = lambda: np.ones((), np.float32)
+        update.run(*factors)
+        for array, values in zip(kept, before, strict=True):
+            np.testing.assert_array_equal(array, values)
+        solver.net.parameters.gradients[...] = 1.0
+        update._void = lambda: np.zeros((), np.float32)
+        update.run(*factors)
+        assert (kept[0] != before[0]).any()
+
+
 def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved() -> None:
     with build_solver(SOLVER, "global_grad_scale: 1024 global_grad_scale_adaptive: true " + NET) as solver:
         solver.step(2)

@@ -1,0 +1,1 @@
+"""Caffe's tools as commands, each a thin face of a function in the part that it belongs to."""

@@ -1,0 +1,1 @@
+"""Caffe's tools that make and measure data sets."""

@@ -1,0 +1,54 @@
+"""`caffepy draw_net`: a net as a picture (Caffe's `python/draw_net.py`)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from caffepy.cli.options import Parser
+
+_DESCRIPTION = """\
+Draw a net: layers as boxes with what they compute, in-place layers as rows of the box before them, blobs as arrows
+with their shapes where the prototxt tells them.
+
+  caffepy draw_net deploy.prototxt net.svg
+  caffepy draw_net train_val.prototxt net.png --rankdir TB --phase TRAIN
+
+The file's ending says what is written: svg, png, pdf, or dot (also gv and raw), the text that Graphviz's dot reads.
+Graphviz's dot makes the picture where it is installed; else caffepy lays the net out itself, and matplotlib writes
+.png and .pdf (pip install 'caffepy[plot]')."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("draw_net", help="draw a net as SVG, PNG or PDF", description=_DESCRIPTION)
+    parser.add_argument("net", type=Path, metavar="NET.prototxt", help="the net")
+    parser.add_argument("picture", type=Path, metavar="PICTURE", help="the file to write, e.g. net.svg")
+    parser.add_argument(
+        "--rankdir", type=str.upper, choices=("LR", "RL", "TB", "BT"), default="LR",
+        help="direction: left to right (LR, default), RL, top to bottom (TB), BT",
+    )  # fmt: skip
+    parser.add_argument(
+        "--phase", type=str.upper, choices=("TRAIN", "TEST", "ALL"), default="ALL", help="whose layers (default: ALL)"
+    )
+    parser.add_argument("--display-lrm", action="store_true", help="show lr_mult, where it is not 0")
+    parser.add_argument("--no-graphviz", action="store_true", help="lay the net out without Graphviz's dot")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, and print where.
+
+    Raises:
+        ConfigError: the net cannot be read, or the file's ending is unknown.
+        RunError: the file cannot be written.
+    """
+    from caffepy.config.load import read_net
+    from caffepy.drawing import draw_net
+    from caffepy.proto import caffe_pb2
+
+    phase = None if args.phase == "ALL" else caffe_pb2.Phase.Value(args.phase)
+    draw_net(
+        read_net(args.net), args.picture, args.rankdir, phase, rates=args.display_lrm, graphviz=not args.no_graphviz
+    )
+    print(f"Drawing net to {args.picture}")
+    return 0

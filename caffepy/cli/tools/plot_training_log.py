@@ -1,0 +1,57 @@
+"""`caffepy plot_training_log`: charts of training logs (Caffe's `tools/extra/plot_training_log.py`)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from caffepy.cli.options import Parser, name_list
+from caffepy.errors import ConfigError
+
+_DESCRIPTION = """\
+Draw logs into one picture (.png, .svg or .pdf): losses, and below them scores, against iterations or seconds.
+
+  caffepy plot_training_log training.png train.log
+  caffepy plot_training_log compare.svg first.log second.log --x seconds --outputs accuracy
+  caffepy plot_training_log 6 loss.png first.log second.log
+
+A number before the picture is one of Caffe's chart types:
+  0 test accuracy vs. iterations        1 test accuracy vs. seconds
+  2 test loss vs. iterations            3 test loss vs. seconds
+  4 train learning rate vs. iterations  5 train learning rate vs. seconds
+  6 train loss vs. iterations           7 train loss vs. seconds
+
+It needs matplotlib: pip install 'caffepy[plot]'."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("plot_training_log", help="charts of training logs", description=_DESCRIPTION)
+    parser.add_argument("words", nargs="+", metavar="[TYPE] PICTURE LOG", help="chart type, picture and logs")
+    parser.add_argument("--x", choices=("iterations", "seconds"), default="iterations", help="the horizontal axis")
+    parser.add_argument(
+        "--outputs", type=name_list, default=[], metavar="LIST", help="outputs to draw, divided by commas"
+    )
+    parser.add_argument("--log-scale", action="store_true", help="a logarithmic vertical axis for losses")
+    parser.add_argument("--latest", action="store_true", help="without iterations that were made again after a restart")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the picture and print its name.
+
+    Raises:
+        ConfigError: the picture or the logs are not named, there is no such chart, or matplotlib is missing.
+        DataError: a log cannot be read, or has nothing to draw.
+    """
+    from caffepy.logs import plot_logs, read_log
+
+    words = list(args.words)
+    chart = int(words.pop(0)) if words[0].isascii() and words[0].isdigit() else None
+    if len(words) < 2:
+        raise ConfigError("plot_training_log needs a picture to write and at least one log: training.png train.log")
+    picture, *files = map(Path, words)
+    logs = [read_log(path) for path in files]
+    chosen = [log.latest() if args.latest else log for log in logs]
+    plot_logs(chosen, picture, chart, args.x, args.outputs, args.log_scale)
+    print(f"{picture}: {', '.join(str(log.path) for log in logs)}")
+    return 0

@@ -1,0 +1,32 @@
+"""`caffepy upgrade_net_proto_binary`: a .caffemodel of an older Caffe in the current format."""
+
+from __future__ import annotations
+
+import argparse
+
+from caffepy.cli.options import Parser
+from caffepy.cli.tools.flags import add_files
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's arguments."""
+    parser = subparsers.add_parser(
+        "upgrade_net_proto_binary",
+        help="bring a .caffemodel to the current format",
+        description="Write a .caffemodel of an older Caffe in the current format.",
+    )
+    add_files(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file and print what became of it.
+
+    Raises:
+        UserError: the old file cannot be read or upgraded.
+        RunError: the new one cannot be written.
+    """
+    from caffepy.config.upgrade_files import upgrade_net_binary
+
+    changed = upgrade_net_binary(args.old, args.new)
+    print(f"{args.new}: {'upgraded' if changed else 'was in the current format already'}")
+    return 0

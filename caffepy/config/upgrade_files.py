@@ -1,0 +1,79 @@
+"""Files of older Caffes written in the current format, as Caffe's upgrade_net_proto_text and its siblings do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from google.protobuf import text_format
+from google.protobuf.message import Message
+
+from caffepy.config import load
+from caffepy.config.upgrade import upgrade_net, upgrade_solver
+from caffepy.files import atomic_write, read_regular
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+
+log = logging.getLogger(__name__)
+
+
+def upgrade_net_text(source: Path, target: Path) -> bool:
+    """Write the net of a prototxt in the current format. Comments are lost.
+
+    Returns:
+        Whether there was something to upgrade.
+
+    Raises:
+        ConfigError: the source is absent, no net's prototxt, or cannot be upgraded.
+        RunError: the target cannot be written.
+    """
+    before = load.read_prototxt(source, "net", NetParameter())
+    after = NetParameter()
+    after.CopyFrom(before)
+    upgrade_net(after, str(source))
+    return _write_text(before, after, source, target)
+
+
+def upgrade_solver_text(source: Path, target: Path) -> bool:
+    """Write the solver of a prototxt in the current format, as `upgrade_net_text`."""
+    before = load.read_prototxt(source, "solver", SolverParameter())
+    after = SolverParameter()
+    after.CopyFrom(before)
+    upgrade_solver(after, str(source))
+    return _write_text(before, after, source, target)
+
+
+def upgrade_net_binary(source: Path, target: Path) -> bool:
+    """Write the net and weights of a .caffemodel in the current format.
+
+    Returns:
+        Whether there was something to upgrade.
+
+    Raises:
+        SnapshotError: the source is absent, damaged or no .caffemodel.
+        RunError: the target cannot be written.
+    """
+    after = load.read_weights(source)
+    changed = after != load.read_binary(source, NetParameter())
+    after.ClearField("crc32c")  # of the bytes that were read
+    after.ClearField("blob_count")
+    _write(target, after.SerializeToString() if changed else read_regular(source, load.MAX_BYTES))
+    _report(changed, source, target)
+    return changed
+
+
+def _write_text(before: Message, after: Message, source: Path, target: Path) -> bool:
+    changed = before != after
+    _write(target, text_format.MessageToString(after, as_utf8=True).encode())
+    _report(changed, source, target)
+    return changed
+
+
+def _write(path: Path, content: bytes) -> None:
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+def _report(changed: bool, source: Path, target: Path) -> None:
+    if not changed:
+        log.info("File already in latest proto format: %s", source)
+    log.info("Wrote upgraded proto to %s", target)

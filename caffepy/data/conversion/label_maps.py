@@ -1,0 +1,93 @@
+"""Maps of labels: which number a class has, as SSD's tools write and read them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from caffepy.config.text import decode_text, parse_text
+from caffepy.errors import ConfigError, DataError
+from caffepy.files import atomic_write, read_regular
+from caffepy.proto import caffe_pb2
+
+_MOST_BYTES = 1 << 24
+_LABELS = range(-(2**31), 2**31)
+
+
+def read_label_map(path: Path, unique: bool = False) -> dict[str, int]:
+    """The label of each name in a LabelMap's prototxt.
+
+    Args:
+        path: the file.
+        unique: refuse a name that comes twice; otherwise its last label holds.
+
+    Raises:
+        ConfigError: it is no LabelMap.
+        DataError: it cannot be read, or has a name twice.
+    """
+    text = decode_text(_read(path), str(path))
+    labels: dict[str, int] = {}
+    for item in parse_text(text, caffe_pb2.LabelMap(), str(path)).item:
+        if unique and item.name in labels:
+            raise DataError(f"{path}: the name '{item.name}' is there twice; remove one, or leave --check_label out")
+        labels[item.name] = item.label
+    if not labels:
+        raise DataError(f"{path}: has no names; `caffepy create_label_map` writes such files")
+    return labels
+
+
+def create_label_map(source: Path, target: Path, delimiters: str = " ", background: bool = False) -> int:
+    """Write the LabelMap of a list of classes (`ReadLabelFileToLabelMap` of SSD's `io.cpp`).
+
+    Each line is a name, or a name and a label, or those and the name that people are shown. Labels that are not given
+    count from 0, or from 1 with `background`.
+
+    Args:
+        source: the list.
+        target: the prototxt to write.
+        delimiters: each of its characters divides fields.
+        background: add the class ``none_of_the_above``, label 0, first.
+
+    Returns:
+        The number of classes.
+
+    Raises:
+        ConfigError: there are no delimiters.
+        DataError: the list cannot be read, or its lines have not all the same one, two or three fields.
+        RunError: the file cannot be written.
+    """
+    if not delimiters:
+        raise ConfigError("--delimiter is empty; give the characters that divide the fields of a line")
+    result = caffe_pb2.LabelMap()
+    if background:
+        result.item.add(name="none_of_the_above", label=0, display_name="background")
+    lines = decode_text(_read(source), str(source)).splitlines()
+    fields = {n: re.split(f"[{re.escape(delimiters)}]", line) for n, line in enumerate(lines, 1) if line.strip()}
+    for number, parts in fields.items():
+        first = next(iter(fields.values()))
+        if len(parts) != len(first) or not 1 <= len(parts) <= 3:
+            raise DataError(
+                f"{source}:{number}: has {len(parts)} fields, and the first line {len(first)}; every line is a name, "
+                "or a name and a label, or these and a display name"
+            )
+        label = _label(parts[1], f"{source}:{number}") if len(parts) > 1 else len(result.item)
+        result.item.add(name=parts[0], label=label, display_name=parts[2] if len(parts) > 2 else parts[0])
+    with atomic_write(target) as file:
+        file.write(text_format.MessageToString(result, as_utf8=True).encode())
+    return len(result.item)
+
+
+def _label(text: str, where: str) -> int:
+    if not re.fullmatch(r"[-+]?[0-9]{1,10}", text.strip()) or int(text) not in _LABELS:
+        raise DataError(f"{where}: '{text[:40]}' is no label; the second field is a whole number")
+    return int(text)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise DataError(f"'{os.fspath(path)}' cannot be read: {error.strerror}") from error

@@ -1,0 +1,52 @@
+"""The shapes of a net's blobs, without running it."""
+
+from __future__ import annotations
+
+import logging
+
+from caffepy.backend.meta.backend import MetaBackend
+from caffepy.config.filter import filter_net, net_state
+from caffepy.errors import CaffepyError
+from caffepy.layers import LayerContext
+from caffepy.net import Net
+from caffepy.net.deploy import record_shape
+from caffepy.proto import caffe_pb2
+
+log = logging.getLogger(__name__)
+
+
+def blob_shapes(net: caffe_pb2.NetParameter, phase: int | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of a net's blobs by name, as far as they follow from the prototxt: Input layers, sizes of crops.
+
+    Data are not opened, and a net with Python layers is not built: their code would run.
+
+    Args:
+        net: the net.
+        phase: of the net; None: TRAIN, and TEST for the blobs that are only there.
+    """
+    phases = (caffe_pb2.TEST, caffe_pb2.TRAIN) if phase is None else (phase,)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in phases:
+        try:
+            shapes |= _shapes_in(net, one)
+        except CaffepyError as error:
+            log.debug("no shapes of blobs in phase %s: %s", caffe_pb2.Phase.Name(one), error)
+    return shapes
+
+
+def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int, ...]]:
+    state = net_state(phase, param.state, net_state(phase))
+    layers = filter_net(param, state).layer
+    if any(layer.type == "Python" for layer in layers):
+        return {}
+    records = {layer.name: record_shape(layer) for layer in layers}
+    samples = {
+        layer.name: [shape, *[()] * (len(layer.top) - 1)]
+        for layer in layers
+        if (shape := records[layer.name]) is not None
+    }
+    net = Net(param, LayerContext(MetaBackend(), phase=phase, sample_shapes=samples), state)
+    try:
+        return {name: tuple(blob.shape) for name, blob in net.blobs.items()}
+    finally:
+        net.close()

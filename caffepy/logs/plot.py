@@ -1,0 +1,250 @@
+"""Charts of one log or several, by matplotlib.
+
+`CHARTS` are the numbered ones of Caffe's `tools/extra/plot_training_log.py.example`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from caffepy.errors import ConfigError, DataError
+from caffepy.files import atomic_write
+from caffepy.logs.read import Row, TrainingLog
+
+FORMATS = ("png", "svg", "pdf")
+AXES = {"iterations": "Iters", "seconds": "Seconds"}
+_QUANTITIES = ("Test accuracy", "Test loss", "Train learning rate", "Train loss")
+CHARTS = tuple((quantity, axis) for quantity in _QUANTITIES for axis in AXES)
+"""Caffe's chart types by their number: what is shown, against what."""
+_MANY = 150
+"""Points of a line from which on a running mean is drawn over it."""
+_STYLES = ("-", "--", ":", "-.")
+_SAFE_NAME = 60
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart.
+
+    Args:
+        label: its name in the legend.
+        x: iterations or seconds.
+        y: values; NaN where a restart divides the line.
+        log: number of the log, which gives the colour.
+        style: number of the quantity, which gives the line style.
+        marked: whether its points are marked.
+    """
+
+    label: str
+    x: list[float]
+    y: list[float]
+    log: int
+    style: int
+    marked: bool
+
+
+def plot_logs(
+    logs: Sequence[TrainingLog],
+    path: Path | str,
+    chart: int | None = None,
+    x: str = "iterations",
+    outputs: Sequence[str] = (),
+    log_scale: bool = False,
+) -> None:
+    """Draw logs into one picture.
+
+    Args:
+        logs: what to draw.
+        path: the file, ending in .png, .svg or .pdf.
+        chart: one of Caffe's chart types, an index of `CHARTS`; None: losses, and below them scores.
+        x: iterations or seconds; a chart type has its own.
+        outputs: draw these outputs of train and test nets, not losses and scores.
+        log_scale: of losses and the like.
+
+    Raises:
+        ConfigError: the ending is unknown, there is no such chart, or matplotlib is not installed.
+        DataError: the logs have nothing of what is asked for.
+        RunError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lstrip(".").lower() not in FORMATS:
+        raise ConfigError(f"'{path}': charts end in .{', .'.join(FORMATS)}; name another file")
+    panels, x = _panels(logs, chart, x, outputs)
+    picture = _draw(panels, AXES[x], path.suffix.lstrip(".").lower(), log_scale, len(logs))
+    with atomic_write(path) as file:
+        file.write(picture)
+
+
+# -- what is drawn ----------------------------------------------------------------------------------------
+
+
+def _panels(
+    logs: Sequence[TrainingLog], chart: int | None, x: str, outputs: Sequence[str]
+) -> tuple[dict[str, list[Curve]], str]:
+    """The charts, one below the other, by their titles."""
+    if chart is not None:
+        if not 0 <= chart < len(CHARTS):
+            raise ConfigError(f"there is no chart type {chart}; 'caffepy plot_training_log --help' lists them")
+        quantity, x = CHARTS[chart]
+        panels = {f"{quantity} vs. {AXES[x]}": list(_chart(logs, quantity, x))}
+    elif outputs:
+        panels = {name: list(_of_output(logs, name, x)) for name in outputs}
+    else:
+        losses = [*_chart(logs, "Train loss", x), *_scores(logs, x, losses=True)]
+        panels = {"loss": losses, "scores": list(_scores(logs, x, losses=False))}
+        panels = {title: curves for title, curves in panels.items() if curves}
+    missing = [title for title, curves in panels.items() if not curves]
+    if missing or not panels:
+        names = sorted({name for log in logs for row in (*log.train, *log.test) for name in row.outputs})
+        raise DataError(
+            f"the logs have nothing for '{', '.join(missing)}'; their outputs: {', '.join(names) or 'none'}"
+        )
+    return panels, x
+
+
+def _chart(logs: Sequence[TrainingLog], quantity: str, x: str) -> Iterator[Curve]:
+    """One of Caffe's charts: a line for each log."""
+    for number, log in enumerate(logs):
+        label = f"{_name(logs, log)}{quantity.lower()}"
+        if quantity == "Train loss":
+            yield from _curve(label, log.train, lambda row: row.loss, x, number)
+        elif quantity == "Train learning rate":
+            yield from _curve(label, log.train, lambda row: row.learning_rate, x, number)
+        else:
+            chosen = _choose(log, loss=quantity == "Test loss")
+            yield from _curve(label, log.test, _output(chosen), x, number, 1, True)
+
+
+def _choose(log: TrainingLog, loss: bool) -> str:
+    """The test net's first output that is a loss, or that is none; Caffe's tool takes #1 and #0."""
+    names = list(dict.fromkeys(name for row in log.test for name in row.outputs))
+    return next((name for name in names if _is_loss(name) == loss), "")
+
+
+def _scores(logs: Sequence[TrainingLog], x: str, losses: bool) -> Iterator[Curve]:
+    """The outputs of the test nets that are losses, or all others; then those of the train net that are no losses."""
+    kinds = [("test", True)] if losses else [("test", True), ("train", False)]
+    names = [
+        (kind, name)
+        for kind, _ in kinds
+        for name in dict.fromkeys(name for log in logs for row in getattr(log, kind) for name in row.outputs)
+        if _is_loss(name) == losses
+    ]
+    for style, (kind, name) in enumerate(names):
+        yield from _of_output(logs, name, x, style + losses, kind)
+
+
+def _of_output(
+    logs: Sequence[TrainingLog], name: str, x: str, style: int = 0, only: str | None = None
+) -> Iterator[Curve]:
+    """An output of train and test nets."""
+    for number, log in enumerate(logs):
+        for kind in ("train", "test") if only is None else (only,):
+            rows: list[Row] = getattr(log, kind)
+            for net in sorted({row.net for row in rows}):
+                numbered = f" of net {net}" if net else ""
+                label = f"{_name(logs, log)}{kind} {name}{numbered}"
+                chosen = [row for row in rows if row.net == net]
+                shift = style + (kind == "test" and only is None)
+                yield from _curve(label, chosen, _output(name), x, number, shift, kind == "test")
+
+
+def _output(name: str) -> Callable[[Row], float | None]:
+    """What takes an output from a row."""
+    return lambda row: row.outputs.get(name)
+
+
+def _curve(
+    label: str,
+    rows: Sequence[Row],
+    value: Callable[[Row], float | None],
+    x: str,
+    log: int,
+    style: int = 0,
+    marked: bool = False,
+) -> Iterator[Curve]:
+    """The line through rows that have the value, if there are any."""
+    xs: list[float] = []
+    ys: list[float] = []
+    run = rows[0].run if rows else 0
+    for row in rows:
+        if (y := value(row)) is None:
+            continue
+        if row.run != run:
+            run = row.run
+            xs.append(math.nan)
+            ys.append(math.nan)
+        xs.append(row.iteration if x == "iterations" else row.seconds)
+        ys.append(y)
+    if any(math.isfinite(y) for y in ys):
+        yield Curve(label, xs, ys, log, style, marked)
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name.lower()
+
+
+def _name(logs: Sequence[TrainingLog], log: TrainingLog) -> str:
+    """The log's name, where there are several."""
+    name = log.path.stem
+    return "" if len(logs) == 1 else f"{name[:_SAFE_NAME]}: "
+
+
+# -- drawing ----------------------------------------------------------------------------------------------
+
+
+def _draw(panels: dict[str, list[Curve]], x_label: str, file_format: str, log_scale: bool, logs: int) -> bytes:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("charts need matplotlib: pip install 'caffepy[plot]'") from error
+    figure = Figure(figsize=(9, 1 + 3.6 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    several = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+    for axes, (title, curves) in zip(several[:, 0], panels.items(), strict=True):
+        _draw_panel(axes, title, curves, log_scale and title != "scores", logs)
+    several[-1, 0].set_xlabel(x_label)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=file_format, dpi=120)
+    return buffer.getvalue()
+
+
+def _draw_panel(axes: Any, title: str, curves: Sequence[Curve], log_scale: bool, logs: int) -> None:
+    for number, curve in enumerate(curves):
+        colour = f"C{curve.log % 10}" if logs > 1 else f"C{number % 10}"
+        style = _STYLES[curve.style % len(_STYLES)] if logs > 1 else "-"
+        marker = "o" if curve.marked and len(curve.x) < _MANY else ""
+        many = len(curve.x) >= _MANY and not curve.marked
+        look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3}
+        axes.plot(curve.x, curve.y, linewidth=0.8 if many else 1.4, alpha=0.3 if many else 1.0,
+                  label="_" if many else _plain(curve.label), **look)  # fmt: skip
+        if many:
+            axes.plot(curve.x, _running_mean(curve.y), linewidth=1.4, label=_plain(curve.label), **look)
+    axes.set_title(_plain(title), fontsize=11, parse_math=False)
+    axes.set_yscale("log" if log_scale else "linear")
+    axes.grid(alpha=0.3)
+    legend = axes.legend(fontsize=8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _plain(text: str) -> str:
+    """A label that can be drawn: no control characters, and not hidden by a leading underscore."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: 2 * _SAFE_NAME])
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """Means over a window of a fortieth of the line, of its finite values."""
+    half = max(2, len(values) // 80)
+    means = []
+    for index, value in enumerate(values):
+        window = [v for v in values[max(0, index - half) : index + half + 1] if math.isfinite(v)]
+        means.append(sum(window) / len(window) if window and not math.isnan(value) else math.nan)
+    return means

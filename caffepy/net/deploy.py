@@ -1,0 +1,249 @@
+"""The net that is left for predictions: Input in place of data, no losses, nothing that only training needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from caffepy.config.filter import filter_net, net_state
+from caffepy.errors import ConfigError
+from caffepy.proto import caffe_pb2
+
+Shape = tuple[int, ...]
+Layers = Sequence[caffe_pb2.LayerParameter]
+
+PARAMETERS = ("convolution_param", "inner_product_param", "scale_param", "embed_param", "recurrent_param")
+FILLERS = ("weight_filler", "bias_filler", "filler")
+_LEARNED = {"Convolution", "Deconvolution", "InnerProduct", "Embed", "LSTM", "RNN", "Python"}
+"""Layers that make predictions: what depends on none of them is data or a target."""
+_CONSTANTS = {"DummyData", "Parameter", "Python"}
+"""Layers that take nothing and stay."""
+_SCORES = {"Accuracy", "DetectionEvaluate", "Silence"}
+_HEADS = {"SoftmaxWithLoss": "Softmax", "InfogainLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmoid"}
+"""Losses that begin with a layer which predictions need."""
+
+
+@dataclass(frozen=True)
+class Deploy:
+    """What a deploy net takes and gives.
+
+    Attributes:
+        inputs: blobs and their shapes.
+        outputs: blobs that the net is for; layers that lead to none of them are left out.
+        softmax: the blob of scores that becomes `prob`, or "" if the outputs are final.
+        axis: of the classes in it.
+        heads: layers that are added at the end.
+    """
+
+    inputs: Mapping[str, Shape]
+    outputs: Sequence[str] = field(default_factory=list)
+    softmax: str = ""
+    axis: int = 1
+    heads: Layers = ()
+
+    @property
+    def wanted(self) -> set[str]:
+        """The blobs that the net's layers lead to."""
+        return {*self.outputs, *([self.softmax] if self.softmax else [])}
+
+
+def deploy_net(train: caffe_pb2.NetParameter, deploy: Deploy) -> caffe_pb2.NetParameter:
+    """The deploy net of a train net: the layers of its test phase between the inputs and the outputs."""
+    net = caffe_pb2.NetParameter(name=train.name)
+    for name, shape in deploy.inputs.items():
+        net.layer.add(name=name, type="Input", top=[name], input_param={"shape": [{"dim": shape}]})
+    kept = _leading_to(deploy.wanted, set(deploy.inputs), _test_layers(train))
+    shared = Counter(param.name for layer in kept for param in layer.param if param.name)
+    net.layer.extend(_without_training(layer, shared) for layer in kept)
+    if deploy.softmax:
+        axis = {} if deploy.axis == 1 else {"softmax_param": {"axis": deploy.axis}}
+        net.layer.add(name="prob", type="Softmax", bottom=[deploy.softmax], top=["prob"], **axis)
+    net.layer.extend(deploy.heads)
+    return net
+
+
+def _test_layers(train: caffe_pb2.NetParameter, phase: int = caffe_pb2.TEST) -> list[caffe_pb2.LayerParameter]:
+    return list(filter_net(train, net_state(phase, train.state, net_state(phase))).layer)
+
+
+def _leading_to(wanted: set[str], inputs: set[str], layers: Layers) -> list[caffe_pb2.LayerParameter]:
+    """Layers on the way to a wanted blob, from the last one back; in-place layers write what they read."""
+    wanted, kept = set(wanted), []
+    for layer in reversed(layers):
+        if wanted & set(layer.top) and not inputs & set(layer.top) - set(layer.bottom) and not _is_score(layer):
+            wanted |= set(layer.bottom)
+            kept.append(layer)
+    return kept[::-1]
+
+
+def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]) -> caffe_pb2.LayerParameter:
+    """A copy without rates, phases and fillers; names of parameters stay where layers share them."""
+    plain = caffe_pb2.LayerParameter()
+    plain.CopyFrom(layer)
+    for name in ("param", "phase", "include", "exclude"):
+        plain.ClearField(name)
+    if any(shared.get(param.name, 0) > 1 for param in layer.param):
+        plain.param.extend(caffe_pb2.ParamSpec(name=param.name) for param in layer.param)
+    for name in PARAMETERS:
+        if plain.HasField(name):
+            parameter = getattr(plain, name)
+            for filler in set(FILLERS) & set(parameter.DESCRIPTOR.fields_by_name):
+                parameter.ClearField(filler)
+    return plain
+
+
+# -- what a train net's deploy net takes and gives ----------------------------------------------------------
+
+
+def plan_deploy(
+    train: caffe_pb2.NetParameter,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    batch: int = 1,
+    outputs: Sequence[str] = (),
+) -> Deploy:
+    """The inputs and outputs of a train net's deploy net.
+
+    Outputs are the blobs that the losses compare with labels, and those of the test phase that nobody reads. A loss
+    of lower loss_weight than another on the same labels belongs to an auxiliary classifier, which is left out. Softmax
+    and Sigmoid take the place of the losses that begin with them. Inputs are the tops of data layers that lead to the
+    outputs.
+
+    Args:
+        train: the net, of the current format.
+        shapes: of one record, by the input's name, where `record_shape` does not know it.
+        batch: records of a batch.
+        outputs: blobs that the net is to give, instead of those that follow from its losses.
+
+    Raises:
+        ConfigError: the net has no outputs, or the shape of an input is not known.
+    """
+    layers = _test_layers(train)
+    heads: list[caffe_pb2.LayerParameter] = []
+    if not outputs:
+        outputs = _predictions(layers)
+        heads = _make_heads([*layers, *_test_layers(train, caffe_pb2.TRAIN)], outputs)
+    made = {top for layer in layers for top in layer.top}
+    if missing := [name for name in outputs if name not in made]:
+        raise ConfigError(f"the net has no blob '{missing[0]}' in its test phase; name another output")
+    if not outputs:
+        raise ConfigError("no blob of the net follows from layers that learn; name what it is to give: --outputs")
+    return Deploy(
+        _inputs(train, _leading_to(set(outputs), set(), layers), shapes or {}, batch), list(outputs), heads=heads
+    )
+
+
+def _inputs(
+    train: caffe_pb2.NetParameter, kept: Layers, shapes: Mapping[str, Sequence[int]], batch: int
+) -> dict[str, Shape]:
+    """The tops of data layers that the kept layers read, with their shapes.
+
+    A data layer that the test phase has in certain stages alone is found among all layers of the net.
+    """
+    read = {bottom for layer in kept for bottom in layer.bottom}
+    made = {top for layer in kept for top in layer.top}
+    sources = [layer for layer in kept if not layer.bottom and layer.type not in _CONSTANTS]
+    sources += [layer for layer in train.layer if not layer.bottom and (read - made) & set(layer.top)]
+    inputs: dict[str, Shape] = {}
+    for layer in sources:
+        for index, top in enumerate(layer.top):
+            if top in read and top not in inputs:
+                inputs[top] = _input_shape(layer, index, shapes, batch)
+    return inputs
+
+
+def record_shape(layer: caffe_pb2.LayerParameter) -> Shape | None:
+    """The shape of one record of a data layer, from the size of its crops or of its resized images; None: unknown.
+
+    The channels are as many as there are values of `mean_value`, but 3 for one value or none, and 1 with `force_gray`.
+    """
+    transform, images = layer.transform_param, layer.image_data_param
+    sizes = [
+        (transform.crop_size or transform.crop_h, transform.crop_size or transform.crop_w),
+        (transform.resize_param.height, transform.resize_param.width),
+        (images.new_height, images.new_width),
+    ]
+    size = next((pair for pair in sizes if all(pair)), None)
+    if size is None:
+        return None
+    if layer.type == "ImageData" and not images.is_color:
+        return (1, *size)
+    channels = 1 if transform.force_gray else len(transform.mean_value)
+    return (3 if channels <= 1 and not transform.force_gray else channels, *size)
+
+
+def _is_loss(layer: caffe_pb2.LayerParameter) -> bool:
+    return layer.type.endswith("Loss")
+
+
+def _predictions(layers: Layers) -> list[str]:
+    """The blobs that a net is for, in the order of its layers."""
+    learned = _learned_blobs(layers)
+    losses = [layer for layer in layers if _is_loss(layer)]
+    judges = [layer for layer in losses if not _is_auxiliary(layer, losses)]
+    judges += [
+        layer for layer in layers if layer.type == "DetectionEvaluate" or (layer.type == "Accuracy" and not judges)
+    ]
+    read = {bottom for layer in layers for bottom in layer.bottom}
+    found = [bottom for layer in judges for bottom in layer.bottom]
+    found += [top for layer in layers for top in layer.top if top not in read and not _is_score(layer)]
+    return [name for name in dict.fromkeys(found) if name in learned]
+
+
+def _is_score(layer: caffe_pb2.LayerParameter) -> bool:
+    return _is_loss(layer) or layer.type in _SCORES
+
+
+def _learned_blobs(layers: Layers) -> set[str]:
+    """What depends on a layer that learns."""
+    learned: set[str] = set()
+    for layer in layers:
+        if not _is_score(layer) and (layer.type in _LEARNED or learned & set(layer.bottom)):
+            learned |= set(layer.top)
+    return learned
+
+
+def _is_auxiliary(layer: caffe_pb2.LayerParameter, losses: Layers) -> bool:
+    """Whether another loss of the same type and labels has a greater weight."""
+    return any(
+        other.type == layer.type and other.bottom[1:] == layer.bottom[1:] and _weight(other) > _weight(layer)
+        for other in losses
+    )
+
+
+def _weight(layer: caffe_pb2.LayerParameter) -> float:
+    return layer.loss_weight[0] if layer.loss_weight else 1.0
+
+
+def _make_heads(layers: Layers, outputs: Iterable[str]) -> list[caffe_pb2.LayerParameter]:
+    """Softmax and Sigmoid of the outputs whose losses begin with them, unless the net has them already."""
+    heads: list[caffe_pb2.LayerParameter] = []
+    for output in outputs:
+        readers = [layer for layer in layers if output in layer.bottom[:1]]
+        kinds = [_HEADS[layer.type] for layer in readers if layer.type in _HEADS]
+        if not kinds or any(layer.type == kinds[0] for layer in readers):
+            continue
+        loss = next(layer for layer in readers if layer.type in _HEADS)
+        name = f"{output}_prob" if heads else "prob"
+        head = caffe_pb2.LayerParameter(name=name, type=kinds[0], bottom=[output], top=[name])
+        if kinds[0] == "Softmax" and loss.softmax_param.axis != 1:
+            head.softmax_param.axis = loss.softmax_param.axis
+        heads.append(head)
+    return heads
+
+
+def _input_shape(layer: caffe_pb2.LayerParameter, index: int, shapes: Mapping[str, Sequence[int]], batch: int) -> Shape:
+    """The shape of an input with its batch."""
+    name = layer.top[index]
+    if name in shapes:
+        return (batch, *shapes[name])
+    if layer.type == "Input":
+        given = layer.input_param.shape
+        return (batch, *given[index if len(given) > 1 else 0].dim[1:])
+    shape = record_shape(layer) if index == 0 else None
+    if shape is None:
+        raise ConfigError(
+            f"layer '{layer.name}': the shape of '{name}' does not follow from the prototxt; give that of one record: "
+            f"--input {name}=3,224,224"
+        )
+    return (batch, *shape)

@@ -1,0 +1,69 @@
+"""Features: the blobs of a net as records, as Caffe's `extract_features.cpp` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from caffepy.blob import Blob
+from caffepy.data.sources.record_write import RecordWriter
+from caffepy.errors import ConfigError
+from caffepy.net.net import Net
+from caffepy.proto import caffe_pb2
+from caffepy.registry import suggest
+
+_MOST_AXES = 4
+"""Of Datums: N, C, H and W."""
+
+
+def extract_features(
+    net: Net, names: Sequence[str], writers: Sequence[RecordWriter], batches: int,
+    advance: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Write blobs of a net's batches, a Datum of floats for each of their items; the keys count the items.
+
+    Args:
+        net: one with a data layer and weights.
+        names: of the blobs.
+        writers: one for each blob.
+        batches: how often the net runs.
+        advance: called after each batch.
+
+    Raises:
+        ConfigError: the net has no such blob, or one of more than four axes.
+        CaffepyError: what the net's data or device lack.
+    """
+    blobs = [_blob(net, name) for name in names]
+    for _ in range(batches):
+        net.forward()
+        net.raise_device_errors()
+        for name, blob, writer in zip(names, blobs, writers, strict=True):
+            for datum in _datums(name, blob):
+                writer.put(f"{writer.count:010d}".encode(), datum.SerializeToString())
+        advance()
+
+
+def check_blobs(net: Net, names: Sequence[str]) -> None:
+    """Look for the blobs before anything is written.
+
+    Raises:
+        ConfigError: the net has no blob of one of the names.
+    """
+    for name in names:
+        _blob(net, name)
+
+
+def _blob(net: Net, name: str) -> Blob:
+    if name not in net.blobs:
+        raise ConfigError(f"the net has no blob '{name}'; {suggest(name, list(net.blobs))}")
+    return net.blobs[name]
+
+
+def _datums(name: str, blob: Blob) -> Iterator[caffe_pb2.Datum]:
+    """A Datum for each item of the first axis; missing axes count as 1, as in Caffe."""
+    values = blob.host_data().astype("float32")
+    if values.ndim > _MOST_AXES:
+        raise ConfigError(f"blob '{name}' has {values.ndim} axes; a Datum takes at most {_MOST_AXES}")
+    values = values.reshape(values.shape + (1,) * (_MOST_AXES - values.ndim))
+    channels, height, width = values.shape[1:]
+    for item in values:
+        yield caffe_pb2.Datum(channels=channels, height=height, width=width, float_data=item.ravel().tolist())

@@ -1,0 +1,96 @@
+"""Images classified by a net (pycaffe's `classifier.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.proto.caffe_pb2 import TEST
+from caffepy.pycaffe import io
+from caffepy.pycaffe.net import Net
+
+
+def configured_transformer(
+    in_: str, shape: Sequence[int], options: Mapping[str, Any], order: Sequence[int] = (2, 0, 1)
+) -> io.Transformer:
+    """A Transformer of one input, as Classifier and Detector configure it.
+
+    Args:
+        in_: the input's name.
+        shape: its shape.
+        options: `mean`, `input_scale`, `raw_scale` and `channel_swap`; None: not used.
+        order: of an image's dimensions.
+    """
+    transformer = io.Transformer({in_: shape})
+    transformer.set_transpose(in_, order)
+    for name, value in options.items():
+        if value is not None:
+            getattr(transformer, f"set_{name}")(in_, value)
+    return transformer
+
+
+class Classifier(Net):
+    """A net that classifies images, whole or as the average over ten crops.
+
+    Args:
+        model_file: the deploy prototxt.
+        pretrained_file: the weights; None: as the fillers make them.
+        image_dims: height and width to which images are resized before they are cropped; None: the net's input.
+        mean: as `io.Transformer.set_mean`.
+        input_scale: as `io.Transformer.set_input_scale`.
+        raw_scale: as `io.Transformer.set_raw_scale`.
+        channel_swap: as `io.Transformer.set_channel_swap`.
+    """
+
+    def __init__(
+        self,
+        model_file: str | Path,
+        pretrained_file: str | Path | None,
+        image_dims: Sequence[int] | None = None,
+        mean: NDArray[Any] | None = None,
+        input_scale: float | None = None,
+        raw_scale: float | None = None,
+        channel_swap: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model_file, TEST, weights=pretrained_file)
+        in_ = self.inputs[0]
+        shape = self.blobs[in_].data.shape
+        options = {"mean": mean, "input_scale": input_scale, "raw_scale": raw_scale, "channel_swap": channel_swap}
+        self.transformer = configured_transformer(in_, shape, options)
+        self.crop_dims = np.array(shape[2:])
+        self.image_dims: Sequence[int] = self.crop_dims.tolist() if image_dims is None else image_dims
+
+    def predict(self, inputs: Sequence[NDArray[Any]], oversample: bool = True) -> NDArray[Any]:
+        """The probabilities of each image's classes.
+
+        Args:
+            inputs: images (H, W, K), from 0 to 1.
+            oversample: average over corners, centre and their mirrors; else take the centre alone.
+
+        Returns:
+            (N, classes), one row an image.
+
+        Raises:
+            UserError: the net's input is larger than `image_dims`.
+        """
+        resized = np.stack([io.resize_image(image, self.image_dims) for image in inputs])
+        crops = io.oversample(resized, self.crop_dims) if oversample else self._centres(resized)
+        in_ = self.inputs[0]
+        batch: dict[str, Any] = {in_: np.stack([self.transformer.preprocess(in_, crop) for crop in crops])}
+        predictions = self.forward_all(**batch)[self.outputs[0]]
+        if oversample:
+            predictions = predictions.reshape(len(predictions) // 10, 10, -1).mean(1)
+        return np.asarray(predictions)
+
+    def _centres(self, images: NDArray[Any]) -> NDArray[Any]:
+        height, width = self.crop_dims
+        if height > images.shape[1] or width > images.shape[2]:
+            raise io.ArrayError(
+                f"the net's input of {height} x {width} is larger than image_dims, {tuple(self.image_dims)}"
+            )
+        top, left = int((images.shape[1] - height) / 2), int((images.shape[2] - width) / 2)
+        return images[:, top : top + height, left : left + width]

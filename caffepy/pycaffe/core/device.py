@@ -1,0 +1,158 @@
+"""The devices that nets are made on, and the NumPy arrays through which a program reads and writes their blobs.
+
+Caffe's `SyncedMemory` copies between host and device when either asks. Here the arrays that a program holds are copied
+to the device before anything is computed and from it afterwards, so that between calls both have the same numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.backend import Array, Backend, create_backend
+
+HostArray = NDArray[np.float32]
+_Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+class _Copy:
+    """A host array that a program holds or has just been given, and the device array that it is a copy of."""
+
+    def __init__(self, backend: Backend, array: Array) -> None:
+        self._backend = backend
+        self._array = array
+        host: HostArray = np.empty(array.shape, np.float32)  # owns its memory: views of it keep it, and no other, alive
+        host[...] = backend.to_host(array)
+        self._known = host.copy()
+        """The numbers that both had last."""
+        self._given: HostArray | None = host
+        """Keeps what was written into an array that the program holds no longer, until it is copied to the device."""
+        self._host = weakref.ref(host)
+
+    def host(self) -> HostArray | None:
+        """The host array, None if the program does not hold it any more."""
+        return self._host()
+
+    def give(self) -> HostArray:
+        """The host array for the program, which lives until the next `upload` at least; it must live now."""
+        self._given = self._host()
+        assert self._given is not None
+        view: HostArray = self._given.view()
+        return view
+
+    def upload(self) -> None:
+        """Copy to the device what the program has changed, and only then: arrays of another shape may share memory."""
+        host = self._host()
+        if host is not None and not np.array_equal(_bits(host), _bits(self._known)):
+            self._backend.from_host(host, self._array)
+            self._known[...] = host
+        self._given = None
+
+    def download(self) -> None:
+        """Copy the device's numbers to the host."""
+        host = self._host()
+        if host is not None:
+            self._known[...] = self._backend.to_host(self._array)
+            host[...] = self._known
+
+
+def _bits(array: HostArray) -> NDArray[np.uint32]:
+    """Bit patterns, among which NaN equals itself."""
+    return array.reshape(-1).view(np.uint32)
+
+
+def _pointer(array: Array) -> int:
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0])
+
+
+class HostArrays:
+    """The host arrays of one device's blobs.
+
+    Args:
+        backend: the device.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._copies: dict[_Key, _Copy] = {}
+
+    def of(self, array: Array) -> HostArray:
+        """A C-contiguous float32 array of the numbers of a device array, in logical order.
+
+        What is written into it reaches the device; it is the very memory where that is possible.
+        """
+        if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.flags.c_contiguous:
+            view: HostArray = array.view()
+            return view
+        key = (_pointer(array), tuple(array.shape), tuple(array.strides))
+        found = self._copies.get(key)
+        if found is None or found.host() is None:
+            for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
+                other.upload()
+            found = self._copies[key] = _Copy(self._backend, array)
+        return found.give()
+
+    def upload(self) -> None:
+        """Copy to the device what the program has written."""
+        for copy in self._copies.values():
+            copy.upload()
+        self._copies = {key: copy for key, copy in self._copies.items() if copy.host() is not None}
+
+    def download(self) -> None:
+        """Bring the arrays that the program holds up to date."""
+        for copy in self._copies.values():
+            copy.download()
+
+
+class Device:
+    """One device of this process.
+
+    Args:
+        backend: its primitives.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.arrays = HostArrays(backend)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let the calling thread use the backend within a block that changes nothing that the program can see."""
+        with self.backend.activate():
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A block that computes on the device: it sees what the program has written, the program then its results."""
+        with self.backend.activate():
+            self.arrays.upload()
+            try:
+                yield
+            finally:
+                self.arrays.download()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the program's from within a `computing` block."""
+        self.arrays.download()
+        try:
+            return function(*arguments)
+        finally:
+            self.arrays.upload()
+
+
+@cache
+def device_of(number: int | None) -> Device:
+    """The device of a number, None: the CPU; the same object each time.
+
+    Raises:
+        DeviceError: it is not there.
+        MissingExtraError: CuPy or cuDNN is not installed.
+    """
+    return Device(create_backend(number))

@@ -1,0 +1,53 @@
+"""Errors of pycaffe that scripts may expect as exceptions of Python's, as BVLC's pycaffe raises them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from caffepy.errors import CaffepyError, ConfigError
+from caffepy.layers.python.python_class import UserCodeError
+
+
+class MissingFileError(ConfigError, RuntimeError):
+    """A file cannot be opened."""
+
+
+class ArgumentError(ConfigError, RuntimeError):
+    """An argument has a type, shape or value that is not possible."""
+
+
+class UnknownLayerError(ConfigError, ValueError):
+    """A net has no layer or blob of that name."""
+
+
+def check_file(path: str | os.PathLike[str]) -> Path:
+    """The path of a file that can be opened.
+
+    Raises:
+        MissingFileError: it cannot.
+    """
+    try:
+        with open(path, "rb"):
+            return Path(path)
+    except (OSError, ValueError) as error:
+        raise MissingFileError(f"Could not open file {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
+def as_users_raise() -> Iterator[None]:
+    """Let what a user's own layer or callback raised come out as it was raised, as pycaffe does.
+
+    The message that names the layer is kept as a note of the exception (Python 3.11 and later).
+    """
+    try:
+        yield
+    except CaffepyError as error:
+        cause = error.__cause__
+        if not isinstance(error, UserCodeError) or cause is None:
+            raise
+        if hasattr(cause, "add_note"):
+            cause.add_note(str(error))
+        raise cause from None

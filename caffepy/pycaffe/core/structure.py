@@ -1,0 +1,128 @@
+"""What a net is made of, as pycaffe names it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from caffepy.net import Net as CoreNet
+from caffepy.net.wiring import Node
+from caffepy.pycaffe.blob import Blob, BlobVec
+from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe.layer import visible_layer
+
+
+class NetStructure:
+    """The part of `Net` that says what is in it: blobs, layers, parameters, by name and by number."""
+
+    net: CoreNet
+    device: Device
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        """The layers of the prototxt with Split layers, without the Cast layers that caffepy puts in."""
+        return [node for node in self.net.schedule if node.layer.type != "Cast"]
+
+    def _parameter_blobs(self) -> Iterable[Any]:
+        return (blob for layer in self.net.layers for blob in layer.blobs)
+
+    @cached_property
+    def blobs(self) -> OrderedDict[str, Blob]:
+        """The blobs by name, in the order in which layers make them, those of Split layers included."""
+        found: OrderedDict[str, Blob] = OrderedDict()
+        for node in self._nodes:
+            for top in node.tops:
+                if not any(top is bottom for bottom in node.bottoms):
+                    found[top.name] = Blob(top, self.device, reshaped=self._reshape_before_forward)
+        return found
+
+    @cached_property
+    def layers(self) -> list[Any]:
+        """The layers; of a Python layer the user's object."""
+        return [visible_layer(node.layer, self.device, self._blobs_of(node)) for node in self._nodes]
+
+    def _blobs_of(self, node: Node) -> BlobVec:
+        return BlobVec(Blob(blob, self.device, self._bind_diffs) for blob in node.layer.blobs)
+
+    def _bind_diffs(self) -> None:
+        _ = self.net.parameters.diff
+
+    def _reshape_before_forward(self) -> None:
+        for node in self.net.schedule:
+            node.shapes = []
+
+    @cached_property
+    def params(self) -> OrderedDict[str, BlobVec]:
+        """The parameters of each layer that has some, by its name."""
+        pairs = zip(self._layer_names, self.layers, strict=True)
+        return OrderedDict((name, layer.blobs) for name, layer in pairs if len(layer.blobs))
+
+    @cached_property
+    def layer_dict(self) -> OrderedDict[str, Any]:
+        """The layers by name."""
+        return OrderedDict(zip(self._layer_names, self.layers, strict=True))
+
+    @cached_property
+    def blob_loss_weights(self) -> OrderedDict[str, float]:
+        """Each blob's weight in the loss, by name."""
+        return OrderedDict((name, self.net.loss_weight(blob.blob)) for name, blob in self.blobs.items())
+
+    @cached_property
+    def inputs(self) -> list[str]:
+        """The blobs that the program fills: tops of Input layers."""
+        return list(self.net.inputs)
+
+    @cached_property
+    def outputs(self) -> list[str]:
+        """The blobs that no layer reads."""
+        return list(self.net.outputs)
+
+    @cached_property
+    def top_names(self) -> OrderedDict[str, list[str]]:
+        """The tops of each layer, by its name."""
+        return OrderedDict((node.layer.name, [top.name for top in node.tops]) for node in self._nodes)
+
+    @cached_property
+    def bottom_names(self) -> OrderedDict[str, list[str]]:
+        """The bottoms of each layer, by its name."""
+        return OrderedDict(
+            (node.layer.name, list(node.layer.param.bottom[: len(node.bottoms)])) for node in self._nodes
+        )
+
+    @property
+    def name(self) -> str:
+        return self.net.name
+
+    # -- the names that scripts take from the compiled module -------------------------------------------
+
+    @cached_property
+    def _layer_names(self) -> list[str]:
+        return [node.layer.name for node in self._nodes]
+
+    @property
+    def _blob_names(self) -> list[str]:
+        return list(self.blobs)
+
+    @property
+    def _blobs(self) -> list[Blob]:
+        return list(self.blobs.values())
+
+    @property
+    def _blob_loss_weights(self) -> list[float]:
+        return list(self.blob_loss_weights.values())
+
+    @property
+    def _inputs(self) -> list[int]:
+        return [self._blob_names.index(name) for name in self.inputs]
+
+    @property
+    def _outputs(self) -> list[int]:
+        return [self._blob_names.index(name) for name in self.outputs]
+
+    def _top_ids(self, layer: int) -> list[int]:
+        return [self._blob_names.index(name) for name in self.top_names[self._layer_names[layer]]]
+
+    def _bottom_ids(self, layer: int) -> list[int]:
+        return [self._blob_names.index(name) for name in self.bottom_names[self._layer_names[layer]]]

@@ -1,0 +1,191 @@
+"""Pictures of nets (pycaffe's `draw.py`), without pydot: `caffepy.drawing` draws, with or without Graphviz's `dot`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from caffepy.config.filter import filter_net, net_state
+from caffepy.drawing import draw_net as _draw_file
+from caffepy.drawing import render_net
+from caffepy.proto import caffe_pb2
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+
+LAYER_STYLE_DEFAULT = {"shape": "record", "fillcolor": "#6495ED", "style": "filled"}
+NEURON_LAYER_STYLE = {"shape": "record", "fillcolor": "#90EE90", "style": "filled"}
+BLOB_STYLE = {"shape": "octagon", "fillcolor": "#E0E0E0", "style": "filled"}
+
+_COLOURS = {
+    "Convolution": "#FF5050",
+    "Deconvolution": "#FF5050",
+    "Pooling": "#FF9900",
+    "InnerProduct": "#CC33FF",
+}
+_LEARNING = ("Convolution", "Deconvolution", "InnerProduct")
+_NOTHING = '""'
+"""An empty text in Graphviz's language."""
+
+
+def get_pooling_types_dict() -> dict[int, str]:
+    """The pooling methods' names by their numbers."""
+    return {number: name for name, number in caffe_pb2.PoolingParameter.PoolMethod.items()}
+
+
+def get_edge_label(layer: LayerParameter) -> str:
+    """What stands at the lines from a layer to its tops: its batch size or number of outputs, or nothing."""
+    if layer.type == "Data":
+        return f"Batch {layer.data_param.batch_size}"
+    if layer.type in ("Convolution", "Deconvolution"):
+        return str(layer.convolution_param.num_output)
+    return str(layer.inner_product_param.num_output) if layer.type == "InnerProduct" else _NOTHING
+
+
+def get_layer_lr_mult(layer: LayerParameter) -> tuple[float, float]:
+    """The lr_mult of weights and biases; 1 where none is given.
+
+    Raises:
+        ValueError: the layer is none of Convolution, Deconvolution and InnerProduct, or has more than two.
+    """
+    if layer.type not in _LEARNING:
+        raise ValueError(f"{layer.type} layers do not have a learning rate multiplier")
+    if len(layer.param) > 2:
+        raise ValueError(f"Could not parse the learning rate multiplier: layer '{layer.name}' has more than two")
+    weights, biases = [*(param.lr_mult for param in layer.param), 1.0, 1.0][:2]
+    return weights, biases
+
+
+def get_layer_label(layer: LayerParameter, rankdir: str, display_lrm: bool = False) -> str:
+    """A layer's text, in double quotes: name, type, window and, with `display_lrm`, learning rate multipliers.
+
+    Vertical graphs have it in one line, horizontal ones in several, separated by a backslash and an n.
+    """
+    kind = layer.type
+    if kind == "Pooling":
+        kind = f"{kind} {get_pooling_types_dict()[layer.pooling_param.pool]}"
+    lines = [layer.name, f"({kind})", *_window(layer)]
+    if display_lrm and layer.type in _LEARNING and any(multipliers := get_layer_lr_mult(layer)):
+        lines.append(f"lr mult: {multipliers[0]:.1f}, {multipliers[1]:.1f}")
+    return '"' + (" " if rankdir in ("TB", "BT") else r"\n").join(lines) + '"'
+
+
+def _window(layer: LayerParameter) -> Iterator[str]:
+    if layer.type == "Pooling":
+        pooling = layer.pooling_param
+        sizes = (pooling.kernel_size, pooling.stride, pooling.pad)
+    elif layer.type in ("Convolution", "Deconvolution"):
+        param = layer.convolution_param
+        sizes = ([*param.kernel_size, 1][0], [*param.stride, 1][0], [*param.pad, 0][0])
+    else:
+        return
+    for name, size in zip(("kernel size", "stride", "pad"), sizes, strict=True):
+        yield f"{name}: {size}"
+
+
+def choose_color_by_layertype(layertype: str) -> str:
+    """The colour of a layer's box."""
+    return _COLOURS.get(layertype, LAYER_STYLE_DEFAULT["fillcolor"])
+
+
+class NetGraph:
+    """A net's graph, with the methods of pydot's that scripts use.
+
+    Args:
+        net: the net.
+        rankdir: LR, RL, TB or BT.
+        label_edges: whether the text has numbers of outputs at its lines; pictures name the blobs there.
+        phase: caffe_pb2.TRAIN or TEST, None: all layers.
+        display_lrm: whether learning rate multipliers are shown.
+    """
+
+    def __init__(
+        self, net: NetParameter, rankdir: str, label_edges: bool, phase: int | None, display_lrm: bool
+    ) -> None:
+        self._net = net
+        self._rankdir = rankdir
+        self._label_edges = label_edges
+        self._phase = phase
+        self._display_lrm = display_lrm
+
+    def to_string(self) -> str:
+        """The graph in Graphviz's language, as pycaffe makes it: a node for each layer and each blob."""
+        net = self._net
+        layers = net.layer if self._phase is None else filter_net(net, net_state(self._phase, net.state)).layer
+        nodes: dict[str, None] = {}
+        edges: list[str] = []
+        for layer in layers:
+            self._add(layer, nodes, edges)
+        lines = [f"digraph {_quoted(net.name or 'Net')} {{", f"rankdir={self._rankdir};", *nodes, *edges, "}"]
+        return "\n".join(lines) + "\n"
+
+    def _add(self, layer: LayerParameter, nodes: dict[str, None], edges: list[str]) -> None:
+        in_place = len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]
+        colour = NEURON_LAYER_STYLE["fillcolor"] if in_place else choose_color_by_layertype(layer.type)
+        label = _quoted(get_layer_label(layer, self._rankdir, self._display_lrm)[1:-1]).replace(r"\\n", r"\n")
+        name = _quoted(f"{layer.name}_{layer.type}")
+        nodes[f'{name} [label={label}, shape=record, fillcolor="{colour}", style=filled];'] = None
+        for blob in (*layer.bottom, *layer.top):
+            text = f'[label={_quoted(blob)}, shape=octagon, fillcolor="{BLOB_STYLE["fillcolor"]}", style=filled];'
+            nodes[f"{_quoted(f'{blob}_blob')} {text}"] = None
+        made = get_edge_label(layer).strip('"') if self._label_edges else ""
+        edges.extend(f"{_quoted(f'{blob}_blob')} -> {name};" for blob in layer.bottom)
+        edges.extend(f"{name} -> {_quoted(f'{blob}_blob')} [label={_quoted(made)}];" for blob in layer.top)
+
+    def create(self, prog: str | None = None, format: str = "png") -> bytes:
+        """The picture's bytes; `prog`, the layout program of pydot's, makes no difference.
+
+        Raises:
+            ConfigError: the format or rankdir is unknown.
+        """
+        if format in ("raw", "dot", "gv"):
+            return self.to_string().encode()
+        return render_net(self._net, format, self._rankdir, self._phase, rates=self._display_lrm)
+
+    def write(self, path: str | Path, prog: str | None = None, format: str = "raw") -> bool:
+        """Write the picture into a file; True as in pydot."""
+        Path(path).write_bytes(self.create(prog, format))
+        return True
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def get_pydot_graph(
+    caffe_net: NetParameter,
+    rankdir: str,
+    label_edges: bool = True,
+    phase: int | None = None,
+    display_lrm: bool = False,
+) -> NetGraph:  # fmt: skip
+    """The graph of a net, in an object with pydot's methods; arguments as in `NetGraph`."""
+    return NetGraph(caffe_net, rankdir, label_edges, phase, display_lrm)
+
+
+def draw_net(
+    caffe_net: NetParameter, rankdir: str, ext: str = "png", phase: int | None = None, display_lrm: bool = False
+) -> bytes:
+    """A net's picture, as the bytes of a file.
+
+    Args:
+        caffe_net: the net.
+        rankdir: LR, RL, TB or BT.
+        ext: the format, one of `caffepy.drawing.FORMATS`.
+        phase: caffe_pb2.TRAIN or TEST, None: all layers.
+        display_lrm: whether learning rate multipliers are shown.
+
+    Raises:
+        ConfigError: the format or rankdir is unknown, or the net does not hold together.
+    """
+    return render_net(caffe_net, ext, rankdir, phase, rates=display_lrm)
+
+
+def draw_net_to_file(
+    caffe_net: NetParameter,
+    filename: str | Path,
+    rankdir: str = "LR",
+    phase: int | None = None,
+    display_lrm: bool = False,
+) -> None:  # fmt: skip
+    """Draw a net into a file, in the format of its ending; arguments and errors as in `draw_net`."""
+    _draw_file(caffe_net, filename, rankdir, phase, rates=display_lrm)

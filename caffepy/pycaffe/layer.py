@@ -1,0 +1,164 @@
+"""The layers of a net as pycaffe shows them, and layers made by themselves (NVIDIA's `create_layer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import text_format
+
+from caffepy.layers.core.base import LAYERS, LayerContext, layer_class
+from caffepy.layers.core.base import Layer as CoreLayer
+from caffepy.layers.python.python_layer import PythonLayer
+from caffepy.net.wiring import Node
+from caffepy.proto import caffe_pb2
+from caffepy.pycaffe.blob import Blob, BlobVec, unwrap
+from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise
+from caffepy.pycaffe.mode import mode
+
+
+def layer_type_list() -> list[str]:
+    """The types of layers that a prototxt can name, in alphabetical order."""
+    layer_class("Python")  # imports all of them
+    return sorted(LAYERS)
+
+
+class LayerBase:
+    """A layer of caffepy's own; a Python layer of a net is the user's object instead.
+
+    Args:
+        layer: caffepy's.
+        device: where it computes.
+        blobs: its parameters; None: made of the layer's.
+    """
+
+    def __init__(self, layer: CoreLayer, device: Device, blobs: BlobVec | None = None) -> None:
+        self.layer = layer
+        self._device = device
+        self._blobs = blobs
+
+    @property
+    def type(self) -> str:
+        return self.layer.type
+
+    @property
+    def blobs(self) -> BlobVec:
+        """The parameters."""
+        if self._blobs is None or len(self._blobs) != len(self.layer.blobs):
+            self._blobs = BlobVec(Blob(blob, self._device) for blob in self.layer.blobs)
+        return self._blobs
+
+    def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Read the prototxt and make the parameters."""
+        with self._device.computing(), as_users_raise(), self._node(bottom, top).named_errors():
+            self.layer.setup(unwrap(bottom), unwrap(top))
+
+    def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Give the tops the shapes that follow from the bottoms'."""
+        with self._device.computing(), as_users_raise():
+            self._node(bottom, top).reshape()
+
+    def SetUp(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:  # noqa: N802
+        """`setup`, the tops' loss weights, and `reshape` (NVIDIA's Caffe)."""
+        written = list(self.layer.param.loss_weight)
+        default = [float(self.layer.is_loss and index == 0) for index in range(len(top))]
+        self.layer.loss_weights = written or default
+        self.setup(bottom, top)
+        self.reshape(bottom, top)
+
+    def Reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:  # noqa: N802
+        """`reshape` (NVIDIA's Caffe)."""
+        self.reshape(bottom, top)
+
+    def Forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> float:  # noqa: N802
+        """Compute the tops' data after a `reshape`; returns the layer's part of the loss (NVIDIA's Caffe)."""
+        self.reshape(bottom, top)
+        node = self._node(bottom, top)
+        with self._device.computing(), as_users_raise(), node.named_errors():
+            self.layer.forward(node.bottoms, node.tops)
+            host = self._device.backend.to_host
+            weights = zip(node.tops, self.layer.loss_weights, strict=False)
+            return sum(weight * float(host(top.data).sum()) for top, weight in weights if weight)
+
+    def Backward(  # noqa: N802
+        self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
+    ) -> None:
+        """Compute the diffs of the bottoms that are marked, and add to the parameters' (NVIDIA's Caffe)."""
+        node = self._node(bottom, top)
+        with self._device.computing(), as_users_raise(), node.named_errors():
+            for blob in self.layer.blobs:
+                blob.gradient_started = True
+            self.layer.backward(node.tops, list(propagate_down), node.bottoms)
+
+    def _node(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> Node:
+        return Node(self.layer, unwrap(bottom), unwrap(top))
+
+    def __repr__(self) -> str:
+        return f"<caffe.Layer {self.layer.name!r} of type {self.type}>"
+
+
+def visible_layer(layer: CoreLayer, device: Device, blobs: BlobVec) -> Any:
+    """What `net.layers` holds for a layer: the user's object of a Python layer, which then has `blobs`."""
+    if isinstance(layer, PythonLayer):
+        layer.blobs_between_calls = layer.instance.blobs = blobs
+        return layer.instance
+    return LayerBase(layer, device, blobs)
+
+
+class LayerParameter:
+    """A layer's prototxt, for `create_layer` (NVIDIA's Caffe).
+
+    Args:
+        param: a LayerParameter message, or one in text form.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+
+    def __init__(self, param: Any) -> None:
+        self.param = _layer_param(param)
+
+    def from_python(self, param: Any) -> None:
+        """Take another message or text."""
+        self.param = _layer_param(param)
+
+    def to_python(self) -> caffe_pb2.LayerParameter:
+        """A copy as a message."""
+        copy = caffe_pb2.LayerParameter()
+        copy.CopyFrom(self.param)
+        return copy
+
+
+def _layer_param(param: Any) -> caffe_pb2.LayerParameter:
+    message = caffe_pb2.LayerParameter()
+    if isinstance(param, LayerParameter):
+        message.CopyFrom(param.param)
+    elif hasattr(param, "SerializeToString"):
+        message.ParseFromString(param.SerializeToString())
+    elif isinstance(param, str):
+        try:
+            text_format.Parse(param, message)
+        except text_format.ParseError as error:
+            raise ArgumentError(f"this is no LayerParameter in text form: {error}") from error
+    else:
+        raise ArgumentError(f"a LayerParameter or its text is needed, not {type(param).__name__}")
+    return message
+
+
+def create_layer(param: Any) -> LayerBase:
+    """A layer by itself on the present device (NVIDIA's Caffe); call its SetUp, then Forward and Backward.
+
+    Args:
+        param: a LayerParameter, as message or in text form.
+
+    Raises:
+        ArgumentError: it is neither.
+        ConfigError: there is no layer of its type.
+    """
+    device, message = mode.present_device(), _layer_param(param)
+    if not message.HasField("phase"):
+        message.phase = caffe_pb2.TRAIN
+    context = LayerContext(device.backend, phase=message.phase, seed=mode.next_seed())
+    with device.active():
+        return LayerBase(layer_class(message.type, f"layer '{message.name}'")(message, context), device)

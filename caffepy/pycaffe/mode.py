@@ -1,0 +1,178 @@
+"""What `caffe.set_mode_gpu()` and its like set: process-wide, for the nets and solvers that are made from then on."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from caffepy.data.schedule import Shard
+from caffepy.glog import GlogFormatter, StderrHandler
+from caffepy.proto import caffe_pb2
+from caffepy.pycaffe.core.device import Device, device_of
+from caffepy.pycaffe.core.errors import ArgumentError
+
+logger = logging.getLogger("caffepy.pycaffe")
+
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+"""By glog's numbers."""
+
+
+@dataclass
+class Mode:
+    """The settings; `mode` is the only object of this class.
+
+    Args:
+        gpu: whether nets are made on a GPU.
+        device: which.
+        seed: of `set_random_seed`; None: each net draws its own.
+        drawn: how many seeds were taken from it.
+        solver_count: how many processes train together.
+        solver_rank: this one's number among them.
+        multiprocess: whether they are processes, which read different records.
+    """
+
+    gpu: bool = False
+    device: int = 0
+    seed: int | None = None
+    drawn: int = 0
+    solver_count: int = 1
+    solver_rank: int = 0
+    multiprocess: bool = False
+
+    def present_device(self) -> Device:
+        """The device on which nets are made.
+
+        Raises:
+            DeviceError: it is not there.
+            MissingExtraError: CuPy or cuDNN is not installed.
+        """
+        return device_of(self.device if self.gpu else None)
+
+    def next_seed(self) -> int:
+        """The seed of the next net: of the first after `set_random_seed` the very number, of others made of it."""
+        if self.seed is None:
+            return secrets.randbits(31)
+        self.drawn += 1
+        if self.drawn == 1:
+            return self.seed
+        return int(np.random.SeedSequence([self.seed, self.drawn]).generate_state(1)[0] >> 1)
+
+    def shard(self, phase: int = caffe_pb2.TRAIN) -> Shard:
+        """Which records data layers read: those of this process's turn where processes train together."""
+        if self.multiprocess and phase == caffe_pb2.TRAIN:
+            return Shard(self.solver_rank, self.solver_count)
+        return Shard()
+
+
+mode = Mode()
+
+
+def set_mode_cpu() -> None:
+    """Make nets on the CPU from now on; it is so at first."""
+    mode.gpu = False
+
+
+def set_mode_gpu() -> None:
+    """Make nets on the GPU of `set_device` from now on; where there is none, the next net says so."""
+    mode.gpu = True
+
+
+def set_device(device_id: int) -> None:
+    """Choose the GPU of the nets made from now on; `set_mode_gpu` is needed besides, as in BVLC's Caffe.
+
+    Raises:
+        ArgumentError: the number is negative.
+    """
+    if device_id < 0:
+        raise ArgumentError(f"set_device({device_id}): give the number of a GPU, 0 or more")
+    mode.device = int(device_id)
+
+
+def set_devices(device_ids: Sequence[int]) -> None:
+    """Make nets on the first of these GPUs from now on (NVIDIA's Caffe); one net runs on one GPU.
+
+    Raises:
+        ArgumentError: none is given, or a negative number.
+    """
+    if not device_ids:
+        raise ArgumentError("set_devices([]): give the number of at least one GPU")
+    set_device(device_ids[0])
+    set_mode_gpu()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the fillers and random layers of the nets made from now on; a solver's own random_seed comes first.
+
+    Raises:
+        ArgumentError: the number is negative.
+    """
+    if seed < 0:
+        raise ArgumentError(f"set_random_seed({seed}): give a number of 0 or more")
+    mode.seed, mode.drawn = int(seed), 0
+
+
+def solver_count() -> int:
+    """How many processes train together."""
+    return mode.solver_count
+
+
+def set_solver_count(count: int) -> None:
+    """Say how many processes train together.
+
+    Raises:
+        ArgumentError: fewer than one.
+    """
+    if count < 1:
+        raise ArgumentError(f"set_solver_count({count}): give a number of 1 or more")
+    mode.solver_count = int(count)
+
+
+def solver_rank() -> int:
+    """This process's number among those that train together."""
+    return mode.solver_rank
+
+
+def set_solver_rank(rank: int) -> None:
+    """Say which of the processes this one is; rank 0 writes the log and the snapshots.
+
+    Raises:
+        ArgumentError: the number is negative.
+    """
+    if rank < 0:
+        raise ArgumentError(f"set_solver_rank({rank}): give a number of 0 or more")
+    mode.solver_rank = int(rank)
+
+
+def set_multiprocess(multiprocess: bool) -> None:
+    """Say that solvers are processes: data layers of training nets then take turns in reading the records."""
+    mode.multiprocess = bool(multiprocess)
+
+
+# -- the log -------------------------------------------------------------------------------------------
+
+_handler = StderrHandler()
+_handler.setFormatter(GlogFormatter())
+
+
+def init_log(level: int = 0, stderr: bool = True) -> None:
+    """Show caffepy's log on stderr, in glog's format; without this call only warnings are shown, by Python's logging.
+
+    Args:
+        level: the least that is shown: 0 all, 1 warnings, 2 errors, 3 fatal errors.
+        stderr: False shows nothing; Caffe writes to files instead.
+    """
+    package = logging.getLogger("caffepy")
+    package.removeHandler(_handler)
+    if stderr:
+        package.addHandler(_handler)
+    package.setLevel(_LEVELS[min(max(level, 0), len(_LEVELS) - 1)])
+    package.propagate = False
+
+
+def log(message: str) -> None:
+    """Write a line to caffepy's log."""
+    logger.info("%s", message, stacklevel=2)

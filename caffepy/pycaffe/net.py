@@ -1,0 +1,373 @@
+"""`caffe.Net`: a net whose blobs are NumPy arrays (BVLC's `python/caffe/pycaffe.py` and `_caffe.cpp`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from caffepy.config.filter import net_state
+from caffepy.config.load import read_net
+from caffepy.config.paths import PathResolver
+from caffepy.files import atomic_write
+from caffepy.layers.core.base import LayerContext
+from caffepy.net import Net as CoreNet
+from caffepy.net.wiring import Node
+from caffepy.proto import caffe_pb2
+from caffepy.pycaffe.blob import Blob
+from caffepy.pycaffe.core.batches import AllBatches, Arrays
+from caffepy.pycaffe.core.device import Device, HostArray
+from caffepy.pycaffe.core.errors import ArgumentError, UnknownLayerError, as_users_raise, check_file
+from caffepy.pycaffe.core.structure import NetStructure
+from caffepy.pycaffe.mode import mode
+from caffepy.registry import suggest
+from caffepy.snapshot.binary import write_weights_binary
+from caffepy.snapshot.files import read_weights
+from caffepy.snapshot.hdf5 import read_weights_hdf5, write_weights_hdf5
+
+logger = logging.getLogger("caffepy.pycaffe")
+
+LayerCallback = Callable[[int], Any]
+
+
+class Net(NetStructure, AllBatches):
+    """A net of one phase on the device that `set_mode_gpu` and `set_device` chose when it was made.
+
+    Every blob has memory of its own and every layer is computed by itself, so that all numbers can be seen.
+
+    Args:
+        network_file: the prototxt.
+        phase: `caffe.TRAIN` or `caffe.TEST`; in the old form, `Net(network_file, weights, phase)`, the weights.
+        rest: level, stages and weights by position; in the old form the phase.
+        level: with which include and exclude rules are compared.
+        stages: with which they are compared.
+        weights: a .caffemodel, or HDF5 file, to copy parameters from.
+
+    Raises:
+        MissingFileError: a file cannot be opened.
+        ConfigError: the net does not hold together.
+        SnapshotError: the weights cannot be read or do not fit.
+        Exception: what a Python layer's `setup` or `reshape` raised, as it raised it.
+    """
+
+    def __init__(
+        self,
+        network_file: str | os.PathLike[str],
+        phase: Any = None,
+        *rest: Any,
+        level: int = 0,
+        stages: Iterable[str] | None = None,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if isinstance(phase, (str, os.PathLike)):
+            weights, phase, rest = phase, (rest or (None,))[0], rest[1:]
+            logger.warning("DEPRECATION WARNING - deprecated use of Python interface")
+            logger.warning('Use this instead (with the named "weights" parameter):')
+            logger.warning("Net('%s', %s, weights='%s')", network_file, phase, weights)
+        given: dict[str, Any] = {"level": level, "stages": stages, "weights": weights}
+        given |= dict(zip(("level", "stages", "weights"), rest, strict=False))
+        weights = given["weights"]
+        path = check_file(network_file)
+        files = [check_file(weights)] if weights is not None else []
+        device = mode.present_device()
+        with device.computing(), as_users_raise():
+            self._wrap(_build(path, _state(phase, given["level"], given["stages"]), device), device)
+        for file in files:
+            self.copy_from(file)
+
+    @classmethod
+    def of(cls, net: CoreNet, device: Device) -> Net:
+        """A solver's net as pycaffe shows it."""
+        wrapped = cls.__new__(cls)
+        wrapped._wrap(net, device)
+        return wrapped
+
+    def _wrap(self, net: CoreNet, device: Device) -> None:
+        self.net = net
+        """caffepy's net."""
+        self.device = device
+        """What `with net.device.computing():` is for: a block that computes with caffepy's own arrays."""
+        self._input_arrays: tuple[HostArray, HostArray] | None = None
+        self.has_callbacks = False
+        """Whether `before_forward` or its like was called."""
+        self._position = {id(node): index for index, node in enumerate(net.schedule)}
+        if net.phase == caffe_pb2.TRAIN:
+            _ = net.parameters.diff  # arrays of parameters that are handed out stay the parameters' own
+        for blob in self._parameter_blobs():
+            blob.gradient_started = True  # `backward` adds to the parameters' diffs
+        weakref.finalize(self, net.close)
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        blobs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **kwargs: Any,
+    ) -> Arrays:
+        """Run the layers from `start` to `end`, both included.
+
+        Args:
+            blobs: blobs to return besides the outputs.
+            start: the first layer; None: the net's.
+            end: the last layer, whose tops are returned instead of the net's outputs; None: the net's.
+            kwargs: the numbers of the inputs, all of them or none, by blob name.
+
+        Returns:
+            Arrays by blob name, which the next call changes.
+
+        Raises:
+            UnknownLayerError: there is no such layer or blob.
+            ArgumentError: the keywords are not the inputs, or have another number of rows.
+            Exception: what a Python layer raised, as it raised it.
+        """
+        first = self._index(start) if start is not None else 0
+        last = self._index(end) if end is not None else len(self._nodes) - 1
+        wanted = [*(self.top_names[end] if end is not None else self.outputs), *(blobs or [])]
+        self._fill(kwargs, "data", self.inputs)
+        self._run_forward(first, last)
+        return {name: self._blob(name).data for name in wanted}
+
+    def backward(
+        self,
+        diffs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **kwargs: Any,
+    ) -> Arrays:
+        """Run backward the layers from `start` down to `end`, both included; gradients of parameters add up.
+
+        Args:
+            diffs: blobs whose diffs are returned besides those of the inputs.
+            start: the layer to begin with; None: the net's last.
+            end: the layer to end with, whose bottoms' diffs are returned; None: the net's first.
+            kwargs: the diffs of the outputs, all of them or none, by blob name; without them they are as they are.
+
+        Returns:
+            Arrays by blob name, which the next call changes.
+
+        Raises:
+            UnknownLayerError, ArgumentError, Exception: as `forward` does.
+        """
+        first = self._index(start) if start is not None else len(self._nodes) - 1
+        last = self._index(end) if end is not None else 0
+        wanted = [*(self.bottom_names[end] if end is not None else self.inputs), *(diffs or [])]
+        self._fill(kwargs, "diff", self.outputs)
+        self._backward(first, last)
+        return {name: self._blob(name).diff for name in wanted}
+
+    def _forward(self, start: int, end: int) -> float:
+        """Run layers by number; returns their part of the loss."""
+        self._run_forward(start, end)
+        pairs = [
+            (top, weight)
+            for node in self._nodes[start : end + 1]
+            for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
+            if weight
+        ]
+        with self.device.active():
+            return sum(weight * float(self.net.backend.to_host(top.data).sum(dtype="float64")) for top, weight in pairs)
+
+    def _run_forward(self, start: int, end: int) -> None:
+        with self.device.computing(), as_users_raise():
+            if copies := self.net.parameters.copies:
+                self.net.parameters.refresh(copies)
+            self.net.forward_part(self._part(start, end))
+            self._raise_device_errors()
+
+    def _backward(self, start: int, end: int) -> None:
+        """Run layers backward by number, from the later to the earlier one."""
+        with self.device.computing(), as_users_raise():
+            self.net.backward(self._part(end, start))
+            self._raise_device_errors()
+
+    def _raise_device_errors(self) -> None:
+        if self.net.backend.asynchronous:
+            self.net.backend.synchronize()
+            self.net.raise_device_errors()
+
+    def _part(self, first: int, last: int) -> list[Node]:
+        """The nodes of some layers, with the Cast layers before those that need them."""
+        if not 0 <= first <= last < len(self._nodes):
+            raise ArgumentError(f"layers {first} to {last} of a net with {len(self._nodes)} layers: not in that order")
+        begin = self._position[id(self._nodes[first - 1])] + 1 if first else 0
+        return self.net.schedule[begin : self._position[id(self._nodes[last])] + 1]
+
+    def _index(self, layer: str) -> int:
+        if layer not in self._layer_names:
+            raise UnknownLayerError(f"the net has no layer '{layer}'; {suggest(layer, self._layer_names)}")
+        return self._layer_names.index(layer)
+
+    def _blob(self, name: str) -> Blob:
+        if name not in self.blobs:
+            raise UnknownLayerError(f"the net has no blob '{name}'; {suggest(name, list(self.blobs))}")
+        return self.blobs[name]
+
+    def _fill(self, arrays: dict[str, Any], part: str, names: list[str]) -> None:
+        """Copy keyword arguments into the inputs' data, or into the outputs' diffs."""
+        if not arrays:
+            return
+        if set(arrays) != set(names):
+            what = (
+                "Input blob arguments do not match net inputs"
+                if part == "data"
+                else ("Top diff arguments do not match net outputs")
+            )
+            raise ArgumentError(f"{what}: {', '.join(sorted(arrays))} are given for {', '.join(names) or 'none'}")
+        for name, array in arrays.items():
+            numbers, blob = np.asarray(array), self.blobs[name]
+            if numbers.ndim and numbers.shape[:1] != blob.shape[:1]:
+                what = "Input" if part == "data" else "Diff"
+                raise ArgumentError(
+                    f"{what} is not batch sized: '{name}' is given in shape {numbers.shape} and is {blob.shape} in the "
+                    "net; reshape the blob first"
+                )
+            getattr(blob, part)[...] = numbers
+
+    def reshape(self) -> None:
+        """Reshape all layers to the blobs' present shapes."""
+        with self.device.computing(), as_users_raise():
+            self.net.reshape()
+
+    def clear_param_diffs(self) -> None:
+        """Set the parameters' diffs to 0."""
+        with self.device.computing():
+            self._bind_diffs()
+            for blob in self._parameter_blobs():
+                self.net.backend.fill(blob.diff, 0.0)
+                blob.gradient_started = True
+
+    def set_input_arrays(self, data: HostArray, labels: HostArray) -> None:
+        """Give the net's first layer, a MemoryData layer, the arrays to take its batches from; they are not copied.
+
+        Args:
+            data: float32 (n, channels, height, width), C-contiguous, n a multiple of the layer's batch_size.
+            labels: float32, n of them.
+
+        Raises:
+            ArgumentError: the first layer is another one, or the arrays are not as it needs them.
+        """
+        layer: Any = self._nodes[0].layer
+        if layer.type != "MemoryData":
+            raise ArgumentError("set_input_arrays may only be called if the first layer is a MemoryDataLayer")
+        for name, array, axes in (("data", data, (4,)), ("labels", labels, (1, 4))):
+            if not array.flags.c_contiguous or array.dtype != np.float32 or array.ndim not in axes:
+                raise ArgumentError(
+                    f"{name} array must be C contiguous, 4-d and float32; it is {array.dtype} of shape {array.shape}"
+                )
+        layer.reset_arrays(data, labels)
+
+    _set_input_arrays = set_input_arrays
+
+    # -- callbacks -----------------------------------------------------------------------------------
+
+    def before_forward(self, callback: LayerCallback) -> None:
+        """Call `callback` with each layer's number before it runs forward; so do those below at their moments.
+
+        A solver whose net has such callbacks replays no captured CUDA graphs.
+        """
+        self.net.before_forward.append(self._calling(callback))
+
+    def after_forward(self, callback: LayerCallback) -> None:
+        """Call `callback` with each layer's number after it has run forward."""
+        self.net.after_forward.append(self._calling(callback))
+
+    def before_backward(self, callback: LayerCallback) -> None:
+        """Call `callback` with each layer's number before it runs backward, or would run if it had to."""
+        self.net.before_backward.append(self._calling(callback))
+
+    def after_backward(self, callback: Any) -> None:
+        """Call `callback`, or the `run` of an NCCL object, with each layer's number after it has run backward."""
+        if hasattr(callback, "on_gradients_ready") and self.net.backend.asynchronous:
+            return  # there it exchanges all gradients after the pass, and a callback would keep graphs from being used
+        self.net.after_backward.append(self._calling(getattr(callback, "run", callback)))
+
+    def _calling(self, callback: LayerCallback) -> Callable[[Node], None]:
+        self.has_callbacks = True
+        numbers = {id(node): number for number, node in enumerate(self._nodes)}
+        device = self.device
+
+        def call(node: Node) -> None:
+            if id(node) in numbers:
+                device.call(callback, numbers[id(node)])
+
+        return call
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    def copy_from(self, trained_file: str | os.PathLike[str]) -> None:
+        """Copy parameters from a .caffemodel or HDF5 file into the layers that have the same names.
+
+        Raises:
+            SnapshotError: it cannot be read or does not fit.
+        """
+        with self.device.computing():
+            self.net.copy_trained_layers_from(read_weights(Path(trained_file)), str(trained_file))
+
+    def share_with(self, other: Net) -> None:
+        """Let layers of the same name use the parameters of `other`; arrays handed out before are not theirs any more.
+
+        Raises:
+            ConfigError: numbers or shapes of parameters differ.
+        """
+        with self.device.computing():
+            self.net.share_trained_layers_with(other.net)
+
+    def save(self, filename: str | os.PathLike[str]) -> None:
+        """Write the net with its parameters as a .caffemodel.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        with self.device.computing():
+            write_weights_binary(Path(filename), self.net, write_diff=False)
+
+    def save_hdf5(self, filename: str | os.PathLike[str]) -> None:
+        """Write the parameters as an HDF5 file.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        with self.device.computing(), atomic_write(Path(filename)) as file:
+            write_weights_hdf5(file, self.net, write_diff=False)
+
+    def load_hdf5(self, filename: str | os.PathLike[str]) -> None:
+        """Copy parameters from an HDF5 file into the layers that have the same names.
+
+        Raises:
+            SnapshotError: it cannot be read or does not fit.
+        """
+        with self.device.computing():
+            self.net.copy_trained_layers_from(read_weights_hdf5(Path(filename)), str(filename))
+
+    def __repr__(self) -> str:
+        phase = caffe_pb2.Phase.Name(self.net.phase)
+        return f"<caffe.Net {self.name!r} ({phase}, {len(self._nodes)} layers, {self.net.backend.name})>"
+
+
+def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.NetState:
+    if phase not in (caffe_pb2.TRAIN, caffe_pb2.TEST):
+        raise ArgumentError(f"Net needs a phase, caffe.TRAIN or caffe.TEST, not {phase!r}")
+    return caffe_pb2.NetState(phase=phase, level=level, stage=list(stages or []))
+
+
+def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> CoreNet:
+    param = read_net(path)
+    context = LayerContext(
+        device.backend,
+        phase=state.phase,
+        seed=mode.next_seed(),
+        shard=mode.shard(state.phase),
+        resolve=PathResolver(path),
+    )
+    net = CoreNet(param, context, net_state(state.phase, param.state, state))
+    for node in net.nodes:
+        if node.layer.is_loss:
+            node.layer.reader_propagates = True  # the program may write the diff of the loss, as in Caffe
+    return net

@@ -1,0 +1,300 @@
+"""Nets written in Python (pycaffe's `net_spec.py`): `layers.Convolution(bottom, …)` instead of prototxt.
+
+A call of `layers` gives the layer's tops, which are the bottoms of the next call. `NetSpec` names tops and writes the
+layers that they need; without it they get names of their type and a number, as `Convolution1`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+
+from caffepy.proto import caffe_pb2
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+
+logger = logging.getLogger(__name__)
+
+Names = dict[Any, str]
+
+
+def param_name_dict() -> dict[str, str]:
+    """The field of LayerParameter in which each layer type has its parameters, without `_param`.
+
+    Example:
+        >>> param_name_dict()["InnerProduct"]
+        'inner_product'
+    """
+    found: dict[str, str] = {}
+    for field in LayerParameter.DESCRIPTOR.fields:
+        if field.name.endswith("_param") and field.message_type is not None:
+            found.setdefault(field.message_type.name.removesuffix("Parameter"), field.name.removesuffix("_param"))
+    return found
+
+
+_FIELDS = param_name_dict()
+
+
+def to_proto(*tops: Top | Function) -> NetParameter:
+    """The layers that compute all of the tops; those without a name get their type and a number."""
+    return _net_of(tops, {})
+
+
+def _net_of(tops: Any, names: Names) -> NetParameter:
+    layers: dict[Function, LayerParameter] = {}
+    numbers: Counter[str] = Counter()
+    for top in tops:
+        top._to_proto(layers, names, numbers)
+    return NetParameter(layer=layers.values())
+
+
+def assign_proto(proto: Message, name: str, val: Any) -> None:
+    """Set a field from Python values: a dict becomes a message, a list, tuple or array a repeated field.
+
+    What is neither is put into a repeated field as its only element.
+
+    Raises:
+        AttributeError: the message has no such field.
+        TypeError, ValueError: the field cannot hold the value.
+    """
+    field = getattr(proto, name)
+    if isinstance(val, np.ndarray):
+        val = val.tolist()
+    if hasattr(field, "extend"):
+        _extend(field, list(val) if isinstance(val, (list, tuple)) else [val])
+    elif isinstance(val, Mapping):
+        for key, item in val.items():
+            assign_proto(field, key, item)
+    elif isinstance(val, Message):
+        field.CopyFrom(val)
+    else:
+        setattr(proto, name, val)
+
+
+def _extend(field: Any, values: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, Mapping):
+            item = field.add()
+            for key, part in value.items():
+                assign_proto(item, key, part)
+        else:
+            field.append(value)
+
+
+class Top:
+    """A blob that a layer computes.
+
+    Args:
+        fn: the layer.
+        n: its number among the layer's tops.
+    """
+
+    def __init__(self, fn: Function, n: int) -> None:
+        self.fn = fn
+        self.n = n
+
+    def __repr__(self) -> str:
+        return f"Top({self.fn.type_name}, {self.n})"
+
+    def to_proto(self) -> NetParameter:
+        """The layers that compute this blob."""
+        return to_proto(self)
+
+    def _to_proto(self, layers: dict[Function, LayerParameter], names: Names, autonames: Counter[str]) -> None:
+        self.fn._to_proto(layers, names, autonames)
+
+    def _update(self, params: Mapping[str, Any]) -> None:
+        self.fn._update(params)
+
+
+class Function:
+    """A layer: its type, its bottoms and its parameters.
+
+    Args:
+        type_name: Caffe's name of the type.
+        inputs: the bottoms.
+        params: fields of the type's parameter message, or of LayerParameter; `ntop`, how many tops it has, and
+            `in_place`, whether they are its bottoms, are taken out.
+
+    Raises:
+        TypeError: a bottom is no `Top`, for example the tuple of a layer with several tops.
+    """
+
+    def __init__(self, type_name: str, inputs: tuple[Any, ...], params: dict[str, Any]) -> None:
+        for index, bottom in enumerate(inputs):
+            if not isinstance(bottom, Top):
+                raise TypeError(f"{type_name} input {index} is not a Top (type is {type(bottom)})")
+        self.type_name = type_name
+        self.inputs: tuple[Top, ...] = inputs
+        self.params = params
+        self.ntop: int = params.pop("ntop", 1)
+        self.in_place: bool = params.pop("in_place", False)
+        self.tops = tuple(Top(self, n) for n in range(self.ntop))
+
+    def to_proto(self) -> NetParameter:
+        """The layers up to this one; for a layer without tops, which stands for itself."""
+        return to_proto(self)
+
+    def _update(self, params: Mapping[str, Any]) -> None:
+        self.params.update(params)
+
+    def _get_name(self, names: Names, autonames: Counter[str]) -> str:
+        if self not in names:
+            first = self.tops[0] if self.ntop > 0 else self
+            names[self] = self._get_top_name(first, names, autonames)
+        return names[self]
+
+    def _get_top_name(self, top: Top | Function, names: Names, autonames: Counter[str]) -> str:
+        if top not in names:
+            autonames[self.type_name] += 1
+            names[top] = f"{self.type_name}{autonames[self.type_name]}"
+        return names[top]
+
+    def _to_proto(self, layers: dict[Function, LayerParameter], names: Names, autonames: Counter[str]) -> None:
+        """Add this layer and those that it needs, which come first."""
+        pending: list[Function] = [self]
+        while pending:
+            function = pending[-1]
+            needed = [bottom.fn for bottom in function.inputs if bottom.fn not in layers]
+            if needed and function not in layers:
+                pending.append(needed[0])
+                continue
+            pending.pop()
+            if function not in layers:
+                layers[function] = function._message(layers, names, autonames)
+
+    def _message(self, layers: dict[Function, LayerParameter], names: Names, autonames: Counter[str]) -> LayerParameter:
+        layer = LayerParameter(type=self.type_name)
+        layer.bottom.extend(layers[bottom.fn].top[bottom.n] for bottom in self.inputs)
+        if self.in_place:
+            layer.top.extend(layer.bottom)
+        else:
+            layer.top.extend(self._get_top_name(top, names, autonames) for top in self.tops)
+        layer.name = self._get_name(names, autonames)
+        for key, value in self.params.items():
+            self._assign(layer, key, value)
+        return layer
+
+    def _assign(self, layer: LayerParameter, key: str, value: Any) -> None:
+        """Set a field of the type's own message, where it has it, else one of LayerParameter."""
+        own = f"{_FIELDS.get(self.type_name, '')}_param"
+        target: Message = layer
+        if not key.endswith("param") and own in layer.DESCRIPTOR.fields_by_name:
+            message = getattr(layer, own)
+            target = message if key in message.DESCRIPTOR.fields_by_name else layer
+        if key not in target.DESCRIPTOR.fields_by_name:
+            raise AttributeError(
+                f"layer type {self.type_name} has no parameter '{key}': neither "
+                f"{self.type_name}Parameter nor LayerParameter has a field of this name"
+            )
+        assign_proto(target, key, value)
+
+
+class NetSpec:
+    """A net: tops with the names under which they are assigned, as attributes or items.
+
+    Example:
+        >>> n = NetSpec()
+        >>> n.data = layers.Input(shape=dict(dim=[1, 3, 8, 8]))
+        >>> n.conv1 = layers.Convolution(n.data, kernel_size=3, num_output=2)
+        >>> n["relu1"] = layers.ReLU(n.conv1, in_place=True)
+        >>> [layer.name for layer in n.to_proto().layer]
+        ['data', 'conv1', 'relu1']
+    """
+
+    tops: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__setattr__("tops", {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.tops[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattribute__("tops")[name]
+        except KeyError:
+            raise AttributeError(f"the net has no top '{name}'; assign it before it is used") from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.tops[key] = value
+
+    def __getitem__(self, item: str) -> Any:
+        return self.tops[item]
+
+    def __delitem__(self, name: str) -> None:
+        del self.tops[name]
+
+    def __delattr__(self, name: str) -> None:
+        del self.tops[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tops
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.tops]
+
+    def keys(self) -> list[str]:
+        """The names, in the order of assignment (NVIDIA's)."""
+        return list(self.tops)
+
+    def vals(self) -> list[Any]:
+        """The tops, in the order of assignment (NVIDIA's)."""
+        return list(self.tops.values())
+
+    def update(self, name: str, params: Mapping[str, Any]) -> None:
+        """Set more parameters of the layer of a top (NVIDIA's)."""
+        self.tops[name]._update(params)
+
+    def to_proto(self, verbose: bool = False) -> NetParameter:
+        """The layers that compute all assigned tops; `verbose` (NVIDIA's) logs the names."""
+        if verbose:
+            logger.info("the net's tops: %s", ", ".join(f"{name} of {top!r}" for name, top in self.tops.items()))
+        return _net_of(self.tops.values(), {top: name for name, top in self.tops.items()})
+
+
+class Layers:
+    """`Layers().Convolution(bottom, kernel_size=3)` is the top of a convolution; any type of layer is an attribute.
+
+    A layer with several tops gives a tuple of them, one with none itself.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def layer_fn(*args: Any, **kwargs: Any) -> Any:
+            fn = Function(name, args, kwargs)
+            if fn.ntop == 0:
+                return fn
+            return fn.tops[0] if fn.ntop == 1 else fn.tops
+
+        return layer_fn
+
+
+class _Constants:
+    """The enumerations' values of a parameter message."""
+
+    def __init__(self, message: type[Message]) -> None:
+        self._message = message
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
+
+
+class Parameters:
+    """`Parameters().Pooling.MAX` is `caffe_pb2.PoolingParameter.MAX`; any parameter message is an attribute."""
+
+    def __getattr__(self, name: str) -> _Constants:
+        message = getattr(caffe_pb2, f"{name}Parameter", None)
+        if message is None:
+            raise AttributeError(f"there is no message '{name}Parameter' in caffe.proto")
+        return _Constants(message)
+
+
+layers = Layers()
+params = Parameters()

@@ -1,0 +1,260 @@
+"""`caffe.SGDSolver` and its like: caffepy's solvers with nets whose blobs are NumPy arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from caffepy.config.load import read_solver
+from caffepy.config.paths import PathResolver
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise, check_file
+from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.net import Net
+from caffepy.solvers import Action, SingleDevice, create_solver
+from caffepy.solvers.execution_options import ExecutionOptions
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class _Callback:
+    """One callback of a solver; a call that is None is left out."""
+
+    before_iteration: Call | None
+    before_step: Call | None
+    on_gradients_ready: Call | None
+
+
+class _Callbacks(SingleDevice):
+    """What the program wants to be called, as the solver sees it."""
+
+    def __init__(self, device: Device) -> None:
+        self.is_root = mode.solver_rank == 0
+        self.callbacks: list[_Callback] = []
+        self._device = device
+
+    def _call(self, name: str) -> None:
+        for callback in self.callbacks:
+            if (function := getattr(callback, name)) is not None:
+                self._device.call(function)
+
+    def before_iteration(self) -> None:
+        """Call what comes before each iteration."""
+        self._call("before_iteration")
+
+    def on_start(self) -> None:
+        self._call("before_step")
+
+    def on_gradients_ready(self) -> None:
+        self._call("on_gradients_ready")
+
+    def capture_blocker(self) -> str | None:
+        return "it calls the program's on_gradients_ready on the host" if self.callbacks else None
+
+
+class Solver:
+    """Trains a net on the device that `set_mode_gpu` and `set_device` chose when it was made.
+
+    The prototxt's `solver_mode`, `device_id` and, but for `get_solver`, `type` are not looked at, as in pycaffe. A loss
+    that is not finite is logged and does not end the training.
+
+    Args:
+        solver_file: the solver's prototxt.
+
+    Raises:
+        MissingFileError: it cannot be opened.
+        ConfigError: solver and nets do not hold together.
+        Exception: what a Python layer raised, as it raised it.
+    """
+
+    type_name: ClassVar[str] = ""
+    """As `type` in a solver's prototxt; empty: what the prototxt says."""
+
+    def __init__(self, solver_file: str | os.PathLike[str]) -> None:
+        path = check_file(solver_file)
+        param = read_solver(path)
+        if self.type_name:
+            param.type = self.type_name
+        self.device = mode.present_device()
+        """What `with solver.device.computing():` is for: a block that computes with caffepy's own arrays."""
+        self._callbacks = _Callbacks(self.device)
+        self._started = -1
+        with self.device.computing(), as_users_raise():
+            self.solver = self._make(param, path)
+            """caffepy's solver."""
+        self.net = Net.of(self.solver.net, self.device)
+        self.test_nets = [Net.of(net, self.device) for net in self.solver.test_nets]
+
+    def _make(self, param: SolverParameter, path: Path) -> Any:
+        if param.random_seed < 0 and mode.seed is not None:
+            param.random_seed = mode.next_seed()
+        if not self._callbacks.is_root:
+            param.test_interval = 0  # the root tests, and alone
+        solver = create_solver(
+            param,
+            self.device.backend,
+            resolve=PathResolver(path),
+            callback=self._callbacks,
+            request=self._before_iteration,
+            keep_going=True,
+            engine=ExecutionOptions(fuse=False, share=False),
+        )
+        solver.net.context.shard = mode.shard()
+        return solver
+
+    def _before_iteration(self) -> Action:
+        """Asked by the solver before each iteration, and before each batch of a test."""
+        if self._started != self.iter:
+            self._started = self.iter
+            self._callbacks.before_iteration()
+        return Action.NONE
+
+    @property
+    def iter(self) -> int:
+        """How many iterations were made."""
+        return self.solver.iteration if hasattr(self, "solver") else -1
+
+    @property
+    def param(self) -> SolverParameter:
+        """The solver's settings; `base_lr` and `max_iter` may be changed."""
+        param: SolverParameter = self.solver.param
+        return param
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next iteration."""
+        return float(self.solver.state.learning_rate())
+
+    def step(self, iterations: int) -> None:
+        """Make so many iterations, with the tests and snapshots that fall due.
+
+        Raises:
+            Exception: what a Python layer or callback raised, as it raised it.
+        """
+        if iterations < 0:
+            raise ArgumentError(f"step({iterations}): give a number of 0 or more")
+        with self._training():
+            self.solver.step(iterations)
+
+    def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
+        """Train to max_iter, with the last snapshot and test.
+
+        Args:
+            resume_file: a .solverstate to go on from.
+        """
+        resume_from = check_file(resume_file) if resume_file is not None else None
+        with self._training():
+            self.solver.solve(resume_from)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        self._started = -1
+        with self.device.computing(), as_users_raise():
+            if any(net.has_callbacks for net in (self.net, *self.test_nets)):
+                self.solver.graph_runner.stop_capturing()
+            yield
+
+    def snapshot(self) -> None:
+        """Write weights and state under the solver's snapshot_prefix."""
+        with self.device.computing():
+            self.solver.snapshot()
+
+    def restore(self, state_file: str | os.PathLike[str]) -> None:
+        """Go on from a .solverstate.
+
+        Raises:
+            MissingFileError: it cannot be opened.
+            SnapshotError: it is none, or of another net.
+        """
+        path = check_file(state_file)
+        with self.device.computing():
+            self.solver.restore(path)
+
+    def apply_update(self) -> None:
+        """Change the parameters by their diffs, as the end of an iteration does, and count one."""
+        with self.device.computing():
+            self.solver.apply_update()
+
+    def share_weights(self, net: Net) -> None:
+        """Let a net use the parameters of this solver's."""
+        net.share_with(self.net)
+
+    def add_callback(self, on_start: Any, on_gradients_ready: Call | None = None) -> None:
+        """Call functions while training; several callbacks are called in the order in which they were added.
+
+        Args:
+            on_start: called before each iteration; alone: an object such as NCCL, whose `on_start`, if it has one, is
+                called before each `step`, and whose `on_gradients_ready` below.
+            on_gradients_ready: called when the parameters' diffs are complete, before the update; it may change them.
+
+        Raises:
+            ArgumentError: an object without `on_gradients_ready` is given alone.
+        """
+        if on_gradients_ready is not None:
+            callback = _Callback(on_start, None, on_gradients_ready)
+        elif hasattr(on_start, "on_gradients_ready"):
+            callback = _Callback(None, getattr(on_start, "on_start", None), on_start.on_gradients_ready)
+        else:
+            raise ArgumentError("add_callback needs on_start and on_gradients_ready, or one NCCL object")
+        self._callbacks.callbacks.append(callback)
+        with self.device.active():
+            self.solver.graph_runner.drop()  # graphs of before do not call it
+
+    def __repr__(self) -> str:
+        return f"<caffe.{type(self).__name__} of {self.net.name!r}, iteration {self.iter}, {self.device.backend.name}>"
+
+
+class SGDSolver(Solver):
+    """Stochastic gradient descent with momentum."""
+
+    type_name = "SGD"
+
+
+class NesterovSolver(SGDSolver):
+    """Nesterov's accelerated gradient."""
+
+    type_name = "Nesterov"
+
+
+class AdaGradSolver(SGDSolver):
+    """AdaGrad."""
+
+    type_name = "AdaGrad"
+
+
+class RMSPropSolver(SGDSolver):
+    """RMSProp."""
+
+    type_name = "RMSProp"
+
+
+class AdaDeltaSolver(SGDSolver):
+    """AdaDelta."""
+
+    type_name = "AdaDelta"
+
+
+class AdamSolver(SGDSolver):
+    """Adam."""
+
+    type_name = "Adam"
+
+
+_CLASSES = (SGDSolver, NesterovSolver, AdaGradSolver, RMSPropSolver, AdaDeltaSolver, AdamSolver)
+
+
+def get_solver(solver_file: str | os.PathLike[str]) -> Solver:
+    """The solver of the type that its prototxt names.
+
+    Raises:
+        MissingFileError: the file cannot be opened.
+        ConfigError: there is no such type, or solver and nets do not hold together.
+    """
+    wanted = read_solver(check_file(solver_file)).type
+    return next((cls for cls in _CLASSES if cls.type_name == wanted), Solver)(solver_file)

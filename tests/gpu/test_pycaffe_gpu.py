@@ -1,0 +1,229 @@
+"""`import caffe` on a GPU: blobs that are written on the host, captured training with callbacks, Python layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy import pycaffe as caffe
+from caffepy.pycaffe.mode import mode
+
+NET = """
+name: 'small' force_backward: true
+layer { name: 'data' type: 'Input' top: 'data' input_param { shape { dim: 8 dim: 2 dim: 5 dim: 6 } } }
+layer { name: 'label' type: 'Input' top: 'label' input_param { shape { dim: 8 } } }
+layer { name: 'conv' type: 'Convolution' bottom: 'data' top: 'conv'
+  convolution_param { num_output: 8 kernel_size: 3 pad: 1 weight_filler { type: 'xavier' } } }
+layer { name: 'relu' type: 'ReLU' bottom: 'conv' top: 'conv' }
+layer { name: 'ip' type: 'InnerProduct' bottom: 'conv' top: 'ip'
+  inner_product_param { num_output: 10 weight_filler { type: 'xavier' } } }
+layer { name: 'loss' type: 'SoftmaxWithLoss' bottom: 'ip' bottom: 'label' top: 'loss' }
+"""
+
+SOLVER = "net: '{}' base_lr: 0.05 momentum: 0.9 lr_policy: 'fixed' max_iter: 8 snapshot_prefix: '{}' random_seed: 7"
+
+LAYER = """
+from caffepy import pycaffe as caffe
+
+class Halve(caffe.Layer):
+    def setup(self, bottom, top): self.blobs.add_blob(1); self.blobs[0].data[0] = 0.5
+    def reshape(self, bottom, top): top[0].reshape(*bottom[0].shape)
+    def forward(self, bottom, top): top[0].data[...] = self.blobs[0].data[0] * bottom[0].data
+    def backward(self, top, propagate_down, bottom):
+        self.blobs[0].diff[0] += (top[0].diff * bottom[0].data).sum()
+        bottom[0].diff[...] = self.blobs[0].data[0] * top[0].diff
+"""
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    before = asdict(mode)
+    caffe.set_device(0)
+    caffe.set_mode_gpu()
+    yield
+    for name, value in before.items():
+        setattr(mode, name, value)
+
+
+@pytest.fixture
+def net_file(tmp_path: Path) -> Path:
+    path = tmp_path / "net.prototxt"
+    path.write_text(NET)
+    return path
+
+
+@pytest.fixture
+def solver_file(net_file: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "solver.prototxt"
+    path.write_text(SOLVER.format(net_file, tmp_path / "m"))
+    return path
+
+
+def fill(net: caffe.Net) -> None:
+    net.blobs["data"].data[...] = np.random.default_rng(0).normal(size=net.blobs["data"].shape)
+    net.blobs["label"].data[...] = np.arange(8)
+
+
+def on_cpu(path: Path, phase: int, weights: Path) -> caffe.Net:
+    caffe.set_mode_cpu()
+    net = caffe.Net(path, phase, weights=weights)
+    caffe.set_mode_gpu()
+    return net
+
+
+def test_passes_agree_with_the_cpu(net_file: Path, tmp_path: Path) -> None:
+    net = caffe.Net(net_file, caffe.TRAIN)
+    assert net.net.backend.name == "cuda:0"
+    net.save(tmp_path / "w.caffemodel")
+    other = on_cpu(net_file, caffe.TRAIN, tmp_path / "w.caffemodel")
+    for each in (net, other):
+        fill(each)
+        each.forward()
+        each.backward()
+    for name in net.blobs:
+        assert net.blobs[name].data.flags.c_contiguous
+        np.testing.assert_allclose(net.blobs[name].data, other.blobs[name].data, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(net.blobs[name].diff, other.blobs[name].diff, rtol=1e-4, atol=1e-5)
+    for name, blobs in net.params.items():
+        for mine, theirs in zip(blobs, other.params[name], strict=True):
+            np.testing.assert_allclose(mine.diff, theirs.diff, rtol=1e-4, atol=1e-5)
+
+
+def test_host_arrays_are_written_through_and_kept_up_to_date(net_file: Path) -> None:
+    net = caffe.Net(net_file, caffe.TRAIN)
+    fill(net)
+    held, diff = net.blobs["ip"].data, net.params["conv"][0].diff
+    bias = net.params["ip"][1].data
+    net.forward()
+    first = held.copy()
+    bias[...] = 3  # kept from before the pass, and written without asking for it again
+    net.forward()
+    np.testing.assert_allclose(held, first + 3, rtol=1e-4, atol=1e-5)
+    net.backward()
+    once = diff.copy()
+    net.backward()
+    np.testing.assert_allclose(diff, 2 * once, rtol=1e-4, atol=1e-6)
+    net.clear_param_diffs()
+    assert not diff.any()
+    net.blobs["conv"].data.reshape(-1)[...] = 1  # channels last on the device
+    net.forward(start="ip", end="ip")
+    weights = net.params["ip"][0].data
+    np.testing.assert_allclose(held, np.tile(weights.sum(1) + 3, (8, 1)), rtol=1e-4, atol=1e-4)
+
+
+def test_arrays_outlive_the_net_and_reshape_keeps_numbers(net_file: Path) -> None:
+    net = caffe.Net(net_file, caffe.TEST)
+    fill(net)
+    blob, kept = net.blobs["data"], net.blobs["data"].data
+    then = kept.copy()
+    net.forward()
+    del net
+    np.testing.assert_array_equal(kept, then)
+    blob.reshape(16, 60)
+    np.testing.assert_array_equal(blob.data.reshape(-1)[: then.size], then.reshape(-1))
+
+
+def test_captured_training_is_eager_training(solver_file: Path) -> None:
+    weights = []
+    for eager in (False, True):
+        solver = caffe.SGDSolver(solver_file)
+        fill(solver.net)
+        if eager:
+            solver.net.before_forward(lambda layer: None)
+        solver.step(6)
+        assert solver.solver.graph_runner.captured is not eager
+        weights.append(solver.net.params["conv"][0].data.copy())
+    np.testing.assert_array_equal(*weights)
+
+
+def test_inputs_and_weights_written_between_replays_count(solver_file: Path) -> None:
+    solver = caffe.SGDSolver(solver_file)
+    fill(solver.net)
+    solver.step(4)
+    assert solver.solver.graph_runner.captured
+    for blobs in solver.net.params.values():
+        for blob in blobs:
+            blob.data[...] = 0
+    solver.step(1)
+    np.testing.assert_allclose(solver.net.blobs["loss"].data, np.log(10), rtol=1e-5)
+    solver.net.blobs["data"].reshape(4, 2, 5, 6)
+    solver.net.blobs["label"].reshape(4)
+    solver.step(2)
+    assert solver.net.blobs["ip"].data.shape == (4, 10) and np.isfinite(solver.net.blobs["loss"].data)
+
+
+def test_callbacks_change_gradients_between_graphs(solver_file: Path) -> None:
+    solver = caffe.SGDSolver(solver_file)
+    fill(solver.net)
+    solver.step(2)
+    before = solver.net.params["conv"][0].data.copy()
+    calls = []
+
+    def clear() -> None:
+        calls.append(float(np.abs(solver.net.params["conv"][0].diff).sum()))
+        for blobs in solver.net.params.values():
+            for blob in blobs:
+                blob.diff[...] = 0
+
+    solver.param.momentum = 0
+    solver.add_callback(lambda: calls.append(0.0), clear)
+    solver.step(3)
+    assert len(calls) == 6 and all(calls[1::2]) and solver.solver.graph_runner.captured
+    np.testing.assert_array_equal(solver.net.params["conv"][0].data, before)
+
+
+def test_apply_update(solver_file: Path) -> None:
+    solver = caffe.SGDSolver(solver_file)
+    held = solver.net.params["ip"][0].data
+    held[...] = 0
+    solver.net.params["ip"][0].diff[...] = 1
+    solver.apply_update()
+    np.testing.assert_allclose(held, -0.05, rtol=1e-6)
+
+
+def test_a_python_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "halve_layer.py").write_text(LAYER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("halve_layer", None)
+    path = tmp_path / "net.prototxt"
+    path.write_text(
+        "name: 'n' force_backward: true input: 'data' input_shape { dim: 2 dim: 3 dim: 4 dim: 5 } "
+        "layer { name: 'h' type: 'Python' bottom: 'data' top: 'h' "
+        "python_param { module: 'halve_layer' layer: 'Halve' } }"
+    )
+    net = caffe.Net(path, caffe.TRAIN)
+    net.blobs["data"].data[...] = 6
+    net.blobs["h"].diff[...] = 2
+    assert (net.forward()["h"] == 3).all() and (net.backward()["data"] == 1).all()
+    assert net.layers[1].blobs[0].diff[0] == net.params["h"][0].diff[0] == 2 * 6 * 120
+    net.layers[1].blobs[0].data[0] = 2
+    assert (net.forward()["h"] == 12).all()
+
+
+def test_files(net_file: Path, tmp_path: Path) -> None:
+    net = caffe.Net(net_file, caffe.TRAIN)
+    net.params["conv"][0].data[...] = np.arange(144).reshape(8, 2, 3, 3)
+    net.save_hdf5(tmp_path / "w.h5")
+    other = caffe.Net(net_file, caffe.TEST)
+    held = other.params["conv"][0].data
+    other.load_hdf5(tmp_path / "w.h5")
+    np.testing.assert_array_equal(held, np.arange(144).reshape(8, 2, 3, 3))
+
+
+def test_half_precision_blobs_are_float32_on_the_host(net_file: Path) -> None:
+    path = net_file.parent / "half.prototxt"
+    path.write_text("default_forward_type: FLOAT16 default_backward_type: FLOAT16 " + NET)
+    net = caffe.Net(path, caffe.TRAIN)
+    fill(net)
+    assert all(blob.data.dtype == np.float32 for blob in net.blobs.values())
+    assert not any("_as_" in name for name in net.blobs) and len(net.layers) == 6
+    net.params["ip"][0].data[...] = 0
+    net.params["ip"][1].data[...] = 0
+    np.testing.assert_allclose(net.forward()["loss"], np.log(10), rtol=1e-3)
+    net.backward()
+    assert np.isfinite(net.params["ip"][1].diff).all() and net.params["ip"][1].diff.any()

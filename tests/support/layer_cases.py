@@ -1,0 +1,123 @@
+"""Nets of a single layer for every type, to be run on any backend: eagerly, captured and in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from field_cases import CASES, IMAGE, Case, values_of
+from google.protobuf import text_format
+
+from caffepy.backend import Backend
+from caffepy.layers import LayerContext, layer_class
+from caffepy.net import Net
+from caffepy.proto import caffe_pb2
+
+RECURRENT = "num_output: 3 weight_filler { type: 'xavier' }"
+DEPTHWISE = "kernel_size: 3 pad: 1 weight_filler { type: 'xavier' }"
+EXPOSED = f"{RECURRENT} expose_hidden: true"
+BOTTOMS = "4x2x5 4x2L2"
+"""Four time steps of two streams, and `cont`."""
+
+MORE = (
+    Case(f'type: "ConvolutionDepthwise" convolution_param {{ {DEPTHWISE} }}', IMAGE, "", ""),
+    Case(f'type: "DepthwiseConvolution" convolution_param {{ num_output: 8 group: 4 {DEPTHWISE} }}', IMAGE, "", ""),
+    Case('type: "HardSwish"', IMAGE, "", ""),
+    Case('type: "ReLU6"', IMAGE, "", ""),
+    Case('type: "LSTMUnit"', "1x2x3 1x2x12 1x2L2", "", "", tops=2),
+    Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
+    Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', BOTTOMS + " 2x3", "", ""),
+    Case(f'type: "RNN" recurrent_param {{ {EXPOSED} }}', BOTTOMS + " 1x2x3", "", "", tops=2),
+    Case(f'type: "LSTM" recurrent_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
+    Case(f'type: "LSTM" recurrent_param {{ {EXPOSED} }}', BOTTOMS + " 2x3 1x2x3 1x2x3", "", "", tops=3),
+    Case('type: "Pooling" pooling_param { kernel_size: 3 stride: 2 }', IMAGE, "", "", tops=2),
+    Case(
+        'type: "Convolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
+        "2x3x4x4x4",
+        "",
+        "",
+    ),
+    Case(
+        'type: "Deconvolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
+        "2x3x4x4x4",
+        "",
+        "",
+    ),
+)
+"""Types and forms that no case of `field_cases` has."""
+
+ELSEWHERE = {
+    "Cast": "gpu/test_layers_gpu.py",
+    "HDF5Data": "gpu/test_data_layers_gpu.py",
+    "HDF5Output": "unit/layers/input/test_memory.py",
+    "MemoryData": "unit/layers/input/test_memory.py",
+    "Python": "gpu/test_solvers_gpu.py",
+    "VideoData": "gpu/test_data_layers_gpu.py",
+    "WindowData": "gpu/test_data_layers_gpu.py",
+}
+"""The GPU tests of types that need files, a program's arrays or a user's class."""
+
+
+def type_of(one: Case) -> str:
+    """The case's layer type."""
+    return text_format.Parse(one.layer, caffe_pb2.LayerParameter()).type
+
+
+def own_cases() -> list[Case]:
+    """Every case's layer without its changes, each once."""
+    seen = {}
+    for one in (*CASES, *MORE):
+        if "source:" not in one.layer:
+            seen.setdefault((one.layer, one.bottoms, one.phase, one.tops), one)
+    return list(seen.values())
+
+
+def build_case(backend: Backend, one: Case, kind: str) -> Net:
+    """The case's net with its inputs, after a first forward pass; the tops' gradients are theirs as weights of 1.
+
+    Args:
+        backend: where it runs.
+        one: the case.
+        kind: of the blobs: FLOAT, FLOAT16 or BFLOAT16.
+    """
+    layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
+    net = caffe_pb2.NetParameter(force_backward=True)
+    net.default_forward_type = net.default_backward_type = caffe_pb2.Type.Value(kind)
+    inputs = one.bottoms.split()
+    for index, text in enumerate(inputs):
+        made = net.layer.add(name=f"b{index}", type="Input", top=[f"b{index}"])
+        made.input_param.shape.add(dim=values_of(text, index).shape)
+        layer.bottom.append(f"b{index}")
+    cls = layer_class(layer.type)
+    layer.top.extend(f"t{index}" for index in range(one.tops or max(cls.tops[0], 1)))
+    if cls.has_backward and inputs and not cls.is_loss:
+        layer.loss_weight.extend([1] + [0] * (len(layer.top) - 1))
+    net.layer.append(layer)
+    made_net = Net(net, LayerContext(backend, phase=one.phase, seed=1))
+    for index, text in enumerate(inputs):
+        backend.from_host(values_of(text, index), made_net.blobs[f"b{index}"].data)
+    made_net.forward()
+    return made_net
+
+
+def pass_once(net: Net) -> None:
+    """Forward, and backward where there is such a thing."""
+    net.clear_param_diffs()
+    net.forward()
+    if net.layers[net.layer_names.index("L")].has_backward:
+        net.backward()
+
+
+def results(net: Net) -> dict[str, Any]:
+    """The tops, and the gradients of the parameters that are learned and of the bottoms that have one."""
+    node = next(node for node in net.nodes if node.layer.name == "L")
+    layer = node.layer
+    found = {name: blob.host_data() for name, blob in net.blobs.items() if name.startswith("t")}
+    if not layer.has_backward:
+        return found
+    for index, blob in enumerate(layer.blobs):
+        if layer.propagate_to_params[index]:
+            found[f"gradient of parameter {index}"] = blob.host_diff()
+    for index, wanted in enumerate(node.propagate_down):
+        if wanted:
+            found[f"gradient of b{index}"] = net.blobs[f"b{index}"].host_diff()
+    return found

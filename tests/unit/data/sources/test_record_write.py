@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from caffepy.data.sources.leveldb import LevelDbSource
+from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.record_write import open_writer
+from caffepy.errors import DataError, MissingExtraError, RunError
+
+SOURCES = {"lmdb": LmdbSource, "leveldb": LevelDbSource}
+
+
+def contents(path: Path, backend: str) -> list[bytes]:
+    source = SOURCES[backend](path)
+    try:
+        return [bytes(source.read(number)) for number in range(len(source))]
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize(("count", "size"), [(2500, 10), (40, 300_000)])
+def test_what_is_put_is_there(tmp_path: Path, backend: str, count: int, size: int):
+    with open_writer(tmp_path / "db", backend) as writer:
+        for number in range(count):
+            writer.put(f"{number:08d}".encode(), bytes([number % 256]) * size)
+        assert not (tmp_path / "db").exists()
+    assert writer.count == count
+    assert contents(tmp_path / "db", backend) == [bytes([number % 256]) * size for number in range(count)]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["db"]
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_what_is_there_stays_unless_forced(tmp_path: Path, backend: str):
+    for value in (b"old", b"new"):
+        with open_writer(tmp_path / "db", backend, force=value == b"new") as writer:
+            writer.put(b"1", value)
+    with pytest.raises(ValueError, match="in the middle"), open_writer(tmp_path / "db", backend, force=True) as writer:
+        writer.put(b"1", b"newer")
+        raise ValueError("in the middle")
+    with pytest.raises(DataError, match="is there already"), open_writer(tmp_path / "db", backend):
+        raise AssertionError("the block must not run")
+    assert contents(tmp_path / "db", backend) == [b"new"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["db"]
+
+
+def test_a_folder_that_only_looks_like_a_leveldb_is_spared(tmp_path: Path):
+    (tmp_path / "db").mkdir()
+    for name in ("CURRENT", "000005.ldb", "thesis.tex"):
+        (tmp_path / "db" / name).touch()
+    with pytest.raises(DataError, match="is not an LMDB or LevelDB"), open_writer(tmp_path / "db", "leveldb", True):
+        raise AssertionError("the block must not run")
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+def test_a_place_that_cannot_be_written(tmp_path: Path, backend: str):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot write L.* '.*file/db': .*"), open_writer(tmp_path / "file/db", backend):
+        raise AssertionError("the block must not run")
+
+
+def test_without_plyvel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "plyvel", None)
+    needed = pytest.raises(MissingExtraError, match=r"plyvel is not installed and is needed to write a LevelDB")
+    with needed, open_writer(tmp_path / "db", "leveldb"):
+        raise AssertionError("the block must not run")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,53 @@
+"""Every registered layer type has a test on a GPU, which is listed here, so that a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from field_cases import Case
+from google.protobuf import text_format
+from layer_cases import ELSEWHERE, MORE, build_case, own_cases, pass_once, results, type_of
+from training import CPU
+
+from caffepy.layers import layer_class
+from caffepy.layers.core.base import LAYERS
+from caffepy.proto import caffe_pb2
+
+TESTS = Path(__file__).parents[2]
+FOLDERS = ("layers", "nvidia/layers", "nvidia/data", "nvidia/detection")
+GOLDEN = [path for folder in FOLDERS for path in (TESTS / "golden" / folder).glob("*.npz")]
+"""Their tests run on a GPU too, where there is one."""
+
+
+def registered() -> set[str]:
+    layer_class("ReLU")  # the first call finds all
+    return {name for name in LAYERS if LAYERS.get(name).__module__.startswith("caffepy.")}
+
+
+def test_every_type_runs_on_a_gpu_in_some_test() -> None:
+    golden = {
+        layer.type
+        for path in GOLDEN
+        for layer in text_format.Parse(str(np.load(path)["prototxt"]), caffe_pb2.NetParameter()).layer
+    }
+    assert registered() - golden - {type_of(one) for one in own_cases()} == ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_the_files_that_test_other_types_name_them(kind: str) -> None:
+    assert re.search(rf"""["']{kind}["']""", (TESTS / ELSEWHERE[kind]).read_text())
+
+
+@pytest.mark.parametrize("one", MORE, ids=type_of)
+def test_cases_give_numbers(one: Case) -> None:
+    with CPU.activate():
+        net = build_case(CPU, one, "FLOAT")
+        pass_once(net)
+        net.raise_device_errors()
+        found = results(net)
+    assert any(name.startswith("gradient of ") for name in found)
+    for name, values in found.items():
+        assert np.isfinite(values).all() and (values.any() or name.startswith("gradient of b")), name

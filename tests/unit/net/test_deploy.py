@@ -1,0 +1,170 @@
+"""`caffepy.net.deploy` and `caffepy deploy`: the deploy nets of training nets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import generate
+import pytest
+from google.protobuf import text_format
+
+from caffepy.backend import create_backend
+from caffepy.cli.main import main
+from caffepy.config.load import read_net
+from caffepy.errors import ConfigError
+from caffepy.layers import LayerContext
+from caffepy.net import Net
+from caffepy.net.deploy import deploy_net, plan_deploy, record_shape
+from caffepy.proto import caffe_pb2
+
+MODELS = Path(generate.__file__).parent
+NO_SOFTMAX = "fcn8s/deploy"
+"""The published net ends in scores; its loss begins with a Softmax, which the deploy net then has."""
+PAIR = "mnist_siamese/deploy"
+"""The published net is one half of the train net, and takes one image instead of a pair."""
+
+
+def net_of(text: str) -> caffe_pb2.NetParameter:
+    return text_format.Parse(text, caffe_pb2.NetParameter())
+
+
+def inferred(net: caffe_pb2.NetParameter, **options: object) -> caffe_pb2.NetParameter:
+    return deploy_net(net, plan_deploy(net, **options))
+
+
+@pytest.mark.parametrize("path", [path for path in generate.DEPLOYS if path != PAIR])
+def test_the_deploy_nets_of_the_models(path: str):
+    train, deploy = generate.DEPLOYS[path]
+    net = read_net(MODELS / f"{train if '/' in train else f'{train}/train_val'}.prototxt")
+    found = inferred(net, shapes={name: shape[1:] for name, shape in deploy.inputs.items()})
+    if path == NO_SOFTMAX:
+        assert found.layer[-1].type == "Softmax"
+        del found.layer[-1]
+    assert found == read_net(MODELS / f"{path}.prototxt")
+
+
+CROPPED = ["caffenet", "vgg16", "googlenet", "resnet18", "inception_v3", "ssd300"]
+
+
+@pytest.mark.parametrize("folder", CROPPED)
+def test_shapes_that_follow_from_the_prototxt(folder: str):
+    found = inferred(read_net(MODELS / folder / "train_val.prototxt"), batch=5)
+    wanted = read_net(MODELS / folder / "deploy.prototxt").layer[0].input_param.shape[0].dim
+    assert found.layer[0].input_param.shape[0].dim == [5, *wanted[1:]]
+
+
+def test_a_siamese_net_keeps_both_halves_and_what_they_share():
+    net = read_net(MODELS / "mnist_siamese/train_val.prototxt")
+    found = inferred(net, shapes={"pair_data": (2, 28, 28)})
+    assert {"feat", "feat_p"} <= {top for layer in found.layer for top in layer.top}
+    assert [param.name for layer in found.layer if layer.name == "conv1_p" for param in layer.param] == [
+        "conv1_w", "conv1_b",
+    ]  # fmt: skip
+    assert not any(param.HasField("lr_mult") for layer in found.layer for param in layer.param)
+
+
+TASKS = """
+    layer { name: "data" type: "MemoryData" top: "data" top: "label"
+            memory_data_param { batch_size: 4 channels: 3 height: 2 width: 2 } }
+    layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param { num_output: 3 } }
+    layer { name: "drop" type: "Dropout" bottom: "fc" top: "fc" }
+    layer { name: "a" type: "InnerProduct" bottom: "fc" top: "a" inner_product_param { num_output: 3 } }
+    layer { name: "b" type: "InnerProduct" bottom: "fc" top: "b" inner_product_param { num_output: 3 } }
+    layer { name: "loss_a" type: "SoftmaxWithLoss" bottom: "a" bottom: "label" top: "loss_a"
+            softmax_param { axis: -1 } }
+    layer { name: "target" type: "Power" bottom: "data" top: "target" }
+"""
+
+
+def test_several_losses_and_targets():
+    text = TASKS + 'layer { name: "loss_b" type: "SigmoidCrossEntropyLoss" bottom: "b" bottom: "target" top: "loss_b" }'
+    found = inferred(net_of(text), shapes={"data": (3, 2, 2)})
+    assert [(layer.type, layer.name) for layer in found.layer] == [
+        ("Input", "data"), ("InnerProduct", "fc"), ("Dropout", "drop"), ("InnerProduct", "a"), ("InnerProduct", "b"),
+        ("Softmax", "prob"), ("Sigmoid", "b_prob"),
+    ]  # fmt: skip
+    assert found.layer[-2].softmax_param.axis == -1
+
+
+def test_an_auxiliary_classifier_is_left_out():
+    text = (
+        TASKS
+        + """layer { name: "aux" type: "SoftmaxWithLoss" bottom: "b" bottom: "label" top: "aux"
+                              loss_weight: 0.3 }"""
+    )
+    names = [layer.name for layer in inferred(net_of(text), shapes={"data": (3, 2, 2)}).layer]
+    assert names == ["data", "fc", "drop", "a", "prob"]
+
+
+def test_chosen_outputs():
+    found = inferred(net_of(TASKS), shapes={"data": (3, 2, 2)}, outputs=["fc"])
+    assert [layer.name for layer in found.layer] == ["data", "fc", "drop"]
+
+
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [
+        ("crop_size: 7", (3, 7, 7)),
+        ("crop_h: 4 crop_w: 5 mean_value: 1 mean_value: 2", (2, 4, 5)),
+        ("crop_size: 7 force_gray: true mean_value: 3", (1, 7, 7)),
+        ("resize_param { height: 8 width: 9 }", (3, 8, 9)),
+        ("scale: 2", None),
+    ],
+)
+def test_the_shape_of_a_record(transform: str, shape: tuple[int, ...] | None):
+    layer = net_of(f'layer {{ name: "d" type: "Data" transform_param {{ {transform} }} }}').layer[0]
+    assert record_shape(layer) == shape
+
+
+def test_mistakes_are_named():
+    net = net_of(TASKS)
+    with pytest.raises(ConfigError, match=r"the shape of 'data' does not follow .* --input data=3,224,224"):
+        inferred(net)
+    with pytest.raises(ConfigError, match="the net has no blob 'x' in its test phase"):
+        inferred(net, outputs=["x"])
+    with pytest.raises(ConfigError, match=r"no blob of the net follows from layers that learn.*--outputs"):
+        inferred(net_of('layer { name: "d" type: "DummyData" top: "d" }'))
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    net = Net(read_net(MODELS / "lenet/deploy.prototxt"), LayerContext(create_backend(None, 1), phase=caffe_pb2.TEST))
+    saved = caffe_pb2.NetParameter()
+    for layer in net.layers:
+        stored = saved.layer.add(name=layer.name, type=layer.type)
+        for blob in layer.blobs:
+            stored.blobs.add(shape={"dim": blob.shape}, data=[0.0] * blob.count)
+    net.close()
+    path = tmp_path / "lenet.caffemodel"
+    path.write_bytes(saved.SerializeToString())
+    return path
+
+
+def test_the_command_writes_and_checks(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
+    net, output = MODELS / "lenet/train_test.prototxt", tmp_path / "deploy.prototxt"
+    arguments = ["deploy", str(net), "--input", "data=1,28,28", "--weights", str(weights)]
+    assert main([*arguments, "--output", str(output)]) == 0
+    assert "9 layers; 4 layers take their weights from" in capsys.readouterr().out
+    assert read_net(output) == read_net(MODELS / "lenet/deploy.prototxt")
+    assert "# 'data': multiply by 0.00390625" in output.read_text()
+    assert main([*arguments[:2], "--input", "data=1,32,32", *arguments[4:]]) == 2
+    assert "layer 'ip1', parameter 0: shape is" in capsys.readouterr().err
+
+
+def test_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    assert main(["deploy", str(MODELS / "caffenet/train_val.prototxt")]) == 0
+    text = capsys.readouterr().out
+    assert "# 'data': subtract 104, 117, 123 per channel" in text
+    assert net_of(text) == read_net(MODELS / "caffenet/deploy.prototxt")
+
+
+def test_weights_that_lack_a_layer(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
+    stored = caffe_pb2.NetParameter.FromString(weights.read_bytes())
+    del stored.layer[-2]
+    weights.write_bytes(stored.SerializeToString())
+    net = str(MODELS / "lenet/train_test.prototxt")
+    assert main(["deploy", net, "--input", "data=1,28,28", "--weights", str(weights)]) == 2
+    assert "has no weights for layer 'ip2' (1 layers lack theirs)" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""`caffepy classify` and `caffepy detect`: what nets say of image files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from caffepy.cli.main import main
+from caffepy.errors import ConfigError, DataError
+from caffepy.predict import Model, Preparation, classify, image_files, read_images
+from caffepy.predict.images import read_any_mean
+from caffepy.proto import caffe_pb2
+
+COLOURS = """
+    layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 4 dim: 4 } } }
+    layer { name: "pool" type: "Pooling" bottom: "data" top: "pool" pooling_param { pool: AVE global_pooling: true } }
+    layer { name: "fc" type: "InnerProduct" bottom: "pool" top: "fc"
+            inner_product_param { num_output: 3 bias_term: false } }
+"""
+"""Its scores are the means of the three channels."""
+BOXES = """
+    layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 4 dim: 4 } } }
+    layer { name: "loc" type: "InnerProduct" bottom: "data" top: "loc" inner_product_param { num_output: 4
+            weight_filler { type: "constant" } } }
+    layer { name: "conf" type: "InnerProduct" bottom: "data" top: "conf" inner_product_param { num_output: 2
+            weight_filler { type: "constant" } bias_filler { type: "constant" value: 0.75 } } }
+    layer { name: "pool" type: "Pooling" bottom: "data" top: "pool" pooling_param { global_pooling: true } }
+    layer { name: "prior" type: "PriorBox" bottom: "pool" bottom: "data" top: "prior"
+            prior_box_param { min_size: 2 variance: 0.1 variance: 0.1 variance: 0.2 variance: 0.2 } }
+    layer { name: "found" type: "DetectionOutput" bottom: "loc" bottom: "conf" bottom: "prior" top: "found"
+            detection_output_param { num_classes: 2 share_location: true background_label_id: 0
+            nms_param { nms_threshold: 0.45 top_k: 10 } keep_top_k: 5 confidence_threshold: 0.1 } }
+"""
+"""It finds label 1 with the score 0.75 in the middle half of any image."""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> list[str]:
+    """Arguments that name a net whose scores are the means of its input's channels."""
+    (tmp_path / "net.prototxt").write_text(COLOURS)
+    weights = caffe_pb2.NetParameter()
+    layer = weights.layer.add(name="fc", type="InnerProduct")
+    layer.blobs.add(shape={"dim": [3, 3]}, data=np.eye(3).ravel().tolist())
+    (tmp_path / "net.caffemodel").write_bytes(weights.SerializeToString())
+    return ["--model", str(tmp_path / "net.prototxt"), "--weights", str(tmp_path / "net.caffemodel"), "--threads=1"]
+
+
+@pytest.fixture
+def red(tmp_path: Path) -> Path:
+    """An image that is red, and a bit blue in its middle."""
+    image = np.zeros((40, 80, 3), np.uint8)
+    image[:, :, 2] = 200
+    image[15:25, 30:50, 0] = 100
+    path = tmp_path / "red.png"
+    cv2.imwrite(str(path), image)
+    return path
+
+
+def test_the_table_has_the_likeliest_first(net: list[str], red: Path, tmp_path: Path, capsys):
+    (tmp_path / "words.txt").write_text("n01 blue\nn02 green\nn03 red\x1b[2J\n")
+    assert main(["classify", str(red), *net, "--labels", str(tmp_path / "words.txt"), "--images-dim", "4,4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == str(red)
+    assert lines[1].split() == ["200.0000", "n03", "red\\x1b[2J"]
+    assert [line.split()[-1] for line in lines[2:]] == ["blue", "green"]
+
+
+def test_values_are_prepared_as_caffe_does(net: list[str], red: Path, tmp_path: Path):
+    output = tmp_path / "scores.npy"
+    options = ["-images_dim", "4,4", "-mean_file=1,2,3", "-input_scale", "0.5", "--raw_scale=100", "--center_only"]
+    assert main(["classify", str(red), str(output), *net, *options]) == 0
+    scores = np.load(output)
+    assert scores.shape == (1, 3)
+    assert scores[0, 1] == -1
+    assert scores[0, 2] == pytest.approx((200 / 255 * 100 - 3) / 2, abs=1e-4)
+    assert main(["classify", str(red), str(output), *net, "--images-dim=4,4", "--channel_swap=0,1,2"]) == 0
+    assert np.load(output)[0, 0] == pytest.approx(200, abs=1e-3)
+
+
+def test_ten_crops_are_averaged(net: list[str]):
+    rng = np.random.default_rng(3)
+    image = rng.random((6, 7, 3), np.float32)
+    crops = [image[t : t + 4, le : le + 4] for t, le in ((0, 0), (0, 3), (2, 0), (2, 3), (1, 1))]
+    with Model(Path(net[1]), [Path(net[3])], threads=1) as model:
+        (mean,) = classify(model, [image], Preparation(1.0), (6, 7), centre_only=False)
+        (centre,) = classify(model, [image], Preparation(1.0), (6, 7), centre_only=True)
+        with pytest.raises(ConfigError, match=r"resized to 3 x 9, and the net takes 4 x 4: give a larger --images-dim"):
+            classify(model, [image], Preparation(), (3, 9), centre_only=True)
+    assert mean == pytest.approx(np.mean([crop.mean((0, 1))[::-1] for crop in crops], axis=0), abs=1e-5)
+    assert centre == pytest.approx(crops[-1].mean((0, 1))[::-1], abs=1e-5)
+
+
+def test_folders_and_arrays(net: list[str], red: Path, tmp_path: Path, capsys):
+    np.save(tmp_path / "images.npy", np.full((2, 5, 5, 3), (0.0, 1.0, 0.0), np.float32))
+    assert main(["classify", str(tmp_path / "images.npy"), *net, "--images-dim=4,4", "--top", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("images.npy[") == 2
+    assert out.count("255.0000  class 1") == 2
+    assert image_files(tmp_path, "png") == [red]
+    with pytest.raises(DataError, match=r"has no files that end in \.gif; name another ending with --ext"):
+        image_files(tmp_path, "gif")
+
+
+def test_input_that_is_none(tmp_path: Path, net: list[str], red: Path, capsys):
+    np.save(tmp_path / "flat.npy", np.zeros(7))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "text.jpg").write_text("no image")
+    with pytest.raises(DataError, match=r"has the shape \(7,\); images are \(N, H, W, 3\)"):
+        read_images(tmp_path / "flat.npy")
+    with pytest.raises(DataError, match=r"is no \.npy file of numbers"):
+        read_images(tmp_path / "objects.npy")
+    with pytest.raises(DataError, match=r"image '.*text\.jpg'"):
+        read_images(tmp_path / "text.jpg")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        read_any_mean(str(tmp_path / "mean.npy"))
+    assert main(["classify", str(red), *net, "--mean-file", "1,2"]) == 2
+    assert "the mean has the shape (2,)" in capsys.readouterr().err
+    assert main(["detect", str(red), *net]) == 2
+    assert "the net has no DetectionOutput layer" in capsys.readouterr().err
+
+
+# -- boxes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> list[str]:
+    (tmp_path / "ssd.prototxt").write_text(BOXES)
+    (tmp_path / "labels.prototxt").write_text('item { name: "none" label: 0 } item { name: "thing" label: 1 }')
+    return ["--model", str(tmp_path / "ssd.prototxt"), "--threads=1", "--label-map", str(tmp_path / "labels.prototxt")]
+
+
+def test_boxes_are_in_pixels_of_the_image(ssd: list[str], red: Path, tmp_path: Path, capsys):
+    assert main(["detect", str(red), *ssd]) == 0
+    (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert row == {
+        "image": str(red), "label": "1", "name": "thing", "score": "0.7500",
+        "xmin": "20.0", "ymin": "10.0", "xmax": "60.0", "ymax": "30.0",
+    }  # fmt: skip
+    assert main(["detect", str(red), str(tmp_path / "boxes.json"), *ssd, "--threshold=0.8"]) == 0
+    assert json.loads((tmp_path / "boxes.json").read_text()) == []
+
+
+def test_boxes_are_drawn(ssd: list[str], red: Path, tmp_path: Path, capsys):
+    picture = tmp_path / "found.png"
+    cv2.imwrite(str(red), np.full((400, 800, 3), (0, 0, 200), np.uint8))
+    assert main(["detect", str(red), str(tmp_path / "boxes.json"), *ssd, "--draw", str(picture)]) == 0
+    assert "boxes.json: 1 boxes in 1 image" in capsys.readouterr().out
+    drawn, plain = cv2.imread(str(picture)), cv2.imread(str(red))
+    assert drawn.shape == plain.shape
+    assert (drawn[250, 200] != plain[250, 200]).any(), "the left edge"
+    assert (drawn[250, 400] == plain[250, 400]).all(), "the middle"
+    assert main(["detect", str(red), *ssd, "--draw", str(tmp_path / "found.txt")]) == 2
+    assert "pictures end in .png or .jpg" in capsys.readouterr().err

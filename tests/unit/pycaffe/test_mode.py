@@ -1,0 +1,71 @@
+"""The settings of the process: device, seed, rank, log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+
+import pytest
+
+from caffepy import pycaffe as caffe
+from caffepy.errors import DeviceError, MissingExtraError
+from caffepy.pycaffe.mode import mode
+
+
+def test_devices(net_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mode.present_device().backend.name == "cpu"
+    caffe.set_device(3)
+    assert mode.present_device().backend.name == "cpu"  # a number alone chooses no GPU
+    caffe.set_mode_gpu()
+    assert (mode.gpu, mode.device) == (True, 3)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises((DeviceError, MissingExtraError)):
+        caffe.Net(net_file, caffe.TEST)
+    caffe.set_mode_cpu()
+    assert mode.present_device() is mode.present_device()
+    caffe.set_devices([1, 2])
+    assert (mode.gpu, mode.device) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: caffe.set_device(-1), r"set_device\(-1\): give the number of a GPU, 0 or more"),
+        (lambda: caffe.set_devices([]), r"set_devices\(\[\]\): give the number of at least one GPU"),
+        (lambda: caffe.set_random_seed(-1), r"set_random_seed\(-1\): give a number of 0 or more"),
+        (lambda: caffe.set_solver_count(0), r"set_solver_count\(0\): give a number of 1 or more"),
+        (lambda: caffe.set_solver_rank(-2), r"set_solver_rank\(-2\): give a number of 0 or more"),
+    ],
+)
+def test_mistakes(call, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_processes() -> None:
+    assert (caffe.solver_count(), caffe.solver_rank()) == (1, 0)
+    caffe.set_solver_count(4)
+    caffe.set_solver_rank(2)
+    assert (caffe.solver_count(), caffe.solver_rank()) == (4, 2)
+    assert mode.shard().world_size == 1
+    caffe.set_multiprocess(True)
+    assert (mode.shard().rank, mode.shard().world_size, mode.shard(caffe.TEST).world_size) == (2, 4, 1)
+
+
+def test_log(capsys: pytest.CaptureFixture[str]) -> None:
+    package = logging.getLogger("caffepy")
+    level, propagate = package.level, package.propagate
+    try:
+        caffe.init_log()
+        caffe.log("hello")
+        caffe.init_log(1)
+        caffe.log("quiet")
+        caffe.init_log(0, False)
+        caffe.log("gone")
+    finally:
+        caffe.init_log(0, False)
+        package.setLevel(level)
+        package.propagate = propagate
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 1 and re.fullmatch(r"I.* test_mode\.py:\d+\] hello", shown[0]), shown

@@ -1,0 +1,255 @@
+"""`caffe.SGDSolver` and its like."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy import pycaffe as caffe
+from caffepy.config.load import read_solver
+from caffepy.errors import ConfigError
+from caffepy.solvers import create_solver
+
+SOLVERS = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
+
+
+def fill(net: caffe.Net) -> None:
+    random = np.random.default_rng(0)
+    net.blobs["data"].data[...] = random.normal(size=net.blobs["data"].shape)
+    net.blobs["label"].data[...] = np.arange(5)
+
+
+@pytest.fixture
+def solver(solver_file: Path) -> caffe.SGDSolver:
+    solver = caffe.SGDSolver(str(solver_file))
+    for net in (solver.net, *solver.test_nets):
+        fill(net)
+    return solver
+
+
+def weights(net: caffe.Net) -> list[np.ndarray]:
+    return [blob.data.copy() for blobs in net.params.values() for blob in blobs]
+
+
+def test_what_it_is_made_of(solver: caffe.SGDSolver) -> None:
+    assert solver.iter == 0 and solver.net is solver.net and len(solver.test_nets) == 1
+    assert (solver.param.max_iter, solver.param.display, solver.param.layer_wise_reduce) == (3, 0, True)
+    assert solver.lr == pytest.approx(0.01)
+    solver.param.base_lr = 0.1
+    assert solver.lr == pytest.approx(0.1)
+    assert "accuracy" in solver.test_nets[0].blobs and "accuracy" not in solver.net.blobs
+    assert repr(solver) == "<caffe.SGDSolver of 'small', iteration 0, cpu>"
+
+
+def test_training_is_that_of_caffepy(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    own = create_solver(read_solver(solver_file), solver.device.backend)
+    for name in ("data", "label"):
+        own.net.blobs[name].data[...] = solver.net.blobs[name].data
+    own.step(3)
+    losses = []
+    for _ in range(3):
+        solver.step(1)
+        losses.append(float(solver.net.blobs["loss"].data))
+    assert solver.iter == 3 and losses[2] < losses[0] and solver.lr == pytest.approx(0.001)
+    for mine, theirs in zip(solver.net.params["conv"], own.net.layers[2].blobs, strict=True):
+        np.testing.assert_array_equal(mine.data, theirs.data)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_rule(solver_file: Path, write, name: str) -> None:
+    momentum = 0 if name in ("AdaGrad", "RMSProp") else 0.9
+    text = solver_file.read_text().replace("momentum: 0.9", f"momentum: {momentum}")
+    path = write("rule.prototxt", f"{text} type: '{name}'")
+    by_type, by_class = caffe.get_solver(path), getattr(caffe, f"{name}Solver")(write("sgd.prototxt", text))
+    assert type(by_type) is type(by_class) and isinstance(by_type, caffe.SGDSolver)
+    before = weights(by_type.net)
+    for solver in (by_type, by_class):
+        fill(solver.net)
+        solver.step(2)
+    for old, one, other in zip(before, weights(by_type.net), weights(by_class.net), strict=True):
+        assert (old != one).any() and (one == other).all()
+
+
+def test_apply_update(solver: caffe.SGDSolver) -> None:
+    blob = solver.net.layers[2].blobs[0]
+    held = blob.data
+    held[...] = 0
+    blob.diff[...] = 1
+    solver.apply_update()
+    np.testing.assert_allclose(held, -0.01, rtol=1e-6)
+    assert solver.iter == 1
+    solver.apply_update()
+    np.testing.assert_allclose(held, -0.01 - 0.019, rtol=1e-6)
+
+
+def test_a_loop_of_the_programs_own_is_a_step(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    by_hand = caffe.SGDSolver(solver_file)
+    fill(by_hand.net)
+    for _ in range(2):
+        by_hand.net.clear_param_diffs()
+        by_hand.net.forward()
+        by_hand.net.backward()
+        by_hand.apply_update()
+    solver.step(2)
+    for one, other in zip(weights(solver.net), weights(by_hand.net), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_weights_written_between_steps_count(solver: caffe.SGDSolver) -> None:
+    solver.step(1)
+    for blobs in solver.net.params.values():
+        for blob in blobs:
+            blob.data[...] = 0
+    solver.net.forward()
+    np.testing.assert_allclose(solver.net.blobs["loss"].data, np.log(13), rtol=1e-6)
+    assert not solver.test_nets[0].params["ip"][0].data.any()  # the same memory
+
+
+def test_solve_runs_to_max_iter_and_resumes(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    folder = solver_file.parent
+    solver.step(1)
+    solver.snapshot()
+    assert {"model_iter_1.caffemodel", "model_iter_1.solverstate"} <= {path.name for path in folder.iterdir()}
+    solver.solve()
+    assert solver.iter == 3
+    solve, restore = caffe.SGDSolver(solver_file), caffe.SGDSolver(solver_file)
+    fill(solve.net)
+    solve.solve(str(folder / "model_iter_1.solverstate"))
+    fill(restore.net)
+    restore.restore(str(folder / "model_iter_1.solverstate"))
+    assert restore.iter == 1
+    restore.step(2)
+    for other in (solve, restore):
+        for one, two in zip(weights(solver.net), weights(other.net), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_callbacks_are_called_in_turn_and_may_change_gradients(solver: caffe.SGDSolver) -> None:
+    calls: list[str] = []
+    held = solver.net.params["ip"][0].diff
+
+    def clear() -> None:
+        calls.append("ready")
+        assert held.any()
+        for blobs in solver.net.params.values():
+            for blob in blobs:
+                blob.diff[...] = 0
+
+    before = weights(solver.net)
+    solver.add_callback(lambda: calls.append("start"), clear)
+    solver.add_callback(lambda: calls.append("start 2"), lambda: calls.append("ready 2"))
+    solver.step(2)
+    assert calls == ["start", "start 2", "ready", "ready 2"] * 2
+    for old, new in zip(before, weights(solver.net), strict=True):
+        np.testing.assert_array_equal(old, new)
+    calls.clear()
+    solver.solve()
+    assert calls == ["start", "start 2", "ready", "ready 2"]
+
+
+def test_tests_do_not_call_the_start_again(solver_file: Path, write) -> None:
+    text = solver_file.read_text().replace("test_interval: 1000 test_initialization: false", "test_interval: 1")
+    solver = caffe.SGDSolver(write("tests.prototxt", text.replace("test_iter: 1", "test_iter: 3")))
+    starts: list[int] = []
+    solver.add_callback(lambda: starts.append(solver.iter), lambda: None)
+    solver.step(2)
+    assert starts == [0, 1]
+
+
+def test_an_exchange_object_is_a_callback(solver: caffe.SGDSolver) -> None:
+    class Exchange:
+        calls = 0
+
+        def on_gradients_ready(self) -> None:
+            self.calls += 1
+
+    exchange = Exchange()
+    solver.add_callback(exchange)
+    solver.step(2)
+    assert exchange.calls == 2
+    with pytest.raises(RuntimeError, match="add_callback needs on_start and on_gradients_ready, or one NCCL object"):
+        solver.add_callback(lambda: None)
+
+
+def test_what_a_callback_raises_comes_out(solver: caffe.SGDSolver) -> None:
+    def fail() -> None:
+        raise LookupError("mine")
+
+    solver.add_callback(lambda: None, fail)
+    with pytest.raises(LookupError, match="mine"):
+        solver.step(1)
+
+
+def test_net_callbacks_are_called_in_steps(solver: caffe.SGDSolver) -> None:
+    layers: list[int] = []
+    solver.net.before_forward(layers.append)
+    solver.net.after_backward(lambda layer: layers.append(-layer))
+    solver.step(1)
+    assert layers == [0, 1, 2, 3, 4, 5, -5, -4, -3, -2, -1, 0]
+
+
+def test_share_weights(solver: caffe.SGDSolver, net_file: Path) -> None:
+    net = caffe.Net(net_file, caffe.TEST)
+    solver.share_weights(net)
+    solver.step(1)
+    for one, other in zip(weights(net), weights(solver.net), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_nets_survive_the_solver(solver_file: Path) -> None:
+    solver = caffe.get_solver(solver_file)
+    nets = [solver.net, *solver.test_nets]
+    del solver
+    gc.collect()
+    for net in nets:
+        fill(net)
+        assert np.isfinite(net.forward()["loss"])
+        assert np.isfinite(sum(blob.data.sum() + blob.diff.sum() for blobs in net.params.values() for blob in blobs))
+
+
+def test_a_loss_that_is_not_finite_does_not_end_the_training(solver: caffe.SGDSolver) -> None:
+    solver.net.params["ip"][0].data[...] = np.nan
+    solver.step(2)
+    assert solver.iter == 2 and np.isnan(solver.net.blobs["loss"].data)
+
+
+def test_processes_take_turns_and_the_root_alone_tests_and_writes(solver_file: Path, caplog) -> None:
+    caffe.set_solver_count(2)
+    caffe.set_multiprocess(True)
+    shards = []
+    for rank in range(2):
+        caffe.set_solver_rank(rank)
+        solver = caffe.SGDSolver(solver_file)
+        shards.append((solver.net.net.context.shard.rank, solver.net.net.context.shard.world_size))
+        solver.snapshot()
+        assert (solver_file.parent / "model_iter_0.caffemodel").exists() is (rank == 0)
+        (solver_file.parent / "model_iter_0.caffemodel").unlink(missing_ok=True)
+        assert solver.test_nets[0].net.context.shard.world_size == 1
+        assert solver.param.test_interval == (0 if rank else 1000)
+    assert shards == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda path: caffe.SGDSolver("absent.prototxt"), RuntimeError, r"Could not open file absent\.prototxt"),
+        (lambda path: caffe.get_solver("absent.prototxt"), RuntimeError, r"Could not open file absent\.prototxt"),
+        (
+            lambda path: caffe.SGDSolver(path).restore("no.solverstate"),
+            RuntimeError,
+            "Could not open file no.solverstate",
+        ),
+        (
+            lambda path: caffe.SGDSolver(path).solve("no.solverstate"),
+            RuntimeError,
+            "Could not open file no.solverstate",
+        ),
+        (lambda path: caffe.SGDSolver(path).step(-1), ConfigError, r"step\(-1\): give a number of 0 or more"),
+    ],
+)
+def test_mistakes(solver_file: Path, call, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(solver_file)
