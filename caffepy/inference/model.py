@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Model:
         return list(self.net.outputs)
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in self.inputs.items())
+        inputs = ", ".join(f"{name} {_text(shape)}" for name, shape in self.inputs.items())
         device = self.backend.device_description()
         return f"<caffepy model '{self.net.name}': {inputs} -> {', '.join(self.outputs)}, on {device}>"
 
@@ -94,7 +94,7 @@ class Model:
             here = {name: array for name, array in adopted.items() if array is not None}
             hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
             values = {**here, **hosts}
-            runner = self._runner(tuple(tuple(map(int, values[name].shape)) for name in self.inputs))
+            runner = self._runner(tuple(self._shape(name, values[name]) for name in self.inputs))
             for name, array in here.items():
                 self.backend.copy(array, runner.net.blobs[name].data)
             for name, array in hosts.items():
@@ -132,6 +132,15 @@ class Model:
             raise ShapeError(f"net '{self.net.name}': no array is given for {', '.join(missing)}")
         return given
 
+    def _shape(self, name: str, array: Any) -> tuple[int, ...]:
+        shape, written = tuple(map(int, array.shape)), self.inputs[name]
+        if len(shape) != len(written):
+            raise ShapeError(
+                f"net '{self.net.name}': input '{name}' is {_text(shape) or 'one number'}; it must have {len(written)} "
+                f"axes, as {_text(written)}"
+            )
+        return shape
+
     def _runner(self, shapes: Shapes) -> ForwardRunner:
         runner = self._runners.get(shapes)
         if runner is None:
@@ -148,7 +157,11 @@ class Model:
         param = self._with_shapes(shapes)
         plan = plan_memory(param, replace(self._context, passes=PassCounter()), fuse=True)
         net = Net(param, replace(self._context, passes=PassCounter()), fuse=True)
-        net.share_trained_layers_with(self.net)
+        try:
+            net.share_trained_layers_with(self.net)
+        except ConfigError as error:
+            given = ", ".join(f"{name} {_text(shape)}" for name, shape in zip(self.inputs, shapes, strict=True))
+            raise ShapeError(f"net '{self.net.name}' has no parameters for inputs of shape {given}: {error}") from error
         plan.bind(net, plan.new_arena(self.backend))
         return ForwardRunner(net, self._eager)
 
@@ -173,6 +186,10 @@ class Model:
             self.backend.copy(array, result)
         self.backend.synchronize()
         return dict(zip(net.outputs, results, strict=True))
+
+
+def _text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def as_numpy(array: Any, name: str) -> Any:

@@ -52,6 +52,11 @@ class FoldedConvolution(FusedLayer):
         self._factor, self._term = self.backend.zeros(outputs), self.backend.zeros(outputs)
         self._weights: Array | None = self.backend.zeros(first.blobs[0].shape, first.dtype) if self._factors else None
 
+    @property
+    def folded(self) -> list[Array]:
+        """What `fold` computes."""
+        return [self._factor, self._term] + ([] if self._weights is None else [self._weights])
+
     def fold(self) -> None:
         """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
         if self._weights is None:

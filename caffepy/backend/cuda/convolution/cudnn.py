@@ -103,7 +103,8 @@ class CudnnPlan:
         by_direction = {Direction.FORWARD: (x, weights, y), Direction.DATA: (y, weights, x)}
         first, second, out = by_direction.get(task.direction, (x, y, weights))
         bias = y * (item if self._graph.rounded_bias else 4)
-        return {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias}.get(uid, 0)
+        steps = {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias, RESIDUAL: out * item}
+        return steps.get(uid, 0)
 
 
 def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY) -> Iterator[CudnnPlan]:
