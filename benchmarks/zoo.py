@@ -23,9 +23,10 @@ Figures of an H200: to be filled in from a run there.
 
 What was learnt:
 
-- Built from the prototxts, the peers give our outputs within 1e-5 of the largest (SSD-300: 6e-6) and our losses within
-  2e-5 (siamese net; the others 1e-6). Gradients agree within 1e-5 in nets without kinks near their values; behind many
-  batch normalisations of two images rounding turns units on and off, and they differ by up to 2 % in the median.
+- Built from the prototxts, the peers give our outputs within 1e-5 of the largest (VGG-16: 7e-6) and our losses within
+  2e-5 (siamese net; the others 1e-6). Gradients agree within 1e-5 in the median where a net has neither batch
+  normalisation nor many units; with two images they differ by up to 2.6 % in the median (Inception-v3). Rounding at the
+  kinks of ReLU is the likely cause, which has not been shown. ResNet-152's training has not been compared.
 - A GPU's row takes seconds where kernels must be compiled and tuned first; a second run finds both in the cache.
 """
 

@@ -20,7 +20,9 @@ from peers.description import describe_net
 RUNNER = str(Path(__file__).resolve().parent / "torch_run.py")
 TOLERANCES = {"output": 1e-4, "loss": 1e-4, "gradients": 3e-2, "worst gradient": 0.1}
 """Outputs and losses relative to the largest; the difference of a parameter's gradient over its norm, in the median and
-at worst: behind many batch normalisations of two images rounding turns a few units on or off."""
+at worst. The last two were set by what was found: up to 2.6 % behind many batch normalisations of two images. They
+show a gradient that is missing or of another sign, not a small error.
+"""
 
 
 def fill(net: Net, seed: int = 1) -> None:
