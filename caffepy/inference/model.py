@@ -110,8 +110,7 @@ class Model:
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         for runner in self._runners.values():
-            runner.drop()
-            runner.net.close()
+            runner.close()
         self._runners.clear()
         self.net.close()
 
@@ -147,8 +146,7 @@ class Model:
             runner = self._make_runner(shapes)
             if len(self._runners) >= MOST_SHAPES:
                 _, oldest = self._runners.popitem(last=False)
-                oldest.drop()
-                oldest.net.close()
+                oldest.close()
             self._runners[shapes] = runner
         self._runners.move_to_end(shapes)
         return runner

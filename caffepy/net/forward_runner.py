@@ -142,3 +142,8 @@ class ForwardRunner:
         self._segments.drop()
         self._warm = False
         self._random = None
+
+    def close(self) -> None:
+        """Free the graphs and close the net. Callable twice."""
+        self.drop()
+        self.net.close()

@@ -446,6 +446,5 @@ class Solver(ABC):
         """Free graphs and close the nets. Callable twice."""
         self.graph_runner.drop()
         for runner in self.state.tests:
-            runner.drop()
-        for net in (self.net, *self.test_nets):
-            net.close()
+            runner.close()
+        self.net.close()
