@@ -9,7 +9,17 @@ import math
 from collections.abc import Iterator
 
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, identity, write_result
-from caffepy.backend.cuda.convolution.cudnn_graph import BIAS, FIRST, OUT, SECOND, SQUARES, SUM, CudnnGraph, Plans
+from caffepy.backend.cuda.convolution.cudnn_graph import (
+    BIAS,
+    FIRST,
+    OUT,
+    RESIDUAL,
+    SECOND,
+    SQUARES,
+    SUM,
+    CudnnGraph,
+    Plans,
+)
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -75,6 +85,8 @@ class CudnnPlan:
         if operands.sums is not None and graph.task.sums:
             pointers[SUM] = operands.sums.data.ptr
             pointers[SQUARES] = operands.sums.data.ptr + operands.sums.nbytes // 2
+        if operands.residual is not None and graph.task.residual:
+            pointers[RESIDUAL] = operands.residual.data.ptr
         workspace = self._workspace().data.ptr
         steps = {uid: self._step(uid) for uid in pointers}
         for group in range(graph.groups):
