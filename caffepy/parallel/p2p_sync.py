@@ -32,6 +32,7 @@ from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action, SingleDevice
 from caffepy.solvers.execution_options import Keep
+from caffepy.solvers.io.in_memory import SavedSolver, save_in_memory
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class P2PSync(DeviceThread):
         self.trace: Tracer = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
+        self.trained: SavedSolver | None = None
+        """The solver's state, once training is over, if the options ask for it."""
         self.ready = threading.Event()
         self.stop_wanted: Callable[[], Collection[Action]] = tuple
         """Asked while the solver waits for data: what a signal that stops training asks for, in any process."""
@@ -260,6 +263,9 @@ class P2PSync(DeviceThread):
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.solver.callback.barrier()
+        if self._options.keeps_trained:
+            self.solver.average_statistics()
+            self.trained = save_in_memory(self.solver.state)
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
@@ -335,6 +341,8 @@ class P2PSync(DeviceThread):
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:
+            for observer in options.callbacks:
+                solver.add_callback(observer)
             self._read_start(solver)
         return solver
 

@@ -62,6 +62,10 @@ class Requests:
                 return
             self._unsent.add(action)
 
+    def ask_for(self, action: Action) -> None:
+        """Request something, as a signal would; in the thread that trains."""
+        self._unsent.add(action)
+
     def cancel(self) -> None:
         """End waits for data, now and later, with an AbortedError. Callable from any thread."""
         self._cancelled = True

@@ -14,9 +14,9 @@ import caffepy.solvers
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import NonFiniteError
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.report import Performance
 from caffepy.snapshot.files import read_state
-from caffepy.net.forward_runner import ForwardRunner
 from caffepy.solvers import Action, SingleDevice
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
