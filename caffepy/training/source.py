@@ -53,7 +53,9 @@ def _message(source: Any) -> SolverParameter:
             return SolverParameter(**source)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"solver: {error}; the fields are those of a solver's prototxt") from error
-    return _copied(source, SolverParameter, "a solver is a prototxt's path, a SolverParameter or a mapping of fields")
+    known = "a solver is a prototxt's path, a SolverParameter or a mapping of fields"
+    param: SolverParameter = _copied(source, SolverParameter, known)
+    return param
 
 
 def _copied(source: Any, kind: Any, known: str) -> Any:

@@ -34,7 +34,7 @@ def on_device(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate
         with self.net.backend.activate():
             return method(self, *args, **kwargs)
 
-    return function
+    return function  # type: ignore[return-value]  # mypy takes self for a name here
 
 
 class SolverFace:
