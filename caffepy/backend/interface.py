@@ -185,9 +185,7 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def adopt(self, array: Any) -> Array | None:
         """An array of another library as one of this backend without a copy; None where it does not lie on its device.
 
-        All work that fills the array has finished when this returns.
-        """
-        return None
+        All work that fills the array has finished when this returns."""
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:
@@ -196,8 +194,7 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def upload(self, host: Any, destination: Array) -> None:
         """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
 
-        The host array may be changed when this returns.
-        """
+        The host array may be changed when this returns."""
         self.from_host(host, destination)
 
     def download(self, arrays: Sequence[Array]) -> list[Any]:

@@ -303,9 +303,8 @@ class ProcessGroup:
         try:
             self.give_up(what, (), self.timeout)
         except PeerError as error:
-            message = f"{self.name}: {what}: {error}"
-        self._membership.channel.fail(message)
-        self._fail(message)
+            self._membership.channel.fail(f"{self.name}: {what}: {error}")
+            self._fail(str(error))
 
     def look(self, waits_for: Sequence[int]) -> None:
         """While an operation waits: raise PeerError if a rank has left that will not come any more."""

@@ -1,14 +1,18 @@
-"""A net in words and as a table of its layers, for Python's prompt and for notebooks."""
+"""A net in words and as a table of its layers, for Python's prompt and for notebooks.
+
+In HTML every text is escaped, because names come from files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 
 from caffepy.blob import Blob
-from caffepy.html import heading, table
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 
+_STYLE = "text-align: left; padding: 1px 8px;"
 _HEADER = ("layer", "type", "bottoms", "tops", "parameters", "dtype")
 
 
@@ -55,3 +59,19 @@ def _blobs(blobs: Sequence[Blob]) -> str:
 
 def _shape(blob: Blob) -> str:
     return " × ".join(map(str, blob.shape)) or "1 number"
+
+
+def heading(text: str) -> str:
+    """A line in bold."""
+    return f"<p><b>{escape(text)}</b></p>"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table with a row of titles."""
+    lines = [_row("th", header), *(_row("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _row(tag: str, cells: Sequence[object]) -> str:
+    written = (f"<{tag} style='{_STYLE}'>{escape(str(cell))}</{tag}>" for cell in cells)
+    return f"<tr>{''.join(written)}</tr>"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.html import table
 from caffepy.net import Net
+from caffepy.net.describe import table
 from caffepy.snapshot.files import write_weights
 from caffepy.solvers import Solver
 

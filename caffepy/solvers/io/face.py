@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from caffepy.html import heading, table
 from caffepy.net import Net
+from caffepy.net.describe import heading, table
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.io.observers import Observers
 from caffepy.solvers.loss import LossWindow
