@@ -13,6 +13,7 @@ from caffepy.backend import Backend
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
+from caffepy.net.describe import net_table
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
@@ -74,6 +75,9 @@ class Model:
         inputs = ", ".join(f"{name} {_text(shape)}" for name, shape in self.inputs.items())
         device = self.backend.device_description()
         return f"<caffepy model '{self.net.name}': {inputs} -> {', '.join(self.outputs)}, on {device}>"
+
+    def _repr_html_(self) -> str:
+        return net_table(repr(self), self.net.nodes)
 
     def __call__(self, *arrays: Any, **named: Any) -> dict[str, Any]:
         """The net's outputs for these inputs.

@@ -15,6 +15,7 @@ from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.build import build_net
+from caffepy.net.describe import describe_net, net_table
 from caffepy.net.fusion.fold import fold_nodes
 from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.net.fusion.fuse import fuse_nodes
@@ -80,6 +81,12 @@ class Net:
         """Whether `forward` folds the parameters anew; whoever sets it to False calls `fold_parameters` in time."""
         if fuse:
             self.reshape()
+
+    def __repr__(self) -> str:
+        return describe_net(self.name, self.phase, self.nodes, self.backend.device_description())
+
+    def _repr_html_(self) -> str:
+        return net_table(repr(self), self.nodes)
 
     # -- what the net is made of ---------------------------------------------------------------------
 
