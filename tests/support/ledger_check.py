@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from caffepy.config import text
 from caffepy.config.fields import Status, ledger, path_of
 from caffepy.config.messages import walk_fields
+from caffepy.config.text import parse_text
 
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = str(TESTS.parent / "caffepy") + os.sep
@@ -49,15 +49,12 @@ def hide(name: str) -> None:
     """From now on caffepy's functions see no message with this field, in this thread."""
     message_name, _, field = name.rpartition(".")
     clear = cleaner(message_name, field)
-    parse = text.text_format.Parse
+    parse = parse_text.__code__
 
-    def parse_and_clear(*given: Any, **named: Any) -> Any:
-        message = parse(*given, **named)
-        clear(message)
-        return message
-
-    def watch(frame: FrameType, event: str, _: object) -> None:
+    def watch(frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
+        if event == "return" and code is parse and result is not None:
+            clear(result)
         if event != "call" or not code.co_filename.startswith(PACKAGE):
             return
         outside = frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(PACKAGE)
@@ -66,7 +63,6 @@ def hide(name: str) -> None:
             if isinstance(value, Message) and (outside or path_of(value.DESCRIPTOR) == message_name):
                 clear(value)
 
-    text.text_format.Parse = parse_and_clear
     sys.setprofile(watch)
 
 
