@@ -160,6 +160,7 @@ CASES = (
     case("Exp", IMAGE, "exp_param", "base: 2 | scale: 2 | shift: 1"),
     case("Log", IMAGE, "log_param", "base: 2 | scale: 0.5 | shift: 10", "shift: 9"),
     case("Softmax", IMAGE, "softmax_param", "axis: 2"),
+    case("LSTM", "4x2x5 4x2L2", "recurrent_param", f"bias_filler {GAUSS}", f"num_output: 3 {XAVIER}"),
     case("Concat", IMAGE + " " + IMAGE, "concat_param", "axis: 2 | concat_dim: 2"),
     case("Slice", IMAGE, "slice_param", "axis: 2 | slice_dim: 2 | slice_point: 1", tops=2),
     case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "operation: MAX | coeff: 1 coeff: 2", "operation: SUM"),
