@@ -58,6 +58,7 @@ XAVIER = "weight_filler { type: 'xavier' }"
 GAUSS = "{ type: 'gaussian' }"
 IP = f'type: "InnerProduct" inner_product_param {{ num_output: 3 {XAVIER} }}'
 BOX_LOSS = "num_classes: 3 code_type: CENTER_SIZE neg_overlap: 0.1"
+HARD = "mining_type: HARD_EXAMPLE nms_param { nms_threshold: 0.1 top_k: 4 }"
 BOXES = "1x16B 1x12 1x2x16P 1x1x2x8G"
 OUTPUT = "num_classes: 3 nms_param { nms_threshold: 0.45 top_k: 4 } keep_top_k: 4 confidence_threshold: 0.01"
 OUTPUT_BOTTOMS = "1x16B 1x12S 1x2x16P"
@@ -159,6 +160,7 @@ CASES = (
     case("Exp", IMAGE, "exp_param", "base: 2 | scale: 2 | shift: 1"),
     case("Log", IMAGE, "log_param", "base: 2 | scale: 0.5 | shift: 10", "shift: 9"),
     case("Softmax", IMAGE, "softmax_param", "axis: 2"),
+    case("LSTM", "4x2x5 4x2L2", "recurrent_param", f"bias_filler {GAUSS}", f"num_output: 3 {XAVIER}"),
     case("Concat", IMAGE + " " + IMAGE, "concat_param", "axis: 2 | concat_dim: 2"),
     case("Slice", IMAGE, "slice_param", "axis: 2 | slice_dim: 2 | slice_point: 1", tops=2),
     case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "operation: MAX | coeff: 1 coeff: 2", "operation: SUM"),
@@ -253,6 +255,20 @@ CASES = (
         "multibox_loss_param",
         "overlap_threshold: 0.9 | match_type: BIPARTITE",
         BOX_LOSS + " overlap_threshold: 0.1",
+    ),
+    case(
+        "MultiBoxLoss",
+        BOXES,
+        "multibox_loss_param",
+        "ignore_cross_boundary_bbox: true | bp_inside: true | use_prior_for_matching: false",
+        BOX_LOSS.replace("CENTER_SIZE", "CORNER") + " overlap_threshold: 0.1",
+    ),
+    case(
+        "MultiBoxLoss",
+        BOXES,
+        "multibox_loss_param",
+        "use_prior_for_nms: true | sample_size: 1",
+        BOX_LOSS + f" overlap_threshold: 0.1 {HARD} sample_size: 2",
     ),
     case(
         "DetectionOutput",

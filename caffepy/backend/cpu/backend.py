@@ -206,7 +206,9 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
         axis: int = 1,
         accumulate: bool = False,
     ) -> None:
-        shape = next(a.shape for a, k in zip(inputs, expression.kinds, strict=True) if k is Kind.EACH)
+        kinds = expression.kinds
+        inputs = [float(a) if k is Kind.SCALAR else a for a, k in zip(inputs, kinds, strict=True)]
+        shape = next(a.shape for a, k in zip(inputs, kinds, strict=True) if k is Kind.EACH)
         kept = outputs[0].shape
         assert all(output.shape == kept for output in outputs)
         channels = [a for a, k in zip(inputs, expression.kinds, strict=True) if k is Kind.CHANNEL]
