@@ -141,6 +141,16 @@ def positive(text: str) -> int:
     return number
 
 
+def natural(text: str) -> int:
+    """An option's whole number of 0 or more."""
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError:
+        if text.strip() == "0":
+            return 0
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of 0 or more") from None
+
+
 def level(text: str) -> int:
     """A whole number, of either sign, as the schema's int32 holds it."""
     number = _whole(text, LARGEST + 1)

@@ -13,7 +13,7 @@ from caffepy.config.text import decode_text, parse_text
 from caffepy.data.images.datum import opencv
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write, read_regular
-from caffepy.predict.images import Floats, Preparation, resize
+from caffepy.predict.images import INPUT, Floats, Preparation
 from caffepy.predict.model import Model
 from caffepy.proto import caffe_pb2
 
@@ -70,8 +70,8 @@ def detect(
     if "DetectionOutput" not in model.layer_types:
         raise ConfigError("the net has no DetectionOutput layer; 'caffepy detect' needs the deploy net of an SSD")
     name, values = image
-    _, height, width = model.image_shape
-    rows = model.run(preparation.apply(resize(values, height, width))[None]).reshape(-1, _COLUMNS)
+    transformer = preparation.transformer((1, *model.image_shape))
+    rows = model.run(transformer.preprocess(INPUT, values)[None]).reshape(-1, _COLUMNS)
     scale = np.array([values.shape[1], values.shape[0]] * 2, np.float32)
     boxes = []
     for _, label, score, *edges in rows[(rows[:, 1] >= 0) & (rows[:, 2] >= least)].tolist():
