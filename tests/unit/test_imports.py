@@ -47,6 +47,7 @@ LEVELS = {
     "parallel": 10,
     "plan": 10,
     "distributed": 11,
+    "onnx": 11,
     "pycaffe": 12,
     "as_caffe": 13,
     "cli": 14,
@@ -88,6 +89,15 @@ FOLDERS = {
         "layers.__init__",
     ),
     "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
+    "onnx": (
+        "onnx.libraries onnx.check onnx.fold",
+        "onnx.export.graph",
+        "onnx.export",
+        "onnx.importer.model",
+        "onnx.importer.builder",
+        "onnx.importer.node",
+        "onnx.importer",
+    ),
     "solvers": (
         "solvers.rules.larc",
         "solvers.rules.plateau solvers.rules.policies solvers.rules.update",
@@ -116,21 +126,21 @@ DOORS = {
     "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "cli"),
-    "backend.meta": ("net", "drawing", "plan", "cli"),
+    "backend.meta": ("net", "drawing", "plan", "onnx", "cli"),
     "data.images": ("layers.input", "layers.loss", "predict", "pycaffe", "cli"),
     "data.conversion": ("cli",),
     "data.sources": ("layers.input", "net", "cli"),
     "layers.activation": (),
     "layers.common": ("net.fusion",),
-    "layers.detection": (),
+    "layers.detection": ("onnx.export",),
     "layers.core": ("net", "solvers", "parallel", "plan", "pycaffe"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
-    "layers.normalization": ("net.fusion", "parallel"),
-    "layers.vision": ("net.fusion",),
+    "layers.normalization": ("net.fusion", "parallel", "onnx"),
+    "layers.vision": ("net.fusion", "onnx.export"),
     "net.fusion": ("parallel.gradients",),
-    "net.memory": ("solvers", "plan", "cli"),
+    "net.memory": ("solvers", "plan", "onnx.export", "cli"),
     "parallel.communicators": ("distributed", "cli"),
     "parallel.control": ("distributed",),
     "parallel.gradients": ("pycaffe",),
@@ -151,10 +161,12 @@ ALLOWED = {
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("cli/*.py",),
     "matplotlib": ("plan/report.py", "drawing/raster.py", "logs/plot.py"),
+    "onnx": ("onnx/*.py", "onnx/*/*.py"),
+    "onnxruntime": ("onnx/libraries.py",),
 }
 """Where optional libraries may be imported at all."""
 
-HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib")
+HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib", "onnx")
 """What `import caffepy` and `caffepy --help` must not load."""
 
 PUBLIC = ("caffepy", "caffepy.distributed")

@@ -16,9 +16,7 @@ from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
 from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
-from caffepy.backend.cpu.convolution.depthwise import DepthwiseConvolution, is_depthwise
-from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.reference import GeneralConvolution
+from caffepy.backend.cpu.convolution.choice import plan_convolution
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
@@ -258,11 +256,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         assert dtype == "float32", f"the CPU computes in float32, not {dtype}"
-        if is_depthwise(weights_shape, geometry):
-            return DepthwiseConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
-        if len(x_shape) == 4:
-            return TileConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
-        return GeneralConvolution(x_shape, weights_shape, geometry)
+        return plan_convolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         self._check_dense(x, y, mask)
@@ -274,11 +268,11 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
 
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
         self._check_dense(x, y)
-        cpu_pooling.pool_average_forward(self.threads, x, y, geometry)
+        cpu_pooling.pool_average_forward(self.threads, self._workspace, x, y, geometry)
 
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, dx)
-        cpu_pooling.pool_average_backward(self.threads, dy, dx, geometry)
+        cpu_pooling.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         self._check_dense(x, y, scale)
