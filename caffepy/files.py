@@ -154,8 +154,28 @@ def atomic_write(path: Path, unharmed: str = "") -> Iterator[BinaryIO]:
                     file.close()
                 raise
     except OSError as error:
-        hints = [text for text in (unharmed, _ADVICE.get(error.errno or 0)) if text]
-        raise RunError("; ".join([f"{path}: cannot be written: {error.strerror or error}", *hints])) from error
+        raise _unwritable(path, error, unharmed) from error
+
+
+def check_writable(path: Path) -> None:
+    """Find out, before long computation, whether `atomic_write` will be able to write a file.
+
+    Raises:
+        RunError: it will not.
+    """
+    try:
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = temporary_beside(path)
+        _create(temporary).close()
+        temporary.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError, unharmed: str = "") -> RunError:
+    hints = [text for text in (unharmed, _ADVICE.get(error.errno or 0)) if text]
+    return RunError("; ".join([f"{path}: cannot be written: {error.strerror or error}", *hints]))
 
 
 def temporary_beside(path: Path) -> Path:

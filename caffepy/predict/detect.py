@@ -119,13 +119,14 @@ def draw_boxes(image: Floats, boxes: Sequence[Box], path: Path) -> None:
 
 
 def _draw_box(cv2: Any, canvas: Any, box: Box, thickness: int) -> None:
-    """A frame and a bar with label and score above its upper edge, or below where there is no space."""
+    """A frame, and a bar with label and score: above its upper edge, or below or further left for want of space."""
     colour = _COLOURS[box.label % len(_COLOURS)]
     left, top, right, bottom = (round(edge) for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
     cv2.rectangle(canvas, (left, top), (right, bottom), colour, thickness)
     text = f"{box.name or box.label} {box.score:.2f}".encode("ascii", "replace").decode()
     scale = 0.4 + 0.1 * thickness
     (wide, tall), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
+    left = max(0, min(left, canvas.shape[1] - wide))
     base = top - below if top > tall + below else top + tall + below
     cv2.rectangle(canvas, (left, base - tall - below), (left + wide, base + below), colour, -1)
     cv2.putText(canvas, text, (left, base), cv2.FONT_HERSHEY_SIMPLEX, scale, (255, 255, 255), 1, cv2.LINE_AA)

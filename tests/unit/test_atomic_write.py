@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.errors import RunError, UserError
-from caffepy.files import atomic_write, read_private, remove_leftovers
+from caffepy.files import atomic_write, check_writable, read_private, remove_leftovers
 
 
 def write(path: Path, content: bytes) -> None:
@@ -55,6 +55,20 @@ def test_the_caller_says_what_a_failure_leaves_as_it_was(tmp_path: Path) -> None
     with pytest.raises(RunError, match=message), atomic_write(tmp_path / "a", "older files are as they were"):
         ...
     assert names(tmp_path) == ["a"]
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "old").write_bytes(b"old")
+    for name, message in (
+        ("folder", "Is a directory; name a file$"),
+        ("x/a", "No such file .*; make its folder first$"),
+    ):
+        with pytest.raises(RunError, match=message):
+            check_writable(tmp_path / name)
+    check_writable(tmp_path / "old")
+    check_writable(tmp_path / "new")
+    assert names(tmp_path) == ["folder", "old"]
 
 
 def test_the_next_write_removes_what_a_killed_process_has_left_of_this_file(tmp_path: Path) -> None:

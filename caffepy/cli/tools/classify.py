@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, positive, record_shape
-from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, preparation, quiet_net
+from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
 from caffepy.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
         SnapshotError: the weights do not fit.
     """
     from caffepy.cli.devices import single_device
-    from caffepy.files import atomic_write
+    from caffepy.files import atomic_write, check_writable
     from caffepy.predict import Model, classify, read_images
 
     if len(args.images_dim) != 2:
         raise ConfigError("--images-dim is a height and a width such as 256,256")
+    if args.output is not None:
+        check_writable(args.output)
     names = _names(args.labels)
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
         channels, height, width = model.image_shape
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
         with atomic_write(args.output) as file:
             np.save(file, scores)
-        print(f"{args.output}: {scores.shape[0]} images x {scores.shape[1]} classes")
+        print(f"{args.output}: {counted(len(scores), 'image')} x {counted(scores.shape[1], 'class', 'classes')}")
         return 0
     for (path, _), row in zip(images, scores, strict=True):
         _print_best(path, row, names, args.top)

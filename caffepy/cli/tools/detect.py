@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, natural
-from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, preparation, quiet_net
+from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from caffepy.predict import Model, detect, draw_boxes, read_images
     from caffepy.predict.detect import read_label_names
 
-    _check_ending(args.output, "boxes", (".json", ".csv"))
+    _check_output(args.output, "boxes", (".json", ".csv"))
     if args.input.suffix.lower() == ".csv":
         raise ConfigError(f"'{args.input}' is no image; to classify the windows that it lists, give --crop-mode list")
     names = read_label_names(args.label_map) if args.label_map else {}
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
         images = read_images(args.input, model.image_shape[0], args.ext)
         prepared = preparation(args)
+        if args.draw is not None:
+            _make_folder(args.draw, len(images))
         for number, image in enumerate(images):
             boxes = detect(model, image, prepared, args.threshold, names)
             found += boxes
@@ -104,7 +106,7 @@ def _run_windows(args: argparse.Namespace) -> int:
         )
     if args.draw is not None:
         raise ConfigError("--draw shows the boxes of an SSD; windows have none: leave it out")
-    _check_ending(args.output, "windows", (".csv", ".h5", ".hdf5"))
+    _check_output(args.output, "windows", (".csv", ".h5", ".hdf5"))
     windows = read_windows(args.input)
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
         scores = classify_windows(model, windows, preparation(args), args.context_pad)
@@ -117,9 +119,13 @@ def _run_windows(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_ending(output: Path | None, what: str, endings: tuple[str, ...]) -> None:
+def _check_output(output: Path | None, what: str, endings: tuple[str, ...]) -> None:
+    from caffepy.files import check_writable
+
     if output is not None and output.suffix not in endings:
         raise ConfigError(f"'{output}': {what} are written as {' or '.join(endings)}; name another file")
+    if output is not None:
+        check_writable(output)
 
 
 def _write(output: Path | None, text: str, done: str) -> None:
@@ -138,8 +144,23 @@ def _picture(draw: Path, name: str, number: int, count: int) -> Path:
     """Where an image with its boxes goes."""
     if count == 1 and not draw.is_dir():
         return draw
-    draw.mkdir(parents=True, exist_ok=True)
     return draw / (f"{Path(name).stem}.png" if not name.endswith("]") else f"{number:06d}.png")
+
+
+def _make_folder(draw: Path, count: int) -> None:
+    """The folder of several images' pictures.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if count > 1:
+            draw.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--draw {draw}: no folder for the pictures of {count} images can be made there ({error.strerror}); "
+            "name another one"
+        ) from error
 
 
 def _score(text: str) -> float:
@@ -150,11 +171,6 @@ def _score(text: str) -> float:
     if not 0 <= score <= 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no score from 0 to 1")
     return score
-
-
-def counted(number: int, one: str, more: str = "") -> str:
-    """A number and what it counts."""
-    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def _as_json(boxes: list[Box]) -> str:

@@ -67,6 +67,11 @@ def quiet_net() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def counted(number: int, one: str, more: str = "") -> str:
+    """A number and what it counts."""
+    return f"{number} {one if number == 1 else more or one + 's'}"
+
+
 def _order(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part)

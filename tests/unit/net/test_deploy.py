@@ -161,7 +161,9 @@ def weights(tmp_path: Path) -> Path:
 def test_the_command_writes_and_checks(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
     net, output = MODELS / "lenet/train_test.prototxt", tmp_path / "deploy.prototxt"
     arguments = ["deploy", str(net), "--input", "data=1,28,28", "--weights", str(weights)]
-    assert main([*arguments, "--output", str(output)]) == 0
+    for named in ([str(output)], ["--output", str(output)]):
+        output.unlink(missing_ok=True)
+        assert main([*arguments, *named]) == 0
     assert "9 layers; 4 layers take their weights from" in capsys.readouterr().out
     assert read_net(output) == read_net(MODELS / "lenet/deploy.prototxt")
     assert "# 'data': multiply by 0.00390625" in output.read_text()

@@ -158,6 +158,13 @@ def test_boxes_are_drawn(ssd: list[str], red: Path, tmp_path: Path, capsys):
     assert (drawn[250, 400] == plain[250, 400]).all(), "the middle"
     assert main(["detect", str(red), *ssd, "--draw", str(tmp_path / "found.txt")]) == 2
     assert "pictures end in .png or .jpg" in capsys.readouterr().err
+    cv2.imwrite(str(tmp_path / "blue.png"), np.zeros((40, 80, 3), np.uint8))
+    several = ["detect", str(tmp_path), "--ext", "png", *ssd, "--draw"]
+    assert main([*several, str(picture)]) == 2
+    assert "no folder for the pictures of 3 images can be made there (File exists); name an" in capsys.readouterr().err
+    assert main([*several, str(tmp_path / "drawn"), str(tmp_path / "boxes.csv")]) == 0, "an OUTPUT behind options"
+    assert capsys.readouterr().out == f"{tmp_path / 'boxes.csv'}: 3 boxes in 3 images\n"
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["blue.png", "found.png", "red.png"]
 
 
 # -- windows ------------------------------------------------------------------------------------------------
