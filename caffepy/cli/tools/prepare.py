@@ -1,4 +1,4 @@
-"""Options that `classify` and `detect` share: how an image becomes the net's input."""
+"""Options that `classify` and `detect` share: the net, and how an image becomes its input."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, file_list
 
 if TYPE_CHECKING:
     from caffepy.predict import Preparation
+
+
+def add_model_options(parser: Parser) -> None:
+    """--model and --weights, of a deploy net."""
+    parser.add_argument(
+        "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
+    )
+    parser.add_argument(
+        "--weights", "--pretrained-model", type=file_list, default=[], metavar="FILE", dest="weights",
+        help="its weights (without them the net is random)",
+    )  # fmt: skip
 
 
 def add_preparation_options(parser: Parser) -> None:
@@ -53,6 +65,11 @@ def quiet_net() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """A number and what it counts."""
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def _order(text: str) -> tuple[int, ...]:
