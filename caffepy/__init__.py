@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from caffepy.config.load import read_net, read_solver, read_weights
     from caffepy.config.paths import PathResolver
     from caffepy.errors import CaffepyError, RunError, UserError
+    from caffepy.inference.loading import load
+    from caffepy.inference.model import Model
     from caffepy.net import Net
     from caffepy.solvers import Solver, create_solver
 
 _LAZY = {
     "Backend": "caffepy.backend",
     "CaffepyError": "caffepy.errors",
+    "Model": "caffepy.inference.model",
     "Net": "caffepy.net",
     "PathResolver": "caffepy.config.paths",
     "RunError": "caffepy.errors",
@@ -28,6 +31,7 @@ _LAZY = {
     "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",
+    "load": "caffepy.inference.loading",
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
     "read_weights": "caffepy.config.load",
@@ -36,6 +40,7 @@ _LAZY = {
 __all__ = [
     "Backend",
     "CaffepyError",
+    "Model",
     "Net",
     "PathResolver",
     "RunError",
@@ -44,6 +49,7 @@ __all__ = [
     "__version__",
     "create_backend",
     "create_solver",
+    "load",
     "read_net",
     "read_solver",
     "read_weights",

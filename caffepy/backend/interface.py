@@ -182,9 +182,27 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def from_host(self, host: Any, destination: Array) -> None:
         """Copy a NumPy array (logical order, equal shape, converted to the destination's dtype) to the device."""
 
+    def adopt(self, array: Any) -> Array | None:
+        """An array of another library as one of this backend without a copy; None where it does not lie on its device.
+
+        All work that fills the array has finished when this returns.
+        """
+        return None
+
     @abstractmethod
     def to_host(self, array: Array) -> Any:
         """A C-contiguous NumPy copy in logical order; waits for the device."""
+
+    def upload(self, host: Any, destination: Array) -> None:
+        """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
+
+        The host array may be changed when this returns.
+        """
+        self.from_host(host, destination)
+
+    def download(self, arrays: Sequence[Array]) -> list[Any]:
+        """As `to_host` of each, through memory that the device copies to at full speed; waits once for all."""
+        return [self.to_host(array) for array in arrays]
 
     # -- elementwise and reductions -----------------------------------------------------------------
 
@@ -233,6 +251,12 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         """A convolution of these shapes, any number of spatial axes."""
+
+    @abstractmethod
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        """y = the plan's forward pass + residual, or max(that, 0). Residual, of y's shape and dtype, is not y."""
 
     @abstractmethod
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:

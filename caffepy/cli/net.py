@@ -36,6 +36,7 @@ LARGEST_BLOBS = 12
 _REMARKS = {
     "blobs": "outputs, and blobs whose values outlive a pass",
     "half copies": "half-precision copies of the parameters",
+    "folded weights": "of convolutions that have taken in what follows them",
 }
 """Remarks on a kind of memory in the table."""
 _LABELS: dict[str, tuple[int, ...]] = {"AnnotatedData": (1, 1, 8)}
@@ -56,8 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--fused", action="store_true", help="show the layers as a GPU runs them, several as one")
     parser.add_argument("--memory", action="store_true", help="predict the memory that is needed on a GPU")
-    parser.add_argument("--no-fuse", action="store_true", help="with --memory: for training with --no-fuse")
-    parser.add_argument("--no-share", action="store_true", help="with --memory: for training with --no-share")
+    parser.add_argument("--no-fuse", action="store_true", help="with --memory: for running with --no-fuse")
+    parser.add_argument("--no-share", action="store_true", help="with --memory: for running with --no-share")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument(
         "--gpu", type=gpu_number, metavar="N", help="with --memory: the largest batch that fits on this GPU"

@@ -258,6 +258,13 @@ def add_convolution_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_engine_options(parser: argparse._ActionsContainer) -> None:
+    """--eager, --no-fuse and --no-share."""
+    parser.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
+    parser.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
+    parser.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
+
+
 def add_dialect_option(parser: argparse._ActionsContainer) -> None:
     """--dialect, which `caffepy.cli.main` puts into effect."""
     parser.add_argument(

@@ -18,6 +18,7 @@ from caffepy.cli.options import (
     add_convolution_options,
     add_device_options,
     add_dialect_option,
+    add_engine_options,
     add_state_options,
     file_list,
     file_name,
@@ -100,9 +101,7 @@ def _add_device_options(parser: Parser) -> None:
 
 def _add_engine_options(parser: Parser) -> None:
     engine = parser.add_argument_group("GPU engine")
-    engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
-    engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
-    engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
+    add_engine_options(engine)
     add_convolution_options(engine)
 
 

@@ -25,6 +25,7 @@ from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import StopRequestedError
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -132,7 +133,7 @@ class Solver(ABC):
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)
-            self.state = self._new_state(trace, guard, max_skipped)
+            self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)
             self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
@@ -155,8 +156,9 @@ class Solver(ABC):
             net.prepare()
             net.keeps_copies = False
 
-    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int) -> TrainState:
+    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int, eager: bool) -> TrainState:
         guard = guard or "float16" in self.net.parameters.copies
+        alone = self.callback.world_size == 1
         clip = self.param.clip_gradients
         void = (lambda: self.net.parameters.void) if self.callback.world_size > 1 else None
         return TrainState(
@@ -170,7 +172,7 @@ class Solver(ABC):
             requests=self.requests,
             losses=LossWindow(self.param.average_loss),
             net=self.net,
-            test_nets=self.test_nets,
+            tests=[ForwardRunner(net, eager, lazily=alone) for net in self.test_nets],
             history=self.history,
             update=Update(self.net, self.update_rule(), self.history, clip, guard, max_skipped, self.make_larc(), void),
             statistics=KeptStatistics(self.net, void),
@@ -443,5 +445,7 @@ class Solver(ABC):
     def close(self) -> None:
         """Free graphs and close the nets. Callable twice."""
         self.graph_runner.drop()
+        for runner in self.state.tests:
+            runner.drop()
         for net in (self.net, *self.test_nets):
             net.close()

@@ -44,6 +44,7 @@ LEVELS = {
     "drawing": 9,
     "logs": 2,
     "predict": 9,
+    "inference": 9,
     "parallel": 10,
     "plan": 10,
     "distributed": 11,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from caffepy.blob import Blob
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
-from caffepy.layers.normalization.scale import ScaleLayer
+from caffepy.layers.normalization.scale import BroadcastLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
 from caffepy.net.fusion.fused import FusedActivation, FusedNormalisation, MeasuredConvolution
 from caffepy.net.wiring import Node
@@ -156,7 +156,7 @@ class Fusion:
         norm = self._nodes[index].layer
         assert isinstance(norm, BatchNormLayer)
         scale = self._next(chain, "Scale")
-        if scale is not None and not norm.scale_bias and self._is_plain_scale(scale):
+        if scale is not None and not norm.scale_bias and self._is_plain_broadcast(scale):
             chain.append(scale)
         summing = self._next(chain, "Eltwise")
         if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
@@ -174,10 +174,11 @@ class Fusion:
         layer = self._nodes[index].layer
         return not layer.tops_overwritten and not any(layer.loss_weights)
 
-    def _is_plain_scale(self, index: int) -> bool:
+    def _is_plain_broadcast(self, index: int) -> bool:
+        """Whether a Scale or Bias layer has one number of its own for each channel."""
         node = self._nodes[index]
         layer = node.layer
-        assert isinstance(layer, ScaleLayer)
+        assert isinstance(layer, BroadcastLayer)
         channels = (node.bottoms[0].shape[1],)
         return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
 

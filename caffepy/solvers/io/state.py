@@ -176,6 +176,8 @@ def _restore_random(state: TrainState, saved: SolverState) -> None:
         state.param.random_seed = saved.seed
     for net in (state.net, *state.test_nets):
         net.context.seed = state.param.random_seed
+    for runner in state.tests:
+        runner.drop()  # their graphs draw from the old seed
     has_passes = saved.HasField("pass_number")
     state.net.context.passes.number = saved.pass_number if has_passes else saved.iter * state.param.iter_size
     for net, number in zip(state.test_nets, saved.test_pass_number, strict=False):
