@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, file_list
-from caffepy.cli.tools.prepare import add_preparation_options, preparation, quiet_net
+from caffepy.cli.tools.prepare import add_engine_option, add_preparation_options, preparation, quiet_net
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
+    add_engine_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"'{args.output}': boxes are written as .json or .csv; name another file")
     names = read_label_names(args.label_map) if args.label_map else {}
     found: list[Box] = []
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = read_images(args.input, model.image_shape[0], args.ext)
         prepared = preparation(args)
         for number, image in enumerate(images):

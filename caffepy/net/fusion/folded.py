@@ -31,8 +31,8 @@ def scaled_and_shifted(x: Each, scale: Each, bias: Each) -> Each:
 class FoldedConvolution(FusedLayer):
     """y = max(weights' * x + bias' + residual, 0), handed to several readers; forward only.
 
-    A Convolution alone or with any of BatchNorm with stored statistics, Scale and Bias, then where they are there an Eltwise
-    sum, a ReLU and a Split behind it. Bottoms: x, and the residual if there is a sum.
+    A Convolution, then any of BatchNorm with stored statistics, Scale and Bias, then where they are there an Eltwise
+    sum, a ReLU and a Split; or the Convolution alone. Bottoms: x, and the residual if there is a sum.
 
     Args:
         members: the layers, in the order in which they would be computed.

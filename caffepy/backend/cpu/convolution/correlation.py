@@ -241,6 +241,19 @@ class Filters:
     groups: int
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What is done to a sum on its way to memory.
+
+    Args:
+        addend: an array like y that is added, or None.
+        relu: whether negative numbers become 0 then.
+    """
+
+    addend: Any
+    relu: bool
+
+
 class Correlation:
     """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
@@ -291,10 +304,10 @@ class Correlation:
         return min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24)), 1
 
     def run(
-        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, addend: Any = None,
-        relu: bool = False,
-    ) -> None:  # fmt: skip
-        """Compute y of some images from x, which is padded; `addend` is added and negative numbers become 0."""
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
+    ) -> None:
+        """Compute y of some images from x, which is padded."""
+        addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
         block, parts = self._division(threads, images)
         blocks = -(-self._pixels // block)
         correlate.run(

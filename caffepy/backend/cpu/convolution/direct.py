@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
@@ -66,7 +66,7 @@ class TileConvolution:
             plan.pack(self.threads, weights, self.shape.group_step, packed)
         for first, stop, padded in self._padded(x, self.shape.padding):
             part = None if residual is None else residual[first:stop]
-            plan.run(self.threads, stop - first, padded, packed, start, y[first:stop], part, relu)
+            plan.run(self.threads, stop - first, padded, packed, start, y[first:stop], Ending(part, relu))
 
     def _planned(self) -> Correlation:
         if self._forward is None:

@@ -127,7 +127,9 @@ class _TileWriter(Writer):
         sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
         sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
         adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
-        sums = self._choose(adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums)
+        sums = self._choose(
+            adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums
+        )
         sums = self._choose(rectifies, lambda: [self.rectified(total) for total in sums], lambda: sums)
         for row in range(self.rows):
             with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
