@@ -7,6 +7,28 @@ Ours is the model that `caffepy.load` returns, called with a NumPy array; `engin
 has a process of its own that is asked for one group of calls at a time; a figure is the median over the groups, a ratio
 the median of the rounds' ratios, memory the process's largest resident set. With one thread a time is the processor's,
 which other programs disturb less. FCN-8s has images of 128 by 128.
+
+Two cores of an AMD EPYC (Zen 4, AVX-512), a virtual machine busy with other things, one thread, 3 rounds, onnxruntime
+1.31.1; before: the folded nets as they were, the same measure a few minutes earlier:
+
+                 before   caffepy   engine   onnxruntime   ratio   engine   memory, MiB
+    mobilenet     17.4      16.0     12.7        12.5       1.25    1.02    222 / 360 / 242
+    resnet50     110.6      94.4     83.8        84.5       1.12    0.95    548 / 976 / 722
+    squeezenet    14.7      11.2      8.7         8.3       1.34    1.00    183 / 257 / 176
+    densenet121   81.6      80.9      69.0        68.6      1.18    1.03    281 / 479 / 328
+
+("before" was taken at an hour when onnxruntime needed 11.2, 79.1, 8.6 and 70.0 ms: its ratios were 1.56, 1.40, 1.71 and
+1.17. A figure of fcn8s and of two threads is missing: there was no quiet machine.)
+
+What was learnt:
+
+- Packing weights in each pass cost ResNet-50 about a quarter: its weights are 100 MB, read and written once more.
+- Products of few pixels read the weights where they lie, to save the packing; with weights packed before, tiles are
+  faster for these too.
+- Bias, residual and ReLU in passes of NumPy ran on one thread.
+- 49 pixels in blocks of 24 are three items, of which the first thread of two got two: channels are shared out instead.
+- A parallel region costs 6 microseconds more than a call (10.6 and 4.9, medians of 2,000) where a core is free. On a
+  busy machine a region waits for a thread that has no core, for milliseconds: two threads were slower than one then.
 """
 
 from __future__ import annotations
