@@ -5,6 +5,14 @@
 A row is net, dtype and batch. Every figure is the median of five groups of passes; images lie on the device and the
 result stays there. "call" is `caffepy.load`'s model called with a NumPy array, result as NumPy array.
 PyTorch runs channels last with TF32, as one CUDA graph and compiled (`reduce-overhead`); our ratio is to the better.
+
+What was learnt on an H200:
+- A layer launched from Python costs some 70 us, whatever it computes: ResNet-50 with one image took 12.6 ms layer by
+  layer. Folded and as one graph it takes 0.387 (FLOAT16: 0.350), MobileNet 0.138 instead of 5.3.
+- With 64 images in FLOAT16 ResNet-50 takes 1.95 ms folded and captured, 15.8 before.
+- A call with pageable arrays took 0.58 ms for one image and 4.35 for 64 in FLOAT16: 2.4 ms brought 38.5 MB to the
+  device and the result back. That is why calls go through pinned memory now.
+- What a call costs in Python, without any device's work, is about 30 us.
 """
 
 from __future__ import annotations

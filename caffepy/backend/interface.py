@@ -182,27 +182,9 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def from_host(self, host: Any, destination: Array) -> None:
         """Copy a NumPy array (logical order, equal shape, converted to the destination's dtype) to the device."""
 
-    def adopt(self, array: Any) -> Array | None:
-        """An array of another library as one of this backend without a copy; None where it does not lie on its device.
-
-        All work that fills the array has finished when this returns.
-        """
-        return None
-
     @abstractmethod
     def to_host(self, array: Array) -> Any:
         """A C-contiguous NumPy copy in logical order; waits for the device."""
-
-    def upload(self, host: Any, destination: Array) -> None:
-        """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
-
-        The host array may be changed when this returns.
-        """
-        self.from_host(host, destination)
-
-    def download(self, arrays: Sequence[Array]) -> list[Any]:
-        """As `to_host` of each, through memory that the device copies to at full speed; waits once for all."""
-        return [self.to_host(array) for array in arrays]
 
     # -- elementwise and reductions -----------------------------------------------------------------
 

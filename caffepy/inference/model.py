@@ -121,8 +121,7 @@ class Model:
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         for runner in self._runners.values():
-            runner.drop()
-            runner.net.close()
+            runner.close()
         self._runners.clear()
         self._runtime_nets.clear()
         self.net.close()
@@ -160,8 +159,7 @@ class Model:
             if len(self._runners) >= MOST_SHAPES:
                 old_shapes, oldest = self._runners.popitem(last=False)
                 self._runtime_nets.pop(old_shapes, None)
-                oldest.drop()
-                oldest.net.close()
+                oldest.close()
             self._runners[shapes] = runner
         self._runners.move_to_end(shapes)
         return runner

@@ -56,9 +56,10 @@ class ForwardRunner:
     def forward(self) -> None:
         """One pass: eagerly the first time and after the data changed their shape, from then on as graphs."""
         self._refresh()
-        if self._lazily:
+        observed = self.net.before_forward or self.net.after_forward  # by callbacks, which graphs do not call
+        if self._lazily and not observed:
             self.capture()
-        if self.captured and self._replay():
+        if self.captured and not observed and self._replay():
             return
         self.net.folds_parameters = False
         try:
@@ -141,3 +142,8 @@ class ForwardRunner:
         self._segments.drop()
         self._warm = False
         self._random = None
+
+    def close(self) -> None:
+        """Free the graphs and close the net. Callable twice."""
+        self.drop()
+        self.net.close()

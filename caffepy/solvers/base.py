@@ -127,9 +127,10 @@ class Solver(ABC):
         if self.param.random_seed < 0:
             self.param.random_seed = secrets.randbits(31)
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
-        hidden = self.backend.captures and not self.param.debug_info
-        fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
+        hidden = not self.param.debug_info
+        fuse, share = (wanted and hidden and self.backend.captures for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
+        self._factory.fuses_tests = options.fuse and hidden
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)
@@ -157,8 +158,7 @@ class Solver(ABC):
             net.keeps_copies = False
 
     def _new_state(self, trace: Tracer, guard: bool, max_skipped: int, eager: bool) -> TrainState:
-        guard = guard or "float16" in self.net.parameters.copies
-        alone = self.callback.world_size == 1
+        guard, alone = guard or "float16" in self.net.parameters.copies, self.callback.world_size == 1
         clip = self.param.clip_gradients
         void = (lambda: self.net.parameters.void) if self.callback.world_size > 1 else None
         return TrainState(
@@ -446,6 +446,5 @@ class Solver(ABC):
         """Free graphs and close the nets. Callable twice."""
         self.graph_runner.drop()
         for runner in self.state.tests:
-            runner.drop()
-        for net in (self.net, *self.test_nets):
-            net.close()
+            runner.close()
+        self.net.close()

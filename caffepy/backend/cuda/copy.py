@@ -123,7 +123,7 @@ class Staging:
         self._threads: ThreadPoolExecutor | None = None
 
     def upload(self, host: Any, destination: Array) -> None:
-        """See `Backend.upload`."""
+        """See `InputPrimitives.upload`."""
         assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)
         if host.size == 0:
             return
@@ -160,7 +160,7 @@ class Staging:
         target.copy_from_host_async(source.ctypes.data, source.nbytes, self._stream)
 
     def download(self, arrays: Sequence[Array]) -> list[Any]:
-        """See `Backend.download`."""
+        """See `InputPrimitives.download`."""
         self._results = pinned = _at_least(self._results, sum(array.size for array in arrays))
         begin, views = 0, []
         for array in arrays:

@@ -79,7 +79,7 @@ def download(array: Array, stream: Any) -> Any:
 
 
 def adopt(array: Any, device: int) -> Array | None:
-    """See `Backend.adopt`; other libraries are asked by DLPack."""
+    """See `InputPrimitives.adopt`; other libraries are asked by DLPack."""
     if isinstance(array, cupy.ndarray):
         found = array
     elif getattr(array, "__dlpack_device__", None) and array.__dlpack_device__()[0] == DLPACK_CUDA:

@@ -167,6 +167,19 @@ def test_another_error_leaves_no_half_of_a_graph() -> None:
     np.testing.assert_array_equal(values(runner), first)
 
 
+def test_callbacks_see_every_layer() -> None:
+    runner = ForwardRunner(build())
+    first = values(runner)
+    values(runner)
+    seen: list[str] = []
+    runner.net.after_forward.append(lambda node: seen.append(node.layer.type))
+    np.testing.assert_array_equal(values(runner), first)
+    assert seen == ["Input", "Convolution + BatchNorm + Scale + ReLU", "Dropout"]
+    runner.net.after_forward.clear()
+    np.testing.assert_array_equal(values(runner), first)
+    assert launches(runner) == 2
+
+
 def test_where_others_run_beside_it_it_captures_when_it_is_told() -> None:
     runner = ForwardRunner(build(), lazily=False)
     assert not runner.capture()  # memory and plans are there after an eager pass

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replaying import Replaying
-from training import solver_param, weights_of
+from training import build_solver, solver_param, weights_of
 
 from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.solvers import SingleDevice, Solver, create_solver
@@ -91,6 +91,15 @@ def test_scores_are_those_of_eager_and_unfused_tests() -> None:
         folded, single = ([node.layer for node in each.test_nets[0].schedule] for each in (solver, plain))
         assert sum(isinstance(layer, FoldedConvolution) for layer in folded) == 1
         assert not any(isinstance(layer, FoldedConvolution) for layer in single)
+
+
+def test_on_the_cpu_test_nets_alone_are_folded() -> None:
+    with build_solver(SOLVER, NET) as solver, build_solver(SOLVER, NET, engine=ExecutionOptions(fuse=False)) as plain:
+        assert score(solver) == pytest.approx(score(plain), rel=1e-5)
+        types = [[node.layer.type for node in net.schedule] for net in (solver.net, solver.test_nets[0])]
+        assert "BatchNorm" in types[0]
+        assert "Convolution + BatchNorm + Scale + ReLU" in types[1]
+        assert plain.test_nets[0].schedule is plain.test_nets[0].nodes
 
 
 def test_all_passes_but_the_first_are_replayed() -> None:
