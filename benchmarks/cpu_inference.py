@@ -17,8 +17,9 @@ Two cores of an AMD EPYC (Zen 4, AVX-512), a virtual machine busy with other thi
     squeezenet    14.7      11.2      8.7         8.3       1.34    1.00    183 / 257 / 176
     densenet121   81.6      80.9      69.0        68.6      1.18    1.03    281 / 479 / 328
 
-("before" was taken at an hour when onnxruntime needed 11.2, 79.1, 8.6 and 70.0 ms: its ratios were 1.56, 1.40, 1.71 and
-1.17. A figure of fcn8s and of two threads is missing: there was no quiet machine.)
+("before" was taken half an hour earlier with both sides in one process, where onnxruntime needed 11.2, 79.1, 8.6 and
+70.0 ms: its ratios were 1.56, 1.40, 1.71 and 1.17. Measured in that way, the ratios after were 1.17, 1.09, 1.27 and
+1.05. Figures of fcn8s and of two threads are missing: there was no quiet machine.)
 
 What was learnt:
 
