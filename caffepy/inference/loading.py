@@ -14,6 +14,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError
 from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext
+from caffepy.onnx.engine import wants_runtime
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.files import read_weights
 
@@ -25,9 +26,9 @@ DTYPES = {"float32": caffe_pb2.FLOAT, "float16": caffe_pb2.FLOAT16, "bfloat16": 
 """What blobs can be computed in, and the prototxt's name for it."""
 
 
-def load(
+def load(  # noqa: PLR0913 -- what a user may choose
     model: StrPath, weights: StrPath | Sequence[StrPath] = (), device: int | None = None, *, dtype: str | None = None,
-    threads: int | None = None, math: str = "tf32", stages: Sequence[str] = (),
+    threads: int | None = None, math: str = "tf32", stages: Sequence[str] = (), engine: str | None = None,
 ) -> Model:  # fmt: skip
     """A net with its weights, called with arrays.
 
@@ -41,13 +42,16 @@ def load(
         dtype: what blobs are kept in: "float32", "float16" or "bfloat16"; None leaves it to the prototxt.
         threads: of the CPU; None takes all that the process may use.
         math: products of float32 numbers on a GPU: "tf32", or "fp32" in full.
+        engine: on the CPU: "own" (None) computes by caffepy's kernels, "onnxruntime" by the library of the extra onnx.
         stages: for include and exclude rules.
 
     Raises:
-        ConfigError: the net cannot be read or has no Input layer; an unknown dtype.
+        ConfigError: the net cannot be read or has no Input layer; an unknown dtype or engine.
+        MissingExtraError: the engine is not installed.
         SnapshotError: the weights cannot be read or do not fit.
         DeviceError: the device is not there.
     """
+    by_runtime = wants_runtime(engine, device is None, dtype)
     param = read_net(Path(model))
     dialect = choose_dialect([param], logger.info)
     if dtype is not None:
@@ -59,7 +63,7 @@ def load(
     backend = create_backend(device, threads, math)
     try:
         context = LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(Path(model)), dialect=dialect)
-        return Model(param, context, [(read_weights(Path(file)), str(file)) for file in files])
+        return Model(param, context, [(read_weights(Path(file)), str(file)) for file in files], by_runtime=by_runtime)
     except BaseException:
         backend.close()
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from caffepy.net.describe import net_table
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
+
+if TYPE_CHECKING:
+    from caffepy.onnx.engine import RuntimeNet
 
 MOST_SHAPES = 4
 """Shapes of the inputs whose nets, with memory and graphs, are kept at the same time."""
@@ -35,6 +38,7 @@ class Model:
         context: of the TEST phase.
         weights: what the parameters are copied from, in turn: (message, where it is from).
         eager: never capture CUDA graphs.
+        by_runtime: onnxruntime computes the net, on the CPU.
 
     Raises:
         ConfigError: the net has no Input layer.
@@ -47,10 +51,13 @@ class Model:
         context: LayerContext,
         weights: list[tuple[caffe_pb2.NetParameter, str]],
         eager: bool = False,
+        by_runtime: bool = False,
     ) -> None:
         self._param = param
         self._context = context
         self._eager = eager
+        self._by_runtime = by_runtime
+        self._runtime_nets: dict[Shapes, RuntimeNet] = {}
         self.backend: Backend = context.backend
         self._runners: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
         with self.backend.activate():
@@ -98,7 +105,10 @@ class Model:
             here = {name: array for name, array in adopted.items() if array is not None}
             hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
             values = {**here, **hosts}
-            runner = self._runner(tuple(self._shape(name, values[name]) for name in self.inputs))
+            shapes = tuple(self._shape(name, values[name]) for name in self.inputs)
+            runner = self._runner(shapes)
+            if self._by_runtime:
+                return self._runtime_net(shapes, runner).run(hosts)
             for name, array in here.items():
                 self.backend.copy(array, runner.net.blobs[name].data)
             for name, array in hosts.items():
@@ -108,6 +118,7 @@ class Model:
 
     def parameters_changed(self) -> None:
         """Take over values that were written into `net`'s parameters since the last call."""
+        self._runtime_nets.clear()
         for runner in self._runners.values():
             runner.parameters_changed()
 
@@ -116,6 +127,7 @@ class Model:
         for runner in self._runners.values():
             runner.close()
         self._runners.clear()
+        self._runtime_nets.clear()
         self.net.close()
 
     def _by_name(self, arrays: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,11 +161,20 @@ class Model:
         if runner is None:
             runner = self._make_runner(shapes)
             if len(self._runners) >= MOST_SHAPES:
-                _, oldest = self._runners.popitem(last=False)
+                old_shapes, oldest = self._runners.popitem(last=False)
+                self._runtime_nets.pop(old_shapes, None)
                 oldest.close()
             self._runners[shapes] = runner
         self._runners.move_to_end(shapes)
         return runner
+
+    def _runtime_net(self, shapes: Shapes, runner: ForwardRunner) -> RuntimeNet:
+        if shapes not in self._runtime_nets:
+            from caffepy.onnx.engine import RuntimeNet
+
+            runner.net.prepare()
+            self._runtime_nets[shapes] = RuntimeNet(runner.net, self.backend.threads)
+        return self._runtime_nets[shapes]
 
     def _make_runner(self, shapes: Shapes) -> ForwardRunner:
         param = self._with_shapes(shapes)

@@ -119,12 +119,14 @@ def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Differen
     return Difference(name, largest, largest / float(finite) if finite else largest)
 
 
-def refuse_large(differences: list[Difference], limit: float = LIMIT) -> None:
-    """Refuse differences above a limit.
+def refuse_large(
+    differences: list[Difference], limit: float = LIMIT, so: str = "the file is not written"
+) -> None:  # fmt: skip
+    """Refuse differences above a limit; the error ends with `so`.
 
     Raises:
         RunError: one is above it.
     """
     for one in differences:
         if not one.relative <= limit:
-            raise RunError(f"{one}, above the limit of {limit:g}; the file is not written")
+            raise RunError(f"{one}, above the limit of {limit:g}; {so}")

@@ -50,14 +50,43 @@ def run_model(model: bytes | str, feeds: Mapping[str, NDArray[Any]], threads: in
     Raises:
         RunError: onnxruntime refuses the model or fails.
     """
-    runtime = importlib.import_module("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    try:
-        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        names: Sequence[str] = [output.name for output in session.get_outputs()]
-        values = session.run(names, dict(feeds))
-    except Exception as error:  # its exceptions have no common base
-        raise RunError(f"onnxruntime cannot run the model: {one_line(str(error))}") from error
-    return {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
+    return Session(model, threads).run(feeds)
+
+
+class Session:
+    """A model that onnxruntime runs on the CPU.
+
+    Args:
+        model: serialised, or its path.
+        threads: how many to use; 0: as many as there are cores.
+
+    Raises:
+        RunError: onnxruntime refuses the model.
+    """
+
+    def __init__(self, model: bytes | str, threads: int = 0) -> None:
+        runtime = importlib.import_module("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4
+        try:
+            self._session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its exceptions have no common base
+            raise _refused(error) from error
+        self._names: Sequence[str] = [output.name for output in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs for inputs by name.
+
+        Raises:
+            RunError: onnxruntime fails.
+        """
+        try:
+            values = self._session.run(self._names, dict(feeds))
+        except Exception as error:
+            raise _refused(error) from error
+        return {name: np.asarray(value) for name, value in zip(self._names, values, strict=True)}
+
+
+def _refused(error: Exception) -> RunError:
+    return RunError(f"onnxruntime cannot run the model: {one_line(str(error))}")

@@ -16,6 +16,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
+from caffepy.onnx.engine import RuntimeNet, wants_runtime
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.files import read_weights
 
@@ -30,15 +31,20 @@ class Model:
         weights: .caffemodel files, the later ones over the earlier; none: as the fillers make them.
         device: number of a GPU, or None for the CPU.
         threads: CPU threads; None: all.
+        engine: "own" (None) or "onnxruntime".
 
     Raises:
-        ConfigError: the net takes no images, or something else besides.
+        ConfigError: the net takes no images, or something else besides; the engine is unknown.
+        MissingExtraError: the engine is not installed.
         SnapshotError: weights do not fit.
     """
 
     def __init__(
-        self, net: Path, weights: Sequence[Path] = (), device: int | None = None, threads: int | None = None
-    ) -> None:
+        self, net: Path, weights: Sequence[Path] = (), device: int | None = None, threads: int | None = None,
+        engine: str | None = None,
+    ) -> None:  # fmt: skip
+        self._by_runtime = wants_runtime(engine, device is None)
+        self._runtime_net: RuntimeNet | None = None
         param = read_net(net)
         with ExitStack() as stack:
             self._backend = create_backend(device, threads)
@@ -82,6 +88,15 @@ class Model:
         if self._input.shape != images.shape:
             self._input.reshape(images.shape)
             self.net.reshape()
+            self._runtime_net = None
+        if self._by_runtime:
+            return self._run_by_runtime(images)
         self._backend.from_host(np.ascontiguousarray(images, np.float32), self._input.data)
         self.net.forward()
         return np.asarray(self.net.blobs[next(iter(self.net.outputs))].host_data(), np.float32)
+
+    def _run_by_runtime(self, images: Floats) -> Floats:
+        if self._runtime_net is None:
+            self._runtime_net = RuntimeNet(self.net, self._backend.threads)
+        outputs = self._runtime_net.run({self.net.inputs[0]: images})
+        return np.asarray(outputs[next(iter(self.net.outputs))], np.float32)

@@ -17,6 +17,7 @@ from caffepy.backend.cpu import random as cpu_random
 from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
 from caffepy.backend.cpu.convolution.choice import plan_convolution
+from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
@@ -259,6 +260,18 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
     ) -> Convolution:
         assert dtype == "float32", f"the CPU computes in float32, not {dtype}"
         return plan_convolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
+
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        if isinstance(plan, TileConvolution):
+            plan.forward(x, weights, bias, y, relu, residual=residual)
+        else:
+            super().convolve_and_add(plan, x, weights, bias, residual, y, relu)
+
+    def keep_weights(self, plan: Convolution, weights: Array) -> None:
+        if isinstance(plan, TileConvolution):
+            plan.keep(weights)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         self._check_dense(x, y, mask)

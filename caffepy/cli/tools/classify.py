@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, positive, record_shape
-from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
+from caffepy.cli.tools.prepare import (
+    add_engine_option,
+    add_model_options,
+    add_preparation_options,
+    counted,
+    preparation,
+    quiet_net,
+)
 from caffepy.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -39,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
+    add_engine_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_writable(args.output)
     names = _names(args.labels)
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         channels, height, width = model.image_shape
         images = read_images(args.input, channels, args.ext)
         size = (max(args.images_dim[0], height), max(args.images_dim[1], width))

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, natural
-from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
+from caffepy.cli.tools.prepare import (
+    add_engine_option,
+    add_model_options,
+    add_preparation_options,
+    counted,
+    preparation,
+    quiet_net,
+)
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
+    add_engine_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"'{args.input}' is no image; to classify the windows that it lists, give --crop-mode list")
     names = read_label_names(args.label_map) if args.label_map else {}
     found: list[Box] = []
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = read_images(args.input, model.image_shape[0], args.ext)
         prepared = preparation(args)
         if args.draw is not None:
@@ -108,7 +116,7 @@ def _run_windows(args: argparse.Namespace) -> int:
         raise ConfigError("--draw shows the boxes of an SSD; windows have none: leave it out")
     _check_output(args.output, "windows", (".csv", ".h5", ".hdf5"))
     windows = read_windows(args.input)
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         scores = classify_windows(model, windows, preparation(args), args.context_pad)
     done = f"{counted(len(windows), 'window')} x {counted(scores.shape[1], 'class', 'classes')}"
     if args.output is None or args.output.suffix == ".csv":

@@ -68,6 +68,11 @@ class ConvolutionLayer(BaseConvolutionLayer):
             self.backend.convolve_and_add(self._plan, image, filters, bias, residual, out, relu)
         self._y.push(y.data)
 
+    def keep_weights(self, weights: Array) -> None:
+        """Let `convolve` with these weights rely on their present values until this is called again."""
+        if self._plan_shape is not None:
+            self.backend.keep_weights(self._plan, self._filters(weights))
+
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])
         for x, y, wanted in zip(bottom, top, propagate_down, strict=True):

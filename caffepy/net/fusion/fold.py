@@ -61,9 +61,8 @@ class Folding(Fusion):
         split = self._next(chain, "Split")
         if split is not None and len(chain) > 1 and self._is_plain_split(split):
             chain.append(split)
-        if len(chain) > 1:
-            folded = FoldedConvolution([self._nodes[i].layer for i in chain])
-            self._claim(chain, Node(folded, bottoms, self._nodes[chain[-1]].tops, [False] * len(bottoms)))
+        folded = FoldedConvolution([self._nodes[i].layer for i in chain])
+        self._claim(chain, Node(folded, bottoms, self._nodes[chain[-1]].tops, [False] * len(bottoms)))
 
     def _factors(self, index: int) -> Chain:
         """A convolution and those behind it that multiply and add by channel."""

@@ -32,7 +32,7 @@ class FoldedConvolution(FusedLayer):
     """y = max(weights' * x + bias' + residual, 0), handed to several readers; forward only.
 
     A Convolution, then any of BatchNorm with stored statistics, Scale and Bias, then where they are there an Eltwise
-    sum, a ReLU and a Split. Bottoms: x, and the residual if there is a sum.
+    sum, a ReLU and a Split; or the Convolution alone. Bottoms: x, and the residual if there is a sum.
 
     Args:
         members: the layers, in the order in which they would be computed.
@@ -60,6 +60,7 @@ class FoldedConvolution(FusedLayer):
     def fold(self) -> None:
         """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
         if self._weights is None:
+            self._convolution.keep_weights(self._convolution.weights())
             return
         factor, term, bias = self._factor, self._term, self._convolution.bias
         self.backend.fill(factor, 1)
@@ -70,6 +71,7 @@ class FoldedConvolution(FusedLayer):
         for layer in self._factors:
             self._apply(layer)
         self.backend.apply(product_with_channel, (self._convolution.blobs[0].data, factor), (self._weights,), axis=0)
+        self._convolution.keep_weights(self._weights)
 
     def _apply(self, layer: BatchNormLayer | ScaleLayer | BiasLayer) -> None:
         """Factor and term after one more layer."""

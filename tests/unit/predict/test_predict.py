@@ -84,6 +84,16 @@ def test_values_are_prepared_as_caffe_does(net: list[str], red: Path, tmp_path: 
     assert np.load(output)[0, 0] == pytest.approx(200, abs=1e-3)
 
 
+def test_onnxruntime_gives_the_same_scores(net: list[str], red: Path, tmp_path: Path):
+    scores = []
+    for engine in ("own", "onnxruntime"):
+        output = tmp_path / f"{engine}.npy"
+        assert main(["classify", str(red), str(output), *net, "--images-dim=4,4", "--engine", engine]) == 0
+        scores.append(np.load(output))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    assert main(["classify", str(red), *net, "--engine", "onnxruntime", "--gpu", "0"]) == 2
+
+
 def test_ten_crops_are_averaged(net: list[str]):
     rng = np.random.default_rng(3)
     image = rng.random((6, 7, 3), np.float32)

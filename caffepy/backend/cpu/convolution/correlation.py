@@ -14,7 +14,6 @@ from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
-from caffepy.backend.cpu.workspace import Workspace
 
 BLOCK = 192
 """Output pixels that one item of work covers: their part of the image stays in the first or second cache."""
@@ -53,22 +52,27 @@ def correlate(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, image: Int, x_group: Int, pixels_at: Words, taps_at: Words, taps: Int, inner: Int,
     packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats, y_image: Int, y_group: Int,
     y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
-    cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words,
+    cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words, parts: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
-    """y[pixel, column] = start[column] + sum over taps and inner of x * packed. Items are (image, group, block)."""
+    """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), perhaps rectified.
+
+    Items are (image, group, part of the panels, block).
+    """
     for item in range(begin, end):
         first = (item % blocks) * block
         stop = min(first + block, pixels)
-        group = (item // blocks) % groups
-        n = item // (blocks * groups)
+        part = item // blocks % parts
+        group = item // (blocks * parts) % groups
+        n = item // (blocks * parts * groups)
         source = ahead(x, n * image + group * x_group)
-        for panel in range(panels):
+        for panel in range(part * panels // parts, (part + 1) * panels // parts):
             vectors = table[4 * panel]
             column = table[4 * panel + 1]
             weights = ahead(packed, group * packed_group + table[4 * panel + 2])
             last = table[4 * panel + 3]
             begins = ahead(start, group * y_group + column)
-            target = ahead(y, n * y_image + group * y_group + column)
+            at = n * y_image + group * y_group + column
+            target = ahead(y, at)
             steps = table_at(packed_taps, (vectors - 1) * taps)
             wide = vectors * width
             rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
@@ -81,7 +85,7 @@ def correlate(  # noqa: PLR0913 -- a kernel
                 tile(
                     vectors, ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
                     ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
-                    begins, 0, target, table_at(y_at, q), stop - q, last,
+                    begins, 0, target, table_at(y_at, q), stop - q, last, ahead(addend, at), adds, relu,
                 )  # fmt: skip
 
 
@@ -237,6 +241,19 @@ class Filters:
     groups: int
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What is done to a sum on its way to memory.
+
+    Args:
+        addend: an array like y that is added, or None.
+        relu: whether negative numbers become 0 then.
+    """
+
+    addend: Any
+    relu: bool
+
+
 class Correlation:
     """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
@@ -265,20 +282,38 @@ class Correlation:
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
 
-    def pack(self, threads: int, weights: Any, group_step: int, workspace: Workspace) -> Any:
-        packed = workspace.take("weights", self.panels.size * self._groups)
+    @property
+    def packed_size(self) -> int:
+        """Elements of the packed weights."""
+        return self.panels.size * self._groups
+
+    def pack(self, threads: int, weights: Any, group_step: int, packed: Any) -> None:
+        """Bring the weights into the order in which `run` reads them."""
         packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
         pack_weights(threads, self.panels, weights, packing, packed)
-        return packed
 
-    def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any) -> None:
-        """Compute y of some images from x, which is padded."""
+    def _division(self, threads: int, images: int) -> tuple[int, int]:
+        """Pixels of a block and parts of the panels: where there is little else to share out, threads share these.
+
+        Panels are divided where weights are the larger factor, which each thread then reads a part of; else pixels.
+        """
         pieces = max(1, -(-4 * threads // (images * self._groups)))
-        block = min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24))
+        if pieces > 1 and self.panels.count >= 2 * threads and self.panels.columns > self._pixels:
+            blocks = -(-self._pixels // BLOCK)
+            return -(-self._pixels // (24 * blocks)) * 24, min(self.panels.count, pieces)
+        return min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24)), 1
+
+    def run(
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
+    ) -> None:
+        """Compute y of some images from x, which is padded."""
+        addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
+        block, parts = self._division(threads, images)
         blocks = -(-self._pixels // block)
         correlate.run(
-            threads, images * self._groups * blocks, 1, x, self.padding.elements, self._group_channels,
+            threads, images * self._groups * parts * blocks, 1, x, self.padding.elements, self._group_channels,
             self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,
             y, self._y_image, self._columns, self._y_at, self._pixels, block, blocks, self._groups, self.panels.table,
-            self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1],
+            self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1], parts,
+            y if addend is None else addend, int(addend is not None), int(relu),
         )  # fmt: skip

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
-from caffepy.backend.cpu.jit.kernel import ConstantTable
+from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
@@ -47,22 +47,42 @@ class TileConvolution:
         self.threads, self.workspace = threads, workspace
         self.shape = ConvolutionShape(x_shape, weights_shape, geometry)
         self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, self.shape.channels), np.float32))
+        self.kept: Any = None
+        self._kept_at = 0
         self._forward: Correlation | None = None
         self._backward: list[Correlation] | None = None
         self._gradient: WeightGradient | None = None
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
+    def forward(
+        self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
+    ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
+        plan, start = self._planned(), self.zeros if bias is None else bias
+        packed = self.kept_for(weights)
+        if packed is None:
+            packed = self.workspace.take("weights", plan.packed_size)
+            plan.pack(self.threads, weights, self.shape.group_step, packed)
+        for first, stop, padded in self._padded(x, self.shape.padding):
+            part = None if residual is None else residual[first:stop]
+            plan.run(self.threads, stop - first, padded, packed, start, y[first:stop], Ending(part, relu))
+
+    def _planned(self) -> Correlation:
         if self._forward is None:
             self._forward = _plan_forward(self.shape)
-        start = self.zeros if bias is None else bias
-        packed = self._forward.pack(self.threads, weights, self.shape.group_step, self.workspace)
-        for first, stop, padded in self._padded(x, self.shape.padding):
-            self._forward.run(self.threads, stop - first, padded, packed, start, y[first:stop])
-        if relu:
-            np.maximum(y, 0, out=y)
+        return self._forward
+
+    def keep(self, weights: Any) -> None:
+        """Bring weights into the order of `forward` for all its calls with them, until they are given here again."""
+        plan = self._planned()
+        self.kept = aligned(plan.packed_size) if self.kept is None else self.kept
+        plan.pack(self.threads, weights, self.shape.group_step, self.kept)
+        self._kept_at = address_of(weights)
+
+    def kept_for(self, weights: Any) -> Any:
+        """The weights in the order of `forward` if `keep` has had them, else None."""
+        return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None
 
     def _padded(self, x: Any, padding: Padding) -> Any:
         """The images in order, a chunk at a time: (first, stop, their padded form)."""
@@ -83,7 +103,8 @@ class TileConvolution:
             self._backward = _plan_backward(self.shape)
         for first, stop, padded in self._padded(dy, self._backward[0].padding):
             for phase in self._backward:
-                packed = phase.pack(self.threads, weights, self.shape.group_step, self.workspace)
+                packed = self.workspace.take("weights", phase.packed_size)
+                phase.pack(self.threads, weights, self.shape.group_step, packed)
                 phase.run(self.threads, stop - first, padded, packed, self.zeros, dx[first:stop])
 
     # -- gradient of the weights --------------------------------------------------------------------

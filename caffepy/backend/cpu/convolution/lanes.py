@@ -97,9 +97,10 @@ class _LanesWriter(Writer):
 
     def write_pixels(self, pixels: int, whole: bool, arguments: list[Any]) -> None:
         """See `pixel_sums`."""
-        x, x_step, rows, row_count, columns, column_count, weights, start, y, y_step, inputs, outputs = arguments
+        x, x_step, rows, row_count, columns, column_count, weights, start, y, y_step, inputs, outputs, relu = arguments
         masks, mask, builder = self.masks(inputs, whole), self.lanes(outputs), self.builder
         first = self.masked_load(self.vector_at(start, self.word(0)), mask)
+        rectifies = builder.icmp_signed("!=", relu, self.word(0))
 
         def over_rows(h: Any, _: Any, sums: list[Any]) -> list[Any]:
             at = builder.mul(h, self.word(2))
@@ -116,7 +117,8 @@ class _LanesWriter(Writer):
 
         for pixel, total in enumerate(self.loop(row_count, self._zeros(pixels), [], over_rows)):
             address = self.vector_at(y, builder.mul(y_step, self.word(pixel)))
-            self.store(builder.fadd(total, first), address, outputs, mask)
+            total = builder.fadd(total, first)
+            self.store(builder.select(rectifies, self.rectified(total), total), address, outputs, mask)
 
     def _tap(self, source: Any, step: Any, masks: list[Any], tap: Any, sums: list[Any]) -> list[Any]:
         filters = [
@@ -158,15 +160,16 @@ def pixel_sums(lanes: Lanes, pixels: int, whole: bool) -> Any:
 
     Arguments: x and the step between the pixels' windows; rows of taps as a table of (offset in x, in weights) and
     their number; columns of taps likewise; weights; the vector to start from; y and the step between its pixels; how
-    many elements of a pixel are read and how many are written; `whole`: they fill their vectors.
+    many elements of a pixel are read and how many are written; whether results are rectified. `whole`: elements fill
+    their vectors.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD
+        NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD
     )  # fmt: skip
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, x: Any, x_step: Any, rows: Any, row_count: Any, columns: Any, column_count: Any,
-        weights: Any, start: Any, y: Any, y_step: Any, inputs: Any, outputs: Any,
+        weights: Any, start: Any, y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any,
     ) -> Any:  # fmt: skip
         return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, whole, arguments))
 

@@ -45,7 +45,7 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
         columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
         y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
-        inputs: Int, outputs: Int,
+        inputs: Int, outputs: Int, relu: Int,
     ) -> None:  # fmt: skip
         """Items are (image, row, part of the tiles)."""
         for item in range(begin, end):
@@ -64,13 +64,13 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
                     w, b = ahead(packed, v * filters), ahead(start, v * used)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
                     if pixels == 8 and made == used and read == sources:
-                        whole8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
+                        whole8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
                     elif pixels == 8:
-                        sums8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
+                        sums8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
                     elif pixels == 4:
-                        sums4(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
+                        sums4(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
                     else:
-                        sums1(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made)
+                        sums1(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
 
     return _named(lanes, narrow_pixels)
 

@@ -19,9 +19,9 @@ from caffepy.backend.cpu.convolution.lanes import Lanes
 from caffepy.backend.cpu.convolution.lanes_kernels import add_blocks, gather, pixel_kernel, tap_kernel
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.jit.kernel import ConstantTable
+from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 GRAIN = 32768
@@ -129,8 +129,10 @@ class _Pass:
         row_taps = math.prod(len(axis.taps) for axis in axes[:-1])
         self._work = len(column.pixels) * self._vectors * len(column.taps) * max(1, row_taps) * lanes.read
 
-    def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any) -> None:
-        """Compute y of some images."""
+    def run(
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, relu: bool = False
+    ) -> None:  # fmt: skip
+        """Compute y of some images, perhaps rectified."""
         lines = images * self._rows
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
         pixel_kernel(self._lanes).run(
@@ -138,7 +140,7 @@ class _Pass:
             self._steps[0] * self._inputs, self._row_starts, self._row_taps, self._column_taps, self._tile_table,
             len(self._tiles), parts, packed, self._filters, start, y, self._images[1], self._y_rows,
             self._steps[1] * self._outputs, self._rows, self._vectors, self._lanes.sources, self._lanes.used,
-            self._inputs, self._outputs,
+            self._inputs, self._outputs, int(relu),
         )  # fmt: skip
 
 
@@ -226,25 +228,45 @@ class NarrowConvolution(TileConvolution):
 
     def _packed(self, weights: Any, order: ConstantTable, size: int) -> Any:
         packed = self.workspace.take("weights", size)
-        gather.run(self.threads, size, 16384, weights, order, packed)
+        self._gather(weights, order, size, packed)
         return packed
 
-    def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
+    def _gather(self, weights: Any, order: ConstantTable, size: int, packed: Any) -> None:
+        gather.run(self.threads, size, 16384, weights, order, packed)
+
+    def forward(
+        self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
+    ) -> None:  # fmt: skip
         if not _fits(self._lanes):
-            super().forward(x, weights, bias, y, relu, sums)
+            super().forward(x, weights, bias, y, relu, sums, residual)
             return
         assert sums is None, "gives no sums"
-        shape, geometry = self.shape, self.shape.geometry
+        plan, table, size = self._planned_pass()
+        start, packed = self.zeros if bias is None else bias, self.kept_for(weights)
+        packed = self._packed(weights, table, size) if packed is None else packed
+        plan.run(self.threads, x.shape[0], x, packed, start, y, relu and residual is None)
+        if residual is not None:  # tiles overlap, so they cannot add it
+            y += residual
+            if relu:
+                np.maximum(y, 0, out=y)
+
+    def _planned_pass(self) -> tuple[_Pass, ConstantTable, int]:
         if self._forward_pass is None:
+            shape, geometry = self.shape, self.shape.geometry
             order = _forward_order(self._lanes, shape)
             sizes = (shape.sizes, shape.out)
             plan = _Pass(self._lanes, geometry.group, self._axes(), sizes, geometry.kernel)
             self._forward_pass = plan, _table(order), order.size
-        plan, table, size = self._forward_pass
-        start = self.zeros if bias is None else bias
-        plan.run(self.threads, x.shape[0], x, self._packed(weights, table, size), start, y)
-        if relu:
-            np.maximum(y, 0, out=y)
+        return self._forward_pass
+
+    def keep(self, weights: Any) -> None:
+        if not _fits(self._lanes):
+            super().keep(weights)
+            return
+        _, table, size = self._planned_pass()
+        self.kept = aligned(size) if self.kept is None else self.kept
+        self._gather(weights, table, size, self.kept)
+        self._kept_at = address_of(weights)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         if not _fits(self._back_lanes):

@@ -64,7 +64,7 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
                     steps = table_at(panel_lines, (vectors - 1) * lines)
                     tile(
                         vectors, factor, row, a_at, a_step, panel, steps, wide, height, line,
-                        begins, keep, target_at, c_rows, units[unit + 5], last,
+                        begins, keep, target_at, c_rows, units[unit + 5], last, zeros, 0, 0,
                     )  # fmt: skip
 
 

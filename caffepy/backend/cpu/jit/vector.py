@@ -57,6 +57,11 @@ class Writer:
         function = module.globals.get(name) or ir.Function(module, kind, name)
         return self.builder.call(function, arguments)
 
+    def rectified(self, value: Any) -> Any:
+        """max(value, 0); NaN stays NaN."""
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        return self.builder.select(self.builder.fcmp_ordered("<", value, zero), zero, value)
+
     def masked_load(self, address: Any, mask: Any) -> Any:
         """The wanted lanes of a vector in memory, zero in the others."""
         pointer = VECTOR.as_pointer()
