@@ -81,9 +81,8 @@ NETS = {
 @pytest.fixture(scope="module")
 def untuned() -> Iterator[Backend]:
     """A GPU that tries no ways of computing convolutions, of which each net has others."""
-    made = create_backend(0, autotune=False)
-    with made.activate():
-        yield made
+    made = create_backend(0, autotune=False)  # tests make it active: the others here use another stream
+    yield made
     made.close()
 
 
@@ -161,26 +160,29 @@ NETS_TRIED, PARTS = 40, 4
 @pytest.mark.parametrize("kind", ALLOWED)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_nets(untuned: Backend, part: int, kind: str) -> None:
-    folded = 0
-    for seed in range(part, NETS_TRIED, PARTS):
-        random_net = RandomNet(seed)
-        text, inputs = text_format.MessageToString(parse(random_net)), make_inputs(random_net, seed)
-        nets = [build(text, untuned, fuse, dtype) for fuse, dtype in ((False, "FLOAT"), (False, kind), (True, kind))]
-        found = []
-        for net in nets:
-            for name, values in inputs.items():
-                untuned.from_host(values, net.blobs[name].data)
-            if net is nets[-1]:
-                break
-            net.forward()
-            found.append(outputs(net))
-        results = passes(ForwardRunner(nets[-1]), 3)
-        check_same_bits(results[1:], results[0], f"net {seed}")
-        limits = errors(found[1], found[0], root_mean_square)
-        for name, error in errors(results[-1], found[0], root_mean_square).items():
-            assert error <= max(ALLOWED[kind], WORSE * limits[name]), f"net {seed}, {name}: {error}"
-        folded += sum(isinstance(node.layer, FoldedConvolution) for node in nets[-1].schedule)
-    assert folded >= NETS_TRIED // PARTS // 2
+    with untuned.activate():
+        folded = 0
+        for seed in range(part, NETS_TRIED, PARTS):
+            random_net = RandomNet(seed)
+            text, inputs = text_format.MessageToString(parse(random_net)), make_inputs(random_net, seed)
+            nets = [
+                build(text, untuned, fuse, dtype) for fuse, dtype in ((False, "FLOAT"), (False, kind), (True, kind))
+            ]
+            found = []
+            for net in nets:
+                for name, values in inputs.items():
+                    untuned.from_host(values, net.blobs[name].data)
+                if net is nets[-1]:
+                    break
+                net.forward()
+                found.append(outputs(net))
+            results = passes(ForwardRunner(nets[-1]), 3)
+            check_same_bits(results[1:], results[0], f"net {seed}")
+            limits = errors(found[1], found[0], root_mean_square)
+            for name, error in errors(results[-1], found[0], root_mean_square).items():
+                assert error <= max(ALLOWED[kind], WORSE * limits[name]), f"net {seed}, {name}: {error}"
+            folded += sum(isinstance(node.layer, FoldedConvolution) for node in nets[-1].schedule)
+        assert folded >= NETS_TRIED // PARTS // 2
 
 
 def test_inputs_change_between_replays(backend: Backend) -> None:

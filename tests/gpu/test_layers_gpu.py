@@ -34,14 +34,14 @@ def build(backend: Backend, case: Any, kind: str) -> Net:
     param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
     net = Net(param, LayerContext(backend, caffe_pb2.Phase.Value(str(case["phase"]))))
     layer = net.layers[net.layer_names.index("L")]
-    for name in case.files:
+    for name in case:
         start, _, rest = name.partition("_")
         if start == "in":
             backend.from_host(case[name], net.blobs[rest].data)
         elif start == "param" and rest.isdigit():
             backend.from_host(case[name], layer.blobs[int(rest)].data)
     net.forward()  # after which the shapes are those of the numbers
-    for name in case.files:
+    for name in case:
         if name.startswith("topdiff_"):
             backend.from_host(case[name], net.blobs[name.removeprefix("topdiff_")].diff)
     return net
@@ -58,7 +58,7 @@ def one_pass(net: Net) -> None:
 def numbers(net: Net, case: Any) -> dict[str, Any]:
     """What the case compares."""
     layer, found = net.layers[net.layer_names.index("L")], {}
-    for name in case.files:
+    for name in case:
         kind, _, rest = name.partition("_")
         if kind == "out":
             found[name] = net.blobs[rest].host_data()
@@ -83,7 +83,8 @@ class Subject:
 
 def golden_subject(path: Path) -> Subject:
     """A net whose numbers Caffe gave."""
-    case = np.load(path)
+    with np.load(path) as stored:  # threads share the case, and not the file
+        case = {name: stored[name] for name in stored.files}
     return Subject(path.stem, lambda b, kind: build(b, case, kind), one_pass, lambda net: numbers(net, case))
 
 

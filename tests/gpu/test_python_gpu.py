@@ -54,7 +54,8 @@ def test_gpus_train_as_the_cpu(devices: list[int], eager: bool) -> None:
         array = solver.net.parameters.data
         heard.append((solver.iteration, float(solver.backend.to_host(array).sum())))
 
-    wanted, on_cpu = train(threads=1)
+    # DummyData makes a batch on each device.
+    wanted, on_cpu = train(threads=1, cpu_solvers=len(devices))
     found, on_gpu = train(devices=devices, engine=ExecutionOptions(eager), callbacks=hear)
     for name, values in wanted.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-3, atol=1e-5)
