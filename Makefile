@@ -17,8 +17,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
-# Processes that run tests, those of a file in one of them: more than two cores, because many tests wait.
-WORKERS ?= 3
+# Processes that run tests; those of one file run in one of them.
+WORKERS ?= 2
 COUNT ?= 200000
 SEED ?= 1
 SOLVER := models/lenet/solver.prototxt

@@ -189,7 +189,8 @@ def test_all_windows_of_pooling(tmp_path_factory, operator, size, kernel, stride
         types_of(model)
     except ConfigError as error:
         assert "Caffe's pooling has fewer windows" in str(error)
-        assert any(pads[i + 2] > pads[i] for i in range(2))
+        # Caffe leaves out windows behind the image along both axes where either has padding.
+        assert any(pads)
 
 
 def test_squeeze_and_excitation_becomes_scale(tmp_path: Path):

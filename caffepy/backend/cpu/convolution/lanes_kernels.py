@@ -30,8 +30,11 @@ def add_blocks(  # noqa: PLR0913 -- a kernel
 
 
 def _named(lanes: Lanes, function: Callable[..., None]) -> Kernel:
-    """A kernel whose name, by which its machine code is kept, tells the widths apart."""
-    function.__name__ = f"{function.__name__}_{lanes.made}_{lanes.read}"
+    """A kernel whose names, by which its machine code is kept and linked, tell the widths apart.
+
+    Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
+    """
+    function.__name__ = function.__qualname__ = f"{function.__name__}_{lanes.made}_{lanes.read}"
     return Kernel(function)
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.convolution.lanes import Lanes
+from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, tap_kernel
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution
 
@@ -134,3 +136,9 @@ def test_what_is_no_product(
     geometry = Geometry(kernel, stride, pad, (1, 1))
     assert type(planned(x_shape, 50, geometry)) is TileConvolution
     checks.check_convolution(BACKEND, x_shape, 50, geometry)
+
+
+def test_machine_code_for_other_groups_has_other_names() -> None:
+    """Processes keep it side by side; a process that links all of it must not take one for another."""
+    kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
+    assert len({kernel._namespace["body"].py_func.__qualname__ for kernel in kernels}) == len(kernels)
