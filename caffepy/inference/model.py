@@ -69,8 +69,8 @@ class Model:
         """Names and shapes of the inputs; other shapes may be given where the layers allow them."""
         if not self.inputs:
             raise ConfigError(
-                f"net '{param.name}' has no Input layer to give arrays to; use its deploy net, or `caffepy test` for a "
-                "net that reads its data itself"
+                f"net '{param.name}' has no Input layer to give arrays to; use its deploy net, which "
+                "'caffepy deploy' makes of a training net, or 'caffepy test' for a net that reads its data itself"
             )
 
     @property

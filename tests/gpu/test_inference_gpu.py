@@ -13,6 +13,7 @@ import pytest
 from compare_nets import errors, make_inputs, root_mean_square
 from google.protobuf import text_format
 from laboratory import NORMALISED_NET, Laboratory
+from other_arrays import OnlyDlpack
 from random_nets import RandomNet, parse
 from training import solver_param, weights_of
 
@@ -247,24 +248,6 @@ def model_of(text: str, backend: Backend, kind: str = "FLOAT") -> Model:
 
 def images(count: int = 2) -> Any:
     return np.random.default_rng(count).standard_normal((count, 16, 14, 14)).astype(np.float32)
-
-
-class OnlyDlpack:
-    """An array of another library.
-
-    Args:
-        array: CuPy's.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self.shape = array.shape
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", ALLOWED)

@@ -319,10 +319,8 @@ def held(layer: caffe_pb2.LayerParameter, holder: str) -> Message:
     return message
 
 
-def observe(one: Case, change: str = "") -> dict[str, object]:
-    """All that a layer does, by name: shapes and values of blobs, parameters and gradients; or its error."""
-    layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
-    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPS"))
+def add_inputs(net: caffe_pb2.NetParameter, layer: caffe_pb2.LayerParameter, one: Case) -> list[str]:
+    """Give a net the Input layers of a case, and its layer these, tops, and weights of 1 as the tops' gradients."""
     inputs = one.bottoms.split()
     for index, text in enumerate(inputs):
         made = net.layer.add(name=f"b{index}", type="Input", top=[f"b{index}"])
@@ -332,6 +330,14 @@ def observe(one: Case, change: str = "") -> dict[str, object]:
     layer.top.extend(f"t{index}" for index in range(one.tops or max(cls.tops[0], 1)))
     if cls.has_backward and inputs and not cls.is_loss:
         layer.loss_weight.extend([1] + [0] * (len(layer.top) - 1))
+    return inputs
+
+
+def observe(one: Case, change: str = "") -> dict[str, object]:
+    """All that a layer does, by name: shapes and values of blobs, parameters and gradients; or its error."""
+    layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
+    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPS"))
+    inputs = add_inputs(net, layer, one)
     if change:
         alter(held(layer, one.holder), change)
     net.layer.append(layer)

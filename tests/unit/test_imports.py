@@ -44,7 +44,7 @@ LEVELS = {
     "solvers": 9,
     "drawing": 9,
     "logs": 2,
-    "predict": 10,
+    "predict": 11,
     "inference": 10,
     "parallel": 10,
     "plan": 10,

@@ -50,17 +50,9 @@ class Folding(Fusion):
             return
         chain = self._factors(index)
         bottoms = list(node.bottoms)
-        summing = self._next(chain, "Eltwise") if len(node.tops[0].shape) > 2 else None
-        if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
-            other = 1 - self._nodes[summing].bottoms.index(self._nodes[chain[-1]].tops[0])
-            bottoms.append(self._nodes[summing].bottoms[other])
-            chain.append(summing)
-        relu = self._next(chain, "ReLU")
-        if relu is not None and self._nodes[relu].layer.param.relu_param.negative_slope == 0:
-            chain.append(relu)
-        split = self._next(chain, "Split")
-        if split is not None and len(chain) > 1 and self._is_plain_split(split):
-            chain.append(split)
+        residual = self._add_ending(chain, with_sum=len(node.tops[0].shape) > 2)
+        if residual is not None:
+            bottoms.append(self._nodes[residual].bottoms[self._other_bottom(chain, residual)])
         folded = FoldedConvolution([self._nodes[i].layer for i in chain])
         self._claim(chain, Node(folded, bottoms, self._nodes[chain[-1]].tops, [False] * len(bottoms)))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from other_arrays import OnlyDlpack
 from replaying import Replaying
 
 import caffepy
@@ -74,24 +75,6 @@ def test_results_are_the_callers(path: Path) -> None:
     np.testing.assert_array_equal(first, kept)
     first[...] = 0
     np.testing.assert_array_equal(model(images(), images((2, 4)))["sum"], kept)
-
-
-class OnlyDlpack:
-    """An array that only DLPack opens.
-
-    Args:
-        array: NumPy's.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self.shape = array.shape
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._array.__dlpack_device__()  # type: ignore[no-any-return]
 
 
 class OnlyArray:
