@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ logger = logging.getLogger("caffepy.pycaffe")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 """By glog's numbers."""
 
+VARIABLE = "CAFFEPY_LAYER_BY_LAYER"
+"""With 1 in it `set_layer_by_layer` has been called for scripts that stay as they are."""
+
 
 @dataclass
 class Mode:
@@ -33,6 +37,7 @@ class Mode:
         solver_count: how many processes train together.
         solver_rank: this one's number among them.
         multiprocess: whether they are processes, which read different records.
+        layer_by_layer: whether nets compute every layer by itself in every pass.
     """
 
     gpu: bool = False
@@ -42,6 +47,7 @@ class Mode:
     solver_count: int = 1
     solver_rank: int = 0
     multiprocess: bool = False
+    layer_by_layer: bool = os.environ.get(VARIABLE, "0") not in ("", "0")
 
     def present_device(self) -> Device:
         """The device on which nets are made.
@@ -102,6 +108,14 @@ def set_devices(device_ids: Sequence[int]) -> None:
         raise ArgumentError("set_devices([]): give the number of at least one GPU")
     set_device(device_ids[0])
     set_mode_gpu()
+
+
+def set_layer_by_layer(wanted: bool = True) -> None:
+    """Let the nets made from now on compute every layer by itself in every pass; caffepy's own, Caffe has no such name.
+
+    Otherwise a TEST net whose hidden blobs nobody looks at is folded, and its outputs differ in rounding.
+    """
+    mode.layer_by_layer = bool(wanted)
 
 
 def set_random_seed(seed: int) -> None:

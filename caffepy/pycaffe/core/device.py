@@ -67,7 +67,8 @@ def _bits(array: HostArray) -> NDArray[np.uint32]:
     return array.reshape(-1).view(np.uint32)
 
 
-def _pointer(array: Array) -> int:
+def pointer(array: Array) -> int:
+    """The address of the first element in the device's memory."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return int(interface["data"][0])
 
@@ -86,12 +87,15 @@ class HostArrays:
     def of(self, array: Array) -> HostArray:
         """A C-contiguous float32 array of the numbers of a device array, in logical order.
 
-        What is written into it reaches the device; it is the very memory where that is possible.
+        What is written into it reaches the device; it is the very memory where that is possible. Its `base` lives as
+        long as the program holds the array or a view of it, and on a GPU until the next `upload`.
         """
         if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.flags.c_contiguous:
-            view: HostArray = array.view()
+            memory: Any = array
+            owner = np.asarray(memoryview(memory))  # views have it, not the blob's array, as their base
+            view: HostArray = owner.view()
             return view
-        key = (_pointer(array), tuple(array.shape), tuple(array.strides))
+        key = (pointer(array), tuple(array.shape), tuple(array.strides))
         found = self._copies.get(key)
         if found is None or found.host() is None:
             for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
