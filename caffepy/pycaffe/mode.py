@@ -77,6 +77,17 @@ class Mode:
 mode = Mode()
 
 
+def _at_least(least: int, function: str, value: int) -> int:
+    """The argument of a function.
+
+    Raises:
+        ArgumentError: it is less.
+    """
+    if value < least:
+        raise ArgumentError(f"{function}({value}): give a number of {least} or more")
+    return int(value)
+
+
 def set_mode_cpu() -> None:
     """Make nets on the CPU from now on; it is so at first."""
     mode.gpu = False
@@ -93,9 +104,7 @@ def set_device(device_id: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    if device_id < 0:
-        raise ArgumentError(f"set_device({device_id}): give the number of a GPU, 0 or more")
-    mode.device = int(device_id)
+    mode.device = _at_least(0, "set_device", device_id)
 
 
 def set_devices(device_ids: Sequence[int]) -> None:
@@ -124,9 +133,7 @@ def set_random_seed(seed: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    if seed < 0:
-        raise ArgumentError(f"set_random_seed({seed}): give a number of 0 or more")
-    mode.seed, mode.drawn = int(seed), 0
+    mode.seed, mode.drawn = _at_least(0, "set_random_seed", seed), 0
 
 
 def solver_count() -> int:
@@ -140,9 +147,7 @@ def set_solver_count(count: int) -> None:
     Raises:
         ArgumentError: fewer than one.
     """
-    if count < 1:
-        raise ArgumentError(f"set_solver_count({count}): give a number of 1 or more")
-    mode.solver_count = int(count)
+    mode.solver_count = _at_least(1, "set_solver_count", count)
 
 
 def solver_rank() -> int:
@@ -156,9 +161,7 @@ def set_solver_rank(rank: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    if rank < 0:
-        raise ArgumentError(f"set_solver_rank({rank}): give a number of 0 or more")
-    mode.solver_rank = int(rank)
+    mode.solver_rank = _at_least(0, "set_solver_rank", rank)
 
 
 def set_multiprocess(multiprocess: bool) -> None:
