@@ -242,7 +242,12 @@ class Net(NetStructure, AllBatches):
                     f"{what} is not batch sized: '{name}' is given in shape {numbers.shape} and is {blob.shape} in the "
                     "net; reshape the blob first"
                 )
-            getattr(blob, part)[...] = numbers
+            if part == "diff" or numbers.shape != blob.shape or not self._write(name, numbers):
+                getattr(blob, part)[...] = numbers
+
+    def _write(self, name: str, numbers: HostArray) -> bool:
+        with self.device.active():
+            return self.device.arrays.write(self._core.blobs[name].data, numbers)
 
     def reshape(self) -> None:
         """Reshape all layers to the blobs' present shapes."""

@@ -103,6 +103,19 @@ class HostArrays:
             found = self._copies[key] = _Copy(self._backend, array)
         return found.give()
 
+    def write(self, array: Array, numbers: NDArray[Any]) -> bool:
+        """Copy numbers of the same shape to a device array; False where the program has a host array of it to write to.
+
+        Spares copying the device's numbers to a new host array first.
+        """
+        address = pointer(array)
+        if numbers.dtype.kind not in "biuf" or any(
+            key[0] == address and copy.host() is not None for key, copy in self._copies.items()
+        ):
+            return False
+        self._backend.upload(numbers, array)
+        return True
+
     def upload(self) -> None:
         """Copy to the device what the program has written."""
         for copy in self._copies.values():

@@ -94,6 +94,8 @@ class InferencePath:
 
     def _run(self, runners: ShapeRunners) -> None:
         net, backend = self._net, self._net.backend
+        if self._last is None:
+            self._free_hidden()
         inputs = [net.blobs[name] for name in net.inputs]
         runner = runners.runner(_input_shapes(net))
         for blob in inputs:
@@ -106,8 +108,6 @@ class InferencePath:
             result = runner.net.blobs[name]
             net.blobs[name].reshape(result.shape)
             backend.copy(result.data, net.blobs[name].data)
-        if self._last is None:
-            self._free_hidden()
         self._last, self._reshaped = runner, False
 
     def _free_hidden(self) -> None:
