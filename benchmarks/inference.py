@@ -1,9 +1,10 @@
 """Inference beside PyTorch's: milliseconds of a forward pass and GiB, from the same run, each in a process of its own.
 
-    python benchmarks/inference.py [--rows resnet50:FLOAT:1,mobilenet:FLOAT16:64] [--ours-only] [--kernels]
+    python benchmarks/inference.py [--rows resnet50:FLOAT:1,mobilenet:FLOAT16:64] [--ours-only] [--kernels] [--pycaffe]
 
 A row is net, dtype and batch. Every figure is the median of five groups of passes; images lie on the device and the
-result stays there. "call" is `caffepy.load`'s model called with a NumPy array, result as NumPy array.
+result stays there. "call" is `caffepy.load`'s model called with a NumPy array, result as NumPy array; `--pycaffe` adds
+pycaffe's `Net.forward` called so, and the same layer by layer.
 PyTorch's net is built from the same deploy net (benchmarks/peers) and runs channels last with TF32, as one CUDA graph
 and compiled (`reduce-overhead`); our ratio is to the better.
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_train import print_kernels
-from ours import make_model, predict
+from ours import make_model, predict, pycaffe
 from processes import LIMIT, in_a_process, repeated
 
 TORCH = str(Path(__file__).resolve().parent / "peers" / "torch_run.py")
@@ -70,11 +71,15 @@ def main() -> None:
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="where our time goes")
     parser.add_argument("--torch", default=sys.executable, help="the interpreter that has PyTorch")
+    parser.add_argument("--pycaffe", action="store_true", help="calls of pycaffe's Net.forward too")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         if arguments.kernels:
             show_kernels(arguments.row)
+        if arguments.pycaffe:
+            print(json.dumps(pycaffe(job_of(arguments.row))))
+            return
         print(json.dumps(predict(job_of(arguments.row))))
         return
     for row in arguments.rows.split(","):
@@ -101,6 +106,12 @@ def compare(row: str, arguments: argparse.Namespace) -> None:
         f"call {mine['call']:.3f} ms, ready after {mine['ready']:.1f} s, captured: {mine['captured']}",
         flush=True,
     )
+    if arguments.pycaffe:
+        found = in_a_process([sys.executable, __file__, "--pycaffe", "--row", row])
+        text = (
+            found if isinstance(found, str) else f"call {found['call']:.3f} ms, layer by layer {found['plain']:.3f} ms"
+        )
+        print(f"{row:24} pycaffe            {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,35 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
         return {**found, "captured": runner.captured}
 
 
+def pycaffe(job: dict[str, Any]) -> dict[str, Any]:
+    """Calls of pycaffe's `Net.forward` with an array of NumPy, and the same layer by layer."""
+    from google.protobuf import text_format
+    from peers.agreement import fill
+
+    from caffepy import pycaffe as caffe
+    from caffepy.proto import caffe_pb2
+
+    param, made = net_param(job["name"], False, job["batch"])
+    param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(job["dtype"])
+    if job["device"] == "gpu":
+        caffe.set_device(0)
+        caffe.set_mode_gpu()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, alone(job.get("lock", ""), job.get("limit", 280)):
+        path = Path(folder) / "deploy.prototxt"
+        path.write_text(text_format.MessageToString(param))
+        arrays = {blob: values(each, seed) for seed, (blob, each) in enumerate(made.items())}
+        for name, plain in (("call", False), ("plain", True)):
+            caffe.set_layer_by_layer(plain)
+            net = caffe.Net(path, caffe.TEST)
+            with net.device.computing():
+                fill(net._core)
+            for _ in range(3):
+                net.forward(**arrays)
+            found[name] = measure(repeated(lambda net=net: net.forward(**arrays)), True)
+    return {"ms": found["call"], **found, **memory(job["device"])}
+
+
 def export(job: dict[str, Any]) -> dict[str, Any]:
     """Write the net as ONNX."""
     from peers.agreement import fill
@@ -154,6 +183,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         return onnxruntime(job)
     if "file" in job:
         return export(job)
+    if job.get("engine") == "pycaffe":
+        return pycaffe(job)
     return train(job) if job["train"] else predict(job)
 
 

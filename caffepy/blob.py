@@ -140,6 +140,10 @@ class Blob:
         if diff is not None:
             self._diff = diff
 
+    def drop_data(self) -> None:
+        """Give up the values; they are zero, and allocated anew, when they are used next."""
+        self._data = None
+
     def allocated(self, part: str) -> Array | None:
         """`data` or `diff` by name; None before its first use."""
         return self._data if part == "data" else self._diff

@@ -13,6 +13,7 @@ from caffepy.cli.devices import single_device
 
 if TYPE_CHECKING:
     from caffepy.net import Net
+    from caffepy.proto.caffe_pb2 import NetParameter, NetState
 
 
 @contextmanager
@@ -29,16 +30,12 @@ def open_net(
         share: let blobs that are never needed at the same time have the same memory; with debug_info none do.
     """
     from caffepy.backend import create_backend
-    from caffepy.config.filter import net_state
-    from caffepy.config.load import read_net
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.net.memory.plan import plan_memory, sample_shapes
-    from caffepy.proto.caffe_pb2 import NetState
 
-    param = read_net(args.model)
-    state = net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
+    param, state = net_and_state(args, phase)
     backend = create_backend(single_device(args), args.threads, args.math)
     try:
         with backend.activate():
@@ -54,6 +51,16 @@ def open_net(
                 net.close()
     finally:
         backend.close()
+
+
+def net_and_state(args: argparse.Namespace, phase: int) -> tuple[NetParameter, NetState]:
+    """The net of --model as read, and the state that --level and --stage choose."""
+    from caffepy.config.filter import net_state
+    from caffepy.config.load import read_net
+    from caffepy.proto.caffe_pb2 import NetState
+
+    param = read_net(args.model)
+    return param, net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
 
 
 def load_weights(net: Net, files: list[Path]) -> None:

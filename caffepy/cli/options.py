@@ -285,6 +285,14 @@ def add_engine_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
 
 
+def add_engine_option(parser: Parser) -> None:
+    """--engine."""
+    parser.add_argument(
+        "--engine", choices=("own", "onnxruntime"), default="own",
+        help="what computes the net on the CPU; onnxruntime comes with the extra onnx (own)",
+    )  # fmt: skip
+
+
 def add_dialect_option(parser: argparse._ActionsContainer) -> None:
     """--dialect, which `caffepy.cli.main` puts into effect."""
     parser.add_argument(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import (
     Parser,
     add_device_options,
     add_dialect_option,
+    add_engine_option,
     add_engine_options,
     add_state_options,
     file_list,
@@ -21,8 +23,11 @@ from caffepy.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+    from caffepy.inference.runtime_runner import RuntimeRunner
     from caffepy.net import Net
     from caffepy.net.forward_runner import ForwardRunner
+
+    Runner = ForwardRunner | RuntimeRunner
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     add_device_options(parser, "default: the CPU")
     add_engine_options(parser)
+    add_engine_option(parser)
     add_state_options(parser)
     add_dialect_option(parser)
 
@@ -51,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Score the model.
 
     Raises:
-        ConfigError: no --model or no --weights.
+        ConfigError: no --model or no --weights; an engine that cannot compute the net.
+        MissingExtraError: the engine is not installed.
         CaffepyError: whatever is wrong with the files, the data or the device.
     """
     if args.model is None:
@@ -59,20 +66,31 @@ def run(args: argparse.Namespace) -> int:
     if not args.weights:
         raise ConfigError("test needs trained weights: --weights net.caffemodel")
     from caffepy.cli.nets import load_weights, open_net
-    from caffepy.net.forward_runner import ForwardRunner
+    from caffepy.onnx.engine import wants_runtime
     from caffepy.proto import caffe_pb2
 
-    fuse, share = not args.no_fuse, not args.no_share
+    by_runtime = wants_runtime(args.engine, not args.gpus)
+    fuse, share = not (args.no_fuse or by_runtime), not (args.no_share or by_runtime)
     with open_net(args, caffe_pb2.TEST, args.iterations, fuse, share) as net:
         load_weights(net, args.weights)
-        runner = ForwardRunner(net, args.eager)
-        logger.info("Running for %d iterations.", args.iterations)
-        _log_means(net, *_score(runner, args.iterations, args.ap_version), args.iterations)
-        runner.drop()
+        with closing(_runner(net, args, by_runtime)) as runner:
+            logger.info("Running for %d iterations.", args.iterations)
+            _log_means(net, *_score(runner, args.iterations, args.ap_version), args.iterations)
     return 0
 
 
-def _score(runner: ForwardRunner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
+def _runner(net: Net, args: argparse.Namespace, by_runtime: bool) -> Runner:
+    if by_runtime:
+        from caffepy.cli.nets import net_and_state
+        from caffepy.inference.runtime_runner import RuntimeRunner
+
+        return RuntimeRunner(net, *net_and_state(args, net.phase))
+    from caffepy.net.forward_runner import ForwardRunner
+
+    return ForwardRunner(net, args.eager)
+
+
+def _score(runner: Runner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
     """The sums of all outputs over the batches, flattened, and of the loss; logs mean average precisions.
 
     Raises:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from caffepy.backend import Backend
 from caffepy.errors import ConfigError, ShapeError
+from caffepy.inference.runners import ShapeRunners, shape_text
 from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
 from caffepy.net.describe import net_table
 from caffepy.net.forward_runner import ForwardRunner
-from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 
 if TYPE_CHECKING:
     from caffepy.onnx.engine import RuntimeNet
-
-MOST_SHAPES = 4
-"""Shapes of the inputs whose nets, with memory and graphs, are kept at the same time."""
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 class Model:
@@ -53,13 +48,9 @@ class Model:
         eager: bool = False,
         by_runtime: bool = False,
     ) -> None:
-        self._param = param
-        self._context = context
-        self._eager = eager
         self._by_runtime = by_runtime
-        self._runtime_nets: dict[Shapes, RuntimeNet] = {}
+        self._runtime_nets: WeakKeyDictionary[ForwardRunner, RuntimeNet] = WeakKeyDictionary()
         self.backend: Backend = context.backend
-        self._runners: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
         with self.backend.activate():
             self.net = Net(param, replace(context, passes=PassCounter()))
             """The net as the prototxt has it, with the parameters."""
@@ -72,6 +63,8 @@ class Model:
                 f"net '{param.name}' has no Input layer to give arrays to; use its deploy net, which "
                 "'caffepy deploy' makes of a training net, or 'caffepy test' for a net that reads its data itself"
             )
+        self._nets = ShapeRunners(self.net, param, eager=eager)
+        self._runners = self._nets.kept
 
     @property
     def outputs(self) -> list[str]:
@@ -79,7 +72,7 @@ class Model:
         return list(self.net.outputs)
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{name} {_text(shape)}" for name, shape in self.inputs.items())
+        inputs = ", ".join(f"{name} {shape_text(shape)}" for name, shape in self.inputs.items())
         device = self.backend.device_description()
         return f"<caffepy model '{self.net.name}': {inputs} -> {', '.join(self.outputs)}, on {device}>"
 
@@ -106,9 +99,9 @@ class Model:
             hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
             values = {**here, **hosts}
             shapes = tuple(self._shape(name, values[name]) for name in self.inputs)
-            runner = self._runner(shapes)
+            runner = self._nets.runner(shapes)
             if self._by_runtime:
-                return self._runtime_net(shapes, runner).run(hosts)
+                return self._runtime_net(runner).run(hosts)
             for name, array in here.items():
                 self.backend.copy(array, runner.net.blobs[name].data)
             for name, array in hosts.items():
@@ -119,14 +112,11 @@ class Model:
     def parameters_changed(self) -> None:
         """Take over values that were written into `net`'s parameters since the last call."""
         self._runtime_nets.clear()
-        for runner in self._runners.values():
-            runner.parameters_changed()
+        self._nets.parameters_changed()
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
-        for runner in self._runners.values():
-            runner.close()
-        self._runners.clear()
+        self._nets.close()
         self._runtime_nets.clear()
         self.net.close()
 
@@ -150,55 +140,19 @@ class Model:
     def _shape(self, name: str, array: Any) -> tuple[int, ...]:
         shape, written = tuple(map(int, array.shape)), self.inputs[name]
         if len(shape) != len(written):
+            found, axes = shape_text(shape) or "one number", len(written)
             raise ShapeError(
-                f"net '{self.net.name}': input '{name}' is {_text(shape) or 'one number'}; it must have {len(written)} "
-                f"axes, as {_text(written)}"
+                f"net '{self.net.name}': input '{name}' is {found}; it must have {axes} axes, as {shape_text(written)}"
             )
         return shape
 
-    def _runner(self, shapes: Shapes) -> ForwardRunner:
-        runner = self._runners.get(shapes)
-        if runner is None:
-            runner = self._make_runner(shapes)
-            if len(self._runners) >= MOST_SHAPES:
-                old_shapes, oldest = self._runners.popitem(last=False)
-                self._runtime_nets.pop(old_shapes, None)
-                oldest.close()
-            self._runners[shapes] = runner
-        self._runners.move_to_end(shapes)
-        return runner
-
-    def _runtime_net(self, shapes: Shapes, runner: ForwardRunner) -> RuntimeNet:
-        if shapes not in self._runtime_nets:
+    def _runtime_net(self, runner: ForwardRunner) -> RuntimeNet:
+        if runner not in self._runtime_nets:
             from caffepy.onnx.engine import RuntimeNet
 
             runner.net.prepare()
-            self._runtime_nets[shapes] = RuntimeNet(runner.net, self.backend.threads)
-        return self._runtime_nets[shapes]
-
-    def _make_runner(self, shapes: Shapes) -> ForwardRunner:
-        param = self._with_shapes(shapes)
-        plan = plan_memory(param, replace(self._context, passes=PassCounter()), fuse=True)
-        net = Net(param, replace(self._context, passes=PassCounter()), fuse=True)
-        try:
-            net.share_trained_layers_with(self.net)
-        except ConfigError as error:
-            given = ", ".join(f"{name} {_text(shape)}" for name, shape in zip(self.inputs, shapes, strict=True))
-            raise ShapeError(f"net '{self.net.name}' has no parameters for inputs of shape {given}: {error}") from error
-        plan.bind(net, plan.new_arena(self.backend))
-        return ForwardRunner(net, self._eager)
-
-    def _with_shapes(self, shapes: Shapes) -> caffe_pb2.NetParameter:
-        """The net with other shapes of its inputs."""
-        wanted = dict(zip(self.inputs, shapes, strict=True))
-        param = caffe_pb2.NetParameter()
-        param.CopyFrom(self._param)
-        for layer in param.layer:
-            if layer.type == "Input":
-                del layer.input_param.shape[:]
-                for top in layer.top:
-                    layer.input_param.shape.add(dim=wanted.get(top, self.net.blobs[top].shape))
-        return param
+            self._runtime_nets[runner] = RuntimeNet(runner.net, self.backend.threads)
+        return self._runtime_nets[runner]
 
     def _results(self, net: Net, on_device: bool) -> dict[str, Any]:
         values = [blob.data for blob in net.outputs.values()]
@@ -209,10 +163,6 @@ class Model:
             self.backend.copy(array, result)
         self.backend.synchronize()
         return dict(zip(net.outputs, results, strict=True))
-
-
-def _text(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def as_numpy(array: Any, name: str) -> Any:

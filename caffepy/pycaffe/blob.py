@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,32 @@ from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.mode import mode
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     return None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a net wants to be told of its blobs; each is a function that does nothing by itself.
+
+    Args:
+        before_data: called before the program is given the values.
+        before_diff: called before the derivatives are used; lets a net allocate those of its parameters together.
+        before_shape: called before the program is told the shape.
+        before_all: called before the program is given caffepy's own blob, or changes the shape.
+        given: called with each array of values that the program is given.
+        reshaped: called after the program gave the blob another shape.
+    """
+
+    before_data: Callable[[], object] = _nothing
+    before_diff: Callable[[], object] = _nothing
+    before_shape: Callable[[], object] = _nothing
+    before_all: Callable[[], object] = _nothing
+    given: Callable[[NDArray[np.float32]], object] = _nothing
+    reshaped: Callable[[], object] = _nothing
+
+
+_UNWATCHED = Watch()
 
 
 class Blob(core.FourAxes):
@@ -27,42 +53,45 @@ class Blob(core.FourAxes):
     Args:
         blob: caffepy's.
         device: where it lives.
-        before_diff: called before the derivatives are used; lets a net allocate those of its parameters together.
-        reshaped: called after the program gave the blob another shape.
+        watch: whom to tell.
     """
 
-    def __init__(
-        self,
-        blob: core.Blob,
-        device: Device,
-        before_diff: Callable[[], object] = _nothing,
-        reshaped: Callable[[], None] = _nothing,
-    ) -> None:
-        self.blob = blob
+    def __init__(self, blob: core.Blob, device: Device, watch: Watch = _UNWATCHED) -> None:
+        self._blob = blob
         self._device = device
-        self._before_diff = before_diff
-        self._reshaped = reshaped
+        self._watch = watch
+
+    @property
+    def blob(self) -> core.Blob:
+        """caffepy's."""
+        self._watch.before_all()
+        return self._blob
 
     @property
     def data(self) -> NDArray[np.float32]:
         """The values."""
+        self._watch.before_data()
         with self._device.active():
-            return self._device.arrays.of(self.blob.data)
+            array = self._device.arrays.of(self._blob.data)
+        self._watch.given(array)
+        return array
 
     @property
     def diff(self) -> NDArray[np.float32]:
         """The derivatives of the loss by the values."""
+        self._watch.before_shape()
         with self._device.active():
-            self._before_diff()
-            return self._device.arrays.of(self.blob.diff)
+            self._watch.before_diff()
+            return self._device.arrays.of(self._blob.diff)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.blob.shape
+        self._watch.before_shape()
+        return self._blob.shape
 
     @property
     def count(self) -> int:
-        return self.blob.count
+        return math.prod(self.shape)
 
     def reshape(self, *shape: int) -> None:
         """Give the blob another shape; its numbers stay in their order, as far as there is memory for them.
@@ -72,21 +101,22 @@ class Blob(core.FourAxes):
         """
         if tuple(shape) == self.shape:
             return
+        self._watch.before_all()
         with self._device.computing():
-            before = [(part, self.blob.allocated(part)) for part in ("data", "diff")]
-            held = [(part, self.blob.backend.to_host(array)) for part, array in before if array is not None]
-            self.blob.reshape(tuple(int(size) for size in shape))
+            before = [(part, self._blob.allocated(part)) for part in ("data", "diff")]
+            held = [(part, self._blob.backend.to_host(array)) for part, array in before if array is not None]
+            self._blob.reshape(tuple(int(size) for size in shape))
             for part, numbers in held:
                 self._refill(getattr(self.blob, part), numbers.reshape(-1))
-        self._reshaped()
+        self._watch.reshaped()
 
     def _refill(self, array: Array, numbers: NDArray[np.float32]) -> None:
         kept = np.zeros(self.count, np.float32)
         kept[: numbers.size] = numbers[: self.count]
-        self.blob.backend.from_host(kept.reshape(self.shape), array)
+        self._blob.backend.from_host(kept.reshape(self.shape), array)
 
     def __repr__(self) -> str:
-        return f"<caffe.Blob {self.blob.name!r} of shape {self.shape}>"
+        return f"<caffe.Blob {self._blob.name!r} of shape {self.shape}>"
 
 
 class BlobVec(list[Blob]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ logger = logging.getLogger("caffepy.pycaffe")
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 """By glog's numbers."""
 
+VARIABLE = "CAFFEPY_LAYER_BY_LAYER"
+"""With 1 in it `set_layer_by_layer` has been called for scripts that stay as they are."""
+
 
 @dataclass
 class Mode:
@@ -33,6 +37,7 @@ class Mode:
         solver_count: how many processes train together.
         solver_rank: this one's number among them.
         multiprocess: whether they are processes, which read different records.
+        layer_by_layer: whether nets compute every layer by itself in every pass.
     """
 
     gpu: bool = False
@@ -42,6 +47,7 @@ class Mode:
     solver_count: int = 1
     solver_rank: int = 0
     multiprocess: bool = False
+    layer_by_layer: bool = os.environ.get(VARIABLE, "0") not in ("", "0")
 
     def present_device(self) -> Device:
         """The device on which nets are made.
@@ -71,6 +77,17 @@ class Mode:
 mode = Mode()
 
 
+def _at_least(least: int, function: str, value: int) -> int:
+    """The argument of a function.
+
+    Raises:
+        ArgumentError: it is less.
+    """
+    if value < least:
+        raise ArgumentError(f"{function}({value}): give a number of {least} or more")
+    return int(value)
+
+
 def set_mode_cpu() -> None:
     """Make nets on the CPU from now on; it is so at first."""
     mode.gpu = False
@@ -87,9 +104,7 @@ def set_device(device_id: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    if device_id < 0:
-        raise ArgumentError(f"set_device({device_id}): give the number of a GPU, 0 or more")
-    mode.device = int(device_id)
+    mode.device = _at_least(0, "set_device", device_id)
 
 
 def set_devices(device_ids: Sequence[int]) -> None:
@@ -104,15 +119,21 @@ def set_devices(device_ids: Sequence[int]) -> None:
     set_mode_gpu()
 
 
+def set_layer_by_layer(wanted: bool = True) -> None:
+    """Let the nets made from now on compute every layer by itself in every pass; caffepy's own, Caffe has no such name.
+
+    Otherwise a TEST net whose hidden blobs nobody looks at is folded, and its outputs differ in rounding.
+    """
+    mode.layer_by_layer = bool(wanted)
+
+
 def set_random_seed(seed: int) -> None:
     """Seed the fillers and random layers of the nets made from now on; a solver's own random_seed comes first.
 
     Raises:
         ArgumentError: the number is negative.
     """
-    if seed < 0:
-        raise ArgumentError(f"set_random_seed({seed}): give a number of 0 or more")
-    mode.seed, mode.drawn = int(seed), 0
+    mode.seed, mode.drawn = _at_least(0, "set_random_seed", seed), 0
 
 
 def solver_count() -> int:
@@ -126,9 +147,7 @@ def set_solver_count(count: int) -> None:
     Raises:
         ArgumentError: fewer than one.
     """
-    if count < 1:
-        raise ArgumentError(f"set_solver_count({count}): give a number of 1 or more")
-    mode.solver_count = int(count)
+    mode.solver_count = _at_least(1, "set_solver_count", count)
 
 
 def solver_rank() -> int:
@@ -142,9 +161,7 @@ def set_solver_rank(rank: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    if rank < 0:
-        raise ArgumentError(f"set_solver_rank({rank}): give a number of 0 or more")
-    mode.solver_rank = int(rank)
+    mode.solver_rank = _at_least(0, "set_solver_rank", rank)
 
 
 def set_multiprocess(multiprocess: bool) -> None:

@@ -15,6 +15,7 @@ from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.files import atomic_write
+from caffepy.inference.runners import ShapeRunners
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net as CoreNet
 from caffepy.net.wiring import Node
@@ -23,6 +24,7 @@ from caffepy.pycaffe.blob import Blob
 from caffepy.pycaffe.core.batches import AllBatches, Arrays
 from caffepy.pycaffe.core.device import Device, HostArray
 from caffepy.pycaffe.core.errors import ArgumentError, UnknownLayerError, as_users_raise, check_file
+from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
 from caffepy.pycaffe.core.structure import NetStructure
 from caffepy.pycaffe.mode import mode
 from caffepy.registry import suggest
@@ -38,7 +40,8 @@ LayerCallback = Callable[[int], Any]
 class Net(NetStructure, AllBatches):
     """A net of one phase on the device that `set_mode_gpu` and `set_device` chose when it was made.
 
-    Every blob has memory of its own and every layer is computed by itself, so that all numbers can be seen.
+    All numbers can be seen. A program that looks at none but inputs and outputs of a TEST net has its passes computed
+    as `caffepy.load` computes them, from the second one on (`caffepy.pycaffe.core.inference_path`).
 
     Args:
         network_file: the prototxt.
@@ -76,7 +79,8 @@ class Net(NetStructure, AllBatches):
         files = [check_file(weights)] if weights is not None else []
         device = mode.present_device()
         with device.computing(), as_users_raise():
-            self._wrap(_build(path, _state(phase, given["level"], given["stages"]), device), device)
+            net, runners = _build(path, _state(phase, given["level"], given["stages"]), device)
+            self._wrap(net, device, runners)
         for file in files:
             self.copy_from(file)
 
@@ -87,11 +91,11 @@ class Net(NetStructure, AllBatches):
         wrapped._wrap(net, device)
         return wrapped
 
-    def _wrap(self, net: CoreNet, device: Device) -> None:
-        self.net = net
-        """caffepy's net."""
+    def _wrap(self, net: CoreNet, device: Device, runners: ShapeRunners | None = None) -> None:
+        self._core = net
         self.device = device
         """What `with net.device.computing():` is for: a block that computes with caffepy's own arrays."""
+        self._inference = InferencePath(net, device, runners)
         self._input_arrays: tuple[HostArray, HostArray] | None = None
         self.has_callbacks = False
         """Whether `before_forward` or its like was called."""
@@ -101,6 +105,7 @@ class Net(NetStructure, AllBatches):
         for blob in self._parameter_blobs():
             blob.gradient_started = True  # `backward` adds to the parameters' diffs
         weakref.finalize(self, net.close)
+        weakref.finalize(self, self._inference.close)
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -131,7 +136,10 @@ class Net(NetStructure, AllBatches):
         last = self._index(end) if end is not None else len(self._nodes) - 1
         wanted = [*(self.top_names[end] if end is not None else self.outputs), *(blobs or [])]
         self._fill(kwargs, "data", self.inputs)
-        self._run_forward(first, last)
+        if start is not None or end is not None:
+            self._inference.stop()
+        if not self._inference.forward():
+            self._run_forward(first, last)
         return {name: self._blob(name).data for name in wanted}
 
     def backward(
@@ -164,6 +172,7 @@ class Net(NetStructure, AllBatches):
 
     def _forward(self, start: int, end: int) -> float:
         """Run layers by number; returns their part of the loss."""
+        self._inference.stop()
         self._run_forward(start, end)
         pairs = [
             (top, weight)
@@ -172,32 +181,37 @@ class Net(NetStructure, AllBatches):
             if weight
         ]
         with self.device.active():
-            return sum(weight * float(self.net.backend.to_host(top.data).sum(dtype="float64")) for top, weight in pairs)
+            return sum(
+                weight * float(self._core.backend.to_host(top.data).sum(dtype="float64")) for top, weight in pairs
+            )
 
     def _run_forward(self, start: int, end: int) -> None:
         with self.device.computing(), as_users_raise():
-            if copies := self.net.parameters.copies:
-                self.net.parameters.refresh(copies)
-            self.net.forward_part(self._part(start, end))
+            if copies := self._core.parameters.copies:
+                self._core.parameters.refresh(copies)
+            self._core.forward_part(self._part(start, end))
             self._raise_device_errors()
+        if (start, end) == (0, len(self._nodes) - 1):
+            self._inference.ran()
 
     def _backward(self, start: int, end: int) -> None:
         """Run layers backward by number, from the later to the earlier one."""
+        self._inference.stop()
         with self.device.computing(), as_users_raise():
-            self.net.backward(self._part(end, start))
+            self._core.backward(self._part(end, start))
             self._raise_device_errors()
 
     def _raise_device_errors(self) -> None:
-        if self.net.backend.asynchronous:
-            self.net.backend.synchronize()
-            self.net.raise_device_errors()
+        if self._core.backend.asynchronous:
+            self._core.backend.synchronize()
+            self._core.raise_device_errors()
 
     def _part(self, first: int, last: int) -> list[Node]:
         """The nodes of some layers, with the Cast layers before those that need them."""
         if not 0 <= first <= last < len(self._nodes):
             raise ArgumentError(f"layers {first} to {last} of a net with {len(self._nodes)} layers: not in that order")
         begin = self._position[id(self._nodes[first - 1])] + 1 if first else 0
-        return self.net.schedule[begin : self._position[id(self._nodes[last])] + 1]
+        return self._core.schedule[begin : self._position[id(self._nodes[last])] + 1]
 
     def _index(self, layer: str) -> int:
         if layer not in self._layer_names:
@@ -228,19 +242,25 @@ class Net(NetStructure, AllBatches):
                     f"{what} is not batch sized: '{name}' is given in shape {numbers.shape} and is {blob.shape} in the "
                     "net; reshape the blob first"
                 )
-            getattr(blob, part)[...] = numbers
+            if part == "diff" or numbers.shape != blob.shape or not self._write(name, numbers):
+                getattr(blob, part)[...] = numbers
+
+    def _write(self, name: str, numbers: HostArray) -> bool:
+        with self.device.active():
+            return self.device.arrays.write(self._core.blobs[name].data, numbers)
 
     def reshape(self) -> None:
         """Reshape all layers to the blobs' present shapes."""
         with self.device.computing(), as_users_raise():
-            self.net.reshape()
+            self._core.reshape()
+        self._inference.reshaped()
 
     def clear_param_diffs(self) -> None:
         """Set the parameters' diffs to 0."""
         with self.device.computing():
             self._bind_diffs()
             for blob in self._parameter_blobs():
-                self.net.backend.fill(blob.diff, 0.0)
+                self._core.backend.fill(blob.diff, 0.0)
                 blob.gradient_started = True
 
     def set_input_arrays(self, data: HostArray, labels: HostArray) -> None:
@@ -272,24 +292,25 @@ class Net(NetStructure, AllBatches):
 
         A solver whose net has such callbacks replays no captured CUDA graphs.
         """
-        self.net.before_forward.append(self._calling(callback))
+        self._core.before_forward.append(self._calling(callback))
 
     def after_forward(self, callback: LayerCallback) -> None:
         """Call `callback` with each layer's number after it has run forward."""
-        self.net.after_forward.append(self._calling(callback))
+        self._core.after_forward.append(self._calling(callback))
 
     def before_backward(self, callback: LayerCallback) -> None:
         """Call `callback` with each layer's number before it runs backward, or would run if it had to."""
-        self.net.before_backward.append(self._calling(callback))
+        self._core.before_backward.append(self._calling(callback))
 
     def after_backward(self, callback: Any) -> None:
         """Call `callback`, or the `run` of an NCCL object, with each layer's number after it has run backward."""
-        if hasattr(callback, "on_gradients_ready") and self.net.backend.asynchronous:
+        if hasattr(callback, "on_gradients_ready") and self._core.backend.asynchronous:
             return  # there it exchanges all gradients after the pass, and a callback would keep graphs from being used
-        self.net.after_backward.append(self._calling(getattr(callback, "run", callback)))
+        self._core.after_backward.append(self._calling(getattr(callback, "run", callback)))
 
     def _calling(self, callback: LayerCallback) -> Callable[[Node], None]:
         self.has_callbacks = True
+        self._inference.stop()
         numbers = {id(node): number for number, node in enumerate(self._nodes)}
         device = self.device
 
@@ -307,8 +328,9 @@ class Net(NetStructure, AllBatches):
         Raises:
             SnapshotError: it cannot be read or does not fit.
         """
+        self._inference.parameters_change()
         with self.device.computing():
-            self.net.copy_trained_layers_from(read_weights(Path(trained_file)), str(trained_file))
+            self._core.copy_trained_layers_from(read_weights(Path(trained_file)), str(trained_file))
 
     def share_with(self, other: Net) -> None:
         """Let layers of the same name use the parameters of `other`; arrays handed out before are not theirs any more.
@@ -316,8 +338,10 @@ class Net(NetStructure, AllBatches):
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
+        self._inference.stop()
+        theirs = other.net
         with self.device.computing():
-            self.net.share_trained_layers_with(other.net)
+            self._core.share_trained_layers_with(theirs)
 
     def save(self, filename: str | os.PathLike[str]) -> None:
         """Write the net with its parameters as a .caffemodel.
@@ -326,7 +350,7 @@ class Net(NetStructure, AllBatches):
             RunError: the file cannot be written.
         """
         with self.device.computing():
-            write_weights_binary(Path(filename), self.net, write_diff=False)
+            write_weights_binary(Path(filename), self._core, write_diff=False)
 
     def save_hdf5(self, filename: str | os.PathLike[str]) -> None:
         """Write the parameters as an HDF5 file.
@@ -335,7 +359,7 @@ class Net(NetStructure, AllBatches):
             RunError: the file cannot be written.
         """
         with self.device.computing(), atomic_write(Path(filename)) as file:
-            write_weights_hdf5(file, self.net, write_diff=False)
+            write_weights_hdf5(file, self._core, write_diff=False)
 
     def load_hdf5(self, filename: str | os.PathLike[str]) -> None:
         """Copy parameters from an HDF5 file into the layers that have the same names.
@@ -343,15 +367,17 @@ class Net(NetStructure, AllBatches):
         Raises:
             SnapshotError: it cannot be read or does not fit.
         """
+        self._inference.parameters_change()
         with self.device.computing():
-            self.net.copy_trained_layers_from(read_weights_hdf5(Path(filename)), str(filename))
+            self._core.copy_trained_layers_from(read_weights_hdf5(Path(filename)), str(filename))
 
     def __repr__(self) -> str:
-        phase = caffe_pb2.Phase.Name(self.net.phase)
-        return f"<caffe.Net {self.name!r} ({phase}, {len(self._nodes)} layers, {self.net.backend.name})>"
+        phase = caffe_pb2.Phase.Name(self._core.phase)
+        return f"<caffe.Net {self.name!r} ({phase}, {len(self._nodes)} layers, {self._core.backend.name})>"
 
     def _repr_html_(self) -> str:
-        return self.net._repr_html_()
+        self._inference.look_at_shape()
+        return self._core._repr_html_()
 
 
 def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.NetState:
@@ -360,7 +386,8 @@ def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.Ne
     return caffe_pb2.NetState(phase=phase, level=level, stage=list(stages or []))
 
 
-def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> CoreNet:
+def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreNet, ShapeRunners | None]:
+    """The net, and what runs its folded form if it has one."""
     param = read_net(path)
     context = LayerContext(
         device.backend,
@@ -369,8 +396,10 @@ def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> CoreNet:
         shard=mode.shard(state.phase),
         resolve=PathResolver(path),
     )
-    net = CoreNet(param, context, net_state(state.phase, param.state, state))
+    state = net_state(state.phase, param.state, state)
+    net = CoreNet(param, context, state)
     for node in net.nodes:
         if node.layer.is_loss:
             node.layer.reader_propagates = True  # the program may write the diff of the loss, as in Caffe
-    return net
+    folded = net.inputs and can_be_folded(net) and not mode.layer_by_layer
+    return net, ShapeRunners(net, param, state) if folded else None

@@ -227,3 +227,95 @@ def test_half_precision_blobs_are_float32_on_the_host(net_file: Path) -> None:
     np.testing.assert_allclose(net.forward()["loss"], np.log(10), rtol=1e-3)
     net.backward()
     assert np.isfinite(net.params["ip"][1].diff).all() and net.params["ip"][1].diff.any()
+
+
+FOLDED = """
+name: 'folded'
+layer { name: 'data' type: 'Input' top: 'data' input_param { shape { dim: 2 dim: 8 dim: 12 dim: 12 } } }
+layer { name: 'c' type: 'Convolution' bottom: 'data' top: 'c'
+  convolution_param { num_output: 16 kernel_size: 3 weight_filler { type: 'xavier' } } }
+layer { name: 'bn' type: 'BatchNorm' bottom: 'c' top: 'bn' }
+layer { name: 's' type: 'Scale' bottom: 'bn' top: 's' scale_param { bias_term: true } }
+layer { name: 'r' type: 'ReLU' bottom: 's' top: 's' }
+layer { name: 'pool' type: 'Pooling' bottom: 's' top: 'pool' pooling_param { pool: AVE global_pooling: true } }
+layer { name: 'ip' type: 'InnerProduct' bottom: 'pool' top: 'ip'
+  inner_product_param { num_output: 10 weight_filler { type: 'xavier' } } }
+layer { name: 'prob' type: 'Softmax' bottom: 'ip' top: 'prob' }
+"""
+
+
+def folded_pair(tmp_path: Path) -> tuple[caffe.Net, caffe.Net]:
+    """A net and one with the same parameters that always runs layer by layer."""
+    path = tmp_path / "folded.prototxt"
+    path.write_text(FOLDED)
+    nets = []
+    for plain in (False, True):
+        caffe.set_random_seed(5)
+        caffe.set_layer_by_layer(plain)
+        nets.append(caffe.Net(path, caffe.TEST))
+        for seed, name in enumerate(("bn", "s")):
+            for blob in nets[-1].params[name]:
+                blob.data[...] = np.random.default_rng(seed).uniform(0.5, 2, blob.shape)
+        nets[-1].params["bn"][2].data[...] = 1
+    return nets[0], nets[1]
+
+
+def images(seed: int, shape: tuple[int, ...] = (2, 8, 12, 12)) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def agree(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)  # TF32, by kernels of different shapes
+
+
+def test_passes_are_captured_and_hidden_blobs_are_those_of_the_last_pass(tmp_path: Path) -> None:
+    net, plain = folded_pair(tmp_path)
+    kept = net.blobs["prob"].data
+    for seed in range(5):
+        for each in (net, plain):
+            each.forward(data=images(seed))
+        agree(kept, plain.blobs["prob"].data)
+    assert net._inference._last is not None and net._inference._last.captured
+    for each in (net, plain):
+        each.blobs["data"].data[...] = images(8)  # of a pass that has not run
+    for name in plain.blobs:
+        agree(net.blobs[name].data, plain.blobs[name].data)
+    assert not net._inference.active
+    agree(net.forward()["prob"], plain.forward()["prob"])
+
+
+def test_captured_passes_of_several_shapes(tmp_path: Path) -> None:
+    net, plain = folded_pair(tmp_path)
+    for turn in range(4):
+        for shape in ((2, 8, 12, 12), (1, 8, 20, 16), (4, 8, 7, 9)):
+            for each in (net, plain):
+                each.blobs["data"].reshape(*shape)
+                each.forward(data=images(turn, shape))
+            agree(net.blobs["prob"].data, plain.blobs["prob"].data)
+    assert net._inference._runners is not None
+    assert [runner.captured for runner in net._inference._runners.kept.values()] == [True] * 3
+
+
+def test_weights_changed_after_captured_passes(tmp_path: Path) -> None:
+    net, plain = folded_pair(tmp_path)
+    plain.params["c"][0].data[...] *= -1
+    plain.save(tmp_path / "other.caffemodel")
+    for each in (net, plain):
+        for seed in range(4):
+            each.forward(data=images(seed))
+        each.copy_from(tmp_path / "other.caffemodel")
+        each.forward(data=images(9))
+    assert net._inference._last is not None and net._inference._last.captured
+    agree(net.blobs["prob"].data, plain.blobs["prob"].data)
+    for each in (net, plain):
+        each.params["ip"][1].data[3] += 2
+        each.forward()
+    assert not net._inference.active
+    agree(net.blobs["prob"].data, plain.blobs["prob"].data)
+
+
+def test_hidden_blobs_give_their_memory_back(tmp_path: Path) -> None:
+    net, _ = folded_pair(tmp_path)
+    for seed in range(3):
+        net.forward(data=images(seed))
+    assert [net._core.blobs[name].allocated("data") for name in ("c", "bn", "pool", "ip")] == [None] * 4

@@ -105,11 +105,11 @@ def installed() -> list[Nvrtc]:
 
 
 def record() -> list[RecordedKernel]:
-    """Every kernel that `fake_cuda.py` saw; in a process of its own, since it replaces CuPy."""
+    """Every kernel that `cuda_runs.py` saw; in a process of its own, since it replaces CuPy."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "kernels.json"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
-        command = [sys.executable, str(TESTS / "fake_cuda.py"), str(out)]
+        command = [sys.executable, str(TESTS / "cuda_runs.py"), str(out)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
         if result.returncode != 0:
             raise AssertionError(result.stdout + result.stderr)

@@ -21,6 +21,19 @@ from caffepy.solvers import Solver, create_solver
 CPU = create_backend(None, 1)
 """One backend for all; the CPU's holds no state that one test could leave to another."""
 
+TINY = """
+name: "tiny"
+layer { name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 } data_filler { type: "gaussian" }
+    data_filler { type: "constant" value: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1 } param { lr_mult: 2 decay_mult: 0 }
+  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
+layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+PLAIN = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 4 snapshot_after_train: false '
+TESTED = PLAIN + "test_iter: 3 test_interval: 2 "
+
 
 def build_net(text: str, phase: int = caffe_pb2.TRAIN, **context: Any) -> Net:
     """A net of a prototxt's text."""

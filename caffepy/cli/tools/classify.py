@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, positive, record_shape
+from caffepy.cli.options import Parser, add_device_options, add_engine_option, positive, record_shape
 from caffepy.cli.tools.prepare import (
-    add_engine_option,
     add_model_options,
     add_preparation_options,
     counted,

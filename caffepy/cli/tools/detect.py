@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, natural
+from caffepy.cli.options import Parser, add_device_options, add_engine_option, natural
 from caffepy.cli.tools.prepare import (
-    add_engine_option,
     add_model_options,
     add_preparation_options,
     counted,

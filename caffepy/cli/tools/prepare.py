@@ -43,14 +43,6 @@ def add_preparation_options(parser: Parser) -> None:
     parser.add_argument("--ext", default="jpg", help="of the files that are taken from a folder (jpg)")
 
 
-def add_engine_option(parser: Parser) -> None:
-    """--engine."""
-    parser.add_argument(
-        "--engine", choices=("own", "onnxruntime"), default="own",
-        help="what computes the net on the CPU; onnxruntime comes with the extra onnx (own)",
-    )  # fmt: skip
-
-
 def preparation(args: argparse.Namespace) -> Preparation:
     """What the options say.
 

@@ -88,6 +88,7 @@ class LayerContext:
         timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
         check_wait: called every 0.1 s while a layer waits for its data; ends the wait by raising.
         dialect: whose numbers the layers compute where the two Caffes differ; None: the net decides when it is built.
+        fills: whether parameters get their fillers' values; those of a net that takes another's have no memory then.
     """
 
     backend: Backend
@@ -101,6 +102,7 @@ class LayerContext:
     timeout: float = 600.0
     check_wait: Callable[[], None] = wait_on
     dialect: Dialect | None = None
+    fills: bool = True
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
@@ -124,8 +126,9 @@ class LayerContext:
 
     @property
     def log_level(self) -> int:
-        """What is logged about the net, which is alike on all devices: INFO on rank 0, DEBUG elsewhere."""
-        return logging.INFO if self.shard.rank == 0 and self.backend.holds_values else logging.DEBUG
+        """What the net is logged at: INFO on rank 0, DEBUG elsewhere and for a net made beside one that was logged."""
+        shown = self.shard.rank == 0 and self.backend.holds_values and self.fills
+        return logging.INFO if shown else logging.DEBUG
 
 
 class Layer:
@@ -254,6 +257,10 @@ class Layer:
         """Let the next pass begin at a `position` that a snapshot holds; for layers whose `position` is not None."""
         raise NotImplementedError
 
+    def has_side_effects(self) -> bool:
+        """Whether a forward pass does more than compute the tops: it writes files, runs a user's code, or counts."""
+        return False
+
     def communicates(self) -> bool:
         """Whether a pass contains a collective, so that every device has to run it."""
         return False
@@ -314,9 +321,9 @@ class Layer:
         from caffepy.fillers import fill
 
         blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
-        if self.backend.holds_values:  # its values, what the filler makes of double precision, and its gradient
+        if self.backend.holds_values and self.context.fills:
+            # Its values, what the filler makes of double precision, and its gradient.
             self.check_memory(16 * blob.count, f"its parameter {format_shape(shape)}")
-        if self.backend.holds_values:
             values = fill(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
             self.backend.from_host(values, blob.data)
         self.blobs.append(blob)

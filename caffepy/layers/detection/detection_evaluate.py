@@ -58,6 +58,10 @@ class DetectionEvaluateLayer(Layer):
                 raise self.shape_error("needs detections 1 1 D 7 and objects 1 1 G 8", *bottom)
         top[0].reshape((1, 1, self.param.detection_evaluate_param.num_classes, _COLUMNS))
 
+    def has_side_effects(self) -> bool:
+        """The lines of name_size_file are taken in turn."""
+        return bool(self._sizes)
+
     def capture_blocker(self) -> str:
         return "it compares boxes on the host"
 

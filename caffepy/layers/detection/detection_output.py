@@ -80,6 +80,9 @@ class DetectionOutputLayer(Layer):
         self._shape = (images, priors)
         top[0].reshape((1, 1, 1, COLUMNS))
 
+    def has_side_effects(self) -> bool:
+        return self._files is not None
+
     def capture_blocker(self) -> str:
         return "it suppresses boxes on the host"
 

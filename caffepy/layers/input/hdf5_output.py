@@ -55,5 +55,8 @@ class HDF5OutputLayer(Layer):
             if wanted:
                 self.backend.fill(blob.diff, 0)
 
+    def has_side_effects(self) -> bool:
+        return True
+
     def capture_blocker(self) -> str | None:
         return "it writes a file"

@@ -160,5 +160,8 @@ class PythonLayer(Layer):
         for array in written:
             self.backend.from_host(None, array)
 
+    def has_side_effects(self) -> bool:
+        return True
+
     def capture_blocker(self) -> str | None:
         return "it runs the user's Python code on the host"

@@ -67,7 +67,8 @@ def _bits(array: HostArray) -> NDArray[np.uint32]:
     return array.reshape(-1).view(np.uint32)
 
 
-def _pointer(array: Array) -> int:
+def pointer(array: Array) -> int:
+    """The address of the first element in the device's memory."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return int(interface["data"][0])
 
@@ -86,18 +87,34 @@ class HostArrays:
     def of(self, array: Array) -> HostArray:
         """A C-contiguous float32 array of the numbers of a device array, in logical order.
 
-        What is written into it reaches the device; it is the very memory where that is possible.
+        What is written into it reaches the device; it is the very memory where that is possible. Its `base` lives as
+        long as the program holds the array or a view of it, and on a GPU until the next `upload`.
         """
         if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.flags.c_contiguous:
-            view: HostArray = array.view()
+            memory: Any = array
+            owner = np.asarray(memoryview(memory))  # views have it, not the blob's array, as their base
+            view: HostArray = owner.view()
             return view
-        key = (_pointer(array), tuple(array.shape), tuple(array.strides))
+        key = (pointer(array), tuple(array.shape), tuple(array.strides))
         found = self._copies.get(key)
         if found is None or found.host() is None:
             for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
                 other.upload()
             found = self._copies[key] = _Copy(self._backend, array)
         return found.give()
+
+    def write(self, array: Array, numbers: NDArray[Any]) -> bool:
+        """Copy numbers of the same shape to a device array; False where the program has a host array of it to write to.
+
+        Spares copying the device's numbers to a new host array first.
+        """
+        address = pointer(array)
+        if numbers.dtype.kind not in "biuf" or any(
+            key[0] == address and copy.host() is not None for key, copy in self._copies.items()
+        ):
+            return False
+        self._backend.upload(numbers, array)
+        return True
 
     def upload(self) -> None:
         """Copy to the device what the program has written."""

@@ -7,35 +7,56 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+from caffepy import blob as core
 from caffepy.net import Net as CoreNet
 from caffepy.net.wiring import Node
-from caffepy.pycaffe.blob import Blob, BlobVec
+from caffepy.pycaffe.blob import Blob, BlobVec, Watch
 from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe.core.inference_path import InferencePath
 from caffepy.pycaffe.layer import visible_layer
 
 
 class NetStructure:
     """The part of `Net` that says what is in it: blobs, layers, parameters, by name and by number."""
 
-    net: CoreNet
     device: Device
+    _core: CoreNet
+    _inference: InferencePath
+
+    @property
+    def net(self) -> CoreNet:
+        """caffepy's net; it runs layer by layer from then on, so that all its numbers can be seen."""
+        self._inference.stop()
+        return self._core
 
     @cached_property
     def _nodes(self) -> list[Node]:
         """The layers of the prototxt with Split layers, without the Cast layers that caffepy puts in."""
-        return [node for node in self.net.schedule if node.layer.type != "Cast"]
+        return [node for node in self._core.schedule if node.layer.type != "Cast"]
 
     def _parameter_blobs(self) -> Iterable[Any]:
-        return (blob for layer in self.net.layers for blob in layer.blobs)
+        return (blob for layer in self._core.layers for blob in layer.blobs)
 
     @cached_property
     def blobs(self) -> OrderedDict[str, Blob]:
         """The blobs by name, in the order in which layers make them, those of Split layers included."""
-        found: OrderedDict[str, Blob] = OrderedDict()
+        path, hidden = self._inference, self._inference.hidden
+        seen = Watch(reshaped=self._reshape_before_forward)
+        unseen = Watch(
+            before_data=path.look_at_values, before_shape=path.look_at_shape, before_all=path.stop, given=path.hold,
+            reshaped=self._reshape_before_forward,
+        )  # fmt: skip
+        return OrderedDict(
+            (name, Blob(top, self.device, unseen if top in hidden else seen)) for name, top in self._tops.items()
+        )
+
+    @cached_property
+    def _tops(self) -> OrderedDict[str, core.Blob]:
+        found: OrderedDict[str, core.Blob] = OrderedDict()
         for node in self._nodes:
             for top in node.tops:
                 if not any(top is bottom for bottom in node.bottoms):
-                    found[top.name] = Blob(top, self.device, reshaped=self._reshape_before_forward)
+                    found[top.name] = top
         return found
 
     @cached_property
@@ -44,13 +65,15 @@ class NetStructure:
         return [visible_layer(node.layer, self.device, self._blobs_of(node)) for node in self._nodes]
 
     def _blobs_of(self, node: Node) -> BlobVec:
-        return BlobVec(Blob(blob, self.device, self._bind_diffs) for blob in node.layer.blobs)
+        path = self._inference
+        watch = Watch(path.look_at_parameters, self._bind_diffs, before_all=path.stop, given=path.hold)
+        return BlobVec(Blob(blob, self.device, watch) for blob in node.layer.blobs)
 
     def _bind_diffs(self) -> None:
-        _ = self.net.parameters.diff
+        _ = self._core.parameters.diff
 
     def _reshape_before_forward(self) -> None:
-        for node in self.net.schedule:
+        for node in self._core.schedule:
             node.shapes = []
 
     @cached_property
@@ -67,17 +90,17 @@ class NetStructure:
     @cached_property
     def blob_loss_weights(self) -> OrderedDict[str, float]:
         """Each blob's weight in the loss, by name."""
-        return OrderedDict((name, self.net.loss_weight(blob.blob)) for name, blob in self.blobs.items())
+        return OrderedDict((name, self._core.loss_weight(top)) for name, top in self._tops.items())
 
     @cached_property
     def inputs(self) -> list[str]:
         """The blobs that the program fills: tops of Input layers."""
-        return list(self.net.inputs)
+        return list(self._core.inputs)
 
     @cached_property
     def outputs(self) -> list[str]:
         """The blobs that no layer reads."""
-        return list(self.net.outputs)
+        return list(self._core.outputs)
 
     @cached_property
     def top_names(self) -> OrderedDict[str, list[str]]:
@@ -93,7 +116,7 @@ class NetStructure:
 
     @property
     def name(self) -> str:
-        return self.net.name
+        return self._core.name
 
     # -- the names that scripts take from the compiled module -------------------------------------------
 

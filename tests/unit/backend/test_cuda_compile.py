@@ -40,7 +40,7 @@ def some_of_each(kernels: list[RecordedKernel]) -> list[RecordedKernel]:
 
 
 def test_every_kernel_was_asked_for(kernels: list[RecordedKernel]) -> None:
-    """A kernel that is new must be run by fake_cuda.py, or nothing would compile it here."""
+    """A kernel that is new must be run by cuda_runs.py, or nothing would compile it here."""
     declared = kernel_compiler.file_kernels()
     assert len(declared) > 40
     assert declared <= {(file, kernel.name) for kernel in kernels for file in kernel_compiler.files_of(kernel)}

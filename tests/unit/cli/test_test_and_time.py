@@ -253,3 +253,53 @@ def test_time_in_the_test_phase(capsys: pytest.CaptureFixture[str]):
 def test_time_needs_a_net(capsys: pytest.CaptureFixture[str]):
     assert main(["time"]) == 2
     assert capsys.readouterr().err.startswith("caffepy: error: time needs a net")
+
+
+DEEPER = """
+name: "deeper"
+layer { name: "data" type: "HDF5Data" top: "data" top: "label"
+  hdf5_data_param { source: "files.txt" batch_size: 4 } }
+layer { name: "c" type: "Convolution" bottom: "data" top: "c"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "n" type: "BatchNorm" bottom: "c" top: "c" }
+layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "a" type: "InnerProduct" bottom: "c" top: "a"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "b" type: "InnerProduct" bottom: "a" top: "b"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "loss_a" type: "SoftmaxWithLoss" bottom: "a" bottom: "label" top: "loss_a" loss_weight: 0.3 }
+layer { name: "accuracy" type: "Accuracy" bottom: "b" bottom: "label" top: "accuracy" include { stage: "scored" } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "b" bottom: "label" top: "loss" }
+"""
+
+
+def test_onnxruntime_gives_the_same_scores(capsys: pytest.CaptureFixture[str]):
+    Path("deeper.prototxt").write_text(DEEPER)
+    Path("files.txt").write_text("data.h5")
+    with h5py.File("data.h5", "w") as file:
+        file["data"] = np.random.default_rng(1).standard_normal((12, 3, 8, 8)).astype(np.float32)
+        file["label"] = np.arange(12, dtype=np.float32) % 5
+    command = ["test", "--model=deeper.prototxt", "--weights=net.caffemodel", "--iterations=3", "--stage=scored"]
+    scores = []
+    for engine in ("own", "onnxruntime"):
+        assert main([*command, "--threads=1", "--engine", engine]) == 0
+        lines = messages(capsys)
+        said = [line for line in lines if line.startswith("Net 'deeper' is computed by onnxruntime; output '")]
+        assert [line.split("'")[3] for line in said] == (["a"] if engine == "onnxruntime" else [])
+        found = {key: float(value.split()[0]) for key, _, value in (line.partition(" = ") for line in lines) if value}
+        scores.append({key: value for key, value in found.items() if key.startswith(("Batch", "loss", "accuracy"))})
+    assert len(scores[0]) == 12 and scores[0].keys() == scores[1].keys()
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model=net.prototxt", "--gpu=0"], "engine onnxruntime with a GPU: it computes in float32 on the CPU"),
+        (["--model=loss.prototxt"], "net '' has no layers that onnxruntime can compute; use engine 'own'"),
+    ],
+)
+def test_what_onnxruntime_cannot_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    Path("loss.prototxt").write_text(INFOGAIN.replace("InfogainLoss", "SoftmaxWithLoss"))
+    assert main(["test", *options, "--weights=net.caffemodel", "--engine=onnxruntime"]) == 2
+    assert message in capsys.readouterr().err

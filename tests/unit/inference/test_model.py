@@ -13,7 +13,8 @@ from replaying import Replaying
 
 import caffepy
 from caffepy.errors import ConfigError, ShapeError, SnapshotError
-from caffepy.inference.model import MOST_SHAPES, Model
+from caffepy.inference.model import Model
+from caffepy.inference.runners import MOST_SHAPES
 from caffepy.layers.core.base import LayerContext
 from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.proto import caffe_pb2

@@ -145,3 +145,19 @@ def test_a_vector_makes_blobs() -> None:
     blobs.add_blob()
     assert [blob.shape for blob in blobs] == [(2, 3), ()] and not blobs[0].data.any()
     assert repr(blobs) == "<caffe.BlobVec [<caffe.Blob '' of shape (2, 3)>, <caffe.Blob '' of shape ()>]>"
+
+
+def test_numbers_go_to_the_device_directly_where_no_host_array_is_held(device: Device) -> None:
+    blob = make(device, 2, 3, 4, 5)
+    numbers = np.arange(120.0).reshape(blob.shape)
+    with device.active():
+        assert device.arrays.write(blob.blob.data, numbers)
+        np.testing.assert_array_equal(logical(blob), numbers)
+        held = blob.data
+        assert held.flags.c_contiguous != logical(blob).flags.c_contiguous  # so there is a copy
+        assert not device.arrays.write(blob.blob.data, -numbers)
+        del held
+        device.arrays.upload()
+        assert device.arrays.write(blob.blob.data, -numbers)
+        assert not device.arrays.write(blob.blob.data, numbers.astype(str))
+    np.testing.assert_array_equal(blob.data, -numbers)

@@ -31,7 +31,7 @@ def test_devices(net_file, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: caffe.set_device(-1), r"set_device\(-1\): give the number of a GPU, 0 or more"),
+        (lambda: caffe.set_device(-1), r"set_device\(-1\): give a number of 0 or more"),
         (lambda: caffe.set_devices([]), r"set_devices\(\[\]\): give the number of at least one GPU"),
         (lambda: caffe.set_random_seed(-1), r"set_random_seed\(-1\): give a number of 0 or more"),
         (lambda: caffe.set_solver_count(0), r"set_solver_count\(0\): give a number of 1 or more"),

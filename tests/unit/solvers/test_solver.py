@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from training import CPU, build_solver, weights_of
+from training import CPU, PLAIN, TESTED, TINY, build_solver, weights_of
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
-from caffepy.snapshot.files import read_weights
 from caffepy.solvers import Action, Solver
-
-NET = """
-name: "tiny"
-layer { name: "data" type: "DummyData" top: "data" top: "label"
-  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 } data_filler { type: "gaussian" }
-    data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1 } param { lr_mult: 2 decay_mult: 0 }
-  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
-layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
-PLAIN = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 4 snapshot_after_train: false '
-TESTED = PLAIN + "test_iter: 3 test_interval: 2 "
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Any:
-    """What was logged since the last call."""
-    caplog.set_level(logging.INFO, "caffepy")
-
-    def take() -> list[str]:
-        taken = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
-        caplog.clear()
-        return taken
-
-    return take
 
 
 def test_the_log_is_caffes(lines: Any) -> None:
-    with build_solver(TESTED + "display: 2 momentum: 0.9", NET) as solver:
+    with build_solver(TESTED + "display: 2 momentum: 0.9", TINY) as solver:
         lines()
         solver.solve()
     number = r"[-+.\de]+"
@@ -84,7 +54,7 @@ def test_the_log_is_caffes(lines: Any) -> None:
 
 
 def test_no_test_before_training_without_test_initialization(lines: Any) -> None:
-    with build_solver(TESTED + "test_initialization: false", NET) as solver:
+    with build_solver(TESTED + "test_initialization: false", TINY) as solver:
         lines()
         solver.step(2)
         assert not any("Testing" in line for line in lines())
@@ -93,7 +63,7 @@ def test_no_test_before_training_without_test_initialization(lines: Any) -> None
 
 
 def test_scores_are_means_over_the_test(lines: Any) -> None:
-    with build_solver(TESTED + "test_compute_loss: true", NET) as solver:
+    with build_solver(TESTED + "test_compute_loss: true", TINY) as solver:
         scores = solver.test_all()
         loss = scores[0]["loss"]
         assert any(line == f"Test loss: {float(loss):.6g}" for line in lines())
@@ -107,11 +77,11 @@ def test_scores_are_means_over_the_test(lines: Any) -> None:
 
 
 def test_each_device_scores_its_own_batches() -> None:
-    with build_solver(TESTED, NET) as whole:
+    with build_solver(TESTED, TINY) as whole:
         wanted = whole.test_all()[0]["loss"]
     sums = []
     for rank in range(2):
-        with build_solver(TESTED, NET, shard=Shard(rank=rank, world_size=2)) as part:
+        with build_solver(TESTED, TINY, shard=Shard(rank=rank, world_size=2)) as part:
             passes = []
             for net in part.test_nets:
                 original = net.forward
@@ -124,7 +94,7 @@ def test_each_device_scores_its_own_batches() -> None:
 
 def test_several_test_nets() -> None:
     text = PLAIN + 'test_interval: 2 test_iter: 1 test_iter: 2 test_state { } test_state { stage: "x" } '
-    net = NET + 'layer { name: "extra" type: "Silence" bottom: "ip" include { stage: "x" } }'
+    net = TINY + 'layer { name: "extra" type: "Silence" bottom: "ip" include { stage: "x" } }'
     with build_solver(text, net) as solver:
         assert ["extra" in net.layer_names for net in solver.test_nets] == [False, True]
         assert len(solver.test_all()) == 2
@@ -136,7 +106,7 @@ def test_several_test_nets() -> None:
 
 def test_sgd_does_what_its_formula_says() -> None:
     text = PLAIN + "momentum: 0.5 weight_decay: 0.25 "
-    with build_solver(text, NET) as solver:
+    with build_solver(text, TINY) as solver:
         history = {name: np.zeros_like(w) for name, w in weights_of(solver.net).items()}
         for _ in range(3):
             before = weights_of(solver.net)
@@ -152,8 +122,8 @@ def test_sgd_does_what_its_formula_says() -> None:
 def test_iter_size_equals_a_larger_batch() -> None:
     """Two passes of 4 see the samples of one pass of 8."""
     with (
-        build_solver(PLAIN + "iter_size: 2", NET) as small,
-        build_solver(PLAIN, NET.replace("dim: 4", "dim: 8")) as big,
+        build_solver(PLAIN + "iter_size: 2", TINY) as small,
+        build_solver(PLAIN, TINY.replace("dim: 4", "dim: 8")) as big,
     ):
         small.step(3)
         big.step(3)
@@ -165,7 +135,7 @@ def test_iter_size_equals_a_larger_batch() -> None:
 
 
 def test_gradients_are_clipped_to_the_norm(lines: Any) -> None:
-    with build_solver(PLAIN + "clip_gradients: 0.001", NET) as solver:
+    with build_solver(PLAIN + "clip_gradients: 0.001", TINY) as solver:
         before = weights_of(solver.net)
         solver.step(1)
         moved = weights_of(solver.net)
@@ -175,7 +145,7 @@ def test_gradients_are_clipped_to_the_norm(lines: Any) -> None:
 
 
 def test_parameters_with_lr_mult_0_stay() -> None:
-    with build_solver(PLAIN + "weight_decay: 0.5", NET.replace("lr_mult: 2", "lr_mult: 0")) as solver:
+    with build_solver(PLAIN + "weight_decay: 0.5", TINY.replace("lr_mult: 2", "lr_mult: 0")) as solver:
         before = weights_of(solver.net)
         solver.step(2)
         after = weights_of(solver.net)
@@ -184,7 +154,7 @@ def test_parameters_with_lr_mult_0_stay() -> None:
 
 
 def test_average_loss_is_the_mean_of_the_last_losses() -> None:
-    with build_solver(PLAIN + "average_loss: 3", NET) as solver:
+    with build_solver(PLAIN + "average_loss: 3", TINY) as solver:
         seen = []
         for i in range(5):
             solver.step(1)
@@ -193,7 +163,7 @@ def test_average_loss_is_the_mean_of_the_last_losses() -> None:
 
 
 def test_a_stop_is_obeyed_after_the_iteration(lines: Any) -> None:
-    with build_solver(PLAIN, NET, request=lambda: Action.STOP) as solver:
+    with build_solver(PLAIN, TINY, request=lambda: Action.STOP) as solver:
         solver.solve()
         assert solver.iteration == 1
         assert solver.stopped_early
@@ -201,7 +171,7 @@ def test_a_stop_is_obeyed_after_the_iteration(lines: Any) -> None:
 
 
 def test_a_stop_during_a_test_ends_the_test(lines: Any) -> None:
-    with build_solver(TESTED, NET, request=lambda: Action.STOP) as solver:
+    with build_solver(TESTED, TINY, request=lambda: Action.STOP) as solver:
         solver.solve()
         assert solver.iteration == 0
         assert "Test interrupted." in lines()
@@ -210,101 +180,10 @@ def test_a_stop_during_a_test_ends_the_test(lines: Any) -> None:
 def test_a_snapshot_and_a_stop_together(tmp_path: Path) -> None:
     waiting = [Action.SNAPSHOT, Action.STOP]
     text = PLAIN + f'snapshot_prefix: "{tmp_path}/x"'
-    with build_solver(text, NET, request=lambda: waiting.pop(0) if waiting else Action.NONE) as solver:
+    with build_solver(text, TINY, request=lambda: waiting.pop(0) if waiting else Action.NONE) as solver:
         solver.solve()
         assert solver.stopped_early
     assert (tmp_path / "x_iter_1.solverstate").is_file()
-
-
-class TwoDevices:
-    """A callback that plays a second device which makes the same gradients and asks for `flags`."""
-
-    is_root = True
-    world_size = 2
-
-    def __init__(self, flags: tuple[float, float]) -> None:
-        self.flags = flags
-        self.sums = 0
-        self.solver: Solver
-
-    def on_start(self) -> None:
-        pass
-
-    def on_clock_start(self) -> None:
-        """Nothing is timed."""
-
-    def on_iteration(self) -> None:
-        """The other device keeps up."""
-
-    def on_snapshot(self) -> None:
-        """The other device has the same parameters."""
-
-    def on_gradients_ready(self) -> None:
-        flags = self.solver.net.parameters.flags
-        flags[:2] = (flags[:2] + self.flags) / 2
-
-    def capture_blocker(self) -> str | None:
-        return "a test's"
-
-    def wait_for_device(self, wait: Callable[[], None]) -> None:
-        wait()
-
-    def sum_over_devices(self, values: np.ndarray) -> np.ndarray:
-        self.sums += 1
-        return values * 2
-
-    def min_over_devices(self, number: float, what: str) -> float:
-        return number
-
-    def barrier(self) -> None:
-        pass
-
-
-@contextmanager
-def build_paired(text: str, net: str, *, callback: TwoDevices, **keywords: Any) -> Iterator[Solver]:
-    """A solver whose callback holds it, as a solver thread does."""
-    with build_solver(text, net, callback=callback, **keywords) as solver:
-        callback.solver = solver
-        yield solver
-
-
-def test_another_devices_requests_travel_with_the_gradients(tmp_path: Path) -> None:
-    text = PLAIN + f'snapshot_prefix: "{tmp_path}/x"'
-    with build_paired(text, NET, callback=TwoDevices((0, 1))) as solver:
-        solver.step(1)
-        assert not solver.stopped_early
-    assert (tmp_path / "x_iter_1.solverstate").is_file()
-    with build_paired(text, NET, callback=TwoDevices((1, 0))) as solver:
-        solver.step(3)
-        assert solver.iteration == 1
-        assert solver.stopped_early
-
-
-def test_an_own_request_travels_with_the_gradients() -> None:
-    asked = [Action.STOP]
-    request = lambda: asked.pop() if asked else Action.NONE  # noqa: E731
-    with build_paired(PLAIN, NET, callback=TwoDevices((0, 0)), request=request) as solver:
-        solver.step(3)
-        assert solver.iteration == 1
-
-
-def test_shown_numbers_are_averaged_over_devices(lines: Any) -> None:
-    callback = TwoDevices((0, 0))
-    with build_paired(PLAIN + "display: 1", NET, callback=callback) as solver:
-        lines()
-        solver.step(1)
-        loss = float(solver.net.blobs["loss"].host_data())
-        assert callback.sums == 1
-        assert f"    Train net output #0: loss = {loss:.6g} (* 1 = {loss:.6g} loss)" in lines()
-
-
-def test_only_the_root_logs(lines: Any) -> None:
-    callback = TwoDevices((0, 0))
-    callback.is_root = False
-    with build_paired(PLAIN + "display: 1", NET, callback=callback, shard=Shard(rank=1, world_size=2)) as solver:
-        lines()
-        solver.solve()
-        assert lines() == []
 
 
 def poison(solver: Solver) -> None:
@@ -312,7 +191,7 @@ def poison(solver: Solver) -> None:
 
 
 def test_a_loss_that_is_not_finite_names_iteration_and_layer() -> None:
-    with build_solver(PLAIN, NET) as solver:
+    with build_solver(PLAIN, TINY) as solver:
         solver.step(1)
         poison(solver)
         message = (
@@ -323,7 +202,7 @@ def test_a_loss_that_is_not_finite_names_iteration_and_layer() -> None:
 
 
 def test_keep_going_only_warns(caplog: pytest.LogCaptureFixture) -> None:
-    with build_solver(PLAIN, NET, keep_going=True) as solver:
+    with build_solver(PLAIN, TINY, keep_going=True) as solver:
         poison(solver)
         solver.step(2)
         assert solver.iteration == 2
@@ -331,7 +210,7 @@ def test_keep_going_only_warns(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_debug_info_only_where_it_is_displayed(lines: Any) -> None:
-    with build_solver(PLAIN + "display: 2 debug_info: true", NET) as solver:
+    with build_solver(PLAIN + "display: 2 debug_info: true", TINY) as solver:
         lines()
         solver.step(1)
         shown = lines()
@@ -342,7 +221,7 @@ def test_debug_info_only_where_it_is_displayed(lines: Any) -> None:
 
 
 def test_performance_leaves_out_the_first_iterations() -> None:
-    with build_solver(TESTED, NET) as solver:
+    with build_solver(TESTED, TINY) as solver:
         solver.step(2)
         assert solver.performance.iterations == 0
         solver.step(5)
@@ -351,7 +230,8 @@ def test_performance_leaves_out_the_first_iterations() -> None:
 
 
 def test_a_negative_seed_is_drawn() -> None:
-    with build_solver(PLAIN + "random_seed: -1", NET) as first, build_solver(PLAIN + "random_seed: -1", NET) as second:
+    text = PLAIN + "random_seed: -1"
+    with build_solver(text, TINY) as first, build_solver(text, TINY) as second:
         assert first.param.random_seed >= 0
         assert first.param.random_seed != second.param.random_seed
 
@@ -369,7 +249,7 @@ def test_a_negative_seed_is_drawn() -> None:
     ],
 )
 def test_what_does_not_hold_together_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)), build_solver(text, NET):
+    with pytest.raises(ConfigError, match=re.escape(message)), build_solver(text, TINY):
         pass
 
 
@@ -377,79 +257,8 @@ def test_what_does_not_hold_together_is_refused(text: str, message: str) -> None
 def test_every_rule_learns(rule: str) -> None:
     rate = {"AdaDelta": 1.0, "Adam": 0.05, "RMSProp": 0.05}.get(rule, 0.2)
     momentum = "" if rule in ("AdaGrad", "RMSProp") else "momentum: 0.9"
-    with build_solver(f'type: "{rule}" base_lr: {rate} lr_policy: "fixed" max_iter: 60 {momentum}', NET) as solver:
+    with build_solver(f'type: "{rule}" base_lr: {rate} lr_policy: "fixed" max_iter: 60 {momentum}', TINY) as solver:
         solver.step(1)
         first = solver.losses.mean()
         solver.step(30)
         assert solver.losses.mean() < first
-
-
-NORMALISED = NET.replace(
-    'layer { name: "accuracy"',
-    'layer { name: "bn" type: "BatchNorm" bottom: "ip" top: "ip" }\nlayer { name: "accuracy"',
-)
-
-
-class Averaging(TwoDevices):
-    """A callback whose other device's arrays hold 1 more than this one's; notes what was averaged."""
-
-    def __init__(self) -> None:
-        super().__init__((0, 0))
-        self.averaged: list[int] = []
-
-    def average_over_devices(self, arrays: Sequence[np.ndarray]) -> None:
-        for array in arrays:
-            self.averaged.append(array.size)
-            array += 0.5
-
-
-def statistics(solver: Solver) -> list[np.ndarray]:
-    (norm,) = (layer for layer in solver.net.layers if layer.type == "BatchNorm")
-    return [blob.host_data() for blob in norm.blobs]
-
-
-def test_running_statistics_are_averaged_once_before_tests_and_snapshots(tmp_path: Path) -> None:
-    callback = Averaging()
-    text = TESTED + f'snapshot: 2 snapshot_prefix: "{tmp_path}/x"'
-    with build_paired(text, NORMALISED, callback=callback) as solver:
-        solver.step(1)
-        assert callback.averaged == [], "all devices have the root's before the first iteration"
-        solver.step(1)
-        before = statistics(solver)
-        assert callback.averaged == [64 + 2], "mean and variance, in one piece"
-        solver.test_all()
-        assert callback.averaged == [66], "they were averaged for the snapshot of this iteration"
-        saved = read_weights(tmp_path / "x_iter_2.caffemodel").layer
-        assert [list(blob.data) for layer in saved if layer.name == "bn" for blob in layer.blobs] == [
-            values.reshape(-1).tolist() for values in before
-        ]
-        assert before[2] == pytest.approx(1.999)
-        solver.step(1)
-        solver.test_all()
-        assert callback.averaged == [66, 66]
-        for values, old in zip(statistics(solver)[:2], before[:2], strict=True):
-            assert np.abs(values - 0.999 * old - 0.5).max() < 10  # they moved on from the averaged ones
-
-
-@pytest.mark.parametrize(
-    "net",
-    [NET, NORMALISED.replace('top: "ip" }\nlayer', 'top: "ip" batch_norm_param { use_global_stats: true } }\nlayer')],
-)
-def test_nothing_is_averaged_that_is_alike_on_all_devices(net: str) -> None:
-    callback = Averaging()
-    with build_paired(TESTED, net.replace("lr_mult: 2", "lr_mult: 0"), callback=callback) as solver:
-        solver.step(3)
-        assert callback.averaged == []
-
-
-def test_the_loss_that_is_shown_last_leaves_the_tested_statistics_alone(lines: Any, tmp_path: Path) -> None:
-    text = f'base_lr: 0.1 lr_policy: "fixed" max_iter: 4 display: 4 snapshot_prefix: "{tmp_path}/x" '
-    with build_solver(text + "test_iter: 3 test_interval: 4 test_initialization: false", NORMALISED) as solver:
-        lines()
-        solver.solve()
-        shown = lines()
-        assert shown[-7].startswith("Iteration 4, loss = ")
-        saved = read_weights(tmp_path / "x_iter_4.caffemodel").layer
-        assert [list(blob.data) for layer in saved if layer.name == "bn" for blob in layer.blobs] == [
-            values.reshape(-1).tolist() for values in statistics(solver)
-        ]

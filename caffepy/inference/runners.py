@@ -1,0 +1,96 @@
+"""A net that is only tested, folded, planned and captured for each of the last few shapes of its inputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from caffepy.errors import ConfigError, ShapeError
+from caffepy.layers.core.base import PassCounter
+from caffepy.net import Net
+from caffepy.net.forward_runner import ForwardRunner
+from caffepy.net.memory.plan import plan_memory
+from caffepy.proto import caffe_pb2
+
+MOST_SHAPES = 4
+"""Shapes of the inputs whose nets, with memory and graphs, are kept at the same time."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class ShapeRunners:
+    """Runners of nets that use the parameters of `net`.
+
+    Args:
+        net: of the TEST phase, with Input layers, as the prototxt has it.
+        param: what it was made of, as read.
+        state: with which its layers were chosen; None: as `Net` chooses them.
+        eager: never capture CUDA graphs.
+    """
+
+    def __init__(
+        self, net: Net, param: caffe_pb2.NetParameter, state: caffe_pb2.NetState | None = None, eager: bool = False
+    ) -> None:
+        self._net = net
+        self._param = param
+        self._state = state
+        self._eager = eager
+        self._written = {name: net.blobs[name].shape for name in net.inputs}
+        self.kept: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
+        """By the inputs' shapes, the one used last at the end."""
+
+    def runner(self, shapes: Shapes) -> ForwardRunner:
+        """The runner for these shapes of the inputs, in the net's order.
+
+        Raises:
+            ShapeError: the net has no parameters for them, or layers cannot take them.
+        """
+        runner = self.kept.get(shapes)
+        if runner is None:
+            runner = self._make(shapes)
+            if len(self.kept) >= MOST_SHAPES:
+                self.kept.popitem(last=False)[1].close()
+            self.kept[shapes] = runner
+        self.kept.move_to_end(shapes)
+        return runner
+
+    def parameters_changed(self) -> None:
+        """Let all runners take the parameters' present values in their next passes."""
+        for runner in self.kept.values():
+            runner.parameters_changed()
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        for runner in self.kept.values():
+            runner.close()
+        self.kept.clear()
+
+    def _make(self, shapes: Shapes) -> ForwardRunner:
+        param, backend = self._with_shapes(shapes), self._net.backend
+        context = replace(self._net.context, passes=PassCounter(), fills=False)
+        plan = plan_memory(param, context, self._state, fuse=True)
+        net = Net(param, replace(context, passes=PassCounter()), self._state, fuse=True)
+        try:
+            net.share_trained_layers_with(self._net)
+        except ConfigError as error:
+            given = ", ".join(f"{name} {shape_text(s)}" for name, s in zip(self._written, shapes, strict=True))
+            raise ShapeError(f"net '{net.name}' has no parameters for inputs of shape {given}: {error}") from error
+        plan.bind(net, plan.new_arena(backend))
+        return ForwardRunner(net, self._eager)
+
+    def _with_shapes(self, shapes: Shapes) -> caffe_pb2.NetParameter:
+        """The net with other shapes of its inputs; Input layers of other phases and stages are left as they are."""
+        wanted = dict(zip(self._written, shapes, strict=True))
+        param = caffe_pb2.NetParameter()
+        param.CopyFrom(self._param)
+        for layer in param.layer:
+            if layer.type == "Input" and all(top in wanted for top in layer.top):
+                del layer.input_param.shape[:]
+                for top in layer.top:
+                    layer.input_param.shape.add(dim=wanted[top])
+        return param
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as messages show it: ``2 x 3 x 6 x 6``."""
+    return " x ".join(map(str, shape))
