@@ -27,6 +27,7 @@ def test_the_files_are_caffes(folder: Path) -> None:
         assert solver.snapshot() == Path("x_iter_4.solverstate")
         state = SolverState.FromString((folder / "x_iter_4.solverstate").read_bytes())
         weights = NetParameter.FromString((folder / "x_iter_4.caffemodel").read_bytes())
+        assert weights.name == "tiny"
         assert state.learned_net == "x_iter_4.caffemodel"
         assert (state.iter, state.current_step, state.solver_type) == (4, 1, "SGD")
         assert [tuple(h.shape.dim) for h in state.history] == [p.blob.shape for p in solver.net.parameters.parameters]

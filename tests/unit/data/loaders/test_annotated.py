@@ -131,6 +131,13 @@ def test_the_canvas_has_the_means_color_and_the_ratio_its_range():
     assert load(plain, 3, 1)[0].shape == (1, 3, 20, 30)
 
 
+def test_an_image_is_expanded_as_often_as_its_chance_says():
+    text = "expand_param { prob: 0.3 max_expand_ratio: 3 }"
+    subject = loader([record(0)], text)
+    larger = sum(load(subject, sample, 1)[0].shape[2] > 20 for sample in range(400))
+    assert abs(larger / 400 - 0.3) < 0.07  # one in 40 is expanded by less than a row
+
+
 def test_encoded_records_are_written_as_jpeg_again_after_each_change():
     """As Caffe does; raw ones are not."""
     text = "distort_param { }"
@@ -140,14 +147,44 @@ def test_encoded_records_are_written_as_jpeg_again_after_each_change():
     np.testing.assert_array_equal(load(loader([record(0)], text), 0, 1)[0][0], pixels(0))
 
 
-def test_the_emit_constraint_drops_boxes():
-    """The crop keeps the columns 5 to 25 of 30 and the rows 0 to 20; only the second box has its centre outside."""
-    boxes = [[0.0, 0.0, 0.5, 0.5], [0.8, 0.0, 1.0, 1.0], [0.75, 0.1, 0.9, 0.2]]
-    emitted = []
-    for text in ("", "emit_constraint { }", "emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.5 }"):
-        rows = load(loader([record(0, boxes)], f"crop_size: 20 {text}", phase=TEST), 0, 1)[1]
-        emitted.append(rows[0, 0, :, 1].tolist())
-    assert emitted == [[1, 2, 3], [1, 3], [1, 3]]
+def plain_emitted(box, left, right, least):
+    """Whether a box stays that is cut at two columns, in parts of the width; `least`: of its area, None: its centre."""
+    xmin, _, xmax, _ = box
+    inside = min(xmax, right) - max(xmin, left)
+    if least is None:
+        return inside > 0 and left <= (xmin + xmax) / 2 <= right
+    return inside > 0 and inside / (xmax - xmin) > least
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        ("", 0),
+        ("emit_constraint { }", None),
+        ("emit_constraint { emit_type: CENTER emit_overlap: 0.9 }", None),
+        ("emit_constraint { emit_type: MIN_OVERLAP }", 0),
+        ("emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.3 }", 0.3),
+        ("emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.75 }", 0.75),
+    ],
+)
+def test_the_emit_constraint_drops_boxes(text, least):
+    """The crop keeps the columns 5 to 25 of 30, and all rows."""
+    rng = np.random.default_rng(4)
+    low = rng.uniform(0, 0.8, (40, 2))
+    boxes = np.concatenate((low, low + rng.uniform(0.05, 0.2, (40, 2))), 1).astype(np.float32)
+    rows = load(loader([record(0, boxes)], f"crop_size: 20 {text}", phase=TEST), 0, 1)[1]
+    wanted = [label for label, box in enumerate(boxes.tolist(), 1) if plain_emitted(box, 5 / 30, 25 / 30, least)]
+    assert rows[0, 0, :, 1].tolist() == wanted
+
+
+def test_each_emit_constraint_keeps_other_boxes():
+    boxes = [[0.1, 0.1, 0.25, 0.5], [0.15, 0.1, 0.25, 0.5], [0.18, 0, 0.5, 1], [0.05, 0, 0.19, 0.5]]
+    kept = []
+    for text in ("", "emit_type: CENTER", "emit_type: MIN_OVERLAP emit_overlap: 0.8"):
+        constraint = f"emit_constraint {{ {text} }}" if text else ""
+        rows = load(loader([record(0, boxes)], f"crop_size: 20 {constraint}", phase=TEST), 0, 1)[1]
+        kept.append(rows[0, 0, :, 1].tolist())
+    assert kept == [[1, 2, 3, 4], [1, 2, 3], [2, 3]]
 
 
 def test_scales_stretch_boxes():
