@@ -32,6 +32,11 @@ from caffepy.config.text import parse_text
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = str(TESTS.parent / "caffepy") + os.sep
 SECONDS = 120
+VERDICTS = {
+    int(pytest.ExitCode.OK): "SURVIVES",
+    int(pytest.ExitCode.TESTS_FAILED): "seen",
+    int(pytest.ExitCode.INTERRUPTED): "seen",  # the module could not even be imported
+}
 BORING = 100
 """Calls without a message after which a function is not looked at again: looking takes most of the time."""
 
@@ -76,19 +81,38 @@ def hide(name: str) -> None:
     sys.setprofile(watch)
 
 
+class FirstFailure:
+    """A pytest plugin: hypothesis looks for no smaller example of a failure, which would say no more."""
+
+    def pytest_sessionstart(self) -> None:
+        from hypothesis import Phase, settings  # pytest rewrites its asserts first
+
+        settings.register_profile("first failure", phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("first failure")
+
+
+def run_proof(name: str, proof: str) -> int:
+    """Pytest's exit status of a proof without the field, silently."""
+    hide(name)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", str(TESTS / proof)]
+        return int(pytest.main(arguments, [FirstFailure()]))
+
+
 def verdict(name: str, proof: str) -> str:
     """What the proof makes of the missing field. The caller has started no thread."""
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS)
-        hide(name)
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-            code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / proof)])
-        os._exit(int(code))
+        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        try:
+            code = run_proof(name, proof)
+        finally:
+            os._exit(code)
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
         return "TIMED OUT"
-    return "seen" if os.waitstatus_to_exitcode(status) else "SURVIVES"
+    return VERDICTS.get(os.waitstatus_to_exitcode(status), "BROKEN")
 
 
 def main() -> None:

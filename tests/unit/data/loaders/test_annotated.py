@@ -240,6 +240,41 @@ def test_anno_type_makes_boxes_of_records_without_a_type(tmp_path):
     np.testing.assert_allclose(found[0, 0, :, 3:7], np.tile(CORNERS, (2, 1)), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "sizes"),
+    [
+        ("sampler { min_scale: 0.52 max_scale: 0.52 }", {(31, 46)}),
+        ("sampler { min_scale: 0.5 max_scale: 0.5 min_aspect_ratio: 2.2 max_aspect_ratio: 2.2 }", {(20, 66)}),
+        ("sampler { min_scale: 0.5 max_scale: 0.5 } use_original_image: false", {(60, 90)}),
+    ],
+)
+def test_the_layer_takes_patches_of_its_batch_sampler(tmp_path, sampler, sizes):
+    """Each image is a part of its record; where it was cut out says where the boxes are."""
+    write_datums(tmp_path / "db", ((record_key(n), record(n, CORNERS[:1], 60, 90)) for n in range(6)))
+    net = build_net(
+        "layer { name: 'd' type: 'AnnotatedData' top: 'x' top: 'y' "
+        f"annotated_data_param {{ batch_sampler {{ max_trials: 1 {sampler} }} }} "
+        f"data_param {{ source: '{tmp_path}/db' batch_size: 1 }} }}"
+    )
+    found, corners = set(), set()
+    for number in range(6):
+        net.forward()
+        image, row = (net.blobs[top].host_data()[0] for top in ("x", "y"))
+        rows, columns = image.shape[1:]
+        whole = pixels(number, 60, 90).astype(np.float32)
+        parts = np.lib.stride_tricks.sliding_window_view(whole, image.shape)[0]
+        ((top, left),) = np.argwhere((parts == image).all((2, 3, 4)))
+        scaled = (CORNERS[0] * [90, 60, 90, 60] - [left, top, left, top]) / [columns, rows, columns, rows]
+        box = np.clip(scaled, 0, 1)
+        if row[0, 0, 0] >= 0:  # else no part of the box lies in the patch
+            np.testing.assert_allclose(row[0, 0, 3:7], box, atol=1.5 / rows)  # patches are cut to whole pixels
+        found.add((rows, columns))
+        corners.add((top, left))
+    net.close()
+    assert found == sizes
+    assert (len(corners) > 2) == (sizes != {(60, 90)})
+
+
 BOX = CORNERS[:1]
 HOSTILE = [
     (b"\xff\xff\xff", "is not an AnnotatedDatum"),

@@ -147,20 +147,25 @@ def test_which_fields_ask_for_it():
     assert resizes_randomly(param("img_rand_resize_upper: 4"))
 
 
-@pytest.mark.parametrize("down", ["NEAREST", "LINEAR", "CUBIC", "AREA"])
-def test_interpolation_downwards_and_upwards(down):
+@pytest.mark.parametrize(
+    ("size", "more", "shape", "downwards"),
+    [
+        (10, "", (10, 15), True),
+        (26, "", (26, 39), False),
+        (20, "vertical_stretch_lower: 0.5 vertical_stretch_upper: 0.5", (10, 30), True),
+        (26, "horizontal_stretch_lower: 0.5 horizontal_stretch_upper: 0.5", (26, 20), False),  # one side grows
+    ],
+)
+@pytest.mark.parametrize(("down", "up"), [("LINEAR", "CUBIC"), ("CUBIC", "NEAREST"), ("AREA", "LINEAR")])
+def test_interpolation_downwards_and_upwards(size, more, shape, downwards, down, up):
     image = pixels(20, 30)
-    text = f"img_rand_resize_lower: {{0}} img_rand_resize_upper: {{0}} interpolation_algo_down: INTER_{down} "
-    text += f"interpolation_algo_up: INTER_{down} allow_upscale: true"
+    text = f"img_rand_resize_lower: {size} img_rand_resize_upper: {size} interpolation_algo_down: INTER_{down} "
+    text += f"interpolation_algo_up: INTER_{up} allow_upscale: true {more}"
+    algorithm = getattr(cv2, f"INTER_{down if downwards else up}")
     cv2.setUseOptimized(False)  # without Intel's IPP
     try:
-        for size in (11, 26):
-            wanted = cv2.resize(image, (size * 3 // 2, size), interpolation=getattr(cv2, f"INTER_{down}"))
-            found = random_resize(image, param(text.format(size)), (0, 0), Draws(0, 0, 0))
-            if size * 3 % 2 == 0:
-                np.testing.assert_array_equal(found, wanted)
-            else:
-                assert found.shape == (size, math.floor(size * 1.5 + 0.5), 3)
+        wanted = cv2.resize(image, shape[::-1], interpolation=algorithm)
+        np.testing.assert_array_equal(random_resize(image, param(text), (0, 0), Draws(0, 0, 0)), wanted)
     finally:
         cv2.setUseOptimized(True)
 
