@@ -37,6 +37,8 @@ VERDICTS = {
     int(pytest.ExitCode.TESTS_FAILED): "seen",
     int(pytest.ExitCode.INTERRUPTED): "seen",  # the module could not even be imported
 }
+READ_WITHIN = ("SolverState",)
+"""Messages that caffepy reads from files, and the messages in them."""
 BORING = 100
 """Calls without a message after which a function is not looked at again: looking takes most of the time."""
 
@@ -75,7 +77,7 @@ def hide(name: str) -> None:
             value = frame.f_locals.get(argument)
             if isinstance(value, Message):
                 calls[code] = 0
-                if outside or path_of(value.DESCRIPTOR) == message_name:
+                if outside or path_of(value.DESCRIPTOR) in (message_name, *READ_WITHIN):
                     clear(value)
 
     sys.setprofile(watch)
