@@ -3,10 +3,10 @@
     python tests/support/ledger_check.py [--again FILE] [REGEX]
 
 For each field of `caffepy/config/fields.txt` that is proven by a test and whose name matches, the test runs in a
-process of its own in which the field is cleared from every message that enters caffepy. A test that passes all the
-same says nothing about the field: it is printed as SURVIVES. One that is not through after two minutes says nothing
-either: it is printed as TIMED OUT. A field that is only read from files, or whose test
-compares what was parsed, may be printed wrongly; read the test.
+process of its own in which the field is cleared from every message that enters caffepy or is serialised. A test that
+passes all the same says nothing about the field: it is printed as SURVIVES. One that is not through after two minutes
+says nothing either: it is printed as TIMED OUT. A field whose test compares what was parsed may be printed wrongly;
+read the test.
 """
 
 from __future__ import annotations
@@ -65,8 +65,14 @@ def hide(name: str) -> None:
 
     def watch(frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
-        if event == "return" and code is parse and result is not None:
-            clear(result)
+        if event == "c_call":
+            if result.__name__ == "SerializeToString":
+                clear(result.__self__)  # so that no file has the field
+            return
+        if event == "return" and isinstance(result, Message) and code.co_filename.startswith(PACKAGE):
+            kind = path_of(result.DESCRIPTOR)
+            if code is parse or kind == message_name or kind in READ_WITHIN:
+                clear(result)
         if event != "call" or calls.get(code, 0) > BORING:
             return
         calls[code] = calls.get(code, 0) + 1 if code.co_filename.startswith(PACKAGE) else BORING + 1
