@@ -68,8 +68,8 @@ CHANCES = st.lists(st.sampled_from([0.02, 0.3, 0.45, 0.52, 0.58, 0.65, 0.8, 0.97
 @given(parts=CHANCES)
 def test_all_changes_against_a_plain_computation(parts):
     param = text_format.Parse(DISTORTION, DistortionParameter())
-    found = distort(image(3), param, ScriptedDraws(parts))
-    np.testing.assert_array_equal(found, plain_distortion(image(3), param, parts))
+    wanted = plain_distortion(image(3), param, parts)
+    np.testing.assert_array_equal(distort(image(3), param, ScriptedDraws(parts)), wanted)
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "random_order"])

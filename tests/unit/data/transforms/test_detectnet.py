@@ -96,8 +96,8 @@ CHOICES = (
 @settings(deadline=None, max_examples=150, derandomize=True)
 def test_choices_against_a_plain_computation(parts):
     param = text_format.Parse(CHOICES, DetectNetAugmentationParameter())
-    found = choose(param, SIZE, (70, 100), ScriptedDraws(parts))
     hue, saturation, flip, scale, rotation, crop = plain_choice(param, SIZE, (70, 100), parts)
+    found = choose(param, SIZE, (70, 100), ScriptedDraws(parts))
     np.testing.assert_allclose(
         [found.hue, found.saturation, found.rotation], [hue, saturation, rotation], rtol=1e-4, atol=1e-4
     )

@@ -90,8 +90,8 @@ PART = st.floats(0, 0.999)
 )  # fmt: skip
 def test_sizes_against_a_plain_computation(chosen, up, parts, height, width, crop):
     settings = param(" ".join(sorted(chosen)) + f" allow_upscale: {str(up).lower()}")
-    found = random_size(settings, height, width, crop, ScriptedDraws(parts))
-    assert found == plain_size(settings, height, width, crop, parts)
+    wanted = plain_size(settings, height, width, crop, parts)
+    assert random_size(settings, height, width, crop, ScriptedDraws(parts)) == wanted
 
 
 @pytest.mark.parametrize(
