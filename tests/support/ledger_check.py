@@ -3,9 +3,10 @@
     python tests/support/ledger_check.py [--again FILE] [REGEX]
 
 For each field of `caffepy/config/fields.txt` that is proven by a test and whose name matches, the test runs in a
-process of its own in which the field is cleared from every message that enters caffepy. A test that passes all the
-same says nothing about the field: it is printed as SURVIVES. A field that is only read from files, or whose test
-compares what was parsed, may be printed wrongly; read the test.
+process of its own in which the field is cleared from every message that enters caffepy or is serialised. A test that
+passes all the same says nothing about the field: it is printed as SURVIVES. One that is not through after two minutes
+says nothing either: it is printed as TIMED OUT. A field whose test compares what was parsed may be printed wrongly;
+read the test.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -31,6 +32,15 @@ from caffepy.config.text import parse_text
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = str(TESTS.parent / "caffepy") + os.sep
 SECONDS = 120
+VERDICTS = {
+    int(pytest.ExitCode.OK): "SURVIVES",
+    int(pytest.ExitCode.TESTS_FAILED): "seen",
+    int(pytest.ExitCode.INTERRUPTED): "seen",  # the module could not even be imported
+}
+READ_WITHIN = ("SolverState",)
+"""Messages that caffepy reads from files, and the messages in them."""
+BORING = 100
+"""Calls without a message after which a function is not looked at again: looking takes most of the time."""
 
 
 def cleaner(message_name: str, field: str) -> Callable[[Message], None]:
@@ -51,31 +61,66 @@ def hide(name: str) -> None:
     clear = cleaner(message_name, field)
     parse = parse_text.__code__
 
+    calls: dict[CodeType, int] = {}
+
     def watch(frame: FrameType, event: str, result: Any) -> None:
         code = frame.f_code
-        if event == "return" and code is parse and result is not None:
-            clear(result)
-        if event != "call" or not code.co_filename.startswith(PACKAGE):
+        if event == "c_call":
+            if result.__name__ == "SerializeToString":
+                clear(result.__self__)  # so that no file has the field
+            return
+        if event == "return" and isinstance(result, Message) and code.co_filename.startswith(PACKAGE):
+            kind = path_of(result.DESCRIPTOR)
+            if code is parse or kind == message_name or kind in READ_WITHIN:
+                clear(result)
+        if event != "call" or calls.get(code, 0) > BORING:
+            return
+        calls[code] = calls.get(code, 0) + 1 if code.co_filename.startswith(PACKAGE) else BORING + 1
+        if calls[code] > BORING:
             return
         outside = frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(PACKAGE)
         for argument in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             value = frame.f_locals.get(argument)
-            if isinstance(value, Message) and (outside or path_of(value.DESCRIPTOR) == message_name):
-                clear(value)
+            if isinstance(value, Message):
+                calls[code] = 0
+                if outside or path_of(value.DESCRIPTOR) in (message_name, *READ_WITHIN):
+                    clear(value)
 
     sys.setprofile(watch)
 
 
-def survives(name: str, proof: str) -> bool:
-    """Whether the proof passes without the field. The caller has started no thread."""
+class FirstFailure:
+    """A pytest plugin: hypothesis looks for no smaller example of a failure, which would say no more."""
+
+    def pytest_sessionstart(self) -> None:
+        from hypothesis import Phase, settings  # pytest rewrites its asserts first
+
+        settings.register_profile("first failure", phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("first failure")
+
+
+def run_proof(name: str, proof: str) -> int:
+    """Pytest's exit status of a proof without the field, silently."""
+    hide(name)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+        arguments = ["-q", "-x", "-p", "no:cacheprovider", str(TESTS / proof)]
+        return int(pytest.main(arguments, [FirstFailure()]))
+
+
+def verdict(name: str, proof: str) -> str:
+    """What the proof makes of the missing field. The caller has started no thread."""
     child = os.fork()
     if child == 0:
         signal.alarm(SECONDS)
-        hide(name)
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-            code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(TESTS / proof)])
-        os._exit(int(code))
-    return os.waitpid(child, 0)[1] == 0
+        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        try:
+            code = run_proof(name, proof)
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        return "TIMED OUT"
+    return VERDICTS.get(os.waitstatus_to_exitcode(status), "BROKEN")
 
 
 def main() -> None:
@@ -89,7 +134,7 @@ def main() -> None:
             continue
         if f"{name} " in done:
             continue
-        line = f"{name} {'SURVIVES' if survives(name, entry.text) else 'seen'} {entry.text}"
+        line = f"{name} {verdict(name, entry.text)} {entry.text}"
         print(line, flush=True)
         if given.again:
             with given.again.open("a") as file:

@@ -50,7 +50,7 @@ def distort(pixels: Pixels, param: caffe_pb2.DistortionParameter, draws: Draws) 
         image = _contrast(image, param, draws)
     if draws.uniform(0, 1) < param.saturation_prob:
         image = adjust_hsv(image, 1, draws.uniform(param.saturation_lower, param.saturation_upper), 0)
-    if draws.uniform(0, 1) < param.hue_prob:
+    if draws.uniform(0, 1) < param.hue_prob and param.hue_delta > 0:
         image = adjust_hsv(image, 0, 1, draws.uniform(-param.hue_delta, param.hue_delta))
     if not contrast_first:
         image = _contrast(image, param, draws)

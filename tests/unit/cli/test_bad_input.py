@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from caffepy.cli import devices
 from caffepy.cli.main import main
+from caffepy.errors import DeviceError
 
 NET = """
 name: "tiny"
@@ -317,6 +319,24 @@ def test_gpu_mode_without_a_gpu_offers_the_cpu(run: Run, mode: str):
     assert error.startswith("solver.prototxt is for a GPU (solver_mode: GPU")
     assert error.endswith("--cpu trains on the CPU instead")
     assert train(run, "--cpu") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("device_id", "options", "asked"), [("device_id: 3", [], [3]), ("", [], [0]), ("device_id: 3", ["--gpu", "1"], [1])]
+)
+def test_the_solver_names_its_gpu(
+    run: Run, monkeypatch: pytest.MonkeyPatch, device_id: str, options: list[str], asked: list[int]
+):
+    """In `device_id`, which the command line overrides."""
+
+    def check(wanted: list[int]) -> list[int]:
+        raise DeviceError(f"GPUs {list(wanted)} are asked for")
+
+    monkeypatch.setattr(devices, "check_gpus", check)
+    Path("solver.prototxt").write_text(SOLVER.replace("solver_mode: CPU", f"solver_mode: GPU {device_id}"))
+    status, error = train(run, *options)
+    assert status == 2
+    assert f"GPUs {asked} are asked for" in error
 
 
 @pytest.mark.usefixtures("without_cupy")

@@ -158,6 +158,112 @@ def test_transform_fields_of_v1_data_layers_move(v1_type: str, holder: str, v2_t
     assert upgraded(old) == net(new)
 
 
+V0_SETTINGS = {
+    "conv": (
+        'num_output: 4 biasterm: false weight_filler { type: "xavier" } bias_filler { value: 2 } pad: 1 kernelsize: 3 '
+        "group: 2 stride: 2 blobs_lr: 3 weight_decay: 0.5 blobs { num: 1 channels: 1 height: 1 width: 1 data: 7 }",
+        'type: "Convolution" convolution_param { num_output: 4 bias_term: false weight_filler { type: "xavier" } '
+        "bias_filler { value: 2 } pad: 1 kernel_size: 3 group: 2 stride: 2 } param { lr_mult: 3 decay_mult: 0.5 } "
+        "blobs { num: 1 channels: 1 height: 1 width: 1 data: 7 }",
+    ),
+    "innerproduct": (
+        'num_output: 4 biasterm: false weight_filler { type: "xavier" } bias_filler { value: 2 }',
+        'type: "InnerProduct" inner_product_param { num_output: 4 bias_term: false weight_filler { type: "xavier" } '
+        "bias_filler { value: 2 } }",
+    ),
+    "pool": (
+        "pool: STOCHASTIC pad: 1 kernelsize: 3 stride: 2",
+        'type: "Pooling" pooling_param { pool: STOCHASTIC pad: 1 kernel_size: 3 stride: 2 }',
+    ),
+    "dropout": ("dropout_ratio: 0.3", 'type: "Dropout" dropout_param { dropout_ratio: 0.3 }'),
+    "lrn": (
+        "local_size: 3 alpha: 0.2 beta: 0.6 k: 2",
+        'type: "LRN" lrn_param { local_size: 3 alpha: 0.2 beta: 0.6 k: 2 }',
+    ),
+    "data": (
+        'source: "s" batchsize: 3 rand_skip: 4 scale: 2 meanfile: "m" cropsize: 5 mirror: true',
+        'type: "Data" data_param { source: "s" batch_size: 3 rand_skip: 4 } '
+        'transform_param { scale: 2 mean_file: "m" crop_size: 5 mirror: true }',
+    ),
+    "hdf5_data": ('source: "s" batchsize: 3', 'type: "HDF5Data" hdf5_data_param { source: "s" batch_size: 3 }'),
+    "images": (
+        'source: "s" batchsize: 3 rand_skip: 4 shuffle_images: true new_height: 5 new_width: 6',
+        'type: "ImageData" image_data_param { source: "s" batch_size: 3 rand_skip: 4 shuffle: true new_height: 5 '
+        "new_width: 6 }",
+    ),
+    "window_data": (
+        'source: "s" batchsize: 3 det_fg_threshold: 0.6 det_bg_threshold: 0.3 det_fg_fraction: 0.4 det_context_pad: 5 '
+        'det_crop_mode: "square"',
+        'type: "WindowData" window_data_param { source: "s" batch_size: 3 fg_threshold: 0.6 bg_threshold: 0.3 '
+        'fg_fraction: 0.4 context_pad: 5 crop_mode: "square" }',
+    ),
+    "infogain_loss": ('source: "s"', 'type: "InfogainLoss" infogain_loss_param { source: "s" }'),
+    "concat": ("concat_dim: 2", 'type: "Concat" concat_param { concat_dim: 2 }'),
+    "hdf5_output": (
+        'hdf5_output_param { file_name: "f" }',
+        'type: "HDF5Output" hdf5_output_param { file_name: "f" }',
+    ),
+}
+"""By V0 type all of its settings, and the current layer that they make."""
+
+
+@pytest.mark.parametrize("kind", V0_SETTINGS)
+def test_every_v0_setting_goes_where_it_is_now(kind: str) -> None:
+    old, new = V0_SETTINGS[kind]
+    found = upgraded(f'layers {{ layer {{ name: "a" type: "{kind}" {old} }} bottom: "x" top: "y" }}')
+    assert found == net(f'layer {{ name: "a" bottom: "x" top: "y" {new} }}')
+
+
+V1_SETTINGS = {
+    "concat_param": "CONCAT Concat concat_dim: 2",
+    "convolution_param": "CONVOLUTION Convolution num_output: 3",
+    "data_param": "DATA Data batch_size: 3",
+    "dropout_param": "DROPOUT Dropout dropout_ratio: 0.3",
+    "hdf5_data_param": "HDF5_DATA HDF5Data batch_size: 3",
+    "hdf5_output_param": "HDF5_OUTPUT HDF5Output file_name: 'f'",
+    "image_data_param": "IMAGE_DATA ImageData batch_size: 3",
+    "infogain_loss_param": "INFOGAIN_LOSS InfogainLoss source: 'f'",
+    "inner_product_param": "INNER_PRODUCT InnerProduct num_output: 3",
+    "lrn_param": "LRN LRN local_size: 3",
+    "pooling_param": "POOLING Pooling stride: 3",
+    "window_data_param": "WINDOW_DATA WindowData batch_size: 3",
+    "power_param": "POWER Power power: 3",
+    "memory_data_param": "MEMORY_DATA MemoryData batch_size: 3",
+    "argmax_param": "ARGMAX ArgMax top_k: 3",
+    "eltwise_param": "ELTWISE Eltwise operation: MAX",
+    "threshold_param": "THRESHOLD Threshold threshold: 3",
+    "dummy_data_param": "DUMMY_DATA DummyData num: 3",
+    "accuracy_param": "ACCURACY Accuracy top_k: 3",
+    "hinge_loss_param": "HINGE_LOSS HingeLoss norm: L2",
+    "relu_param": "RELU ReLU negative_slope: 0.3",
+    "slice_param": "SLICE Slice slice_dim: 3",
+    "mvn_param": "MVN MVN across_channels: true",
+    "transform_param": "DATA Data crop_size: 3",
+    "tanh_param": "TANH TanH engine: CAFFE",
+    "sigmoid_param": "SIGMOID Sigmoid engine: CAFFE",
+    "softmax_param": "SOFTMAX Softmax engine: CAFFE",
+    "contrastive_loss_param": "CONTRASTIVE_LOSS ContrastiveLoss margin: 3",
+    "exp_param": "EXP Exp base: 3",
+    "loss_param": "SOFTMAX_LOSS SoftmaxWithLoss ignore_label: 3",
+    "include": "RELU ReLU phase: TEST",
+    "exclude": "RELU ReLU min_level: 3",
+}
+"""By the V1 layer's message a V1 type, its current name and a setting."""
+
+
+@pytest.mark.parametrize("holder", V1_SETTINGS)
+def test_every_v1_message_is_kept(holder: str) -> None:
+    old, new, setting = V1_SETTINGS[holder].split(maxsplit=2)
+    assert upgraded(f"layers {{ type: {old} {holder} {{ {setting} }} }}") == net(
+        f'layer {{ type: "{new}" {holder} {{ {setting} }} }}'
+    )
+
+
+def test_the_v1_messages_are_all_there_are() -> None:
+    fields = V1LayerParameter.DESCRIPTOR.fields
+    assert set(V1_SETTINGS) == {field.name for field in fields if field.message_type} - {"layer", "blobs"}
+
+
 def test_transform_fields_of_current_data_layers_stay_and_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     text = 'layer { name: "d" type: "Data" data_param { source: "s" mirror: true crop_size: 3 } }'
     assert upgraded(text) == net(text)

@@ -109,10 +109,17 @@ def test_force_color_leaves_other_records_alone(caplog):
     assert caplog.text.count("layer 'd' (Data): force_color and force_gray only change encoded images") == 1
 
 
-@pytest.mark.parametrize(("text", "channels"), [("force_color: true", 3), ("force_gray: true", 1), ("", 3)])
-def test_encoded_images_are_made_color_or_gray(text, channels):
-    datum = Datum(data=encode(image_datum(0)), encoded=True)
-    assert load(loader([datum], text), 0, 2)[0].shape == (2, channels, 4, 5)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("force_color: true", cv2.IMREAD_COLOR), ("force_gray: true", cv2.IMREAD_GRAYSCALE), ("", cv2.IMREAD_UNCHANGED)],
+)
+def test_encoded_images_are_made_color_or_gray(text, mode, channels):
+    image = np.random.default_rng(2).integers(0, 256, (4, 5, channels), dtype=np.uint8)
+    data = cv2.imencode(".png", image)[1]
+    wanted = np.atleast_3d(cv2.imdecode(data, mode)).transpose(2, 0, 1)
+    found = load(loader([Datum(data=data.tobytes(), encoded=True)], text), 0, 1)[0]
+    np.testing.assert_array_equal(found[0], wanted)
 
 
 def test_samples_are_described():

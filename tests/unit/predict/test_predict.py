@@ -157,6 +157,13 @@ def test_boxes_are_in_pixels_of_the_image(ssd: list[str], red: Path, tmp_path: P
     assert json.loads((tmp_path / "boxes.json").read_text()) == []
 
 
+def test_labels_are_shown_by_their_display_name(ssd: list[str], red: Path, tmp_path: Path, capsys):
+    (tmp_path / "labels.prototxt").write_text('item { name: "n1" label: 1 display_name: "A thing" }')
+    assert main(["detect", str(red), *ssd]) == 0
+    (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert row["name"] == "A thing"
+
+
 def test_boxes_are_drawn(ssd: list[str], red: Path, tmp_path: Path, capsys):
     picture = tmp_path / "found.png"
     cv2.imwrite(str(red), np.full((400, 800, 3), (0, 0, 200), np.uint8))

@@ -22,11 +22,12 @@ from caffepy.snapshot.files import newest_snapshot
 
 
 def test_the_files_are_caffes(folder: Path) -> None:
-    with build_solver(SOLVER + "max_iter: 4", NET) as solver:
+    with build_solver(SOLVER + "max_iter: 4", NET.replace('name: "tiny"', 'name: "its own"')) as solver:
         solver.step(4)
         assert solver.snapshot() == Path("x_iter_4.solverstate")
         state = SolverState.FromString((folder / "x_iter_4.solverstate").read_bytes())
         weights = NetParameter.FromString((folder / "x_iter_4.caffemodel").read_bytes())
+        assert weights.name == "its own"
         assert state.learned_net == "x_iter_4.caffemodel"
         assert (state.iter, state.current_step, state.solver_type) == (4, 1, "SGD")
         assert [tuple(h.shape.dim) for h in state.history] == [p.blob.shape for p in solver.net.parameters.parameters]

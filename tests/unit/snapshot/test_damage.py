@@ -120,6 +120,20 @@ def test_a_state_cut_between_two_blobs(written: dict[str, bytes]) -> None:
         read_state(Path(name))
 
 
+def test_weights_cut_between_two_layers(written: dict[str, bytes]) -> None:
+    """Each layer is a field of its own; `blob_count` is what tells that the last ones are missing."""
+    name = "x_iter_2.caffemodel"
+    content = written[name]
+    whole = NetParameter.FromString(content)
+    assert whole.blob_count == sum(len(layer.blobs) for layer in whole.layer) == 7
+    place = content.rindex(NetParameter(layer=whole.layer[-2:-1]).SerializeToString())
+    end = NetParameter(crc32c=whole.crc32c).SerializeToString()
+    assert content.endswith(end)
+    Path(name).write_bytes(content[:place] + end)
+    with pytest.raises(SnapshotError, match=f"{name}: holds 5 of 7 blobs, .* it is truncated or damaged"):
+        read_weights(Path(name))
+
+
 def test_a_changed_weight_is_noticed(written: dict[str, bytes]) -> None:
     content = bytearray(written["x_iter_2.caffemodel"])
     weights = NetParameter.FromString(bytes(content))

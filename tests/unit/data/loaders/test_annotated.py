@@ -131,6 +131,13 @@ def test_the_canvas_has_the_means_color_and_the_ratio_its_range():
     assert load(plain, 3, 1)[0].shape == (1, 3, 20, 30)
 
 
+def test_an_image_is_expanded_as_often_as_its_chance_says():
+    text = "expand_param { prob: 0.3 max_expand_ratio: 3 }"
+    subject = loader([record(0)], text)
+    larger = sum(load(subject, sample, 1)[0].shape[2] > 20 for sample in range(400))
+    assert abs(larger / 400 - 0.3) < 0.07  # one in 40 is expanded by less than a row
+
+
 def test_encoded_records_are_written_as_jpeg_again_after_each_change():
     """As Caffe does; raw ones are not."""
     text = "distort_param { }"
@@ -140,14 +147,44 @@ def test_encoded_records_are_written_as_jpeg_again_after_each_change():
     np.testing.assert_array_equal(load(loader([record(0)], text), 0, 1)[0][0], pixels(0))
 
 
-def test_the_emit_constraint_drops_boxes():
-    """The crop keeps the columns 5 to 25 of 30 and the rows 0 to 20; only the second box has its centre outside."""
-    boxes = [[0.0, 0.0, 0.5, 0.5], [0.8, 0.0, 1.0, 1.0], [0.75, 0.1, 0.9, 0.2]]
-    emitted = []
-    for text in ("", "emit_constraint { }", "emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.5 }"):
-        rows = load(loader([record(0, boxes)], f"crop_size: 20 {text}", phase=TEST), 0, 1)[1]
-        emitted.append(rows[0, 0, :, 1].tolist())
-    assert emitted == [[1, 2, 3], [1, 3], [1, 3]]
+def plain_emitted(box, left, right, least):
+    """Whether a box stays that is cut at two columns, in parts of the width; `least`: of its area, None: its centre."""
+    xmin, _, xmax, _ = box
+    inside = min(xmax, right) - max(xmin, left)
+    if least is None:
+        return inside > 0 and left <= (xmin + xmax) / 2 <= right
+    return inside > 0 and inside / (xmax - xmin) > least
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        ("", 0),
+        ("emit_constraint { }", None),
+        ("emit_constraint { emit_type: CENTER emit_overlap: 0.9 }", None),
+        ("emit_constraint { emit_type: MIN_OVERLAP }", 0),
+        ("emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.3 }", 0.3),
+        ("emit_constraint { emit_type: MIN_OVERLAP emit_overlap: 0.75 }", 0.75),
+    ],
+)
+def test_the_emit_constraint_drops_boxes(text, least):
+    """The crop keeps the columns 5 to 25 of 30, and all rows."""
+    rng = np.random.default_rng(4)
+    low = rng.uniform(0, 0.8, (40, 2))
+    boxes = np.concatenate((low, low + rng.uniform(0.05, 0.2, (40, 2))), 1).astype(np.float32)
+    rows = load(loader([record(0, boxes)], f"crop_size: 20 {text}", phase=TEST), 0, 1)[1]
+    wanted = [label for label, box in enumerate(boxes.tolist(), 1) if plain_emitted(box, 5 / 30, 25 / 30, least)]
+    assert rows[0, 0, :, 1].tolist() == wanted
+
+
+def test_each_emit_constraint_keeps_other_boxes():
+    boxes = [[0.1, 0.1, 0.25, 0.5], [0.15, 0.1, 0.25, 0.5], [0.18, 0, 0.5, 1], [0.05, 0, 0.19, 0.5]]
+    kept = []
+    for text in ("", "emit_type: CENTER", "emit_type: MIN_OVERLAP emit_overlap: 0.8"):
+        constraint = f"emit_constraint {{ {text} }}" if text else ""
+        rows = load(loader([record(0, boxes)], f"crop_size: 20 {constraint}", phase=TEST), 0, 1)[1]
+        kept.append(rows[0, 0, :, 1].tolist())
+    assert kept == [[1, 2, 3, 4], [1, 2, 3], [2, 3]]
 
 
 def test_scales_stretch_boxes():
@@ -201,6 +238,41 @@ def test_anno_type_makes_boxes_of_records_without_a_type(tmp_path):
         net.close()
         assert found.shape == shape
     np.testing.assert_allclose(found[0, 0, :, 3:7], np.tile(CORNERS, (2, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sizes"),
+    [
+        ("sampler { min_scale: 0.52 max_scale: 0.52 }", {(31, 46)}),
+        ("sampler { min_scale: 0.5 max_scale: 0.5 min_aspect_ratio: 2.2 max_aspect_ratio: 2.2 }", {(20, 66)}),
+        ("sampler { min_scale: 0.5 max_scale: 0.5 } use_original_image: false", {(60, 90)}),
+    ],
+)
+def test_the_layer_takes_patches_of_its_batch_sampler(tmp_path, sampler, sizes):
+    """Each image is a part of its record; where it was cut out says where the boxes are."""
+    write_datums(tmp_path / "db", ((record_key(n), record(n, CORNERS[:1], 60, 90)) for n in range(6)))
+    net = build_net(
+        "layer { name: 'd' type: 'AnnotatedData' top: 'x' top: 'y' "
+        f"annotated_data_param {{ batch_sampler {{ max_trials: 1 {sampler} }} }} "
+        f"data_param {{ source: '{tmp_path}/db' batch_size: 1 }} }}"
+    )
+    found, corners = set(), set()
+    for number in range(6):
+        net.forward()
+        image, row = (net.blobs[top].host_data()[0] for top in ("x", "y"))
+        rows, columns = image.shape[1:]
+        whole = pixels(number, 60, 90).astype(np.float32)
+        parts = np.lib.stride_tricks.sliding_window_view(whole, image.shape)[0]
+        ((top, left),) = np.argwhere((parts == image).all((2, 3, 4)))
+        scaled = (CORNERS[0] * [90, 60, 90, 60] - [left, top, left, top]) / [columns, rows, columns, rows]
+        box = np.clip(scaled, 0, 1)
+        if row[0, 0, 0] >= 0:  # else no part of the box lies in the patch
+            np.testing.assert_allclose(row[0, 0, 3:7], box, atol=1.5 / rows)  # patches are cut to whole pixels
+        found.add((rows, columns))
+        corners.add((top, left))
+    net.close()
+    assert found == sizes
+    assert (len(corners) > 2) == (sizes != {(60, 90)})
 
 
 BOX = CORNERS[:1]

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import cv2
 import numpy as np
 import pytest
@@ -60,6 +62,24 @@ def test_the_layer_leaves_out_skip_frames(path):
         net.forward()
         assert np.rint(net.blobs["x"].host_data().mean((1, 2, 3)) / 20).tolist() == wanted
         net.close()
+
+
+@pytest.mark.parametrize(("more", "camera"), [("", 0), ("device_id: 2", 2), ("video_type: WEBCAM device_id: 5", 5)])
+def test_a_camera_is_opened_by_its_number(monkeypatch, more, camera):
+    """The stand-in's frames have the number of the camera that was asked for."""
+
+    def open_camera(number):
+        frame = np.full((6, 8, 3), 10 * number, np.uint8)
+        return SimpleNamespace(isOpened=lambda: True, read=lambda: (True, frame), release=lambda: None)
+
+    monkeypatch.setattr(cv2, "VideoCapture", open_camera)
+    net = build_net(
+        "layer { name: 'v' type: 'VideoData' top: 'x' data_param { batch_size: 2 prefetch: 1 } "
+        f"video_data_param {{ {more} }} }}"
+    )
+    net.forward()
+    np.testing.assert_array_equal(net.blobs["x"].host_data(), np.full((2, 3, 6, 8), 10 * camera))
+    net.close()
 
 
 def test_frames_are_resized_and_cut(path):

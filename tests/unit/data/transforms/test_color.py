@@ -2,6 +2,9 @@ import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_draws import Parts, ScriptedDraws
 
 from caffepy.data.transforms.color import distort, scale_bytes
 from caffepy.data.transforms.draws import Draws
@@ -21,6 +24,68 @@ def distorted(pixels, text, sample=0):
 
 def saturated(values):
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+def plain_hsv(pixels, channel, function):
+    hsv = cv2.cvtColor(pixels, cv2.COLOR_BGR2HSV)
+    hsv[:, :, channel] = saturated(function(hsv[:, :, channel].astype(np.float32)))
+    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
+
+
+def plain_distortion(pixels, param, parts):
+    """Change by change; each has its chance and then its amount."""
+    f32, chances = np.float32, Parts(parts)
+    contrast_first = chances.next() > 0.5
+
+    def contrast(image):
+        if chances.next() < f32(param.contrast_prob):
+            factor = f32(chances.between(param.contrast_lower, param.contrast_upper))
+            return saturated(image.astype(np.float32) * factor)
+        return image
+
+    if chances.next() < f32(param.brightness_prob):
+        summand = f32(chances.between(-param.brightness_delta, param.brightness_delta))
+        pixels = saturated(pixels.astype(np.float32) + summand)
+    if contrast_first:
+        pixels = contrast(pixels)
+    if chances.next() < f32(param.saturation_prob):
+        factor = f32(chances.between(param.saturation_lower, param.saturation_upper))
+        pixels = plain_hsv(pixels, 1, lambda values: values * factor)
+    if chances.next() < f32(param.hue_prob):
+        summand = f32(chances.between(-param.hue_delta, param.hue_delta))
+        pixels = plain_hsv(pixels, 0, lambda values: values + summand)
+    return pixels if contrast_first else contrast(pixels)
+
+
+DISTORTION = (
+    "brightness_prob: 0.6 brightness_delta: 40 contrast_prob: 0.5 contrast_lower: 0.4 contrast_upper: 1.7 "
+    "saturation_prob: 0.7 saturation_lower: 0.3 saturation_upper: 1.6 hue_prob: 0.55 hue_delta: 20"
+)
+CHANCES = st.lists(st.sampled_from([0.02, 0.3, 0.45, 0.52, 0.58, 0.65, 0.8, 0.97]), min_size=12, max_size=12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(parts=CHANCES)
+def test_all_changes_against_a_plain_computation(parts):
+    param = text_format.Parse(DISTORTION, DistortionParameter())
+    wanted = plain_distortion(image(3), param, parts)
+    np.testing.assert_array_equal(distort(image(3), param, ScriptedDraws(parts)), wanted)
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "random_order"])
+def test_each_change_happens_as_often_as_its_chance_says(name):
+    """One quarter of 600 images; an order of the channels that is drawn is the old one in a sixth of the cases."""
+    more = {
+        "brightness": "brightness_delta: 30",
+        "contrast": "contrast_lower: 0.3 contrast_upper: 0.6",
+        "saturation": "saturation_lower: 0.2 saturation_upper: 0.5",
+        "hue": "hue_delta: 60",
+        "random_order": "",
+    }[name]
+    pixels = np.array([[[20, 90, 200]]], np.uint8)
+    found = [distorted(pixels, f"{name}_prob: 0.25 {more}", sample) for sample in range(600)]
+    changed = sum((one != pixels).any() for one in found)
+    assert abs(changed / 600 - (0.25 * 5 / 6 if name == "random_order" else 0.25)) < 0.055
 
 
 def test_without_chances_nothing_changes():
@@ -64,6 +129,13 @@ def test_saturation_and_hue_change_hsv():
         possible.add(cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR).tobytes())
     assert hues <= possible
     assert len(hues) > 15
+
+
+def test_a_hue_that_does_not_turn_leaves_the_image():
+    """As in Caffe, which does not go through HSV for it: that would round the colors."""
+    hsv = cv2.cvtColor(image(), cv2.COLOR_BGR2HSV)
+    assert (cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR) != image()).any()
+    np.testing.assert_array_equal(distorted(image(), "hue_prob: 1"), image())
 
 
 def test_channels_take_every_order():

@@ -1,6 +1,11 @@
+import math
+
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_draws import Parts, ScriptedDraws
 
 from caffepy.data.transforms.coverage import CoverageMap
 from caffepy.data.transforms.detectnet import Augmentation, augment_boxes, augment_image, choose, rotated_size
@@ -44,6 +49,59 @@ def test_boxes_go_where_the_pixels_go(text):
         np.testing.assert_allclose(found, wanted, atol=3 if "rotation" in text else 2)
         moved.add((float(left), float(top)))
     assert len(moved) > (5 if "min" in text or "shift" in text or "degree" in text else 0)
+
+
+def plain_bounds(size, rotation):
+    """Height and width in whole pixels of what an image covers that is turned about its middle pixel."""
+    angle, center = math.radians(rotation), (size[0] // 2, size[1] // 2)
+    reach = [
+        abs(size[0] / 2 * math.cos(angle)) + abs(size[1] / 2 * math.sin(angle)),
+        abs(size[1] / 2 * math.cos(angle)) + abs(size[0] / 2 * math.sin(angle)),
+    ]
+    return [math.ceil(mid + half) - math.floor(mid - half) + 1 for mid, half in zip(center, reach, strict=True)]
+
+
+def away_from_zero(value):
+    return int(math.copysign(math.floor(abs(value) + 0.5), value))
+
+
+def plain_choice(param, size, output, parts):
+    """Change by change; each has its chance and then its amount."""
+    chances = Parts(parts)
+    hue = chances.between(-1, 1) * param.hue_rotation if chances.next() <= param.hue_rotation_prob else 0
+    saturation = 1 - chances.next() * param.desaturation_max if chances.next() <= param.desaturation_prob else 1
+    flip = chances.next() <= param.flip_prob
+    factor = chances.between(param.scale_min, param.scale_max) if chances.next() <= param.scale_prob else 1
+    scale = tuple(away_from_zero(side * factor) for side in size)
+    rotation = chances.between(-1, 1) * param.max_rotate_degree if chances.next() <= param.rotation_prob else 0
+    before = plain_bounds(scale, rotation) if rotation else scale
+    offsets, shifts = [0.5, 0.5], [0, 0]
+    if chances.next() <= param.crop_prob:
+        offsets, shifts = [chances.next(), chances.next()], [param.shift_y, param.shift_x]
+    crop = tuple(
+        away_from_zero(offset * (have - want + shift) - shift // 2)
+        for offset, have, want, shift in zip(offsets, before, output, shifts, strict=True)
+    )
+    return max(min(hue, 180), -180), saturation, flip, scale, rotation, crop
+
+
+CHOICES = (
+    "hue_rotation_prob: 0.4 hue_rotation: 200 desaturation_prob: 0.6 desaturation_max: 0.7 flip_prob: 0.3 "
+    "scale_prob: 0.55 scale_min: 0.6 scale_max: 1.5 rotation_prob: 0.45 max_rotate_degree: 7 crop_prob: 0.7 "
+    "shift_x: 13 shift_y: 21"
+)
+
+
+@given(st.lists(st.floats(0.01, 0.99), min_size=12, max_size=12))
+@settings(deadline=None, max_examples=150, derandomize=True)
+def test_choices_against_a_plain_computation(parts):
+    param = text_format.Parse(CHOICES, DetectNetAugmentationParameter())
+    hue, saturation, flip, scale, rotation, crop = plain_choice(param, SIZE, (70, 100), parts)
+    found = choose(param, SIZE, (70, 100), ScriptedDraws(parts))
+    np.testing.assert_allclose(
+        [found.hue, found.saturation, found.rotation], [hue, saturation, rotation], rtol=1e-4, atol=1e-4
+    )
+    assert (found.flip, found.scale, found.crop) == (flip, scale, crop)
 
 
 def test_nothing_happens_without_chances_but_a_centred_crop():
@@ -144,10 +202,25 @@ def test_other_classes_and_empty_boxes_are_left_out():
     assert found[7].max() == 1  # without obj_norm
 
 
-def test_covered_regions_have_a_least_or_largest_length():
-    text = "stride: 4 image_size_x: 80 image_size_y: 80 scale_cvg: 0.5 "
-    box = np.array([[10, 10, 60, 60]], np.float32)
-    large = coverage(text + "gridbox_type: GRIDBOX_MAX max_cvg_len: 8").generate(box, np.array([1]))[0]
-    assert large.sum() == 2 * 2  # from pixel 36 to 44
-    small = coverage(text + "gridbox_type: GRIDBOX_MIN min_cvg_len: 56").generate(box, np.array([1]))[0]
-    assert small.sum() == 14 * 14
+@pytest.mark.parametrize(
+    ("text", "sides"),
+    [
+        ("gridbox_type: GRIDBOX_MAX max_cvg_len: 8", (8, 8)),
+        ("gridbox_type: GRIDBOX_MAX max_cvg_len: 24", (24, 16)),
+        ("gridbox_type: GRIDBOX_MAX min_cvg_len: 60", (32, 16)),  # which GRIDBOX_MIN alone reads
+        ("gridbox_type: GRIDBOX_MIN min_cvg_len: 24", (32, 24)),
+        ("gridbox_type: GRIDBOX_MIN min_cvg_len: 40 max_cvg_len: 8", (40, 32)),  # not beyond the box
+        ("gridbox_type: GRIDBOX_MIN", (50, 32)),
+        ("", (32, 16)),
+    ],
+)
+def test_covered_regions_have_a_least_or_largest_length(text, sides):
+    """The box is 64 wide and 32 high; half of each is covered."""
+    subject = coverage(f"stride: 2 image_size_x: 100 image_size_y: 60 scale_cvg: 0.5 {text}")
+    found = subject.generate(np.array([[10, 12, 64, 32]], np.float32), np.array([1]))[0]
+    columns, rows = (np.flatnonzero(found.any(axis)) for axis in (0, 1))
+    center = (10 + 32, 12 + 16)
+    for squares, middle, side in zip((columns, rows), center, sides, strict=True):
+        wanted = [n for n in range(100) if n * 2 + 2 > middle - side / 2 and n * 2 < middle + side / 2]
+        assert squares.tolist() == wanted
+    assert found.sum() == len(columns) * len(rows)

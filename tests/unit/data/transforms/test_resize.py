@@ -6,6 +6,7 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_draws import Parts, ScriptedDraws
 
 from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.resize import apply_resize, random_resize, random_size, resizes_randomly
@@ -52,6 +53,67 @@ def test_the_shorter_side_is_drawn_and_the_ratio_kept(height, width, lower, more
             assert abs(longer - shorter * max(height, width) / min(height, width)) <= max(1, longer / 100)
 
 
+def plain_size(param, height, width, crop, parts):
+    """Step by step: the shorter side, the ratio, the stretches, the crop, the bound; rounded to float32 at each."""
+    f32, chances = np.float32, Parts(parts)
+    shorter = min(height, width)
+    if param.img_rand_resize_lower and param.img_rand_resize_upper:
+        count = param.img_rand_resize_upper - param.img_rand_resize_lower + 1
+        shorter = param.img_rand_resize_lower + math.floor(count * chances.next())
+    scale = f32(shorter) / f32(min(height, width))
+    rows, columns = scale * f32(height), scale * f32(width)
+    if param.rand_resize_ratio_lower >= 1 and param.rand_resize_ratio_upper > 1:
+        ratio = f32(chances.between(param.rand_resize_ratio_lower, param.rand_resize_ratio_upper))
+        widens = columns > rows or (columns == rows and chances.next() >= 0.5)
+        rows, columns = (rows, rows * ratio) if widens else (columns * ratio, columns)
+    if param.vertical_stretch_lower > 0 and param.vertical_stretch_upper > 0:
+        rows *= f32(chances.between(param.vertical_stretch_lower, param.vertical_stretch_upper))
+    if param.horizontal_stretch_lower > 0 and param.horizontal_stretch_upper > 0:
+        columns *= f32(chances.between(param.horizontal_stretch_lower, param.horizontal_stretch_upper))
+    size = [max(side, math.floor(float(made) + 0.5)) for side, made in zip(crop, (rows, columns), strict=True)]
+    return tuple(size) if param.allow_upscale else (min(size[0], height), min(size[1], width))
+
+
+RANGES = [
+    "img_rand_resize_lower: 13 img_rand_resize_upper: 90",
+    "rand_resize_ratio_lower: 1.1 rand_resize_ratio_upper: 1.75",
+    "vertical_stretch_lower: 0.7 vertical_stretch_upper: 1.4",
+    "horizontal_stretch_lower: 0.55 horizontal_stretch_upper: 0.95",
+]
+PART = st.floats(0, 0.999)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    chosen=st.sets(st.sampled_from(RANGES), min_size=1), up=st.booleans(), parts=st.lists(PART, min_size=6, max_size=6),
+    height=st.integers(20, 60), width=st.integers(20, 60), crop=st.sampled_from([(0, 0), (31, 31), (24, 37)]),
+)  # fmt: skip
+def test_sizes_against_a_plain_computation(chosen, up, parts, height, width, crop):
+    settings = param(" ".join(sorted(chosen)) + f" allow_upscale: {str(up).lower()}")
+    wanted = plain_size(settings, height, width, crop, parts)
+    assert random_size(settings, height, width, crop, ScriptedDraws(parts)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("more", "height", "width", "size"),
+    [
+        ("img_rand_resize_upper: 10", 20, 40, (20, 40)),  # one bound alone does nothing
+        ("img_rand_resize_lower: 10 img_rand_resize_upper: 29", 20, 40, (20, 40)),
+        ("img_rand_resize_lower: 10 img_rand_resize_upper: 20", 20, 40, (15, 30)),
+        ("img_rand_resize_lower: 21 img_rand_resize_upper: 40 allow_upscale: true", 20, 40, (31, 62)),
+        ("rand_resize_ratio_lower: 1 rand_resize_ratio_upper: 1.5", 20, 40, (20, 25)),
+        ("rand_resize_ratio_lower: 1.25 rand_resize_ratio_upper: 1.5", 40, 20, (28, 20)),
+        ("rand_resize_ratio_lower: 0.5 rand_resize_ratio_upper: 1.5", 40, 20, (40, 20)),
+        ("vertical_stretch_lower: 0.5 vertical_stretch_upper: 1", 20, 40, (15, 40)),
+        ("vertical_stretch_lower: 1.5 vertical_stretch_upper: 2.5 allow_upscale: true", 20, 40, (40, 40)),
+        ("horizontal_stretch_lower: 0.5 horizontal_stretch_upper: 0.75", 20, 40, (20, 25)),
+        ("horizontal_stretch_lower: 1 horizontal_stretch_upper: 2 allow_upscale: true", 20, 40, (20, 60)),
+    ],
+)
+def test_the_middle_of_each_range(more, height, width, size):
+    assert random_size(param(more), height, width, (0, 0), ScriptedDraws([0.5] * 4)) == size
+
+
 def test_every_length_is_as_likely():
     found = sizes("img_rand_resize_lower: 10 img_rand_resize_upper: 14", 40, 50, count=2000)
     counts = np.bincount([rows for rows, _ in found])[10:]
@@ -85,20 +147,25 @@ def test_which_fields_ask_for_it():
     assert resizes_randomly(param("img_rand_resize_upper: 4"))
 
 
-@pytest.mark.parametrize("down", ["NEAREST", "LINEAR", "CUBIC", "AREA"])
-def test_interpolation_downwards_and_upwards(down):
+@pytest.mark.parametrize(
+    ("size", "more", "shape", "downwards"),
+    [
+        (10, "", (10, 15), True),
+        (26, "", (26, 39), False),
+        (20, "vertical_stretch_lower: 0.5 vertical_stretch_upper: 0.5", (10, 30), True),
+        (26, "horizontal_stretch_lower: 0.5 horizontal_stretch_upper: 0.5", (26, 20), False),  # one side grows
+    ],
+)
+@pytest.mark.parametrize(("down", "up"), [("LINEAR", "CUBIC"), ("CUBIC", "NEAREST"), ("AREA", "LINEAR")])
+def test_interpolation_downwards_and_upwards(size, more, shape, downwards, down, up):
     image = pixels(20, 30)
-    text = f"img_rand_resize_lower: {{0}} img_rand_resize_upper: {{0}} interpolation_algo_down: INTER_{down} "
-    text += f"interpolation_algo_up: INTER_{down} allow_upscale: true"
+    text = f"img_rand_resize_lower: {size} img_rand_resize_upper: {size} interpolation_algo_down: INTER_{down} "
+    text += f"interpolation_algo_up: INTER_{up} allow_upscale: true {more}"
+    algorithm = getattr(cv2, f"INTER_{down if downwards else up}")
     cv2.setUseOptimized(False)  # without Intel's IPP
     try:
-        for size in (11, 26):
-            wanted = cv2.resize(image, (size * 3 // 2, size), interpolation=getattr(cv2, f"INTER_{down}"))
-            found = random_resize(image, param(text.format(size)), (0, 0), Draws(0, 0, 0))
-            if size * 3 % 2 == 0:
-                np.testing.assert_array_equal(found, wanted)
-            else:
-                assert found.shape == (size, math.floor(size * 1.5 + 0.5), 3)
+        wanted = cv2.resize(image, shape[::-1], interpolation=algorithm)
+        np.testing.assert_array_equal(random_resize(image, param(text), (0, 0), Draws(0, 0, 0)), wanted)
     finally:
         cv2.setUseOptimized(True)
 
@@ -150,10 +217,23 @@ def test_a_large_image_is_fitted_and_padded(height, width, inner, pad):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize(("height", "width", "size"), [(10, 20, (6, 12)), (20, 10, (12, 6)), (9, 9, (6, 6))])
+@pytest.mark.parametrize(
+    ("height", "width", "size"), [(10, 20, (8, 16)), (20, 10, (12, 6)), (9, 9, (8, 8)), (16, 12, (8, 6))]
+)
 def test_the_small_side_is_fitted(height, width, size):
-    found = resized(pixels(height, width), "resize_mode: FIT_SMALL_SIZE height: 6 width: 6")
-    assert found.shape == (*size, 3)
+    image = pixels(height, width)
+    found = resized(image, "resize_mode: FIT_SMALL_SIZE height: 8 width: 6 interp_mode: NEAREST")
+    np.testing.assert_array_equal(found, cv2.resize(image, size[::-1], interpolation=NEAREST))
+
+
+@pytest.mark.parametrize(("height", "width", "inner"), [(10, 20, (3, 6)), (20, 10, (8, 4)), (12, 9, (8, 6))])
+def test_the_padding_of_an_oblong_size(height, width, inner):
+    image = pixels(height, width)
+    found = resized(image, "resize_mode: FIT_LARGE_SIZE_AND_PAD height: 8 width: 6 interp_mode: NEAREST pad_value: 7")
+    wanted = np.full((8, 6, 3), 7, np.uint8)
+    top, left = (8 - inner[0]) // 2, (6 - inner[1]) // 2
+    wanted[top : top + inner[0], left : left + inner[1]] = cv2.resize(image, inner[::-1], interpolation=NEAREST)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_one_of_several_interpolations_is_picked():

@@ -1,6 +1,9 @@
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_draws import Parts, ScriptedDraws
 
 from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.sampler import check_samplers, random_patches, sample_patch, satisfies
@@ -37,6 +40,59 @@ def test_patches_lie_within_the_image_and_have_the_scale_and_ratio():
     assert ratio.max() < 2.001
     slack = patches[:, 0][width < 0.8] / (1 - width[width < 0.8])
     assert abs(slack.mean() - 0.5) < 0.02
+
+
+def plain_patch(param, scale_part, ratio_part, x_part, y_part):
+    """From four numbers; a ratio with which a side would be longer than the image's is brought back."""
+    scale = param.min_scale + (param.max_scale - param.min_scale) * scale_part
+    ratio = param.min_aspect_ratio + (param.max_aspect_ratio - param.min_aspect_ratio) * ratio_part
+    ratio = min(max(ratio, scale**2), 1 / scale**2)
+    width, height = scale * ratio**0.5, scale / ratio**0.5
+    left, top = (1 - width) * x_part, (1 - height) * y_part
+    return [left, top, left + width, top + height]
+
+
+PART = st.floats(0, 0.9999)
+SAMPLERS = [
+    "min_scale: 0.3 max_scale: 0.9 min_aspect_ratio: 0.5 max_aspect_ratio: 2",
+    "min_scale: 0.3 max_scale: 0.4 min_aspect_ratio: 1.5 max_aspect_ratio: 4",
+    "min_scale: 0.7 max_scale: 0.8 min_aspect_ratio: 0.1 max_aspect_ratio: 0.9",
+    "min_scale: 0.5",
+    "max_aspect_ratio: 3",
+]
+
+
+@given(st.sampled_from(SAMPLERS), st.tuples(PART, PART, PART, PART))
+@settings(deadline=None, max_examples=150)
+def test_patches_against_a_plain_computation(text, parts):
+    param = text_format.Parse(text, Sampler())
+    wanted = plain_patch(param, *parts)
+    np.testing.assert_allclose(random_patches(param, 1, ScriptedDraws(parts))[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+@given(st.lists(PART, min_size=97, max_size=97))
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_what_samplers_find_against_a_plain_computation(parts):
+    """The first gives all of its patches, the second none at all, the third its first two with an object's half."""
+    third = "min_scale: 0.2 max_scale: 0.9 min_aspect_ratio: 0.7 max_aspect_ratio: 1.4"
+    samplers = [
+        sampler(f"max_trials: 3 sampler {{ {SAMPLERS[0]} }}"),
+        sampler(f"max_trials: 7 sampler {{ {SAMPLERS[1]} }} use_original_image: false"),
+        sampler(f"max_sample: 2 max_trials: 21 sampler {{ {third} }} sample_constraint {{ min_object_coverage: 0.5 }}"),
+    ]
+    chances, wanted = Parts(parts), []
+    for one in (samplers[0], samplers[2]):
+        numbers = [[chances.next() for _ in range(one.max_trials)] for _ in range(4)]
+        patches = [plain_patch(one.sampler, *four) for four in zip(*numbers, strict=True)]
+        if one is samplers[2]:
+            objects = OBJECTS.astype(float)
+            shares = [[plain_overlap(patch, box) / plain_area(box) for box in objects] for patch in patches]
+            patches = [patch for patch, own in zip(patches, shares, strict=True) if max(own) >= 0.5][:2]
+        wanted += patches
+    drawn = ScriptedDraws(parts)
+    found = sample_patch(samplers, OBJECTS, drawn)
+    np.testing.assert_allclose(found, wanted[int(chances.next() * len(wanted))], rtol=1e-4, atol=1e-5)
+    assert not drawn.left
 
 
 @pytest.mark.parametrize("kind", ["jaccard_overlap", "sample_coverage", "object_coverage"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,23 @@ def make_inputs(seed: int) -> tuple[Any, Any]:
     return found, objects
 
 
-def plain_rows(param: Any, found: Any, objects: Any) -> list[list[float]]:
+def plain_rows(
+    param: Any, found: Any, objects: Any, overlap: Callable[[int, Any, Any], float] = lambda _, a, b: iou(a, b)
+) -> list[list[float]]:
+    """Row by row; `overlap` of two boxes is also given the image's place among those with detections."""
     objects = [row for row in objects if row[0] != -1 and row[1] > param.background_label_id]
     rows: list[list[float]] = []
     for label in range(param.num_classes):
         own = [o for o in objects if o[1] == label and (param.evaluate_difficult_gt or not o[7])]
         if label != param.background_label_id:
             rows.append([-1, label, len(own), -1, -1])
-    for image in sorted({row[0] for row in found}):
+    for turn, image in enumerate(sorted({row[0] for row in found})):
         for label in sorted({row[1] for row in found if row[0] == image} - {-1}):
             own = [o for o in objects if o[0] == image and o[1] == label]
             boxes = [row for row in found if row[0] == image and row[1] == label]
             taken: set[int] = set()
             for row in sorted(boxes, key=lambda row: -row[2]) if own else boxes:
-                overlaps = [iou(row[3:], o[3:7]) for o in own]
+                overlaps = [overlap(turn, row[3:], o[3:7]) for o in own]
                 best = max(overlaps, default=-1)
                 hit, miss = 0, 1
                 if best >= param.overlap_threshold:
@@ -123,6 +127,63 @@ def test_sizes_are_taken_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for _ in range(2):  # the second of two devices has the second image of each pair
         second.forward()
         assert second.blobs["y"].host_data()[0, 0, 1, 3] == 1
+
+
+def in_pixels(box: Any, size: tuple[int, int], resize: Any) -> tuple[list[float], float]:
+    """A box of the net's input in pixels of an image of that height and width, and its area."""
+    height, width = size
+    left, top, right, bottom = (float(value) for value in box)
+    if resize.resize_mode == resize.FIT_SMALL_SIZE and resize.height_scale and resize.width_scale:
+        across, down = resize.width_scale, resize.height_scale
+        corners = zip((left * across, top * down, right * across, bottom * down), (width, height) * 2, strict=True)
+        pixels = [min(max(value, 0), most) for value, most in corners]
+        return pixels, (pixels[2] - pixels[0]) * (pixels[3] - pixels[1])
+    if resize.resize_mode == resize.FIT_LARGE_SIZE_AND_PAD:
+        across = min(1, width / height * resize.height / resize.width)  # the image's part of the padded input
+        down = min(1, height / width * resize.width / resize.height)
+        begins = (1 - across) / 2, (1 - down) / 2
+        if begins[0] < right and left < 1 - begins[0] and begins[1] < bottom and top < 1 - begins[1]:
+            left, right = ((value - begins[0]) / across for value in (left, right))
+            top, bottom = ((value - begins[1]) / down for value in (top, bottom))
+    parts = [min(max(value, 0), 1) for value in (left, top, right, bottom)]
+    pixels = [part * side for part, side in zip(parts, (width, height) * 2, strict=True)]
+    return pixels, (pixels[2] - pixels[0] + 1) * (pixels[3] - pixels[1] + 1)
+
+
+@pytest.mark.parametrize(
+    "resize",
+    [
+        "",
+        "height: 9 width: 9",
+        "resize_mode: FIT_LARGE_SIZE_AND_PAD height: 30 width: 40",
+        "resize_mode: FIT_LARGE_SIZE_AND_PAD height: 40 width: 20",
+        "resize_mode: FIT_SMALL_SIZE height: 30 width: 40",
+        "resize_mode: FIT_SMALL_SIZE height: 30 width: 40 height_scale: 60 width_scale: 100",
+    ],
+)
+def test_boxes_are_taken_back_through_the_resize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resize: str) -> None:
+    """What a detection hits is decided in the pixels of the image before it was resized, padded or cut."""
+    monkeypatch.chdir(tmp_path)
+    sizes = [(40, 200), (90, 70), (60, 80)]
+    (tmp_path / "sizes.txt").write_text("".join(f"{n} {height} {width}\n" for n, (height, width) in enumerate(sizes)))
+    text = 'num_classes: 4 overlap_threshold: 0.45 evaluate_difficult_gt: true name_size_file: "sizes.txt" '
+    text += f"resize_param {{ {resize} }}" if resize else ""
+    param = text_format.Parse(text, caffe_pb2.DetectionEvaluateParameter())
+
+    def overlap(turn: int, one: Any, other: Any) -> float:
+        (a, a_area), (b, b_area) = (in_pixels(box, sizes[turn], param.resize_param) for box in (one, other))
+        sides = [min(a[axis + 2], b[axis + 2]) - max(a[axis], b[axis]) for axis in (0, 1)]
+        shared = (sides[0] + 1) * (sides[1] + 1) if min(sides) >= 0 else 1  # Caffe's of boxes that do not touch
+        return shared / (a_area + b_area - shared)
+
+    hits, plainly = 0.0, 0.0
+    for seed in range(12):
+        found, objects = make_inputs(seed)
+        rows = np.array(plain_rows(param, found, objects, overlap), np.float32)
+        np.testing.assert_array_equal(evaluate(text, found, objects), rows)
+        hits += rows[:, 3].clip(0).sum()
+        plainly += np.array(plain_rows(param, found, objects))[:, 3].clip(0).sum()
+    assert hits != plainly or "FIT" not in resize
 
 
 def test_detections_of_no_image_leave_empty_rows() -> None:

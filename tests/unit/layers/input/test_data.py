@@ -81,6 +81,30 @@ def image_layer(folder, more=""):
 KINDS = {"Data": data_layer, "HDF5Data": hdf5_layer, "ImageData": image_layer}
 
 
+def test_hdf5_files_and_their_rows_are_shuffled_anew_in_each_epoch(tmp_path):
+    """Three files of 20 rows: an epoch has each row once, file by file, neither files nor rows in their order."""
+    for number in range(3):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file["label"] = np.arange(20 * number, 20 * number + 20)
+            file["data"] = np.arange(20 * number, 20 * number + 20).reshape(-1, 1) * [1, 2]
+    (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{number}.h5\n" for number in range(3)))
+    epochs = {}
+    for shuffle in ("false", "true"):
+        with Runner(hdf5_layer(tmp_path, f"batch_size: 60 shuffle: {shuffle}"), seed=1) as one:
+            tops = [one.forward() for _ in range(6)]
+        for data, label in tops:
+            np.testing.assert_array_equal(data, label.reshape(-1, 1) * [1, 2])
+        epochs[shuffle] = [label.astype(int).tolist() for _, label in tops]
+    assert epochs["false"] == [list(range(60))] * 6
+    shuffled = epochs["true"]
+    assert len({tuple(rows) for rows in shuffled}) == 6
+    assert all(sorted(rows) == list(range(60)) for rows in shuffled)
+    files = [[row // 20 for row in rows] for rows in shuffled]
+    assert all(len({*own[:20]}) == len({*own[20:40]}) == 1 for own in files)
+    assert len({own[0] for own in files}) > 1
+    assert all(rows[start : start + 20] != sorted(rows[start : start + 20]) for rows in shuffled for start in (0, 20))
+
+
 # -- sharding and positions ------------------------------------------------------------------------------
 
 

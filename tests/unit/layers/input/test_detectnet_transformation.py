@@ -31,5 +31,8 @@ def test_detectnet_augmentation_param_mirrors_images_and_their_coverage():
     flipped, flipped_maps = transformed(images, labels, f"{NEVER} flip_prob: 1")
     np.testing.assert_allclose(plain, images, atol=1e-4)
     np.testing.assert_allclose(flipped, images[..., ::-1], atol=1e-4)
-    assert plain_maps[:, 0].any()
+    covered = np.zeros((2, 4))
+    covered[:, :2] = 1  # the middle half of the box, the pixels 2 to 6 each way, has a part in four squares of 4
+    np.testing.assert_array_equal(plain_maps[:, 0], [covered, covered])
+    np.testing.assert_array_equal(plain_maps[:, 3, 0, :2], [[8, 4], [8, 4]])  # the right edge, from each square
     np.testing.assert_array_equal(flipped_maps[:, 0], plain_maps[:, 0, :, ::-1])
