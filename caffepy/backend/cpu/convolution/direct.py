@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, has_few_channels
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
@@ -46,11 +47,13 @@ class TileConvolution:
     ) -> None:  # fmt: skip
         self.threads, self.workspace = threads, workspace
         self.shape = ConvolutionShape(x_shape, weights_shape, geometry)
-        self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, self.shape.channels), np.float32))
+        columns = self.shape.channels * geometry.kernel[-1]
+        self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, columns), np.float32))
         self.kept: Any = None
         self._kept_at = 0
         self._forward: Correlation | None = None
         self._backward: list[Correlation] | None = None
+        self._few: FewChannelsGradient | None = None
         self._gradient: WeightGradient | None = None
 
     # -- forward ------------------------------------------------------------------------------------
@@ -99,6 +102,11 @@ class TileConvolution:
     # -- gradient of the image ----------------------------------------------------------------------
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
+        if has_few_channels(self.shape):
+            if self._few is None:
+                self._few = FewChannelsGradient(self.shape, self.threads, self.workspace)
+            self._few.run(dy, weights, self.zeros, dx)
+            return
         if self._backward is None:
             self._backward = _plan_backward(self.shape)
         for first, stop, padded in self._padded(dy, self._backward[0].padding):

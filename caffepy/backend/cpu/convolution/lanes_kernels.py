@@ -29,12 +29,12 @@ def add_blocks(  # noqa: PLR0913 -- a kernel
         target[i] = target[i] + total if accumulate == 1 else total
 
 
-def _named(lanes: Lanes, function: Callable[..., None], row: Row | None = None) -> Kernel:
+def _named(lanes: Lanes, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
     """A kernel whose names, by which its machine code is kept and linked, tell the widths apart.
 
     Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
     """
-    numbers = [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap])]
+    numbers = [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]
     function.__name__ = function.__qualname__ = "_".join([function.__name__, *map(str, numbers)])
     return Kernel(function)
 
@@ -158,7 +158,7 @@ def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
                             sums1(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
                             t += 1
 
-    return _named(lanes, narrow_row_taps, row)
+    return _named(lanes, narrow_row_taps, row, many)
 
 
 @cache
