@@ -3,7 +3,8 @@
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the padded gradient of the output, once for each phase of the stride.
+image is the same sum over the padded gradient of the output, once for each phase of the stride; that of an image of a
+few channels goes another way (`few_channels.py`).
 """
 
 from __future__ import annotations
