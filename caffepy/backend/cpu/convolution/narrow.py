@@ -217,7 +217,7 @@ class _WeightsPass:
 
     def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
         shape, size = self._shape, self._vectors * self._filters
-        lines = shape.images * shape.out_height
+        lines = x.shape[0] * shape.out_height
         block = max(1, -(-lines // BLOCKS))
         blocks = -(-lines // block)
         parts = min(self._vectors, -(-4 * threads // blocks))
