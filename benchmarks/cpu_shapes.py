@@ -51,6 +51,11 @@ has not been taken anew as a whole):
     LRN within 3 / 5, forward    1.11 / 3.27               0.29 / 0.81
     LRN within 3 / 5, data       2.20 / 6.36               0.51 / 1.59
 
+AVX2 only, one thread, a busy machine, ratios: 11x11/4 1.05, 0.50 and 0.91; large 31x31 0.45, 0.26 and 0.24; depthwise
+32, 112 0.97, 1.03 and 0.43; depthwise 64/2 1.55, 1.24 and 1.00; depthwise 512, 14 0.90, 1.39 and 1.58; depthwise 9x9
+1.68, 1.42 and 0.24 (nine taps do not fit sixteen registers, so pixels share nothing); group 32 of 8 3x3/2 1.50, 0.86
+and 1.71.
+
 What was learnt:
 
 - A pixel of a depthwise row meets three taps: eight pixels read ten columns instead of 24. With stride two they read
