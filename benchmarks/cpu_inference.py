@@ -19,7 +19,16 @@ Two cores of an AMD EPYC (Zen 4, AVX-512), a virtual machine busy with other thi
 
 ("before" was taken half an hour earlier with both sides in one process, where onnxruntime needed 11.2, 79.1, 8.6 and
 70.0 ms: its ratios were 1.56, 1.40, 1.71 and 1.17. Measured in that way, the ratios after were 1.17, 1.09, 1.27 and
-1.05. Figures of fcn8s and of two threads are missing: there was no quiet machine.)
+1.05.)
+
+Two threads, 3 rounds, while other programs used both cores: every time is longer than with one thread above, and the
+ratios say what a busy machine does to parallel regions, not what two free cores would give:
+
+                           caffepy   engine   onnxruntime   ratio   engine   memory, MiB
+    mobilenet                 33.9     19.1        18.7       1.81    0.97    263 / 363 / 239
+    resnet50                 191.3    156.1       167.6       1.14    0.93    561 / 978 / 723
+    squeezenet                49.4     19.3        19.0       2.63    0.96    185 / 255 / 176
+    densenet121              368.8    130.2       134.8       2.95    0.91    281 / 480 / 329
 
 What was learnt:
 

@@ -19,27 +19,36 @@ GRAIN = 8192
 
 
 class _WindowWriter(Writer):
-    """Writes the search for the maxima of a window in WIDTH channels at once."""
+    """Writes the search for the maxima of a window in some vectors of channels at once."""
 
     def write(  # noqa: PLR0913 -- a kernel
-        self, x: Any, rows: Any, row: Any, columns: Any, column: Any, index: Any, width: Any, y: Any, mask: Any,
-        wanted: Any,
+        self, vectors: int, x: Any, rows: Any, row: Any, columns: Any, column: Any, index: Any, width: Any, y: Any,
+        mask: Any, wanted: Any,
     ) -> None:  # fmt: skip
-        lanes = self.lanes(wanted)
-        best, where = self._better(None, self.masked_load(self.vector_at(x, self.word(0)), lanes), index)
+        lanes = self.lanes(wanted) if vectors == 1 else None
+
+        def values(offset: Any) -> list[Any]:
+            places = [self.vector_at(x, self.builder.add(offset, self.word(v * WIDTH))) for v in range(vectors)]
+            return [self.builder.load(p, align=4) if lanes is None else self.masked_load(p, lanes) for p in places]
 
         def over_rows(h: Any, _: Any, best: list[Any]) -> list[Any]:
             def over_columns(w: Any, _: Any, inner: list[Any]) -> list[Any]:
-                offset = self.builder.add(self.builder.mul(h, row), self.builder.mul(w, column))
-                value = self.masked_load(self.vector_at(x, offset), lanes)
+                found = values(self.builder.add(self.builder.mul(h, row), self.builder.mul(w, column)))
                 at = self.builder.add(index, self.builder.add(self.builder.mul(h, width), w))
-                return self._better(inner, value, at)
+                pairs = [self._better(inner[2 * v : 2 * v + 2], value, at) for v, value in enumerate(found)]
+                return [number for pair in pairs for number in pair]
 
             return self.loop(columns, best, [], over_columns)
 
-        best, where = self.loop(rows, [best, where], [], over_rows)
-        self.store(best, self.vector_at(y, self.word(0)), wanted, lanes)
-        self.store(self.builder.bitcast(where, VECTOR), self.vector_at(mask, self.word(0)), wanted, lanes)
+        best = [number for value in values(self.word(0)) for number in self._better(None, value, index)]
+        best = self.loop(rows, best, [], over_rows)
+        for v in range(vectors):
+            at, where = self.word(v * WIDTH), self.builder.bitcast(best[2 * v + 1], VECTOR)
+            for value, target in ((best[2 * v], self.vector_at(y, at)), (where, self.vector_at(mask, at))):
+                if lanes is None:
+                    self.builder.store(value, target, align=4)
+                else:
+                    self.store(value, target, wanted, lanes)
 
     def _better(self, best: list[Any] | None, value: Any, at: Any) -> list[Any]:
         """The larger of what was best and `value` at index `at`, and its index; the first one or first NaN wins."""
@@ -51,22 +60,28 @@ class _WindowWriter(Writer):
         return [self.builder.select(larger, value, best[0]), self.builder.select(larger, where, best[1])]
 
 
-@intrinsic
-def window_maximum(  # noqa: PLR0913 -- a kernel
-    typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, index: Any, width: Any, y: Any,
-    mask: Any, wanted: Any,
-) -> Any:  # fmt: skip
-    """Maxima of a window whose elements are `row` and `column` apart, and their indices `index + h * width + w`."""
+def _window_maximum(vectors: int) -> Any:
     word, numbers = types.int64, types.CPointer(types.float32)
     signature = types.void(
         numbers, word, word, word, word, word, word, numbers, types.CPointer(types.int32), word
     )  # fmt: skip
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        _WindowWriter(builder).write(*arguments)
+        _WindowWriter(builder).write(vectors, *arguments)
         return context.get_dummy_value()
 
-    return signature, generate
+    def typed(  # noqa: PLR0913 -- a kernel
+        typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, index: Any, width: Any, y: Any,
+        mask: Any, wanted: Any,
+    ) -> Any:  # fmt: skip
+        return signature, generate
+
+    return intrinsic(typed)
+
+
+window_maximum, window_maximum4 = _window_maximum(1), _window_maximum(4)
+"""Maxima of a window whose elements are `row` and `column` apart, and their indices `index + h * width + w`: in
+`wanted` channels of a vector, or in four whole vectors."""
 
 
 @kernel
@@ -88,7 +103,13 @@ def max_forward(  # noqa: PLR0913 -- a kernel
             out = (item * out_width + ow) * channels
             index = h0 * width + w0
             source = (n * height * width + index) * channels
-            for c in range(0, channels, vector):
+            many = channels // (4 * vector) * 4 * vector
+            for c in range(0, many, 4 * vector):
+                window_maximum4(
+                    ahead(x, source + c), h1 - h0, width * channels, w1 - w0, channels, index, width,
+                    ahead(y, out + c), ahead_int(mask, out + c), channels - c,
+                )  # fmt: skip
+            for c in range(many, channels, vector):
                 window_maximum(
                     ahead(x, source + c), h1 - h0, width * channels, w1 - w0, channels, index, width,
                     ahead(y, out + c), ahead_int(mask, out + c), channels - c,
@@ -139,6 +160,20 @@ def _add_pixels(source: Any, at: Any, step: Any, count: Any, channels: Any, targ
 
 
 @device_function
+def _add_row(source: Any, at: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
+    """target[to + c] += the sum over `count` pixels that lie next to each other of source[at + c]."""
+    four = count // 4 * 4
+    for i in range(0, four, 4):
+        a = at + i * channels
+        b, c, d = a + channels, a + 2 * channels, a + 3 * channels
+        for j in range(channels):
+            target[to + j] += (source[a + j] + source[b + j]) + (source[c + j] + source[d + j])
+    for i in range(four, count):
+        for j in range(channels):
+            target[to + j] += source[at + i * channels + j]
+
+
+@device_function
 def _add_to_pixels(source: Any, at: Any, channels: Any, target: Any, to: Any, count: Any) -> None:
     """target[to + c] += source[at + c] for `count` pixels that lie next to each other."""
     if channels == 1:
@@ -167,7 +202,8 @@ def average_forward(  # noqa: PLR0913 -- a kernel
             high = h1 - h0
             h0, h1 = max(h0, 0), min(h1, height)
             source = (n * height + h0) * size
-            apart = stride_w >= kernel_w and channels > 1  # then no column is read twice, and a line would cost more
+            # Where no column is read twice a line would cost more.
+            apart = (stride_w >= kernel_w or out_width == 1) and channels > 1
             for h in range(0 if apart else h1 - h0):
                 for i in range(size):
                     line[i] = x[source + h * size + i] + (line[i] if h > 0 else 0)
@@ -181,9 +217,7 @@ def average_forward(  # noqa: PLR0913 -- a kernel
                     for c in range(channels):
                         y[out + c] = 0
                     for h in range(h1 - h0):
-                        for w in range(w0, w1):
-                            for c in range(channels):
-                                y[out + c] += x[source + h * size + w * channels + c]
+                        _add_row(x, source + h * size + w0 * channels, w1 - w0, channels, y, out)
                 else:
                     _add_pixels(line, w0 * channels, channels, w1 - w0, channels, y, out)
                 for c in range(channels):

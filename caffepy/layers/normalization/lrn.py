@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 from caffepy.backend import Each, Geometry, LrnWindow, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.buffer import ScratchBuffer
@@ -27,6 +29,32 @@ def within_gradient(x: Each, dy: Each, average: Each, dsquare: Each, alpha: Scal
     return dy * (1 + alpha * average) ** (-beta) + 2 * x * dsquare
 
 
+@expression
+def normalised_by_roots(x: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
+    root = sqrt(1 + alpha * average)
+    return x / (root * sqrt(root))
+
+
+@expression
+def average_gradient_by_roots(x: Each, dy: Each, average: Each, alpha: Scalar, beta: Scalar) -> Each:
+    base = 1 + alpha * average
+    root = sqrt(base)
+    return -alpha * beta * dy * x / (base * (root * sqrt(root)))
+
+
+@expression
+def within_gradient_by_roots(
+    x: Each, dy: Each, average: Each, dsquare: Each, alpha: Scalar, beta: Scalar
+) -> Each:  # fmt: skip
+    root = sqrt(1 + alpha * average)
+    return dy / (root * sqrt(root)) + 2 * x * dsquare
+
+
+GENERAL = normalised, average_gradient, within_gradient
+BY_ROOTS = normalised_by_roots, average_gradient_by_roots, within_gradient_by_roots
+"""For a beta of 0.75, which nearly all nets have: two square roots take a fraction of a power's time."""
+
+
 @register_layer("LRN")
 class LRNLayer(Layer):
     """Divides each value by a power of the squares around it.
@@ -47,6 +75,7 @@ class LRNLayer(Layer):
             raise self.error(f"local_size is {param.local_size}; at most {LARGEST_SIZE} is possible")
         self._across = param.norm_region == caffe_pb2.LRNParameter.ACROSS_CHANNELS
         half = (param.local_size - 1) // 2
+        self._formulas = BY_ROOTS if param.beta == 0.75 else GENERAL
         self._geometry = Geometry((param.local_size,) * 2, (1, 1), (half, half), (1, 1))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -70,7 +99,7 @@ class LRNLayer(Layer):
         squares = self.scratch("squares", x.shape).array
         self.backend.apply(product, (x, x), (squares,))
         self.backend.pool_average_forward(squares, scale, self._geometry)
-        self.backend.apply(normalised, (x, scale, param.alpha, param.beta), (y,))
+        self.backend.apply(self._formulas[0], (x, scale, param.alpha, param.beta), (y,))
 
     def _window(self) -> LrnWindow:
         param = self.param.lrn_param
@@ -88,8 +117,8 @@ class LRNLayer(Layer):
             return
         # Pooling keeps the dtype, and these products may be too small for half precision.
         part = dx if bottom[0].dtype == "float32" else self.scratch("part", x.shape).array
-        self.backend.apply(average_gradient, (x, dy, scale, param.alpha, param.beta), (part,))
+        self.backend.apply(self._formulas[1], (x, dy, scale, param.alpha, param.beta), (part,))
         squares = self.scratch("squares", x.shape).array
         self.backend.pool_average_backward(part, squares, self._geometry)
         inputs = (x, dy, scale, squares, param.alpha, param.beta)
-        self.backend.apply(within_gradient, inputs, (dx,))
+        self.backend.apply(self._formulas[2], inputs, (dx,))

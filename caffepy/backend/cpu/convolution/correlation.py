@@ -146,6 +146,10 @@ class Padding:
         rows[merged([np.flatnonzero(axis) for axis in valid], self.padded[:-1])] = np.arange(math.prod(self.sizes[:-1]))
         return ConstantTable(rows)
 
+    def has_rows(self, rows: Any) -> Any:
+        """Whether rows of the padded image are rows of the image."""
+        return self._sources.array[rows] >= 0
+
     def write(self, threads: int, x: Any, padded: Any) -> None:
         """Copy the images x (N, ...) with zeros around them."""
         pad_images.run(
@@ -181,11 +185,10 @@ class Taps:
     def inside(self, padding: Padding, h: Any, w: Any) -> Any:
         """For each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the image.
 
-        What lies outside is zero, so it may be left out of the sum. Holds for two spatial axes.
+        What lies outside is zero, so it may be left out of the sum.
         """
-        (height, width), (top, left) = padding.sizes, padding.before
-        at_h, at_w = h[:, None] + self.rows - top, w[:, None] + self.columns - left
-        valid = (at_h >= 0) & (at_h < height) & (at_w + self.length > 0) & (at_w < width)
+        width, at_w = padding.sizes[-1], w[:, None] + self.columns - padding.before[-1]
+        valid = padding.has_rows(h[:, None] + self.rows) & (at_w + self.length > 0) & (at_w < width)
         count = len(self.rows)
         first, stop = np.argmax(valid, axis=1), count - np.argmax(valid[:, ::-1], axis=1)
         begins = np.clip(-at_w.min(axis=1), 0, self.length)
@@ -278,7 +281,7 @@ class Correlation:
         self.panels = Panels(np.size(filters.rows), filters.columns, self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
-        self._cutting = padding.needed and self._taps > 0 and len(padding.sizes) == 2
+        self._cutting = padding.needed and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
 

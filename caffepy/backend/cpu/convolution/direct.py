@@ -3,7 +3,8 @@
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the padded gradient of the output, once for each phase of the stride.
+image is the same sum over the padded gradient of the output, once for each phase of the stride; that of an image of a
+few channels goes another way (`few_channels.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, has_few_channels
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
@@ -46,11 +48,13 @@ class TileConvolution:
     ) -> None:  # fmt: skip
         self.threads, self.workspace = threads, workspace
         self.shape = ConvolutionShape(x_shape, weights_shape, geometry)
-        self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, self.shape.channels), np.float32))
+        columns = self.shape.channels * geometry.kernel[-1]
+        self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, columns), np.float32))
         self.kept: Any = None
         self._kept_at = 0
         self._forward: Correlation | None = None
         self._backward: list[Correlation] | None = None
+        self._few: FewChannelsGradient | None = None
         self._gradient: WeightGradient | None = None
 
     # -- forward ------------------------------------------------------------------------------------
@@ -99,6 +103,11 @@ class TileConvolution:
     # -- gradient of the image ----------------------------------------------------------------------
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
+        if has_few_channels(self.shape):
+            if self._few is None:
+                self._few = FewChannelsGradient(self.shape, self.threads, self.workspace)
+            self._few.run(dy, weights, self.zeros, dx)
+            return
         if self._backward is None:
             self._backward = _plan_backward(self.shape)
         for first, stop, padded in self._padded(dy, self._backward[0].padding):

@@ -6,11 +6,12 @@ pixel: one or two loads and a shuffle for each i, which costs nothing where grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -18,6 +19,10 @@ from numba.extending import intrinsic
 from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
 
 WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
+PIXELS = 4
+"""Pixels that the gradient of the weights takes at a time."""
+LINE = 16
+"""Elements of a line of the caches: the next vectors' are fetched while these are worked on."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,30 @@ class Lanes:
     def shuffle(self, index: int) -> list[int]:
         """For each lane, which of the elements read it multiplies."""
         return [lane // self.made * self.read + index if lane < self.used else 0 for lane in range(WIDTH)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The taps of a kernel's row and the pixels that share what they read: pixel p and tap k read p step + k gap.
+
+    Args:
+        taps: how many.
+        step: columns of the image from a pixel's window to the next one's.
+        gap: columns of the image from a tap to the next one.
+    """
+
+    taps: int
+    step: int
+    gap: int
+
+    def columns(self, pixels: int) -> dict[int, list[tuple[int, int]]]:
+        """For each column that is read, in order, the (pixel, tap) that it meets."""
+        pairs = [(p * self.step + k * self.gap, (p, k)) for p in range(pixels) for k in range(self.taps)]
+        return {column: [pair for at, pair in pairs if at == column] for column in sorted({at for at, _ in pairs})}
+
+    def span(self, pixels: int) -> int:
+        """Columns from the first that is read to the last."""
+        return (pixels - 1) * self.step + (self.taps - 1) * self.gap + 1
 
 
 class _LanesWriter(Writer):
@@ -135,6 +164,103 @@ class _LanesWriter(Writer):
     def _zeros(self, count: int) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
+    def _inside(self, columns: Iterable[int], low: Any, high: Any) -> dict[int, Any]:
+        """For each column, whether it lies in the image, whose columns are `low` to `high`."""
+        builder = self.builder
+        return {
+            column: builder.and_(
+                builder.icmp_signed("<=", low, self.word(column)), builder.icmp_signed("<", self.word(column), high)
+            )
+            for column in columns
+        }
+
+    def write_row(self, row: Row, pixels: int, whole: bool, edges: bool, arguments: list[Any]) -> None:
+        """See `row_sums`."""
+        x, step, rows, row_count, columns, weights, start, y, y_step, inputs, outputs, relu, low, high, zeros = (
+            arguments
+        )
+        masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
+        meets = row.columns(pixels)
+        inside = self._inside(meets, low, high) if edges else {}
+        taps = [self.table(columns, self.word(2 * k + 1)) for k in range(row.taps)]
+        begin, read = self.shifted(x, self.table(columns, self.word(0))), self._lanes.read
+
+        def over_rows(h: Any, _: Any, sums: list[Any]) -> list[Any]:
+            at = builder.mul(h, self.word(2))
+            line = self.shifted(begin, self.table(rows, at))
+            own = self.shifted(weights, self.table(rows, builder.add(at, self.word(1))))
+            filters = [[self._load(self.shifted(own, tap), i * WIDTH, None) for i in range(read)] for tap in taps]
+            for column, pairs in meets.items():
+                place = self.shifted(line, builder.mul(step, self.word(column)))
+                place = builder.select(inside[column], place, zeros) if edges else place
+                factors = self.factors(place, masks)
+                for pixel, tap in pairs:
+                    for factor, weight in zip(factors, filters[tap], strict=True):
+                        sums[pixel] = self.multiply_add(factor, weight, sums[pixel])
+            return sums
+
+        first = self._load(start, 0, mask)
+        rectifies = builder.icmp_signed("!=", relu, self.word(0))
+        for pixel, total in enumerate(self.loop(row_count, self._zeros(pixels), [], over_rows)):
+            address = self.vector_at(y, builder.mul(y_step, self.word(pixel)))
+            total = builder.fadd(total, first)
+            total = builder.select(rectifies, self.rectified(total), total)
+            if mask is None:
+                builder.store(total, address, align=4)
+            else:
+                self.store(total, address, outputs, mask)
+
+    def write_row_taps(self, row: Row, rows: int, whole: bool, arguments: list[Any]) -> None:
+        """See `row_tap_sums`."""
+        x, step, entries, columns, dy, dy_step, count, totals, inputs, outputs, low, high, zeros = arguments
+        masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
+        begin, meets, span = self.shifted(x, self.table(columns, self.word(2))), row.columns(PIXELS), row.span(PIXELS)
+        lines = [self.shifted(begin, self.table(entries, self.word(2 * r))) for r in range(rows)]
+
+        def products(at: Any, sums: list[Any], inside: dict[int, Any], there: list[Any]) -> list[Any]:
+            sums, slopes = list(sums), []
+            for pixel in range(PIXELS):
+                place = self.shifted(dy, builder.mul(dy_step, builder.add(at, self.word(pixel))))
+                self.prefetch(place, LINE)
+                slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
+            origin = builder.mul(builder.mul(at, self.word(row.step)), step)
+            for r, line in enumerate(lines):
+                source = self.shifted(line, origin)
+                for column, pairs in meets.items():
+                    place = self.shifted(source, builder.mul(step, self.word(column)))
+                    if r == rows - 1:  # the rows before it were read with the line before
+                        self.prefetch(place, LINE)
+                    place = builder.select(inside[column], place, zeros) if inside else place
+                    for i, factor in enumerate(self.factors(place, masks)):
+                        for pixel, tap in pairs:
+                            number = (r * row.taps + tap) * self._lanes.read + i
+                            sums[number] = self.multiply_add(factor, slopes[pixel], sums[number])
+            return sums
+
+        def over_pixels(block: Any, _: Any, sums: list[Any]) -> list[Any]:
+            at = builder.mul(block, self.word(PIXELS))
+            moved = builder.mul(at, self.word(row.step))
+            first, stop, left = builder.sub(low, moved), builder.sub(high, moved), builder.sub(count, at)
+            within = builder.and_(
+                builder.icmp_signed("<=", first, self.word(0)), builder.icmp_signed(">=", stop, self.word(span))
+            )
+            within = builder.and_(within, builder.icmp_signed(">=", left, self.word(PIXELS)))
+
+            def at_edge() -> list[Any]:
+                there = [builder.icmp_signed("<", self.word(pixel), left) for pixel in range(PIXELS)]
+                return products(at, sums, self._inside(meets, first, stop), there)
+
+            return self.choose(within, lambda: products(at, sums, {}, []), at_edge)
+
+        blocks = builder.sdiv(builder.add(count, self.word(PIXELS - 1)), self.word(PIXELS))
+        sums = self.loop(blocks, self._zeros(rows * row.taps * self._lanes.read), [], over_pixels)
+        taps = [self.table(columns, self.word(4 * k + 3)) for k in range(row.taps)]
+        for number, total in enumerate(sums):
+            r, tap, i = np.unravel_index(number, (rows, row.taps, self._lanes.read))
+            offset = builder.add(self.table(entries, self.word(2 * int(r) + 1)), taps[tap])
+            address = self.vector_at(self.shifted(totals, offset), self.word(int(i) * WIDTH))
+            builder.store(builder.fadd(builder.load(address, align=4), total), address, align=4)
+
     def write_taps(self, taps: int, whole: bool, arguments: list[Any]) -> None:
         """See `tap_sums`."""
         x, x_step, tap_table, dy, dy_step, count, totals, inputs, outputs = arguments
@@ -172,6 +298,53 @@ def pixel_sums(lanes: Lanes, pixels: int, whole: bool) -> Any:
         weights: Any, start: Any, y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any,
     ) -> Any:  # fmt: skip
         return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, whole, arguments))
+
+    return intrinsic(typed)
+
+
+@cache
+def row_sums(lanes: Lanes, row: Row, pixels: int, whole: bool, edges: bool) -> Any:
+    """As `pixel_sums`, for rows of taps as in `row`: each column of the image is read once for all pixels and taps.
+
+    Arguments: x and the elements of its pixel; rows of taps and their number; columns of taps; weights; the vector to
+    start from; y and the step between its pixels; how many elements of a pixel are read and how many are written;
+    whether results are rectified; the first column inside the image, counted from that of the first pixel's first tap,
+    and the one after the last; zeros to read in place of the others, which happens with `edges`.
+    """
+    signature = types.void(
+        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS
+    )  # fmt: skip
+
+    def typed(  # noqa: PLR0913 -- a kernel
+        typing_context: Any, x: Any, step: Any, rows: Any, row_count: Any, columns: Any, weights: Any, start: Any,
+        y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any, low: Any, high: Any, zeros: Any,
+    ) -> Any:  # fmt: skip
+        return signature, _generator(
+            lanes, lambda writer, arguments: writer.write_row(row, pixels, whole, edges, arguments)
+        )
+
+    return intrinsic(typed)
+
+
+@cache
+def row_tap_sums(lanes: Lanes, row: Row, rows: int, whole: bool) -> Any:
+    """For the taps of several rows, totals += the sum over pixels of x * dy, for one vector of channels.
+
+    Arguments: x and the elements of its pixel; the rows as a table of (offset in x, in totals); the columns as one of
+    four (unused, unused, offset in x, in totals); dy and the step between pixels; how many pixels; totals; how many
+    elements of a pixel of x are read, and how many of dy; columns inside the image and zeros as for `row_sums`.
+    """
+    signature = types.void(
+        NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS
+    )  # fmt: skip
+
+    def typed(  # noqa: PLR0913 -- a kernel
+        typing_context: Any, x: Any, step: Any, entries: Any, columns: Any, dy: Any, dy_step: Any, count: Any,
+        totals: Any, inputs: Any, outputs: Any, low: Any, high: Any, zeros: Any,
+    ) -> Any:  # fmt: skip
+        return signature, _generator(
+            lanes, lambda writer, arguments: writer.write_row_taps(row, rows, whole, arguments)
+        )
 
     return intrinsic(typed)
 

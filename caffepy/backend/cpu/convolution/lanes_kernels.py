@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from caffepy.backend.cpu.convolution.lanes import Lanes, pixel_sums, tap_sums
+from caffepy.backend.cpu.convolution.lanes import Lanes, Row, pixel_sums, row_sums, row_tap_sums, tap_sums
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words, kernel
 from caffepy.backend.cpu.jit.vector import ahead, table_at
 
@@ -29,12 +29,13 @@ def add_blocks(  # noqa: PLR0913 -- a kernel
         target[i] = target[i] + total if accumulate == 1 else total
 
 
-def _named(lanes: Lanes, function: Callable[..., None]) -> Kernel:
+def _named(lanes: Lanes, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
     """A kernel whose names, by which its machine code is kept and linked, tell the widths apart.
 
     Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
     """
-    function.__name__ = function.__qualname__ = f"{function.__name__}_{lanes.made}_{lanes.read}"
+    numbers = [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]
+    function.__name__ = function.__qualname__ = "_".join([function.__name__, *map(str, numbers)])
     return Kernel(function)
 
 
@@ -76,6 +77,88 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
                         sums1(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
 
     return _named(lanes, narrow_pixels)
+
+
+@cache
+def row_kernel(lanes: Lanes, row: Row) -> Kernel:
+    """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, 8 or 4, first column, end)."""
+    inside8, edge8 = (row_sums(lanes, row, 8, lanes.fills, edges) for edges in (False, True))
+    any8, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (8, 4))
+    span = row.span(8)
+
+    def narrow_rows(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
+        columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
+        y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
+        inputs: Int, outputs: Int, relu: Int, zeros: Floats,
+    ) -> None:  # fmt: skip
+        """Items are (image, row, part of the tiles)."""
+        for item in range(begin, end):
+            part, line = item % parts, item // parts
+            n, r = line // rows, line % rows
+            own = table_at(row_taps, 2 * row_starts[r])
+            count = row_starts[r + 1] - row_starts[r]
+            for number in range(part * tile_count // parts, (part + 1) * tile_count // parts):
+                first, pixels = tiles[4 * number], tiles[4 * number + 1]
+                low, high = tiles[4 * number + 2], tiles[4 * number + 3]
+                source = ahead(x, n * x_image + x_from + first * x_step)
+                target = ahead(y, n * y_image + y_rows[r] + first * y_step)
+                for v in range(vectors):
+                    a, c = ahead(source, v * sources), ahead(target, v * used)
+                    w, b = ahead(packed, v * filters), ahead(start, v * used)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    if pixels == 4:
+                        any4(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                    elif made < used or read < sources:
+                        any8(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                    elif low <= 0 and high >= span:
+                        inside8(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                    else:
+                        edge8(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+
+    return _named(lanes, narrow_rows, row)
+
+
+@cache
+def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
+    """As `tap_kernel`, for rows of taps as in `row`, of which `many` are taken at a time."""
+    sums_many, sums1 = row_tap_sums(lanes, row, many, False), row_tap_sums(lanes, row, 1, False)
+    whole_many = row_tap_sums(lanes, row, many, lanes.fills)
+
+    def narrow_row_taps(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
+        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
+        block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
+        width: Int, low: Int, high: Int, zeros: Floats,
+    ) -> None:  # fmt: skip
+        """Items are (block of lines of the output, part of the vectors)."""
+        for item in range(begin, end):
+            number, part = item // parts, item % parts
+            first, stop = part * vectors // parts, (part + 1) * vectors // parts
+            for i in range(number * size + first * filters, number * size + stop * filters):
+                totals[i] = 0
+            for line in range(number * block, min(lines, (number + 1) * block)):
+                n, r = line // rows, line % rows
+                count = starts[r + 1] - starts[r]
+                for v in range(first, stop):
+                    a = ahead(x, n * x_image + x_from + v * sources)
+                    d = ahead(dy, line * dy_line + v * used)
+                    sums = ahead(totals, number * size + v * filters)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    t = 0
+                    while t < count:
+                        entry = table_at(taps, 2 * (starts[r] + t))
+                        if count - t >= many and made == used and read == sources:
+                            whole_many(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            t += many
+                        elif count - t >= many:
+                            sums_many(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            t += many
+                        else:
+                            sums1(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            t += 1
+
+    return _named(lanes, narrow_row_taps, row, many)
 
 
 @cache

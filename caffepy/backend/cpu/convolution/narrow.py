@@ -15,11 +15,18 @@ import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import merged
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.lanes import Lanes
-from caffepy.backend.cpu.convolution.lanes_kernels import add_blocks, gather, pixel_kernel, tap_kernel
+from caffepy.backend.cpu.convolution.lanes import PIXELS, Lanes, Row
+from caffepy.backend.cpu.convolution.lanes_kernels import (
+    add_blocks,
+    gather,
+    pixel_kernel,
+    row_kernel,
+    row_tap_kernel,
+    tap_kernel,
+)
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel, address_of
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
@@ -30,6 +37,14 @@ BLOCKS = 8
 """Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
 MOST_READ = 8
 """Channels of a group that may be read: each has an instruction of its own."""
+
+FACTORS = 16 if WIDTH == 16 else 6
+"""Vectors of a row of taps that stay in registers beside the sums of eight pixels."""
+SUMS = 20 if WIDTH == 16 else 9
+"""Sums for taps that stay in registers beside what they are made of."""
+CACHED = 128 * 1024
+"""Elements for each thread of gradients that all phases pass over before the next ones."""
+_ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 
 
 def _fits(lanes: Lanes) -> bool:
@@ -96,6 +111,30 @@ def _tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
     return tiles
 
 
+def _step(indices: Any) -> int:
+    """From one entry to the next."""
+    return int(indices[1] - indices[0]) if len(indices) > 1 else 1
+
+
+def _row(axis: Axis, share: float) -> Row | None:
+    """The taps along the last axis if tiles of pixels read at most this share of what each of them reads, else None."""
+    row, pixels = Row(len(axis.taps), _step(axis.indices), _step(axis.shifts)), 2 * PIXELS
+    shares = row.taps > 1 and len(row.columns(pixels)) <= share * pixels * row.taps
+    return row if shares and len(axis.indices) >= PIXELS else None
+
+
+def _row_tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
+    """(first pixel, pixels, first column in the image, end) of tiles that cover a row; columns as for `row_sums`."""
+    count, tiles, begin = len(axis.indices), [], 0
+    while begin < count:
+        pixels = 4 if count - begin <= 4 or count < 8 else 8
+        place = min(begin, count - pixels)
+        column = int(axis.indices[place] + axis.shifts[0])
+        tiles.append((place, pixels, -column, size - column))
+        begin = place + pixels
+    return tiles
+
+
 class _Pass:
     """Results at the pixels of some axes, each a sum over taps: forward, or a phase of the image's gradient.
 
@@ -118,9 +157,11 @@ class _Pass:
         self._filters = math.prod(kernel) * tap
         self._row_starts, self._row_taps = _row_tables(axes[:-1], source, kernel, self._inputs, tap)
         self._column_taps = _table(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
-        self._tiles = _tiles(column, source[-1])
+        row = _row(column, 0.6)
+        self._row = row if row is not None and row.taps * lanes.read <= FACTORS else None
+        self._tiles = (_tiles if self._row is None else _row_tiles)(column, source[-1])
         self._tile_table = _table(self._tiles)
-        self._steps = [int(np.diff(a[:2])[0]) if len(a) > 1 else 1 for a in (column.indices, column.pixels)]
+        self._steps = [_step(column.indices), _step(column.pixels)]
         self._from = int(column.indices[0]) * self._inputs
         rows = merged([axis.pixels for axis in axes[:-1]], target[:-1])
         self._y_rows = _table((rows * target[-1] + column.pixels[0]) * self._outputs)
@@ -135,12 +176,15 @@ class _Pass:
         """Compute y of some images, perhaps rectified."""
         lines = images * self._rows
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
-        pixel_kernel(self._lanes).run(
+        kernel, more = (pixel_kernel(self._lanes), ()) if self._row is None else (
+            row_kernel(self._lanes, self._row), (_ZEROS,)
+        )  # fmt: skip
+        kernel.run(
             threads, lines * parts, max(1, GRAIN * parts // max(1, self._work)), x, self._images[0], self._from,
             self._steps[0] * self._inputs, self._row_starts, self._row_taps, self._column_taps, self._tile_table,
             len(self._tiles), parts, packed, self._filters, start, y, self._images[1], self._y_rows,
             self._steps[1] * self._outputs, self._rows, self._vectors, self._lanes.sources, self._lanes.used,
-            self._inputs, self._outputs, int(relu),
+            self._inputs, self._outputs, int(relu), *more,
         )  # fmt: skip
 
 
@@ -165,28 +209,41 @@ class _WeightsPass:
         ends = np.maximum(begins, (reached < source[-1]).sum(axis=1))
         self._columns = _table(np.stack([begins, ends, column.shifts * inputs, column.taps * tap], axis=-1))
         self._from = int(column.indices[0]) * inputs
+        at = int(column.indices[0] + column.shifts[0])
+        self._bounds = -at, source[-1] - at
+        row = _row(column, 0.8) if lanes.read == 1 else None
+        self._row = row if row is not None and row.taps <= SUMS else None
         self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights :])
 
     def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
         shape, size = self._shape, self._vectors * self._filters
-        lines = shape.images * shape.out_height
+        lines = x.shape[0] * shape.out_height
         block = max(1, -(-lines // BLOCKS))
         blocks = -(-lines // block)
         parts = min(self._vectors, -(-4 * threads // blocks))
         totals = workspace.take("totals", blocks * size)
         work = lines * shape.out_width * size // WIDTH
-        tap_kernel(self._lanes).run(
+        kernel, more = self._kernel()
+        kernel.run(
             threads, blocks * parts, max(1, GRAIN * blocks * parts // max(1, work)), x,
             math.prod(shape.sizes) * shape.channels, self._from,
             shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._columns,
             shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
             shape.out_height, self._vectors, parts, self._lanes.sources, self._lanes.used, shape.channels,
-            shape.outputs,
+            shape.outputs, *more,
         )  # fmt: skip
         grain = max(1, 16384 // blocks)
         add_blocks.run(
             threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate)
         )  # fmt: skip
+
+    def _kernel(self) -> tuple[Kernel, tuple[Any, ...]]:
+        """The kernel and the arguments that it has beyond those of `tap_kernel`."""
+        if self._row is None:
+            return tap_kernel(self._lanes), ()
+        rows = 3 if 3 * self._row.taps <= SUMS else 1
+        more = (self._shape.out_width, *self._bounds, _ZEROS)
+        return row_tap_kernel(self._lanes, self._row, rows), more
 
 
 def _forward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
@@ -276,8 +333,11 @@ class NarrowConvolution(TileConvolution):
             self._back_passes = self._plan_back()
         plans, table, size = self._back_passes
         packed = self._packed(weights, table, size)
-        for plan in plans:
-            plan.run(self.threads, dy.shape[0], dy, packed, self.zeros, dx)
+        step = dy.shape[0] if len(plans) == 1 else max(1, self.threads * CACHED // (dy.size // dy.shape[0]))
+        for first in range(0, dy.shape[0], step):  # phases read the same numbers, which stay in a cache
+            part, target = dy[first : first + step], dx[first : first + step]
+            for plan in plans:
+                plan.run(self.threads, part.shape[0], part, packed, self.zeros, target)
 
     def _plan_back(self) -> tuple[list[_Pass], ConstantTable, int]:
         shape, geometry, lanes = self.shape, self.shape.geometry, self._back_lanes

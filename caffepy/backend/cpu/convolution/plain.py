@@ -6,37 +6,46 @@ They are brought into the order with the channels last, where all convolutions a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
 from caffepy.backend.cpu.workspace import Workspace
-from caffepy.backend.handles import Convolution
 from caffepy.backend.types import Geometry
+
+BLOCK = 64
+"""Rows and columns that are turned at a time: what is read and what is written stay in the first cache."""
+CHUNK = 384 * 1024
+"""Elements of images for each thread that are worked on together."""
+GRAIN = 16384
+"""Elements below which a second thread costs more than it saves."""
 
 
 @kernel
 def turn(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, blocks: Int, width: Int,
-    accumulate: Int,
+    begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, row_blocks: Int, column_blocks: Int,
+    block: Int, width: Int, accumulate: Int,
 ) -> None:  # fmt: skip
-    """target[n, column, row] (+)= source[n, row, column]. Items are (n, block of `width` columns)."""
+    """target[n, column, row] (+)= source[n, row, column]. Items are (n, block of rows, block of columns)."""
     for item in range(begin, end):
-        base = (item // blocks) * rows * columns
-        first = (item % blocks) * width
-        stop = min(first + width, columns)
-        whole = rows // width * width if accumulate == 0 and stop - first == width else 0
-        for r in range(0, whole, width):
-            turn_square(
-                ahead(source, base + r * columns + first), columns, ahead(target, base + first * rows + r), rows
-            )
-        for j in range(first, stop):
-            for r in range(whole, rows):
-                value = source[base + r * columns + j]
-                at = base + j * rows + r
-                target[at] = target[at] + value if accumulate == 1 else value
+        base = item // (row_blocks * column_blocks) * rows * columns
+        r0 = item // column_blocks % row_blocks * block
+        j0 = item % column_blocks * block
+        r1, j1 = min(r0 + block, rows), min(j0 + block, columns)
+        if accumulate == 0 and rows >= width and columns >= width:
+            for r in range(r0, r1, width):
+                for j in range(j0, j1, width):
+                    at, to = min(r, rows - width), min(j, columns - width)  # squares may overlap: they write the same
+                    first, second = base + at * columns + to, base + to * rows + at
+                    turn_square(ahead(source, first), columns, ahead(target, second), rows)
+        else:
+            for j in range(j0, j1):
+                for r in range(r0, r1):
+                    value = source[base + r * columns + j]
+                    at = base + j * rows + r
+                    target[at] = target[at] + value if accumulate == 1 else value
 
 
 class PlainConvolution:
@@ -48,14 +57,14 @@ class PlainConvolution:
         x_shape: (N, C, spatial...).
         weights_shape: (num_output, C / group, kernel...).
         geometry: how the windows move.
-        plan: plans a convolution over two or more axes, channels last.
+        plan: the kind of convolution over two or more axes, channels last, that computes it.
     """
 
     gives_sums = False
 
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
-        geometry: Geometry, plan: Callable[..., Convolution],
+        geometry: Geometry, plan: type[TileConvolution],
     ) -> None:  # fmt: skip
         self._threads, self._workspace = threads, workspace
         if len(x_shape) == 3:
@@ -68,10 +77,10 @@ class PlainConvolution:
 
     def _turn(self, source: Any, target: Any, sizes: tuple[int, int, int], accumulate: bool = False) -> None:
         count, rows, columns = sizes
-        blocks = -(-columns // WIDTH)
+        blocks = -(-rows // BLOCK), -(-columns // BLOCK)
         turn.run(
-            self._threads, count * blocks, max(1, 1024 // max(1, rows)), source, target, rows, columns, blocks, WIDTH,
-            int(accumulate),
+            self._threads, count * math.prod(blocks), max(1, GRAIN // max(1, min(rows, BLOCK) * min(columns, BLOCK))),
+            source, target, rows, columns, *blocks, BLOCK, WIDTH, int(accumulate),
         )  # fmt: skip
 
     def _buffer(self, array: Any, purpose: str) -> Any:
@@ -87,17 +96,31 @@ class PlainConvolution:
         """Bring a result with the channels last to where it belongs."""
         self._turn(result, array, (array.shape[0], math.prod(array.shape[2:]), array.shape[1]), accumulate)
 
+    def _chunks(self, source: Any, target: Any, threads: int) -> list[slice]:
+        """Parts of a batch whose images in both orders stay in the threads' caches between one pass and the next."""
+        images = source.shape[0]
+        step = max(1, threads * CHUNK // max(1, (source.size + target.size) // max(1, images)))
+        return [slice(first, first + step) for first in range(0, images, step)]
+
     def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
-        out = self._buffer(y, "y last")
-        self._plan.forward(self._last(x, "x last"), self._last(weights, "weights last"), bias, out, relu, sums)
-        self._first(out, y)
+        weights, chunks = self._last(weights, "weights last"), self._chunks(x, y, self._threads)
+        if len(chunks) > 1:
+            self._plan.keep(weights)
+        for part in chunks:
+            out = self._buffer(y[part], "y last")
+            self._plan.forward(self._last(x[part], "x last"), weights, bias, out, relu, sums)
+            self._first(out, y[part])
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        result = self._buffer(dx, "x last")
-        self._plan.backward_data(self._last(dy, "y last"), self._last(weights, "weights last"), result)
-        self._first(result, dx)
+        weights = self._last(weights, "weights last")
+        for part in self._chunks(dy, dx, self._threads):
+            result = self._buffer(dx[part], "x last")
+            self._plan.backward_data(self._last(dy[part], "y last"), weights, result)
+            self._first(result, dx[part])
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         result = self._buffer(dweights, "weights last")
-        self._plan.backward_weights(self._last(x, "x last"), self._last(dy, "y last"), result, accumulate=False)
+        for part in self._chunks(x, dy, 1):  # the order of a sum depends on no thread
+            images = self._last(x[part], "x last"), self._last(dy[part], "y last")
+            self._plan.backward_weights(*images, result, accumulate=part.start > 0)
         self._first(result, dweights, accumulate)

@@ -89,22 +89,9 @@ class _TileWriter(Writer):
 
         def either(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
             long = self.builder.icmp_signed(">=", self.inner, self.word(LONG))
-            return self._choose(long, lambda: strided(index, extra, sums), lambda: body(index, extra, sums))
+            return self.choose(long, lambda: strided(index, extra, sums), lambda: body(index, extra, sums))
 
         return either
-
-    def _choose(self, condition: Any, yes: Callable[[], list[Any]], no: Callable[[], list[Any]]) -> list[Any]:
-        """yes() if condition else no()."""
-        with self.builder.if_else(condition) as (then, otherwise):
-            with then:
-                first, first_block = yes(), self.builder.block
-            with otherwise:
-                second, second_block = no(), self.builder.block
-        merged = [self.builder.phi(value.type) for value in first]
-        for phi, value, other in zip(merged, first, second, strict=True):
-            phi.add_incoming(value, first_block)
-            phi.add_incoming(other, second_block)
-        return merged
 
     def _zeros(self) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * (self.rows * self.vectors)
@@ -127,10 +114,8 @@ class _TileWriter(Writer):
         sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
         sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
         adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
-        sums = self._choose(
-            adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums
-        )
-        sums = self._choose(rectifies, lambda: [self.rectified(total) for total in sums], lambda: sums)
+        sums = self.choose(adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums)
+        sums = self.choose(rectifies, lambda: [self.rectified(total) for total in sums], lambda: sums)
         for row in range(self.rows):
             with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
                 self._store_row(row, sums, mask)

@@ -86,6 +86,27 @@ class Writer:
             with part:
                 self.masked_store(value, address, mask)
 
+    def prefetch(self, pointer: Any, offset: int) -> None:
+        """Bring what lies `offset` elements behind `pointer` into the first cache, if it exists."""
+        number, octet = ir.IntType(32), ir.IntType(8).as_pointer()
+        address = self.builder.bitcast(self.builder.gep(pointer, [self.word(offset)]), octet)
+        kind = ir.FunctionType(ir.VoidType(), [octet, number, number, number])
+        name = "llvm.prefetch.p0" if _POINTER_NAME == "p0" else "llvm.prefetch.p0i8"
+        self.call(name, kind, [address, number(0), number(3), number(1)])
+
+    def choose(self, condition: Any, yes: Callable[[], list[Any]], no: Callable[[], list[Any]]) -> list[Any]:
+        """yes() if condition else no()."""
+        with self.builder.if_else(condition) as (then, otherwise):
+            with then:
+                first, first_block = yes(), self.builder.block
+            with otherwise:
+                second, second_block = no(), self.builder.block
+        merged = [self.builder.phi(value.type) for value in first]
+        for phi, value, other in zip(merged, first, second, strict=True):
+            phi.add_incoming(value, first_block)
+            phi.add_incoming(other, second_block)
+        return merged
+
     def loop(self, count: Any, sums: list[Any], extra: list[Any], body: Callable[..., Any]) -> list[Any]:
         """for index in range(count): sums, extra = body(index, extra, sums), with everything in registers."""
         builder = self.builder

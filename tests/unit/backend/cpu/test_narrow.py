@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
+from caffepy.backend.cpu.convolution import plain
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.lanes import Lanes
-from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, tap_kernel
+from caffepy.backend.cpu.convolution.few_channels import has_few_channels
+from caffepy.backend.cpu.convolution.lanes import Lanes, Row
+from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution
 
@@ -95,6 +97,21 @@ def test_other_axes(
     checks.check_convolution(BACKEND, x_shape, outputs, Geometry(kernel, stride, pad, dilation, group))
 
 
+def test_other_axes_in_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "CHUNK", 1)
+    geometry = Geometry((3,), (1,), (1,), (1,), 20)
+    checks.check_convolution(BACKEND, (5, 20, 37), 20, geometry)
+    checks.check_convolution(BACKEND, (5, 20, 37), 24, Geometry((3,), (2,), (1,), (1,)))
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("width", [4, 7, 13])
+def test_rows_of_taps(dilation: int, width: int) -> None:
+    """Tiles of pixels that share what they read, at both edges of a row and within it."""
+    geometry = Geometry((3, 5), (1, 1), (1, 2 * dilation), (1, dilation), 34)
+    checks.check_convolution(BACKEND, (2, 34, 5, width), 34, geometry)
+
+
 def test_other_axes_write_no_columns() -> None:
     """27 elements of each window, written out, would be 27 times the image."""
     x_shape, geometry = (1, 8, 16, 24, 24), Geometry((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1))
@@ -141,4 +158,26 @@ def test_what_is_no_product(
 def test_machine_code_for_other_groups_has_other_names() -> None:
     """Processes keep it side by side; a process that links all of it must not take one for another."""
     kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
+    kernels += [row_kernel(Lanes(1, 1), row) for row in (Row(3, 1, 1), Row(3, 1, 2), Row(2, 1, 1))]
+    kernels += [row_tap_kernel(Lanes(1, 1), row, rows) for row in (Row(3, 1, 1), Row(3, 2, 1)) for rows in (1, 3)]
     assert len({kernel._namespace["body"].py_func.__qualname__ for kernel in kernels}) == len(kernels)
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "outputs", "kernel", "stride", "pad", "dilation"),
+    [
+        ((2, 3, 19, 23), 21, (7, 7), (2, 2), (3, 3), (1, 1)),
+        ((3, 1, 9, 11), 8, (5, 4), (1, 1), (0, 2), (1, 1)),
+        ((2, 2, 15, 13), 5, (3, 3), (4, 5), (1, 0), (2, 2)),
+        ((1, 3, 6, 9, 10), 4, (3, 2, 5), (1, 2, 2), (1, 0, 2), (1, 1, 1)),
+        ((2, 1, 30), 6, (9,), (3,), (4,), (1,)),
+    ],
+)
+def test_images_of_few_channels(
+    x_shape: tuple[int, ...], outputs: int, kernel: tuple[int, ...], stride: tuple[int, ...], pad: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> None:  # fmt: skip
+    geometry = Geometry(kernel, stride, pad, dilation)
+    if len(x_shape) == 4:
+        assert has_few_channels(planned(x_shape, outputs, geometry).shape)
+    checks.check_convolution(BACKEND, x_shape, outputs, geometry)
