@@ -7,6 +7,7 @@ import logging
 
 from caffepy.errors import DeviceError, MissingExtraError
 from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,8 @@ def check_gpus(requested: list[int] | str) -> list[int]:
         MissingExtraError: CuPy is not installed.
         DeviceError: there is no such GPU, or none at all.
     """
-    from caffepy.backend.cuda.device import check_device, device_count
+    with phase("CUDA import", "Loading CUDA's libraries"):
+        from caffepy.backend.cuda.device import check_device, device_count
 
     if isinstance(requested, str):
         check_device(0)

@@ -14,6 +14,7 @@ from caffepy.parallel.communicators.shared_memory import SharedSums
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.store import Store
+from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ def connect_by_store(store: Store, rank: int, size: int, timeout: float | None) 
 
 
 def _share_unique_id(world: World) -> Any:
-    from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
+    with phase("NCCL's identity", "Loading NCCL"):
+        from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
 
-    world.run_on_all(check_nccl)
-    return world.broadcast(new_unique_id() if world.rank == 0 else None)
+        world.run_on_all(check_nccl)
+        return world.broadcast(new_unique_id() if world.rank == 0 else None)

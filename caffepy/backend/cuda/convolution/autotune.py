@@ -18,6 +18,7 @@ from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError, OutOfMemoryError, RunError
+from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +63,15 @@ class Autotuner:
         key = self._key(task, resources)
         with self._decisions.turn(key):
             known = self._decisions.get(key)
-            cached = None if known is None else _find(known.name, families)
+            with phase("tuned plans", "Preparing convolutions"):
+                cached = None if known is None else _find(known.name, families)
             if cached is not None:
                 return cached
             if is_capturing():
                 return _first(families)
             begin = monotonic()
-            chosen, microseconds, certain = _try_all(task, families, operands, resources)
+            with phase("tuning", "Trying ways to compute convolutions"):
+                chosen, microseconds, certain = _try_all(task, families, operands, resources)
             if chosen is not None:
                 # Where not all could be checked, another run may find more; but then it would not give the same bits.
                 lasting = certain or resources.deterministic
