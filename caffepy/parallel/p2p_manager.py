@@ -127,13 +127,14 @@ class P2PManager:
 
     def _make_syncs(self, options: TrainOptions, cores: Cores, signals: SignalRequests) -> None:
         world, count, on_gpus = self._world, len(options.local_devices), options.devices is not None
-        connect = DeviceCommunicators(world, count, on_gpus, options.compression, options.timeout).connect
+        communicators = DeviceCommunicators(world, count, on_gpus, options.compression, options.timeout)
         specs = device_specs(world, options, cores)
         names = device_names(world, specs)
         for spec in specs:
             # Signals go to one thread of a process; its solver sends the request on with the gradients.
             request = signals if spec.index == 0 else _no_request
-            self._syncs.append(P2PSync(spec, options, partial(connect, spec.index), request, self._on_change, names))
+            connect = communicators.connector(spec.index, spec.device, spec.label)
+            self._syncs.append(P2PSync(spec, options, connect, request, self._on_change, names))
         self._heartbeats += [sync.heartbeat for sync in self._syncs]
 
     def _watch(self, channel: ControlChannel, timeout: float) -> None:

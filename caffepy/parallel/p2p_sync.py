@@ -19,6 +19,7 @@ from caffepy.net.parameters import bucket_count
 from caffepy.net.wiring import capture_blockers
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
+from caffepy.parallel.connect_ahead import ConnectAhead
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.device_threads import DeviceThread
@@ -102,6 +103,8 @@ class P2PSync(DeviceThread):
     def abort(self) -> None:
         self._cancelled = True
         self._go.set()
+        if isinstance(self._connect, ConnectAhead):
+            self._connect.give_up()
         if self.solver is not None:
             self.solver.requests.cancel()
         super().abort()
@@ -242,6 +245,8 @@ class P2PSync(DeviceThread):
         self._on_change()
 
     def _train(self, backend: Backend) -> None:
+        if isinstance(self._connect, ConnectAhead):
+            self._connect.begin()
         self.solver = self._build(backend)
         with self.heartbeat.collective("the start of training"):
             self.ready.set()

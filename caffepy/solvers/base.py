@@ -26,7 +26,6 @@ from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import StopRequestedError
 from caffepy.net.memory.plan import describe
-from caffepy.phases import START
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
@@ -289,7 +288,6 @@ class Solver(ABC):
         self.requests.receive(self.graph_runner.behind)
         self.state.iteration += 1
         self.clock.tick()
-        START.begun()
         self.callback.on_iteration()
 
     def apply_update(self) -> None:

@@ -12,7 +12,7 @@ from time import monotonic
 
 from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
-from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
+from caffepy.backend.cuda.convolution.autotune_cache import Budget, Decision, budget_seconds, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
@@ -51,6 +51,7 @@ class Autotuner:
 
     def __init__(self, enabled: bool, device: str) -> None:
         self._enabled = enabled
+        self._budget = Budget(budget_seconds())
         self._device = device
         self._decisions = decisions(cache_file())
 
@@ -71,7 +72,9 @@ class Autotuner:
                 return _first(families)
             begin = monotonic()
             with phase("tuning", "Trying ways to compute convolutions"):
-                chosen, microseconds, certain = _try_all(task, families, operands, resources)
+                most = self._budget.candidates()
+                chosen, microseconds, certain = _try_all(task, families, operands, resources, most)
+            self._budget.spend(monotonic() - begin)
             if chosen is not None:
                 # Where not all could be checked, another run may find more; but then it would not give the same bits.
                 lasting = certain or resources.deterministic
@@ -110,15 +113,22 @@ def _find(name: str, families: Sequence[AlgorithmFamily]) -> Candidate | None:
 
 
 def _try_all(
-    task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
+    task: Task,
+    families: Sequence[AlgorithmFamily],
+    operands: Operands | None,
+    resources: Resources,
+    most: int | None = None,
 ) -> tuple[Candidate | None, float, bool]:
-    """The fastest candidate, its microseconds, and whether all that might be faster could be checked."""
+    """The fastest candidate, its microseconds, and whether all that might be faster could be checked.
+
+    Of each family the first `most` that can be prepared are tried; None: all.
+    """
     lasting = resources.scratch
     resources.scratch = Scratch()
     try:
         trial = Trial(operands_for(task, operands), lambda: operands_for(task, None))
         for family in sorted(families, key=lambda family: family.checked):
-            trial.add(family)
+            trial.add(family, most)
         return *trial.best(), trial.certain
     finally:
         resources.scratch = lasting
@@ -141,13 +151,18 @@ class Trial:
         self._trusted: list[Candidate] = []
         self._expected: list[Array] | None = None
 
-    def add(self, family: AlgorithmFamily) -> None:
+    def add(self, family: AlgorithmFamily, most: int | None = None) -> None:
+        """Time a family's candidates; of those that can be run the first `most`."""
         if family.last_resort and self._times:
             return
+        tried = 0
         for candidate in family.candidates():
+            if most is not None and tried >= most:
+                return
             best = min((time for time, _ in self._times), default=float("inf"))
             time = _attempt(candidate, self._operands, best)
             if time is not None:
+                tried += 1
                 self._times.append((time, candidate))
                 self._trusted += [] if family.checked else [candidate]
 
