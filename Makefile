@@ -2,6 +2,7 @@
 # make test   install caffepy with its tests' needs, check the style and run the tests
 # make fuzz   damage 200000 inputs of every format: no exception of Python's, signal, hang or growth
 # make lint   ruff, its formatter and mypy alone
+# make site   the documents as a site in build/site, whose index.html a browser opens
 # make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
 # make clean  remove what these made
 #
@@ -36,7 +37,7 @@ export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test fuzz lint proto clean
+.PHONY: help demo test fuzz lint site proto clean
 # Two pips at once would destroy each other's installation.
 .NOTPARALLEL:
 
@@ -57,11 +58,17 @@ lint: $(VENV)/test.stamp
 	ruff format --check .
 	mypy
 
+# An environment of its own: tests and demonstration need nothing of it. A link that leads nowhere is an error.
+site: $(VENV)-docs/stamp
+	$(PYTHON) docs/site.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict
+	@echo build/site/index.html
+
 proto: $(VENV)/test.stamp
 	pip install --quiet --no-deps --editable .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f caffepy/proto/caffe_pb2.py caffepy/proto/caffe_pb2.pyi
 	rm -rf models/lenet/*_lmdb
 	rm -f models/lenet/*.caffemodel models/lenet/*.solverstate
@@ -85,6 +92,11 @@ $(VENV)/demo.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA) $(SOURCES)
 $(VENV)/test.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA)
 	$(REMOVE_PLAIN)
 	$(BIN)/pip install --quiet --editable '.[mpi,test,dev]'
+	touch $@
+
+$(VENV)-docs/stamp: setup.cfg | $(BIN)/pip
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet $$($(PYTHON) docs/site.py --requirements)
 	touch $@
 
 # Files that pip does not know, as older versions of caffepy left them, would make a package of their folder.

@@ -15,38 +15,53 @@ if TYPE_CHECKING:
     from caffepy.config.load import read_net, read_solver, read_weights
     from caffepy.config.paths import PathResolver
     from caffepy.errors import CaffepyError, RunError, UserError
+    from caffepy.inference.loading import load
+    from caffepy.inference.model import Model
     from caffepy.net import Net
     from caffepy.solvers import Solver, create_solver
+    from caffepy.training.callback import Callback
+    from caffepy.training.train import train
+    from caffepy.training.trained import Trained
 
 _LAZY = {
     "Backend": "caffepy.backend",
+    "Callback": "caffepy.training.callback",
     "CaffepyError": "caffepy.errors",
+    "Model": "caffepy.inference.model",
     "Net": "caffepy.net",
     "PathResolver": "caffepy.config.paths",
     "RunError": "caffepy.errors",
     "Solver": "caffepy.solvers",
+    "Trained": "caffepy.training.trained",
     "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",
+    "load": "caffepy.inference.loading",
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
     "read_weights": "caffepy.config.load",
+    "train": "caffepy.training.train",
 }
 
 __all__ = [
     "Backend",
     "CaffepyError",
+    "Callback",
+    "Model",
     "Net",
     "PathResolver",
     "RunError",
     "Solver",
+    "Trained",
     "UserError",
     "__version__",
     "create_backend",
     "create_solver",
+    "load",
     "read_net",
     "read_solver",
     "read_weights",
+    "train",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these

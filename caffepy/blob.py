@@ -33,6 +33,40 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return f"{' '.join(map(str, shape))} ({math.prod(shape)})".lstrip()
 
 
+class FourAxes:
+    """`num`, `channels`, `height` and `width` of what has a `shape`, as Caffe's Blob has them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def num(self) -> int:
+        """Size of the first of at most four axes; missing ones are 1."""
+        return self._legacy(0)
+
+    @property
+    def channels(self) -> int:
+        """Size of the second of at most four axes."""
+        return self._legacy(1)
+
+    @property
+    def height(self) -> int:
+        """Size of the third of at most four axes."""
+        return self._legacy(2)
+
+    @property
+    def width(self) -> int:
+        """Size of the last of at most four axes."""
+        return self._legacy(3)
+
+    def _legacy(self, axis: int) -> int:
+        shape = self.shape
+        if len(shape) > 4:
+            raise AttributeError(f"a blob with {len(shape)} axes has no num, channels, height and width; use shape")
+        return shape[axis] if axis < len(shape) else 1
+
+
 class Blob:
     """Values and derivatives of one shape on one backend.
 

@@ -24,6 +24,17 @@ _MORE_BYTES = 2**24
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
 """The names that `temporary_beside` gives."""
 
+_ADVICE = {
+    errno.ENOENT: "make its folder first",
+    errno.ENOTDIR: "name a file in a folder that is there",
+    errno.EISDIR: "name a file",
+    errno.EACCES: "name a file in a folder that you may write to",
+    errno.EROFS: "name a file in a folder that you may write to",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+}
+"""What to do about a file that cannot be written."""
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -111,11 +122,16 @@ def read_private(path: Path, most: int) -> bytes:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, unharmed: str = "") -> Iterator[BinaryIO]:
     """Yield a new file beside `path`, open for writing; after the block it is synced and renamed to `path`.
 
     If the block fails, the new file is removed and `path` is unchanged. Its name cannot be foreseen and must be new, so
-    that nobody can lay a link there; its mode is the umask's.
+    that nobody can lay a link there; its mode is the umask's. What processes have left that were killed while they
+    wrote `path` is removed.
+
+    Args:
+        path: the file to write.
+        unharmed: for the error's message, what the failure leaves as it was.
 
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
@@ -129,6 +145,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
                 os.replace(temporary, path)
                 _sync_folder(path.parent)
+                with suppress(OSError):  # the folder may be written and not listed
+                    remove_leftovers(path.parent, path.name.__eq__)
             except BaseException:
                 with suppress(OSError):
                     temporary.unlink()
@@ -136,9 +154,28 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
                     file.close()
                 raise
     except OSError as error:
-        raise RunError(
-            f"{path}: cannot be written: {error.strerror or error}; the files of older snapshots are as they were"
-        ) from error
+        raise _unwritable(path, error, unharmed) from error
+
+
+def check_writable(path: Path) -> None:
+    """Find out, before long computation, whether `atomic_write` will be able to write a file.
+
+    Raises:
+        RunError: it will not.
+    """
+    try:
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = temporary_beside(path)
+        _create(temporary).close()
+        temporary.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError, unharmed: str = "") -> RunError:
+    hints = [text for text in (unharmed, _ADVICE.get(error.errno or 0)) if text]
+    return RunError("; ".join([f"{path}: cannot be written: {error.strerror or error}", *hints]))
 
 
 def temporary_beside(path: Path) -> Path:

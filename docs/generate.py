@@ -1,4 +1,4 @@
-"""Writes docs/fields.md, from the ledger of fields, and docs/layers.md, from the layers' docstrings."""
+"""Writes docs/fields.md, from the ledger of fields, docs/layers.md, from the layers' docstrings, and docs/onnx.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from caffepy.config.fields import Status, ledger
 from caffepy.layers import Layer, layer_class
 from caffepy.layers.core.base import LAYERS
 from caffepy.layers.core.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
+from caffepy.onnx.export.graph import FORMS
+from caffepy.onnx.export.write import find_exporters
+from caffepy.onnx.importer.node import IMPORTED_AS
+from caffepy.onnx.importer.read import find_importers
 from caffepy.proto import caffe_pb2
 
 DOCS = Path(__file__).parent
@@ -37,6 +41,50 @@ Every layer type with its formula, its settings and its blobs. *dtypes* are thos
 float16 and bfloat16; other layers of a half-precision net are given float32. *Compared with* is what the tests compare
 the layer with: reference numbers drawn from that Caffe, and for all layers formulas in double precision and central
 differences. `python docs/generate.py` writes this file from the docstrings.
+"""
+_HEAD_OF_ONNX = """\
+# ONNX
+
+Take a net with its weights to ONNX, or bring an ONNX model to Caffe. Both need `pip install 'caffepy[onnx]'`.
+
+    caffepy export deploy.prototxt net.caffemodel net.onnx
+    caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold --opset 13
+    caffepy import resnet18.onnx
+    caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold
+
+Both commands run the net and the file (by onnxruntime) on the same random input and print the largest difference of
+each output. A difference above 1e-4 of the output's largest value is an error, and nothing is written. `--no-check`
+leaves the comparison out. Without onnxruntime `export` refuses, and `import` says that nothing was compared.
+
+## Export
+
+The net is a deploy net: Input layers say the shapes. Losses and Accuracy are left out, and inputs that only they read.
+`--batch N` sets the first axis of all inputs; with `--batch dynamic` the file takes any batch, and is compared with one
+more image too. A layer whose settings depend on the batch (LSTM, which is unrolled) needs a fixed one. `--fold` makes
+each BatchNorm a Scale, and merges Scale and Bias into the layers before them. `--opset` is 13 to 21, 17 by default.
+
+Outputs have the names of the net's blobs, nodes those of its layers. Pooling has explicit padding, since ONNX's
+`ceil_mode` and divisors are not Caffe's. LSTM and RNN begin with a state of 0 in every run. DetectionOutput becomes
+NonMaxSuppression with what it needs around it: among boxes whose score equals that of the last one that `top_k` or
+`keep_top_k` lets in, all stay; `eta` is refused. Layers that become several operators and could not be recognised are
+described in the model's metadata under `caffepy.layer.<name>`, so that `caffepy import` brings them back.
+
+`benchmarks/onnx_round_trip.py` prints how far the nets of `models/` are from onnxruntime and back.
+
+What has no ONNX form (Python, PSROIPooling, data layers) is refused by name, all layers at once.
+"""
+_IMPORT = """
+## Import
+
+NAME.prototxt and NAME.caffemodel are written; NAME is the file's without its ending, or `--output`. Constant parts of
+the graph (Shape, Gather, Concat and others) are computed first. The first axis of an input, where the file leaves it
+open, is `--batch`, 1 by default; other open axes need `--shape`, for one of several inputs `--shape name=1,3,224,224`.
+BatchNormalization becomes BatchNorm and Scale, which `--fold` merges into the convolution before them. Uneven padding
+becomes zeros in the kernel, rounding down `round_mode: FLOOR` where it matters. All nodes that Caffe's layers cannot
+say are listed with their names in one error. Tensors in other files are read from the model's folder only.
+
+ArgMax gives the last of equal elements, where ONNX gives the first. HardSwish, Interp, ShuffleChannel, Swish and ELU's
+`lambda` are not in every Caffe ([layers.md](layers.md)).
 """
 
 
@@ -116,7 +164,19 @@ def module_source(cls: type[Layer]) -> str:
     return found[1] if found else f"`{cls.__module__}`"
 
 
-PAGES = {"fields.md": fields_page, "layers.md": layers_page}
+def onnx_page() -> str:
+    """The text of docs/onnx.md."""
+    find_exporters()
+    find_importers()
+    rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=str.lower)]
+    back = [f"| {name} | {IMPORTED_AS[name]} |" for name in sorted(IMPORTED_AS, key=str.lower)]
+    return "\n".join(
+        [_HEAD_OF_ONNX, "| layer type | operators |", "|---|---|", *rows, _IMPORT, "| operator | layers |", "|---|---|",
+         *back, ""]
+    )  # fmt: skip
+
+
+PAGES = {"fields.md": fields_page, "layers.md": layers_page, "onnx.md": onnx_page}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from caffepy.backend.elementwise import Channel, Each, Scalar, expression
+from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, BatchNormState, Counter, RandomStream
 
@@ -61,6 +62,11 @@ def normalise(x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Ch
 @expression
 def normalise_relu(x: Each, mean: Channel, inverse: Channel, scale: Channel, bias: Channel) -> Each:
     return max((x - mean) * inverse * scale + bias, 0.0)
+
+
+@expression
+def plus_rectified(x: Each, y: Each) -> Each:
+    return max(x + y, 0.0)
 
 
 @expression
@@ -147,6 +153,12 @@ class Composite(Backend):
         inputs = (n.mean, variance, n.sum_mean, n.sum_variance, n.fraction, correction, n.epsilon)
         self.apply(finished, inputs, (n.inverse, n.sum_mean, n.sum_variance), axis=0)
         self.apply(running_count, (n.count, n.fraction), (n.count,), axis=0)
+
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        plan.forward(x, weights, bias, y)
+        self.apply(plus_rectified if relu else plus, (y, residual), (y,))
 
     def batch_norm_load(self, n: BatchNormState) -> None:
         count = self.view(n.count, ())

@@ -181,6 +181,24 @@ class InputPrimitives:
 
         return np.empty(size, np.uint8)
 
+    def adopt(self, array: Any) -> Array | None:
+        """An array of another library as one of this backend without a copy; None where it does not lie on its device.
+
+        All work that fills the array has finished when this returns.
+        """
+        return None
+
+    def upload(self, host: Any, destination: Array) -> None:
+        """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
+
+        The host array may be changed when this returns.
+        """
+        self.from_host(host, destination)  # type: ignore[attr-defined]
+
+    def download(self, arrays: Sequence[Array]) -> list[Any]:
+        """As `to_host` of each, through memory that the device copies to at full speed; waits once for all."""
+        return [self.to_host(array) for array in arrays]  # type: ignore[attr-defined]
+
     def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
         """A ring of slots; see `InputRing`.
 

@@ -238,6 +238,18 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
         """A convolution of these shapes, any number of spatial axes."""
 
     @abstractmethod
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        """y = the plan's forward pass + residual, or max(that, 0). Residual, of y's shape and dtype, is not y."""
+
+    def keep_weights(self, plan: Convolution, weights: Array) -> None:
+        """Let the plan's forward passes with `weights` rely on their present values until this is called again.
+
+        Plans that read weights in an order of their own need not make it in each pass then; others read them anew.
+        """
+
+    @abstractmethod
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         """y = maximum over each window of x (N, C, H, W), clipped to the image; the first maximum or NaN wins.
 

@@ -116,8 +116,8 @@ def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
 
 def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
     """The GPUs that were named, or this rank's part of all."""
-    from caffepy.cli.devices import check_gpus
     from caffepy.parallel.processes.gpu_assignment import share_gpus
+    from caffepy.training.devices import check_gpus
 
     available = world.run_on_all(lambda: check_gpus(requested or "all"))
     if requested is not None:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpus(requested: list[int] | str | None) -> Iterator[str]:
-    from caffepy.cli.devices import check_gpus
+    from caffepy.training.devices import check_gpus
 
     try:
         numbers = check_gpus(requested or "all")
@@ -135,9 +135,9 @@ def _topology(requested: list[int] | str | None) -> Iterator[str]:
 
 
 def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
-    from caffepy.cli.devices import check_gpus
     from caffepy.parallel.hardware.nvml import open_nvml
     from caffepy.parallel.hardware.topology import Gpu, describe_gpus
+    from caffepy.training.devices import check_gpus
 
     try:
         numbers = check_gpus(requested or "all")

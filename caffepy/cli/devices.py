@@ -7,27 +7,9 @@ import logging
 
 from caffepy.errors import DeviceError, MissingExtraError
 from caffepy.parallel.processes.launcher import find_launcher
-from caffepy.phases import phase
+from caffepy.training.devices import check_gpus
 
 logger = logging.getLogger(__name__)
-
-
-def check_gpus(requested: list[int] | str) -> list[int]:
-    """The numbers of the GPUs that were asked for, all of them there.
-
-    Raises:
-        MissingExtraError: CuPy is not installed.
-        DeviceError: there is no such GPU, or none at all.
-    """
-    with phase("CUDA import", "Loading CUDA's libraries"):
-        from caffepy.backend.cuda.device import check_device, device_count
-
-    if isinstance(requested, str):
-        check_device(0)
-        return list(range(device_count()))
-    for number in requested:
-        check_device(number)
-    return requested
 
 
 def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:

@@ -34,12 +34,20 @@ GROUPS = {
         "create_label_map",
         "get_image_size",
     ),
+    "other formats": ("export", "import"),
     "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
 }
 """Commands, as `caffepy --help` lists them."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 TOOLS = frozenset((*GROUPS["predictions"], *GROUPS["data sets"], *GROUPS["old files"], *GROUPS["nets and logs"][1:]))
 """Commands that stand in `caffepy.cli.tools`: Caffe's tools under their names."""
+MODULES = {
+    **{name: f"tools.{name}" for name in TOOLS},
+    **{name: f"tools.data.{name}" for name in GROUPS["data sets"]},
+    "export": "onnx.export",
+    "import": "onnx.import_model",
+}
+"""Modules of the commands, below this folder, that have another name than the command."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -136,8 +144,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
 
 def _module(command: str) -> ModuleType:
     """The module of a command."""
-    folder = "tools.data." if command in GROUPS["data sets"] else "tools." if command in TOOLS else ""
-    return importlib.import_module(f"caffepy.cli.{folder}{command}")
+    return importlib.import_module(f"caffepy.cli.{MODULES.get(command, command)}")
 
 
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -36,11 +36,11 @@ LARGEST_BLOBS = 12
 _REMARKS = {
     "blobs": "outputs, and blobs whose values outlive a pass",
     "half copies": "half-precision copies of the parameters",
+    "folded weights": "of convolutions that have taken in what follows them",
 }
 """Remarks on a kind of memory in the table."""
 _LABELS: dict[str, tuple[int, ...]] = {"AnnotatedData": (1, 1, 8)}
 """The shape of a label, for data that are not there, where it is not one number: here one box, see the layer."""
-_SSD = ("AnnotatedData", "VideoData")
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
@@ -56,8 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--fused", action="store_true", help="show the layers as a GPU runs them, several as one")
     parser.add_argument("--memory", action="store_true", help="predict the memory that is needed on a GPU")
-    parser.add_argument("--no-fuse", action="store_true", help="with --memory: for training with --no-fuse")
-    parser.add_argument("--no-share", action="store_true", help="with --memory: for training with --no-share")
+    parser.add_argument("--no-fuse", action="store_true", help="with --memory: for running with --no-fuse")
+    parser.add_argument("--no-share", action="store_true", help="with --memory: for running with --no-share")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument(
         "--gpu", type=gpu_number, metavar="N", help="with --memory: the largest batch that fits on this GPU"
@@ -176,34 +176,15 @@ def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str,
 
 def _cropped(layer: caffe_pb2.LayerParameter, error: DataError, nvidia: bool) -> tuple[int, ...]:
     """The shape of a layer's crops or resized images, for data that do not exist on this machine."""
-    transform = layer.transform_param
-    height, width, fields = _told_size(layer, nvidia)
-    if not (height and width):
+    from caffepy.net.record_shape import told_shape
+
+    told = told_shape(layer, nvidia)
+    if told is None:
         raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
-    channels = 1 if transform.force_gray else max(len(transform.mean_value), 1)
-    shape = (3 if channels == 1 and not transform.force_gray else channels, height, width)
+    shape, fields = told
     text = ",".join(map(str, shape))
     print(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from {fields}\n")
     return shape
-
-
-def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str]:
-    """Height and width of the images, whatever the records', and the fields that say so; 0 where nothing does.
-
-    In NVIDIA's dialect SSD's layers alone apply `resize_param`.
-    """
-    from caffepy.proto import caffe_pb2
-
-    transform, resize = layer.transform_param, layer.transform_param.resize_param
-    if transform.crop_size:
-        return transform.crop_size, transform.crop_size, "crop_size"
-    if transform.crop_h and transform.crop_w:
-        return transform.crop_h, transform.crop_w, "crop_h and crop_w"
-    applied = transform.HasField("resize_param") and (layer.type in _SSD or not nvidia)
-    if applied and resize.resize_mode != caffe_pb2.ResizeParameter.FIT_SMALL_SIZE:
-        return resize.height, resize.width, "resize_param"
-    listed = layer.image_data_param
-    return listed.new_height, listed.new_width, "new_height and new_width"
 
 
 # -- layers -----------------------------------------------------------------------------------------------

@@ -56,10 +56,20 @@ class Parser(argparse.ArgumentParser):
             ConfigError: an unknown option or argument, or a value that does not fit.
         """
         namespace, rest = self.parse_known_args(arguments)
+        parser: Parser = getattr(namespace, "parser", self)
+        if len(rest) == 1 and not rest[0].startswith("-") and parser.take_late(namespace, rest[0]):
+            return namespace
         if rest:
-            parser: Parser = getattr(namespace, "parser", self)
             parser.refuse(rest[0])
         return namespace
+
+    def take_late(self, namespace: argparse.Namespace, text: str) -> bool:
+        """Set the positional argument that may be left out, which argparse does not take behind options; whether."""
+        for action in self._positionals._group_actions:
+            if action.nargs == "?" and action.choices is None and getattr(namespace, action.dest) is action.default:
+                setattr(namespace, action.dest, action.type(text) if callable(action.type) else text)
+                return True
+        return False
 
     def refuse(self, argument: str) -> NoReturn:
         """Say that `argument` means nothing here.
@@ -139,6 +149,16 @@ def positive(text: str) -> int:
     if not 1 <= number <= LARGEST:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1 and at most {LARGEST}")
     return number
+
+
+def natural(text: str) -> int:
+    """An option's whole number of 0 or more."""
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError:
+        if text.strip() == "0":
+            return 0
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of 0 or more") from None
 
 
 def level(text: str) -> int:
@@ -256,6 +276,13 @@ def add_convolution_options(parser: argparse._ActionsContainer) -> None:
         help="the same bits in every run (default); without it BatchNorm in half precision takes its sums from "
         "convolutions that round differently each time, which is faster",
     )
+
+
+def add_engine_options(parser: argparse._ActionsContainer) -> None:
+    """--eager, --no-fuse and --no-share."""
+    parser.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
+    parser.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
+    parser.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
 
 
 def add_dialect_option(parser: argparse._ActionsContainer) -> None:

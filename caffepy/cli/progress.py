@@ -1,96 +1,15 @@
-"""A progress bar of iterations, or of files, on a terminal; the log scrolls by above it."""
+"""The progress bar of conversions."""
 
 from __future__ import annotations
 
-import logging
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from caffepy.glog import StderrHandler, write_line
+from caffepy.progress import progress_bar
 
 if TYPE_CHECKING:
     from caffepy.data.conversion.progress import Progress
-
-_INTERVAL = 0.2
-"""Seconds between looks at the iteration."""
-
-
-class ProgressBar:
-    """The bar, drawn by a thread of its own from the first finished iteration on.
-
-    Args:
-        iteration: asks for the present iteration.
-        total: asks for the last one; called once training runs.
-        unit: what is counted.
-    """
-
-    def __init__(self, iteration: Callable[[], int], total: Callable[[], int], unit: str = "it") -> None:
-        self._unit = unit
-        self._iteration = iteration
-        self._total = total
-        self._bar: Any = None
-        self._stop = threading.Event()
-        self._handlers = [h for h in logging.getLogger("caffepy").handlers if isinstance(h, StderrHandler)]
-        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Leave the bar as it stands and let the log go straight to stderr again."""
-        self._stop.set()
-        self._thread.join()
-        if self._bar is not None:
-            self.show(self._iteration())
-            self._bar.close()
-        for handler in self._handlers:
-            handler.write_line = write_line
-
-    def show(self, iteration: int) -> None:
-        """Move the bar to `iteration`; it appears with the first one above 0."""
-        if self._bar is None:
-            if iteration == 0:
-                return
-            self._open(iteration)
-        self._bar.update(iteration - self._bar.n)
-
-    def _open(self, iteration: int) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=self._total(), initial=iteration, unit=self._unit, file=sys.stderr, dynamic_ncols=True)
-        for handler in self._handlers:
-            handler.write_line = self._write_above
-
-    def _write_above(self, line: str) -> None:
-        self._bar.write(line, file=sys.stderr)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_INTERVAL):
-            self.show(self._iteration())
-
-
-@contextmanager
-def progress_bar(iteration: Callable[[], int], total: Callable[[], int], unit: str = "it") -> Iterator[None]:
-    """Show a progress bar within a `with` block where stderr is a terminal; elsewhere nothing.
-
-    Args:
-        iteration: asks for the present iteration.
-        total: asks for the last one; called once training runs.
-        unit: what is counted.
-    """
-    if not sys.stderr.isatty():
-        yield
-        return
-    bar = ProgressBar(iteration, total, unit)
-    bar.start()
-    try:
-        yield
-    finally:
-        bar.close()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from caffepy.cli.options import (
     Parser,
     add_device_options,
     add_dialect_option,
+    add_engine_options,
     add_state_options,
     file_list,
     file_name,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from caffepy.net import Net
+    from caffepy.net.forward_runner import ForwardRunner
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="average precision of detections (11point)",
     )  # fmt: skip
     add_device_options(parser, "default: the CPU")
+    add_engine_options(parser)
     add_state_options(parser)
     add_dialect_option(parser)
 
@@ -56,16 +59,20 @@ def run(args: argparse.Namespace) -> int:
     if not args.weights:
         raise ConfigError("test needs trained weights: --weights net.caffemodel")
     from caffepy.cli.nets import load_weights, open_net
+    from caffepy.net.forward_runner import ForwardRunner
     from caffepy.proto import caffe_pb2
 
-    with open_net(args, caffe_pb2.TEST, args.iterations) as net:
+    fuse, share = not args.no_fuse, not args.no_share
+    with open_net(args, caffe_pb2.TEST, args.iterations, fuse, share) as net:
         load_weights(net, args.weights)
+        runner = ForwardRunner(net, args.eager)
         logger.info("Running for %d iterations.", args.iterations)
-        _log_means(net, *_score(net, args.iterations, args.ap_version), args.iterations)
+        _log_means(net, *_score(runner, args.iterations, args.ap_version), args.iterations)
+        runner.drop()
     return 0
 
 
-def _score(net: Net, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
+def _score(runner: ForwardRunner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
     """The sums of all outputs over the batches, flattened, and of the loss; logs mean average precisions.
 
     Raises:
@@ -74,13 +81,14 @@ def _score(net: Net, iterations: int, ap_version: str) -> tuple[dict[str, np.nda
     from caffepy.solvers.io.detection import DetectionScores, detection_outputs
     from caffepy.solvers.io.testing import refuse_changing_outputs
 
+    net = runner.net
     detections = DetectionScores(net, ap_version, True, log=logger.info)
     summed = {name: blob for name, blob in net.outputs.items() if name not in detection_outputs(net)}
     refuse_changing_outputs(net, summed)
     sums: dict[str, np.ndarray] = {}
     loss = 0.0
     for batch in range(iterations):
-        net.forward()
+        runner.forward()
         loss += net.loss()
         net.raise_device_errors()
         detections.take(batch)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
-import os
 import platform
 import shlex
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from caffepy.cli.options import (
     add_convolution_options,
     add_device_options,
     add_dialect_option,
+    add_engine_options,
     add_state_options,
     file_list,
     file_name,
@@ -101,9 +100,7 @@ def _add_device_options(parser: Parser) -> None:
 
 def _add_engine_options(parser: Parser) -> None:
     engine = parser.add_argument_group("GPU engine")
-    engine.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
-    engine.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
-    engine.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
+    add_engine_options(engine)
     add_convolution_options(engine)
 
 
@@ -185,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     START.add("command line", 0.0)
     START.level = logging.INFO if args.profile_start else logging.DEBUG
-    from caffepy.cli.progress import progress_bar
+    from caffepy.progress import progress_bar
 
     with phase("engine import"):
         from caffepy.parallel.p2p_manager import P2PManager
@@ -208,20 +205,13 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.cli.devices import shares_gpus, train_devices
     from caffepy.config.paths import PathResolver
-    from caffepy.config.solver_check import check_solver
-    from caffepy.parallel.launch.run import SINCE
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
     from caffepy.solvers.execution_options import ExecutionOptions
+    from caffepy.training.prepare import prepare_solver, started_first
 
     param = _read_solver(args)
-    check_solver(param, str(args.solver))
-    if args.level is not None:
-        param.train_state.level = args.level
-    param.train_state.stage.extend(args.stage)
-    if args.weights or args.snapshot:
-        del param.weights[:]
-    keep_batch_of_all(param)
+    prepare_solver(param, str(args.solver), bool(args.weights or args.snapshot), args.level, args.stage)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     resolve = PathResolver(args.solver)
     return TrainOptions(
@@ -232,7 +222,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         cpu_solvers=args.cpu_solvers,
         snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
         resume_newest=args.snapshot == "auto",
-        resume_since=_launched_with(SINCE) if SINCE in os.environ else None,
+        resume_since=started_first(),
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,
@@ -272,44 +262,6 @@ def _read_solver(args: argparse.Namespace) -> SolverParameter:
     param, folder = read_logged_solver(args.from_log)
     args.solver = folder / "solver.prototxt"
     return param
-
-
-def keep_batch_of_all(param: SolverParameter) -> None:
-    """Multiply iter_size where `caffepy launch` goes on with fewer ranks than the prototxts were written for.
-
-    Raises:
-        ConfigError: the samples of an iteration cannot be divided so.
-    """
-    from caffepy.parallel.launch.run import BATCH_RANKS
-    from caffepy.parallel.processes.launcher import find_launcher
-
-    launcher, before = find_launcher(), int(_launched_with(BATCH_RANKS))
-    ranks = launcher.size if launcher else None
-    if not before or not ranks or ranks == before:
-        return
-    passes = param.iter_size * before
-    if passes % ranks:
-        raise ConfigError(
-            f"the samples of {before} ranks cannot be divided among {ranks}: an iteration has {passes} batches in all; "
-            f"start as many ranks as divide {passes}"
-        )
-    param.iter_size = passes // ranks
-    logger.info("%d ranks train for %d: iter_size is %d", ranks, before, param.iter_size)
-
-
-def _launched_with(name: str) -> float:
-    """A number that `caffepy launch` sets; 0 where it does not.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        number = float(os.environ.get(name, "0"))
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"{name} is '{os.environ[name]}'; caffepy launch alone sets it, to a number: unset it")
-    return number
 
 
 def _check_options(args: argparse.Namespace) -> None:

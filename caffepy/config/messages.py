@@ -1,4 +1,4 @@
-"""Walking a protobuf message with all that is within it."""
+"""Walking a protobuf message with all that is within it, and the wire format's heads of fields."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def walk_fields(message: Message, prefix: str = "") -> Iterator[Found]:
         if field.message_type is not None and field.message_type.name != "BlobProto":
             for part in [value] if isinstance(value, Message) else value:
                 yield from walk_fields(part, f"{path}.")
+
+
+def field_head(tag: bytes, length: int) -> bytes:
+    """What precedes `length` bytes in protobuf's wire format."""
+    result = bytearray(tag)
+    while length > 127:
+        result.append(length & 127 | 128)
+        length >>= 7
+    result.append(length)
+    return bytes(result)

@@ -1,13 +1,14 @@
 """Arrays between the processes of a job, for scripts: point to point and collectives, over NCCL, MPI or TCP.
 
 `default.py` owns the default group and its operations as functions, `group.py` what they are, a group's life and its
-errors, `arrays.py` the check of arguments, `rendezvous.py` how processes meet, `membership.py` who they are and for
-whom a rank waits, `backends.py` the choice of a communicator. The communicators and the control channel are those of
-`caffepy.parallel`.
+errors, `data_parallel.py` a solver that trains in a group, `spawn.py` the start of processes, `arrays.py` the check of
+arguments, `rendezvous.py` how processes meet, `membership.py` who they are and for whom a rank waits, `backends.py` the
+choice of a communicator. The communicators and the control channel are those of `caffepy.parallel`.
 """
 
 from __future__ import annotations
 
+from caffepy.distributed.data_parallel import DataParallel
 from caffepy.distributed.default import (
     AVG,
     MAX,
@@ -36,6 +37,7 @@ from caffepy.distributed.default import (
     send,
 )
 from caffepy.distributed.group import Handle, ProcessGroup
+from caffepy.distributed.spawn import spawn
 from caffepy.parallel.communicators.collectives import Operator
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "MIN",
     "PRODUCT",
     "SUM",
+    "DataParallel",
     "Handle",
     "Operator",
     "ProcessGroup",
@@ -67,4 +70,5 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
+    "spawn",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
@@ -70,6 +70,8 @@ class ProcessGroup:
         self.destroyed = False
         """Whether it is left."""
         self._arguments = Arguments(communicator.memory, communicator.empty, self.size)
+        self.releases: list[Callable[[], None]] = []
+        """Called before the communicator is closed, for whoever uses it by itself."""
         self._monitor = Monitor(membership.channel, self._statuses, self._hear)
         if self.size > 1:
             self._monitor.start()
@@ -208,6 +210,8 @@ class ProcessGroup:
                 return
             self.destroyed = True
         channel = self._membership.channel
+        for release in self.releases:
+            release()
         self._monitor.stop()
         late: list[int] = []
         if self.failure is None:
@@ -265,6 +269,42 @@ class ProcessGroup:
         """As `reporting`, while other ranks may ask for whom this one waits."""
         with self._heartbeat.waiting(what), self.reporting(what):
             yield
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What this rank is doing."""
+        return self._heartbeat
+
+    def name_of(self, rank: int) -> str:
+        """A rank, as messages call it."""
+        return self._membership.name(rank)
+
+    @contextmanager
+    def bounded(self, what: str) -> Iterator[None]:
+        """As `waiting`, for who uses the communicator by itself: when the timeout has passed, the wait is ended.
+
+        Raises:
+            PeerError: the others did not come in time, or one of them failed.
+        """
+        if self.failure is not None:
+            raise PeerError(f"{self.name}: {what}: {self.failure}")
+        timer = threading.Timer(self.timeout, self._expire, (what,))
+        timer.daemon = True
+        timer.start()
+        self._heartbeat.collectives += 1
+        try:
+            with self.waiting(what):
+                yield
+        finally:
+            timer.cancel()
+
+    def _expire(self, what: str) -> None:
+        """End a wait that has lasted too long, here and elsewhere."""
+        try:
+            self.give_up(what, (), self.timeout)
+        except PeerError as error:
+            self._membership.channel.fail(f"{self.name}: {what}: {error}")
+            self._fail(str(error))
 
     def look(self, waits_for: Sequence[int]) -> None:
         """While an operation waits: raise PeerError if a rank has left that will not come any more."""

@@ -74,6 +74,8 @@ def render_net(
     upgraded = caffe_pb2.NetParameter()
     upgraded.CopyFrom(net)
     upgrade_net(upgraded, net.name or "net")
+    if not upgraded.layer:
+        raise ConfigError("the net has no layers; give the prototxt of a net")
     known = blob_shapes(upgraded, phase) if shapes is None else shapes
     return _write(make_graph(upgraded, phase, known, rates), file_format, rankdir, graphviz)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from caffepy.backend.meta.backend import MetaBackend
+from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.net.deploy import record_shape
+from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,11 @@ def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int
     layers = filter_net(param, state).layer
     if any(layer.type == "Python" for layer in layers):
         return {}
-    records = {layer.name: record_shape(layer) for layer in layers}
+    nvidia = choose_dialect([param], lambda *line: None) is Dialect.NVIDIA
     samples = {
-        layer.name: [shape, *[()] * (len(layer.top) - 1)]
+        layer.name: [told[0], *[()] * (len(layer.top) - 1)]
         for layer in layers
-        if (shape := records[layer.name]) is not None
+        if (told := told_shape(layer, nvidia)) is not None
     }
     net = Net(param, LayerContext(MetaBackend(), phase=phase, sample_shapes=samples), state)
     try:

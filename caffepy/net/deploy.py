@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import ConfigError
+from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
 
 Shape = tuple[int, ...]
@@ -111,7 +113,7 @@ def plan_deploy(
 
     Args:
         train: the net, of the current format.
-        shapes: of one record, by the input's name, where `record_shape` does not know it.
+        shapes: of one record, by the input's name, where `told_shape` does not know it.
         batch: records of a batch.
         outputs: blobs that the net is to give, instead of those that follow from its losses.
 
@@ -144,32 +146,15 @@ def _inputs(
     made = {top for layer in kept for top in layer.top}
     sources = [layer for layer in kept if not layer.bottom and layer.type not in _CONSTANTS]
     sources += [layer for layer in train.layer if not layer.bottom and (read - made) & set(layer.top)]
+    nvidia = choose_dialect([train], lambda *line: None) is Dialect.NVIDIA
     inputs: dict[str, Shape] = {}
     for layer in sources:
+        told = told_shape(layer, nvidia)
         for index, top in enumerate(layer.top):
             if top in read and top not in inputs:
-                inputs[top] = _input_shape(layer, index, shapes, batch)
+                shape = told[0] if told and index == 0 else None
+                inputs[top] = _input_shape(layer, index, shapes.get(top, shape), batch)
     return inputs
-
-
-def record_shape(layer: caffe_pb2.LayerParameter) -> Shape | None:
-    """The shape of one record of a data layer, from the size of its crops or of its resized images; None: unknown.
-
-    The channels are as many as there are values of `mean_value`, but 3 for one value or none, and 1 with `force_gray`.
-    """
-    transform, images = layer.transform_param, layer.image_data_param
-    sizes = [
-        (transform.crop_size or transform.crop_h, transform.crop_size or transform.crop_w),
-        (transform.resize_param.height, transform.resize_param.width),
-        (images.new_height, images.new_width),
-    ]
-    size = next((pair for pair in sizes if all(pair)), None)
-    if size is None:
-        return None
-    if layer.type == "ImageData" and not images.is_color:
-        return (1, *size)
-    channels = 1 if transform.force_gray else len(transform.mean_value)
-    return (3 if channels <= 1 and not transform.force_gray else channels, *size)
 
 
 def _is_loss(layer: caffe_pb2.LayerParameter) -> bool:
@@ -232,15 +217,12 @@ def _make_heads(layers: Layers, outputs: Iterable[str]) -> list[caffe_pb2.LayerP
     return heads
 
 
-def _input_shape(layer: caffe_pb2.LayerParameter, index: int, shapes: Mapping[str, Sequence[int]], batch: int) -> Shape:
-    """The shape of an input with its batch."""
+def _input_shape(layer: caffe_pb2.LayerParameter, index: int, shape: Sequence[int] | None, batch: int) -> Shape:
+    """The shape of an input with its batch; `shape` is that of a record, where it is known."""
     name = layer.top[index]
-    if name in shapes:
-        return (batch, *shapes[name])
-    if layer.type == "Input":
+    if shape is None and layer.type == "Input":
         given = layer.input_param.shape
-        return (batch, *given[index if len(given) > 1 else 0].dim[1:])
-    shape = record_shape(layer) if index == 0 else None
+        shape = given[index if len(given) > 1 else 0].dim[1:]
     if shape is None:
         raise ConfigError(
             f"layer '{layer.name}': the shape of '{name}' does not follow from the prototxt; give that of one record: "

@@ -15,6 +15,9 @@ from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.build import build_net
+from caffepy.net.describe import describe_net, net_table
+from caffepy.net.fusion.fold import fold_nodes
+from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.net.fusion.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer
 from caffepy.net.trained_layers import copy_trained_layers, share_trained_layers, trained_layer_protos
@@ -31,7 +34,8 @@ class Net:
         context: backend, phase, seed and shard, handed to every layer.
         state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
             with the context's phase.
-        fuse: compute groups of layers as one (`caffepy.net.fusion.fuse`); blobs within a group are then not filled.
+        fuse: compute groups of layers as one (`caffepy.net.fusion`); blobs within a group are then not filled. A net of
+            the TEST phase can then only run forward.
         trace: takes the times of the layers.
 
     Raises:
@@ -70,10 +74,19 @@ class Net:
         self.outputs = built.outputs
         self._table = built.table
         self._buffer: ParameterBuffer | None = None
-        self.schedule = fuse_nodes(self.nodes) if fuse else self.nodes
+        rewrite = fold_nodes if self.phase == caffe_pb2.TEST else fuse_nodes
+        self.schedule = rewrite(self.nodes) if fuse else self.nodes
         """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
+        self.folds_parameters = True
+        """Whether `forward` folds the parameters anew; whoever sets it to False calls `fold_parameters` in time."""
         if fuse:
             self.reshape()
+
+    def __repr__(self) -> str:
+        return describe_net(self.name, self.phase, self.nodes, self.backend.device_description())
+
+    def _repr_html_(self) -> str:
+        return net_table(repr(self), self.nodes)
 
     # -- what the net is made of ---------------------------------------------------------------------
 
@@ -181,6 +194,14 @@ class Net:
             self._buffer = self.parameters
         if self._dtypes and self.keeps_copies:
             self.parameters.refresh(self._dtypes)
+        if self.folds_parameters:
+            self.fold_parameters()
+
+    def fold_parameters(self) -> None:
+        """Compute the weights that folded layers make of the present parameters."""
+        for node in self.schedule:
+            if isinstance(node.layer, FoldedConvolution):
+                node.layer.fold()
 
     @property
     def _dtypes(self) -> set[str]:
@@ -245,6 +266,7 @@ class Net:
         Args:
             nodes: only these nodes of the schedule, in the order of `forward`.
         """
+        assert not any(isinstance(node.layer, FoldedConvolution) for node in self.schedule), "a folded net runs forward"
         _ = self.parameters.diff  # binds the gradients to the flat buffer before any layer writes them
         for node in reversed(self.schedule if nodes is None else nodes):
             self.backward_node(node)

@@ -13,6 +13,7 @@ import numpy as np
 
 from caffepy.blob import Blob, format_shape
 from caffepy.config.load import blob_shape, check_blob, has_old_shape, stored_values
+from caffepy.config.messages import field_head
 from caffepy.errors import SnapshotError
 from caffepy.proto import caffe_pb2
 
@@ -32,7 +33,7 @@ def to_blob_proto(data: np.ndarray, diff: np.ndarray | None = None) -> caffe_pb2
     for tag, array in ((_DATA_TAG, data), (_DIFF_TAG, diff)):
         if array is not None and array.size:
             content = np.ascontiguousarray(array, "<f4").tobytes()
-            wire += bytes([tag]) + _varint(len(content)) + content
+            wire += field_head(bytes([tag]), len(content)) + content
     return caffe_pb2.BlobProto.FromString(wire)
 
 
@@ -112,15 +113,6 @@ def _length_delimited(wire: bytes) -> Iterator[tuple[int, memoryview]]:
         if tag & 7 == 2:
             yield tag, view[offset : offset + number]
             offset += number
-
-
-def _varint(number: int) -> bytes:
-    content = bytearray()
-    while number > 127:
-        content.append(number & 127 | 128)
-        number >>= 7
-    content.append(number)
-    return bytes(content)
 
 
 def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:

@@ -41,7 +41,7 @@ _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
 _OWN_OPTIONS = frozenset(
     {
         "solver", "resolve", "devices", "share_gpus", "snapshot", "resume_newest", "resume_since", "weights", "verbose",
-        "sigint_effect", "sighup_effect", "sigterm_effect", "threads", "trace", "single_rate",
+        "sigint_effect", "sighup_effect", "sigterm_effect", "threads", "trace", "single_rate", "callbacks",
     }
 )  # fmt: skip
 """Options that may differ from rank to rank, that are the root's, or that are compared elsewhere."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
@@ -49,6 +49,8 @@ class TrainOptions:
         keep_best: the score by which the best snapshot stays too, an output of a test net; empty: none, see `Keep`.
         resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
             the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
+        callbacks: for the first device's solver of rank 0, see `Solver.add_callback`.
+        keeps_trained: leave the trained solver's state in `P2PManager.trained`.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
     """
 
@@ -80,6 +82,8 @@ class TrainOptions:
     check_replicas: int = 0
     keep_last: int = 0
     keep_best: str = ""
+    callbacks: Sequence[Any] = ()
+    keeps_trained: bool = False
 
     @property
     def local_devices(self) -> list[int | None]:

@@ -36,6 +36,7 @@ from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.store.store import ControlChannel
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solvers.callbacks import Action
+from caffepy.solvers.io.in_memory import SavedSolver
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,13 @@ class P2PManager:
     def iteration(self) -> int:
         """The iteration of this process's first solver, for progress bars. Thread-safe."""
         return self._syncs[0].heartbeat.iteration() if len(self._syncs) else 0
+
+    @property
+    def trained(self) -> SavedSolver:
+        """The state of this process's first solver, after a `run` whose options keep it."""
+        saved = self._syncs[0].trained
+        assert saved is not None
+        return saved
 
     def _run(self) -> None:
         channel = self._world.channel

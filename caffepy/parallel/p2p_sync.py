@@ -1,31 +1,26 @@
-"""A device's solver thread, and the callback through which its solver communicates with the other devices."""
+"""A device's solver thread."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from caffepy.awake import awake_seconds
-from caffepy.backend import Array, Backend, create_backend
+from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, PeerError
-from caffepy.net.parameters import bucket_count
-from caffepy.net.wiring import capture_blockers
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.connect_ahead import ConnectAhead
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.device_threads import DeviceThread
-from caffepy.parallel.gradients.reducer import Reducer
+from caffepy.parallel.exchange import SolverExchange
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.replicas import check_replicas
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.snapshot.files import restore_first, snapshots
@@ -33,6 +28,7 @@ from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action, SingleDevice
 from caffepy.solvers.execution_options import Keep
+from caffepy.solvers.io.in_memory import SavedSolver, save_in_memory
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -43,7 +39,7 @@ _CHECK_SECONDS = 1.0
 """How often a thread that is ready checks for how long it has waited."""
 
 
-class P2PSync(DeviceThread):
+class P2PSync(SolverExchange, DeviceThread):
     """A solver thread; its solver's `SolverCallback`.
 
     The thread builds backend and solver, sets `ready`, and trains after `go`.
@@ -69,25 +65,24 @@ class P2PSync(DeviceThread):
     ) -> None:
         super().__init__(f"solver {spec.shard.rank}", spec.device, spec.label, connect, lambda: on_change(self))
         self.spec = spec
-        self.is_root = spec.shard.rank == 0
+        self.rank = spec.shard.rank
+        self.is_root = self.rank == 0
         self.world_size = spec.shard.world_size
         self.heartbeat = Heartbeat(spec.label, self._iteration, begun=False)
-        self.solver: Solver | None = None
         self.trace: Tracer = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
+        self.trained: SavedSolver | None = None
+        """The solver's state, once training is over, if the options ask for it."""
         self.ready = threading.Event()
         self.stop_wanted: Callable[[], Collection[Action]] = tuple
         """Asked while the solver waits for data: what a signal that stops training asks for, in any process."""
         self._options = options
+        self._check_interval = options.check_replicas
         self._request = request
         self._names = names or [f"device {number}" for number in range(self.world_size)]
-        self._compared = -1
-        """The iteration after which the parameters were compared last."""
         self._state: SolverState | None = None
         self._go = threading.Event()
-        self._cancelled = False
-        self._reducer: Reducer | None = None
 
     # -- for the manager ----------------------------------------------------------------------------
 
@@ -128,106 +123,6 @@ class P2PSync(DeviceThread):
             return ""
         return f"device {self.spec.label}, iteration {self.heartbeat.iteration()}"
 
-    # -- for the solver: SolverCallback -------------------------------------------------------------
-
-    def on_start(self) -> None:
-        assert self.solver is not None
-        with self._waiting("the root's weights"):
-            for array in (self.solver.net.parameters.data, *self.solver.history):
-                self._connected.broadcast(array, root=0)
-            self._drain()
-
-    def on_clock_start(self) -> None:
-        assert self._reducer is not None
-        self._reducer.timer.reset()
-
-    def on_iteration(self) -> None:
-        assert self.solver is not None
-        interval = self._options.check_replicas
-        if interval and self.solver.iteration % interval == 0:
-            self.solver.graph_runner.drain()
-            self.on_snapshot()
-
-    def on_snapshot(self) -> None:
-        """Compare the parameters, so that a snapshot is that of all devices."""
-        assert self.solver is not None
-        if self._compared == self.solver.iteration:
-            return
-        gather = partial(self._gather, what="the comparison of the parameters")
-        check_replicas(self.solver.net, self._names, gather)
-        self._compared = self.solver.iteration
-
-    def on_gradients_ready(self) -> None:
-        assert self._reducer is not None
-        _ = self._connected  # refuses once training was stopped
-        self._reducer.finish()
-
-    def capture_blocker(self) -> str | None:
-        return None if self._captures else "the devices exchange gradients through the host"
-
-    @property
-    def _captures(self) -> bool:
-        """Whether what the devices exchange may be captured into a graph."""
-        return self._communicator is not None and self._communicator.capturable
-
-    def wait_for_device(self, wait: Callable[[], None]) -> None:
-        assert self._reducer is not None
-        with self.heartbeat.collective(self._reducer.describe), self.trace.span("waits", "the gradients' all-reduce"):
-            self._drain(wait)
-
-    def average_over_devices(self, arrays: Sequence[Array]) -> None:
-        with self._waiting("the average of running statistics"):
-            for array in arrays:
-                self._connected.all_reduce(array, average=True)
-            self._drain()
-
-    def sum_over_devices(self, values: Any, what: str = "the sum of scores") -> Any:
-        with self._waiting(what):
-            return self._connected.sum(np.asarray(values, np.float64))
-
-    def min_over_devices(self, number: float, what: str) -> float:
-        return float(self._gather([number], what).min())
-
-    def barrier(self) -> None:
-        with self._waiting("a barrier"):
-            self._connected.barrier()
-
-    def _gather(self, values: Sequence[float], what: str) -> Any:
-        """Numbers of all devices, one row for each."""
-        rows = np.zeros((self.world_size, len(values)))
-        rows[self.spec.shard.rank] = values
-        return self.sum_over_devices(rows, what)
-
-    def _average(self, array: Any) -> None:
-        """All-reduce for sync-BN layers."""
-        with self._waiting("BatchNorm's statistics"):
-            self._connected.all_reduce(array, average=True)
-
-    def _total(self, array: Any) -> None:
-        """Sum of a loss layer's label count, by which the loss is divided, over all devices."""
-        with self._waiting("the number of labels that are not ignored"):
-            self._connected.all_reduce(array, average=False)
-            if self._captures and self._backend is not None and not self._backend.capturing:
-                # What follows may compile and allocate, which waits for the device, and so for the other devices.
-                self._drain()
-
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Mark a collective, for the watchdog and in the trace."""
-        with self.heartbeat.collective(what), self.trace.span("waits", what):
-            yield
-
-    @property
-    def _connected(self) -> Communicator:
-        if self._communicator is None or self._cancelled:
-            raise AbortedError("training was stopped")
-        return self._communicator
-
-    def _drain(self, wait: Callable[[], None] | None = None) -> None:
-        """Wait for the device: a thread that launches eagerly must not run ahead of its peers, or they deadlock."""
-        assert self._communicator is not None
-        self._communicator.wait_on_device(wait)
-
     # -- the thread ---------------------------------------------------------------------------------
 
     def _create_backend(self) -> Backend:
@@ -258,13 +153,14 @@ class P2PSync(DeviceThread):
             self._communicator = self._connect()
             self._allocate_gradients(self.solver)
         if self.world_size > 1:
-            mean = self._average if self._options.sync_bn else None
-            self.solver.net.connect_devices(self._total, mean, self._captures)
-            self._reducer = self._make_reducer(self.solver)
+            self._exchange_with_others(self.solver, self._options.sync_bn)
         self.heartbeat.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.solver.callback.barrier()
+        if self._options.keeps_trained:
+            self.solver.average_statistics()
+            self.trained = save_in_memory(self.solver.state)
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
@@ -282,41 +178,6 @@ class P2PSync(DeviceThread):
         if self._reducer is not None:
             solver.performance.communication, solver.performance.exposed = self._reducer.timer.totals()
         self.events = self.trace.events(self.spec.shard.rank, self.spec.full_name)
-
-    def _allocate_gradients(self, solver: Solver) -> None:
-        """Let the communicator allocate the gradients, for example in memory that ranks share."""
-        parameters = solver.net.parameters
-        memory = self._connected.allocate_gradients(parameters.size)
-        if memory is not None:
-            parameters.bind_gradients(memory)
-
-    def _make_reducer(self, solver: Solver) -> Reducer:
-        """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
-
-        Where nobody says whether to overlap, that depends on whether it is worth it.
-        """
-        overlap = self._connected.overlaps
-        if solver.param.HasField("layer_wise_reduce"):
-            overlap = solver.param.layer_wise_reduce
-        buckets = bucket_count(solver.net.param) if overlap else 1
-        schedule = solver.net.schedule
-        cut = any(n.need_backward and blocker for n, blocker in zip(schedule, capture_blockers(schedule), strict=True))
-        if cut and solver.backend.captures:
-            buckets = 1  # what is begun within a graph must end within it, and here there are several
-        reducer = Reducer(solver.net, self._connected, buckets, self._may_begin, self._waiting, self.trace)
-        if reducer.overlaps and self.is_root:
-            logger.info("gradients are exchanged in %d parts during the backward pass", reducer.parts)
-        return reducer
-
-    def _may_begin(self) -> bool:
-        """Whether exchanges may begin in the present backward pass.
-
-        On a device that works behind the host only while that is captured: an eager pass may compile, tune and
-        allocate, which waits for the whole device, and so for an exchange whose other end may be waiting just so.
-        """
-        assert self.solver is not None
-        backend = self.solver.backend
-        return self.solver.last_pass and (backend.capturing or not backend.asynchronous)
 
     def _build(self, backend: Backend) -> Solver:
         options = self._options
@@ -340,6 +201,8 @@ class P2PSync(DeviceThread):
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:
+            for observer in options.callbacks:
+                solver.add_callback(observer)
             self._read_start(solver)
         return solver
 

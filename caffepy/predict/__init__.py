@@ -1,8 +1,21 @@
-"""What trained nets say of image files: classes, and boxes of an SSD."""
+"""What trained nets say of image files: classes of images and of windows in them, and boxes of an SSD."""
 
 from caffepy.predict.classify import classify
 from caffepy.predict.detect import Box, detect, draw_boxes
 from caffepy.predict.images import Preparation, image_files, read_images
 from caffepy.predict.model import Model
+from caffepy.predict.windows import Window, classify_windows, read_windows
 
-__all__ = ["Box", "Model", "Preparation", "classify", "detect", "draw_boxes", "image_files", "read_images"]
+__all__ = [
+    "Box",
+    "Model",
+    "Preparation",
+    "Window",
+    "classify",
+    "classify_windows",
+    "detect",
+    "draw_boxes",
+    "image_files",
+    "read_images",
+    "read_windows",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from caffepy.errors import ConfigError
-from caffepy.predict.images import Floats, Preparation, resize
+from caffepy.predict.images import INPUT, Floats, Preparation
 from caffepy.predict.model import Model
+from caffepy.predict.pixels import crop_centres, oversample, resize_image
 
 
 def classify(
@@ -33,20 +34,11 @@ def classify(
             f"images are resized to {size[0]} x {size[1]}, and the net takes {height} x {width}: give a larger "
             f"--images-dim, such as {height},{width}"
         )
+    transformer = preparation.transformer((1, *model.image_shape))
+    cut = crop_centres if centre_only else oversample
     results = []
     for image in images:
-        crops = _crops(resize(image, *size), height, width, centre_only)
-        scores = model.run(np.stack([preparation.apply(crop) for crop in crops]))
+        crops = cut([resize_image(image, size)], (height, width))
+        scores = model.run(np.stack([transformer.preprocess(INPUT, crop) for crop in crops]))
         results.append(scores.reshape(len(scores), -1).mean(0))
     return np.stack(results)
-
-
-def _crops(image: Floats, height: int, width: int, centre_only: bool) -> Iterator[Floats]:
-    down, right = image.shape[0] - height, image.shape[1] - width
-    middle = (down // 2, right // 2)
-    corners = () if centre_only else ((0, 0), (0, right), (down, 0), (down, right))
-    for top, left in (*corners, middle):
-        crop = image[top : top + height, left : left + width]
-        yield crop
-        if not centre_only:
-            yield crop[:, ::-1]

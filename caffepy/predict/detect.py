@@ -13,7 +13,7 @@ from caffepy.config.text import decode_text, parse_text
 from caffepy.data.images.datum import opencv
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write, read_regular
-from caffepy.predict.images import Floats, Preparation, resize
+from caffepy.predict.images import INPUT, Floats, Preparation
 from caffepy.predict.model import Model
 from caffepy.proto import caffe_pb2
 
@@ -70,8 +70,8 @@ def detect(
     if "DetectionOutput" not in model.layer_types:
         raise ConfigError("the net has no DetectionOutput layer; 'caffepy detect' needs the deploy net of an SSD")
     name, values = image
-    _, height, width = model.image_shape
-    rows = model.run(preparation.apply(resize(values, height, width))[None]).reshape(-1, _COLUMNS)
+    transformer = preparation.transformer((1, *model.image_shape))
+    rows = model.run(transformer.preprocess(INPUT, values)[None]).reshape(-1, _COLUMNS)
     scale = np.array([values.shape[1], values.shape[0]] * 2, np.float32)
     boxes = []
     for _, label, score, *edges in rows[(rows[:, 1] >= 0) & (rows[:, 2] >= least)].tolist():
@@ -119,13 +119,14 @@ def draw_boxes(image: Floats, boxes: Sequence[Box], path: Path) -> None:
 
 
 def _draw_box(cv2: Any, canvas: Any, box: Box, thickness: int) -> None:
-    """A frame and a bar with label and score above its upper edge, or below where there is no space."""
+    """A frame, and a bar with label and score: above its upper edge, or below or further left for want of space."""
     colour = _COLOURS[box.label % len(_COLOURS)]
     left, top, right, bottom = (round(edge) for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
     cv2.rectangle(canvas, (left, top), (right, bottom), colour, thickness)
     text = f"{box.name or box.label} {box.score:.2f}".encode("ascii", "replace").decode()
     scale = 0.4 + 0.1 * thickness
     (wide, tall), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
+    left = max(0, min(left, canvas.shape[1] - wide))
     base = top - below if top > tall + below else top + tall + below
     cv2.rectangle(canvas, (left, base - tall - below), (left + wide, base + below), colour, -1)
     cv2.putText(canvas, text, (left, base), cv2.FONT_HERSHEY_SIMPLEX, scale, (255, 255, 255), 1, cv2.LINE_AA)

@@ -1,4 +1,4 @@
-"""Images as nets take them: as Caffe's `caffe.io.load_image` and `caffe.io.Transformer` prepare them."""
+"""Which images are read from what the user names, and how they are prepared for a net."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import decode_image, opencv
 from caffepy.data.images.mean import read_mean
 from caffepy.errors import ConfigError, DataError
-from caffepy.files import open_regular, read_regular
+from caffepy.files import open_regular
+from caffepy.predict.pixels import load_image
+from caffepy.predict.transformer import Transformer, configured_transformer
 
 Floats = NDArray[np.float32]
 
-_MOST_BYTES = 1 << 28
-_LEVELS = 255.0
+INPUT = "data"
+"""What the transformers call the input."""
 
 
 @dataclass(frozen=True)
@@ -32,45 +33,32 @@ class Preparation:
         input_scale: factor after that.
     """
 
-    raw_scale: float = _LEVELS
+    raw_scale: float = 255.0
     channel_swap: tuple[int, ...] = (2, 1, 0)
     mean: Floats | None = None
     input_scale: float = 1.0
 
-    def apply(self, image: Floats) -> Floats:
-        """An image (H, W, C) as the net's input (C, H, W).
+    def transformer(self, shape: Sequence[int]) -> Transformer:
+        """What prepares images (H, W, C) for an input "data" of the shape (N, C, H, W).
 
         Raises:
-            ConfigError: `channel_swap` or `mean` does not fit the image.
+            ConfigError: `channel_swap` or `mean` does not fit the input.
         """
-        channels = image.shape[2]
-        if channels > 1 and self.channel_swap:
-            if sorted(self.channel_swap) != list(range(channels)):
-                raise ConfigError(f"channel_swap {self.channel_swap} is no order of the input's {channels} channels")
-            image = image[:, :, list(self.channel_swap)]
-        values = image.transpose(2, 0, 1) * np.float32(self.raw_scale)
-        if self.mean is not None:
-            values = values - self._mean_for(values.shape)
-        return np.asarray(np.ascontiguousarray(values * np.float32(self.input_scale)), np.float32)
-
-    def _mean_for(self, shape: Sequence[int]) -> Floats:
-        mean = self.mean
-        assert mean is not None
-        if mean.ndim not in (1, 3) or mean.shape[0] not in (1, shape[0]):
-            raise ConfigError(f"the mean has the shape {mean.shape}, which does not fit an input of {tuple(shape)}")
-        if mean.ndim == 1:
-            return np.asarray(mean.reshape(-1, 1, 1), np.float32)
-        if mean.shape[1:] != tuple(shape[1:]):
-            mean = np.asarray(resize(mean.transpose(1, 2, 0), shape[1], shape[2]).transpose(2, 0, 1), np.float32)
-        return mean
-
-
-def resize(image: Floats, height: int, width: int) -> Floats:
-    """An image (H, W, C) at another size, by linear interpolation."""
-    if image.shape[:2] == (height, width):
-        return image
-    resized = opencv().resize(np.ascontiguousarray(image), (width, height), interpolation=1)
-    return np.asarray(resized, np.float32).reshape(height, width, image.shape[2])
+        channels, mean = shape[1], self.mean
+        order = self.channel_swap if channels > 1 and self.channel_swap else None
+        if order is not None and sorted(order) != list(range(channels)):
+            raise ConfigError(f"channel_swap {order} is no order of the input's {channels} channels")
+        if mean is not None and (mean.ndim not in (1, 3) or mean.shape[0] not in (1, channels)):
+            raise ConfigError(f"the mean has the shape {mean.shape}, which does not fit an input of {tuple(shape[1:])}")
+        if mean is not None and mean.ndim == 1:
+            mean = np.broadcast_to(mean, (channels,))
+        options = {
+            "channel_swap": order,
+            "raw_scale": self.raw_scale,
+            "mean": mean,
+            "input_scale": self.input_scale,
+        }
+        return configured_transformer(INPUT, shape, options)
 
 
 def image_files(path: Path, ending: str = "jpg") -> list[Path]:
@@ -87,21 +75,6 @@ def image_files(path: Path, ending: str = "jpg") -> list[Path]:
     return found
 
 
-def read_image(path: Path, channels: int = 3) -> Floats:
-    """An image file as (H, W, C): red, green and blue, or gray, from 0 to 1.
-
-    Raises:
-        DataError: it cannot be read, or is no image.
-    """
-    try:
-        pixels = decode_image(read_regular(path, _MOST_BYTES), force_color=channels == 3, force_gray=channels == 1)
-    except OSError as error:
-        raise DataError(f"image '{path}' cannot be read: {error.strerror}") from error
-    except DataError as error:
-        raise DataError(f"image '{path}' {error}") from error
-    return np.asarray(pixels.transpose(1, 2, 0)[:, :, ::-1] / np.float32(_LEVELS), np.float32)
-
-
 def read_images(path: Path, channels: int = 3, ending: str = "jpg") -> list[tuple[str, Floats]]:
     """The images of a file, a folder, or an .npy file of images (H, W, C) or (N, H, W, C) from 0 to 1, with names.
 
@@ -109,7 +82,7 @@ def read_images(path: Path, channels: int = 3, ending: str = "jpg") -> list[tupl
         DataError: something cannot be read, or is no image of so many channels.
     """
     if path.suffix != ".npy":
-        return [(str(file), read_image(file, channels)) for file in image_files(path, ending)]
+        return [(str(file), load_image(file, channels != 1)) for file in image_files(path, ending)]
     array = read_array(path)
     array = array[None] if array.ndim == 3 else array
     if array.ndim != 4 or array.shape[3] != channels or not array.size:

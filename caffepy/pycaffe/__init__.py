@@ -6,9 +6,57 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from caffepy.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from caffepy import proto as proto
+    from caffepy.layers.python.python_layer import PythonLayerBase as Layer  # noqa: F401
+    from caffepy.proto.caffe_pb2 import TEST as TEST
+    from caffepy.proto.caffe_pb2 import TRAIN as TRAIN
+    from caffepy.pycaffe import classifier as classifier
+    from caffepy.pycaffe import coord_map as coord_map
+    from caffepy.pycaffe import detector as detector
+    from caffepy.pycaffe import draw as draw
+    from caffepy.pycaffe import io as io
+    from caffepy.pycaffe import net_spec as net_spec
+    from caffepy.pycaffe.blob import Blob as Blob
+    from caffepy.pycaffe.blob import BlobVec as BlobVec
+    from caffepy.pycaffe.classifier import Classifier as Classifier
+    from caffepy.pycaffe.detector import Detector as Detector
+    from caffepy.pycaffe.layer import LayerBase as LayerBase
+    from caffepy.pycaffe.layer import LayerParameter as LayerParameter
+    from caffepy.pycaffe.layer import create_layer as create_layer
+    from caffepy.pycaffe.layer import layer_type_list as layer_type_list
+    from caffepy.pycaffe.mode import init_log as init_log
+    from caffepy.pycaffe.mode import log as log
+    from caffepy.pycaffe.mode import set_device as set_device
+    from caffepy.pycaffe.mode import set_devices as set_devices
+    from caffepy.pycaffe.mode import set_mode_cpu as set_mode_cpu
+    from caffepy.pycaffe.mode import set_mode_gpu as set_mode_gpu
+    from caffepy.pycaffe.mode import set_multiprocess as set_multiprocess
+    from caffepy.pycaffe.mode import set_random_seed as set_random_seed
+    from caffepy.pycaffe.mode import set_solver_count as set_solver_count
+    from caffepy.pycaffe.mode import set_solver_rank as set_solver_rank
+    from caffepy.pycaffe.mode import solver_count as solver_count
+    from caffepy.pycaffe.mode import solver_rank as solver_rank
+    from caffepy.pycaffe.nccl import NCCL as NCCL
+    from caffepy.pycaffe.nccl import has_nccl as has_nccl
+    from caffepy.pycaffe.net import Net as Net
+    from caffepy.pycaffe.net_spec import NetSpec as NetSpec
+    from caffepy.pycaffe.net_spec import layers as layers
+    from caffepy.pycaffe.net_spec import params as params
+    from caffepy.pycaffe.net_spec import to_proto as to_proto
+    from caffepy.pycaffe.solver import AdaDeltaSolver as AdaDeltaSolver
+    from caffepy.pycaffe.solver import AdaGradSolver as AdaGradSolver
+    from caffepy.pycaffe.solver import AdamSolver as AdamSolver
+    from caffepy.pycaffe.solver import NesterovSolver as NesterovSolver
+    from caffepy.pycaffe.solver import RMSPropSolver as RMSPropSolver
+    from caffepy.pycaffe.solver import SGDSolver as SGDSolver
+    from caffepy.pycaffe.solver import Solver as Solver
+    from caffepy.pycaffe.solver import get_solver as get_solver
+    from caffepy.pycaffe.timer import Timer as Timer
 
 _NAMES = {
     "blob": "Blob BlobVec",
@@ -40,19 +88,20 @@ _MODULES["proto"] = "caffepy.proto"
 __all__ = sorted(["__version__", *_LAZY, *_MODULES])
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value: Any = importlib.import_module(_MODULES[name])
-        if name == "proto":
-            importlib.import_module("caffepy.proto.caffe_pb2")
-    elif name in _LAZY:
-        module, attribute = _LAZY[name]
-        value = getattr(importlib.import_module(module), attribute)
-    else:
-        raise AttributeError(f"module 'caffe' (caffepy.pycaffe) has no attribute '{name}'")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            value: Any = importlib.import_module(_MODULES[name])
+            if name == "proto":
+                importlib.import_module("caffepy.proto.caffe_pb2")
+        elif name in _LAZY:
+            module, attribute = _LAZY[name]
+            value = getattr(importlib.import_module(module), attribute)
+        else:
+            raise AttributeError(f"module 'caffe' (caffepy.pycaffe) has no attribute '{name}'")
+        globals()[name] = value
+        return value
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_MODULES})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY, *_MODULES})

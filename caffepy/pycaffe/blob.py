@@ -18,7 +18,7 @@ def _nothing() -> None:
     return None
 
 
-class Blob:
+class Blob(core.FourAxes):
     """A blob of a net.
 
     `data` and `diff` are C-contiguous float32 arrays. What is written into them reaches the net before it computes, and
@@ -63,33 +63,6 @@ class Blob:
     @property
     def count(self) -> int:
         return self.blob.count
-
-    @property
-    def num(self) -> int:
-        """Size of the first of at most four axes; missing ones are 1."""
-        return self._legacy(0)
-
-    @property
-    def channels(self) -> int:
-        """Size of the second of at most four axes."""
-        return self._legacy(1)
-
-    @property
-    def height(self) -> int:
-        """Size of the third of at most four axes."""
-        return self._legacy(2)
-
-    @property
-    def width(self) -> int:
-        """Size of the last of at most four axes."""
-        return self._legacy(3)
-
-    def _legacy(self, axis: int) -> int:
-        if len(self.shape) > 4:
-            raise AttributeError(
-                f"a blob with {len(self.shape)} axes has no num, channels, height and width; use shape"
-            )
-        return self.shape[axis] if axis < len(self.shape) else 1
 
     def reshape(self, *shape: int) -> None:
         """Give the blob another shape; its numbers stay in their order, as far as there is memory for them.

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.predict.pixels import crop_centres, resize_image
+from caffepy.predict.pixels import oversample as ten_crops
+from caffepy.predict.transformer import configured_transformer
 from caffepy.proto.caffe_pb2 import TEST
-from caffepy.pycaffe import io
 from caffepy.pycaffe.net import Net
-
-
-def configured_transformer(
-    in_: str, shape: Sequence[int], options: Mapping[str, Any], order: Sequence[int] = (2, 0, 1)
-) -> io.Transformer:
-    """A Transformer of one input, as Classifier and Detector configure it.
-
-    Args:
-        in_: the input's name.
-        shape: its shape.
-        options: `mean`, `input_scale`, `raw_scale` and `channel_swap`; None: not used.
-        order: of an image's dimensions.
-    """
-    transformer = io.Transformer({in_: shape})
-    transformer.set_transpose(in_, order)
-    for name, value in options.items():
-        if value is not None:
-            getattr(transformer, f"set_{name}")(in_, value)
-    return transformer
 
 
 class Classifier(Net):
@@ -77,20 +60,11 @@ class Classifier(Net):
         Raises:
             UserError: the net's input is larger than `image_dims`.
         """
-        resized = np.stack([io.resize_image(image, self.image_dims) for image in inputs])
-        crops = io.oversample(resized, self.crop_dims) if oversample else self._centres(resized)
+        resized = np.stack([resize_image(image, self.image_dims) for image in inputs])
+        crops = (ten_crops if oversample else crop_centres)(resized, self.crop_dims)
         in_ = self.inputs[0]
         batch: dict[str, Any] = {in_: np.stack([self.transformer.preprocess(in_, crop) for crop in crops])}
         predictions = self.forward_all(**batch)[self.outputs[0]]
         if oversample:
             predictions = predictions.reshape(len(predictions) // 10, 10, -1).mean(1)
         return np.asarray(predictions)
-
-    def _centres(self, images: NDArray[Any]) -> NDArray[Any]:
-        height, width = self.crop_dims
-        if height > images.shape[1] or width > images.shape[2]:
-            raise io.ArrayError(
-                f"the net's input of {height} x {width} is larger than image_dims, {tuple(self.image_dims)}"
-            )
-        top, left = int((images.shape[1] - height) / 2), int((images.shape[2] - width) / 2)
-        return images[:, top : top + height, left : left + width]

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.errors import UserError
+from caffepy.predict.transformer import configured_transformer
+from caffepy.predict.windows import check_context_pad, crop_mean, crop_window
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.pycaffe import io
-from caffepy.pycaffe.classifier import configured_transformer
 from caffepy.pycaffe.net import Net
 
 _SELECTIVE_SEARCH = "selective_search_ijcv_with_python"
@@ -58,16 +59,8 @@ class Detector(Net):
         channels, height, width = self.blobs[in_].data.shape[1:]
         self.crop_dims = np.array([height, width, channels])
         self.context_pad = context_pad
-        if context_pad and (height != width or 2 * context_pad >= width):
-            raise io.ArrayError(f"context_pad {context_pad} does not fit a square input; it is {height} x {width}")
-        mean = self.transformer.mean.get(in_)
-        if mean is None:
-            self.crop_mean = np.zeros(self.crop_dims, dtype=np.float32)
-            return
-        image = mean.astype(np.float32)
-        if in_ in self.transformer.channel_swap:
-            image = image[np.argsort(self.transformer.channel_swap[in_])]
-        self.crop_mean = image.transpose(1, 2, 0) / np.float32(self.transformer.raw_scale.get(in_, 1.0))
+        check_context_pad(context_pad, height, width)
+        self.crop_mean = crop_mean(self.transformer, in_)
 
     def detect_windows(
         self, images_windows: Iterable[tuple[str, Sequence[Sequence[int]] | NDArray[Any]]]
@@ -120,29 +113,4 @@ class Detector(Net):
         Raises:
             UserError: the window and its surroundings are not within the image.
         """
-        top, left, bottom, right = (int(number) for number in window)
-        crop = self._crop_with_context(im, np.array([top, left, bottom, right])) if self.context_pad else (
-            im[top:bottom, left:right]
-        )  # fmt: skip
-        if crop.size == 0:
-            raise io.ArrayError(f"the window {list(window)} is empty in an image of {im.shape[0]} x {im.shape[1]}")
-        return crop
-
-    def _crop_with_context(self, im: NDArray[Any], window: NDArray[Any]) -> NDArray[Any]:
-        """The window and what surrounds it at the input's size; the mean where the image ends."""
-        assert self.context_pad is not None
-        size = int(self.crop_dims[0])
-        half = (window[2:] - window[:2] + 1) / 2
-        reach = half * size / (size - 2 * self.context_pad)
-        centre = window[:2] + half
-        begin, end = np.round(centre - reach), np.round(centre + reach)
-        scale = size / (end - begin + 1)
-        pad = np.round(np.maximum(0, -begin) * scale).astype(int)
-        begin, end = (np.clip(corner, 0, im.shape[:2]).astype(int) for corner in (begin, end))
-        if np.any(end <= begin):
-            return im[:0]
-        room = np.minimum(np.round((end - begin + 1) * scale).astype(int), size - pad)
-        inside = io.resize_image(im[begin[0] : end[0], begin[1] : end[1]], np.maximum(room, 1))
-        crop = np.ones(self.crop_dims, dtype=np.float32) * self.crop_mean
-        crop[pad[0] : pad[0] + room[0], pad[1] : pad[1] + room[1]] = inside[: room[0], : room[1]]
-        return crop
+        return crop_window(im, window, self.crop_dims, self.context_pad or 0, self.crop_mean)

@@ -350,6 +350,9 @@ class Net(NetStructure, AllBatches):
         phase = caffe_pb2.Phase.Name(self.net.phase)
         return f"<caffe.Net {self.name!r} ({phase}, {len(self._nodes)} layers, {self.net.backend.name})>"
 
+    def _repr_html_(self) -> str:
+        return self.net._repr_html_()
+
 
 def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.NetState:
     if phase not in (caffe_pb2.TRAIN, caffe_pb2.TEST):

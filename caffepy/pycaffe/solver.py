@@ -131,8 +131,12 @@ class Solver:
         """The learning rate of the next iteration."""
         return float(self.solver.state.learning_rate())
 
-    def step(self, iterations: int) -> None:
+    def step(self, iterations: int, progress: bool = False) -> None:
         """Make so many iterations, with the tests and snapshots that fall due.
+
+        Args:
+            iterations: how many.
+            progress: show a progress bar, on a terminal or in a notebook.
 
         Raises:
             Exception: what a Python layer or callback raised, as it raised it.
@@ -140,7 +144,7 @@ class Solver:
         if iterations < 0:
             raise ArgumentError(f"step({iterations}): give a number of 0 or more")
         with self._training():
-            self.solver.step(iterations)
+            self.solver.step(iterations, progress)
 
     def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
         """Train to max_iter, with the last snapshot and test.
@@ -208,6 +212,10 @@ class Solver:
 
     def __repr__(self) -> str:
         return f"<caffe.{type(self).__name__} of {self.net.name!r}, iteration {self.iter}, {self.device.backend.name}>"
+
+    def _repr_html_(self) -> str:
+        html: str = self.solver._repr_html_()
+        return html
 
 
 class SGDSolver(Solver):

@@ -19,6 +19,9 @@ from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 if TYPE_CHECKING:
     from caffepy.net import Net
 
+OLDER_FILES = "the files of older snapshots are as they were"
+"""What a failed write leaves, for its message."""
+
 
 def write_weights_binary(path: Path, net: Net, write_diff: bool) -> None:
     """Write a net's parameters; a shared parameter is stored with every layer that uses it."""
@@ -40,7 +43,7 @@ def write_state_binary(path: Path, state: SolverState, history: Iterable[np.ndar
 def _write_parts(path: Path, parts: Iterable[bytes]) -> None:
     """Write one message in parts, which protobuf reads as if they were merged; holds one part in memory at a time."""
     size = 0
-    with atomic_write(path) as file:
+    with atomic_write(path, OLDER_FILES) as file:
         for part in parts:
             size += len(part)
             if size > load.MAX_BYTES:

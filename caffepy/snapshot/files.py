@@ -22,7 +22,7 @@ from caffepy.config.checksum import stored_blobs
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.files import atomic_write, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot.binary import write_state_binary, write_weights_binary
+from caffepy.snapshot.binary import OLDER_FILES, write_state_binary, write_weights_binary
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -64,7 +64,7 @@ def write_weights(path: Path, net: Net, write_diff: bool = False) -> None:
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import write_weights_hdf5
 
-        with atomic_write(path) as file:
+        with atomic_write(path, OLDER_FILES) as file:
             write_weights_hdf5(file, net, write_diff)
         return
     write_weights_binary(path, net, write_diff)
@@ -84,7 +84,7 @@ def write_state(path: Path, state: SolverState, history: Iterable[np.ndarray]) -
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import write_state_hdf5
 
-        with atomic_write(path) as file:
+        with atomic_write(path, OLDER_FILES) as file:
             write_state_hdf5(file, state, history)
         return
     write_state_binary(path, state, history)

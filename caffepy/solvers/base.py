@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +26,9 @@ from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import StopRequestedError
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
+from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
@@ -38,8 +41,11 @@ from caffepy.solvers.epochs import duration, ends_of_last_epochs
 from caffepy.solvers.execution_options import ExecutionOptions, Keep
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
+from caffepy.solvers.io.averaging import StatisticsAverage
 from caffepy.solvers.io.display import Display
+from caffepy.solvers.io.face import SolverFace, on_device
 from caffepy.solvers.io.keeping import SnapshotKeeper
+from caffepy.solvers.io.observers import Observers
 from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
@@ -61,7 +67,7 @@ CHECK_INTERVAL = 20
 """Iterations after which an asynchronous device is asked for its loss, to notice one that is not finite."""
 
 
-class Solver(ABC):
+class Solver(SolverFace, ABC):
     """Trains a net on one device.
 
     Args:
@@ -120,19 +126,19 @@ class Solver(ABC):
         """What `restore` read, without history."""
         self._snapshot_at = -1
         self._last_epochs: frozenset[int] = frozenset()
-        self._averaged_at = 0
         options = engine or ExecutionOptions()
         log_ignored(self.param)
         if self.param.random_seed < 0:
             self.param.random_seed = secrets.randbits(31)
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
-        hidden = self.backend.captures and not self.param.debug_info
-        fuse, share = (wanted and hidden for wanted in (options.fuse, options.share))
+        hidden = not self.param.debug_info
+        fuse, share = (wanted and hidden and self.backend.captures for wanted in (options.fuse, options.share))
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
+        self._factory.fuses_tests = options.fuse and hidden
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)
-            self.state = self._new_state(trace, guard, max_skipped)
+            self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)
             self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
@@ -155,8 +161,8 @@ class Solver(ABC):
             net.prepare()
             net.keeps_copies = False
 
-    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int) -> TrainState:
-        guard = guard or "float16" in self.net.parameters.copies
+    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int, eager: bool) -> TrainState:
+        guard, alone = guard or "float16" in self.net.parameters.copies, self.callback.world_size == 1
         clip = self.param.clip_gradients
         void = (lambda: self.net.parameters.void) if self.callback.world_size > 1 else None
         return TrainState(
@@ -170,7 +176,7 @@ class Solver(ABC):
             requests=self.requests,
             losses=LossWindow(self.param.average_loss),
             net=self.net,
-            test_nets=self.test_nets,
+            tests=[ForwardRunner(net, eager, lazily=alone) for net in self.test_nets],
             history=self.history,
             update=Update(self.net, self.update_rule(), self.history, clip, guard, max_skipped, self.make_larc(), void),
             statistics=KeptStatistics(self.net, void),
@@ -186,26 +192,8 @@ class Solver(ABC):
         self.clock = Clock(self.performance, self.backend, self.callback.on_clock_start)
         self._display = Display(state, self.clock, self._hyperparameters)
         self._eager = EagerIteration(state, steps, self._display, self._loss_check)
-
-    @property
-    def iteration(self) -> int:
-        """How many iterations were made, those before a snapshot that was restored included."""
-        return self.state.iteration
-
-    @property
-    def losses(self) -> LossWindow:
-        """This device's losses of the last `average_loss` iterations whose loss was read."""
-        return self.state.losses
-
-    @property
-    def update(self) -> Update:
-        """The update of the parameters."""
-        return self.state.update
-
-    @property
-    def last_pass(self) -> bool:
-        """Whether the present pass is the iteration's last, whose backward pass completes the gradients."""
-        return self.state.last_pass
+        self._average = StatisticsAverage(state)
+        self.observers = Observers(self.requests, partial(self.callback.wait_for_device, self.backend.synchronize))
 
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
@@ -220,6 +208,7 @@ class Solver(ABC):
 
     # -- the loop ------------------------------------------------------------------------------------
 
+    @on_device
     def solve(self, resume_from: Path | None = None) -> None:
         """Train to max_iter, with Caffe's snapshot, loss and test at the end.
 
@@ -234,8 +223,7 @@ class Solver(ABC):
         self.log("Learning Rate Policy: %s", self.param.lr_policy)
         if resume_from is not None:
             self.restore(resume_from)
-        self.stopped_early = False
-        self.step(max(self.param.max_iter - self.iteration, 0))
+        self.step(max(self.param.max_iter - self.iteration, 0), progress=False)
         self._display.show_skipped()
         if self.param.snapshot_after_train and self._snapshot_at != self.iteration:
             self.snapshot()
@@ -247,25 +235,37 @@ class Solver(ABC):
         self.log("Optimization Done.")
         self.log("Optimization Done in %s", duration(time.monotonic() - self._created))
 
-    def step(self, iterations: int) -> None:
-        """Make `iterations` more, with the tests and snapshots that fall due; fewer where a stop is requested."""
+    @on_device
+    def step(self, iterations: int, progress: bool | None = None) -> None:
+        """Make `iterations` more, with the tests and snapshots that fall due; fewer where a stop is requested.
+
+        Args:
+            iterations: how many.
+            progress: show a progress bar; None: in notebooks and at Python's prompt.
+        """
         self.callback.on_start()
-        self._averaged_at = self.iteration
+        self._average.begin()
         self._refresh_copies()
         self.state.statistics.keep()
-        end = self.iteration + iterations
+        end, self.stopped_early = self.iteration + iterations, False
         self.clock.resume()
-        while self.iteration < end and not self.stopped_early:
-            if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
-                self.test_all()
-            if Action.STOP not in self.requests:
-                with self.state.unless_stopped(), naming_largest_batch(self._factory, self.histories):
-                    self._iterate()
-            self._act_on_requests()
+        shown = interactive() if progress is None else progress
+        with progress_bar(lambda: self.iteration, lambda: end, wanted=shown):
+            while self.iteration < end and not self.stopped_early:
+                self._advance()
         self.graph_runner.drain()
         if self.requests:
             self._act_on_requests()
         self.clock.pause()
+
+    def _advance(self) -> None:
+        """The test that falls due, an iteration, and what is requested after it."""
+        if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
+            self.test_all()
+        if Action.STOP not in self.requests:
+            with self.state.unless_stopped(), naming_largest_batch(self._factory, self.histories):
+                self._iterate()
+        self._act_on_requests()
 
     def _iterate(self) -> None:
         display = self._due(self.param.display)
@@ -289,6 +289,7 @@ class Solver(ABC):
         self.state.iteration += 1
         self.clock.tick()
         self.callback.on_iteration()
+        self.observers.after_iteration(self)
 
     def apply_update(self) -> None:
         """Change the parameters by their diffs, as the end of an iteration does, and count one (Caffe's function)."""
@@ -343,18 +344,6 @@ class Solver(ABC):
         if self._test_is_due():
             self.test_all()
 
-    def _average_statistics(self) -> None:
-        """Average the running statistics over all devices, so that what is tested and saved is one model.
-
-        At most once an iteration: averaging equal numbers could round them, and a resumed run starts from them.
-        """
-        if self.callback.world_size == 1 or self._averaged_at == self.iteration:
-            return
-        self._averaged_at = self.iteration
-        if arrays := self.net.statistics(local_only=True):
-            self.callback.average_over_devices(arrays)
-            self.state.statistics.keep()
-
     # -- what an iteration is made of ----------------------------------------------------------------
 
     @abstractmethod
@@ -378,6 +367,7 @@ class Solver(ABC):
 
     # -- tests ---------------------------------------------------------------------------------------
 
+    @on_device
     def test_all(self) -> list[dict[str, np.ndarray]]:
         """Score every test net; for each its outputs' means over test_iter batches.
 
@@ -387,14 +377,19 @@ class Solver(ABC):
         if Action.STOP in self.requests and self.callback.world_size > 1:
             return []
         with self._not_training(), self.state.trace.span("test"):
-            self._average_statistics()
+            self.average_statistics()
             started = time.monotonic()
             scores = run_tests(self.state)
             if self._snapshot_at == self.iteration:
                 self._keeper.note_scores(scores)
             if self.test_nets:
                 self.log("Tests completed in %.6gs", time.monotonic() - started)
+            self.observers.tell("after_test", self, scores)
             return scores
+
+    def average_statistics(self) -> None:
+        """Make the running statistics of all devices the same; called by all of them."""
+        self._average.take()
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
@@ -406,6 +401,7 @@ class Solver(ABC):
 
     # -- snapshots -----------------------------------------------------------------------------------
 
+    @on_device
     def snapshot(self) -> Path:
         """Write weights and state; the root writes, the others wait. Returns the .solverstate's path.
 
@@ -416,14 +412,16 @@ class Solver(ABC):
         with self._not_training(), self.state.trace.span("snapshot"):
             if self.graph_runner.captured and self.iteration > 0:
                 self._loss_check.read()  # it may not have been read for some iterations
-            self._average_statistics()
+            self.average_statistics()
             self.callback.on_snapshot()
             path = write_snapshot(self.state)
             self._snapshot_at = self.iteration
             self._keeper.wrote(path)
             self.callback.barrier()
+            self.observers.tell("after_snapshot", self, path)
             return path
 
+    @on_device
     def restore(self, path: Path) -> None:
         """Resume from a snapshot of caffepy's or of either Caffe's.
 
@@ -443,5 +441,6 @@ class Solver(ABC):
     def close(self) -> None:
         """Free graphs and close the nets. Callable twice."""
         self.graph_runner.drop()
-        for net in (self.net, *self.test_nets):
-            net.close()
+        for runner in self.state.tests:
+            runner.close()
+        self.net.close()

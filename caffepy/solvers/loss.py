@@ -18,10 +18,13 @@ class LossWindow:
 
     def __init__(self, length: int) -> None:
         self._losses: deque[float] = deque(maxlen=max(length, 1))
+        self.added = 0
+        """How many losses were entered, those included that have left the window."""
 
     def add(self, loss: float) -> None:
         """Enter the loss of one iteration."""
         self._losses.append(loss)
+        self.added += 1
 
     def mean(self) -> float:
         """The mean of what is in the window; 0 before the first loss."""

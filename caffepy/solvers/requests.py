@@ -41,6 +41,7 @@ class Requests:
         self._answers: deque[Callable[[], np.ndarray]] = deque()
         self._alone = alone
         self._cancelled = False
+        self._ends_waits = True
         self.void = False
         """Whether this device makes the present and all further iterations void."""
         self.void_iterations = 0
@@ -62,6 +63,15 @@ class Requests:
                 return
             self._unsent.add(action)
 
+    def join_others(self) -> None:
+        """Send requests to other devices from now on, which the solver was not made for: no iteration becomes void."""
+        self._alone = self._ends_waits = False
+        self._unsent = set()
+
+    def ask_for(self, action: Action) -> None:
+        """Request something, as a signal would; in the thread that trains."""
+        self._unsent.add(action)
+
     def cancel(self) -> None:
         """End waits for data, now and later, with an AbortedError. Callable from any thread."""
         self._cancelled = True
@@ -78,6 +88,8 @@ class Requests:
         """
         if self._cancelled:
             raise AbortedError("training was stopped while it waited for data")
+        if not self._ends_waits:
+            return
         if self._alone:
             self.poll()
         elif Action.STOP in (wanted := self.heard()):

@@ -14,6 +14,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import StopRequestedError
 from caffepy.net import Net
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
 from caffepy.solvers.loss import LossWindow
@@ -67,7 +68,7 @@ class TrainState:
         requests: stops and snapshots that were asked for.
         losses: of the last iterations.
         net: the train net.
-        test_nets: in Caffe's order.
+        tests: run the test nets, in Caffe's order.
         history: the update rule's memory, each like `net.parameters.data`.
         update: changes the parameters.
         statistics: keeps running statistics out of iterations that are void.
@@ -89,7 +90,7 @@ class TrainState:
     requests: Requests
     losses: LossWindow
     net: Net
-    test_nets: list[Net]
+    tests: list[ForwardRunner]
     history: list[Array]
     update: Update
     statistics: KeptStatistics
@@ -101,6 +102,11 @@ class TrainState:
     score_name: str = ""
     began: deque[Progress] = field(default_factory=lambda: deque(maxlen=MOST_VOID))
     """What was before each of the last iterations."""
+
+    @property
+    def test_nets(self) -> list[Net]:
+        """In Caffe's order."""
+        return [runner.net for runner in self.tests]
 
     @contextmanager
     def unless_stopped(self) -> Iterator[None]:

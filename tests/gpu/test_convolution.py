@@ -119,7 +119,8 @@ class Arrays:
         rng = np.random.default_rng(1)
         x, w, dy = (rounded(rng.standard_normal(s), dtype) for s in (x_shape, weights_shape, self.problem.y))
         bias = rng.standard_normal(outputs).astype(np.float32)
-        self.x, self.weights, self.dy = (self.upload(bits(a, dtype)) for a in (x, w, dy))
+        self.added = rounded(rng.standard_normal(self.problem.y), dtype)
+        self.x, self.weights, self.dy, self.residual = (self.upload(bits(a, dtype)) for a in (x, w, dy, self.added))
         self.bias = self.upload(bias)
         self.spread_bias = bias.reshape(-1, *(1 for _ in geometry.kernel)).astype(float)
         self.y, self.dx, self.dweights = reference.convolution(x, w, dy, geometry)
@@ -156,7 +157,9 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
     with backend.activate():
         arrays = Arrays(backend, case, dtype)
         forward = Task(arrays.problem, Direction.FORWARD)
-        tasks = [forward, replace(forward, bias=True, relu=True)]
+        tasks = [forward, replace(forward, bias=True, relu=True), replace(forward, residual=True)]
+        tasks += [replace(forward, bias=bias, relu=True, residual=True) for bias in (True, False)]
+        tasks.append(replace(forward, bias=True, residual=True))
         tasks += [Task(arrays.problem, direction) for direction in (Direction.DATA, Direction.WEIGHTS)]
         if len(arrays.problem.x) == 4:
             tasks.append(replace(forward, sums=True))
@@ -199,8 +202,9 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
     if task.direction is Direction.FORWARD:
         out = arrays.output(arrays.problem.y)
         sums = arrays.output((2, arrays.problem.weights[0]), "float32") if task.sums else None
-        candidate.run(Operands(arrays.x, arrays.weights, out, arrays.bias if task.bias else None, sums))
-        expected = arrays.y + arrays.spread_bias if task.bias else arrays.y
+        bias, residual = arrays.bias if task.bias else None, arrays.residual if task.residual else None
+        candidate.run(Operands(arrays.x, arrays.weights, out, bias, sums, residual=residual))
+        expected = arrays.y + (arrays.spread_bias if task.bias else 0) + (arrays.added if task.residual else 0)
         arrays.close(out, np.maximum(expected, 0) if task.relu else expected, tolerance, what)
         if sums is not None:
             magnitude = np.abs(arrays.y).sum((0, 2, 3)).max()

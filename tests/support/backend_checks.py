@@ -157,6 +157,10 @@ def check_reduce(backend: Backend, shape: tuple[int, ...], axis: int, axes: int)
     total = dirty(backend, ())
     backend.reduce(centred_square, (dx, dmean), (total,), axis)
     close(backend.to_host(total), squares.sum())
+    differences = (x - 0.25 * y.astype(float)).sum(axis=summed)
+    for quarter in (0.25, to_device(backend, np.float32(0.25))):
+        backend.reduce(plain, (dx, dy, quarter), (first,), axis)
+        close(backend.to_host(first), differences, 1e-5 * math.sqrt(math.prod(shape)))
 
 
 def check_gemm(backend: Backend, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, sliced: bool) -> None:

@@ -41,7 +41,11 @@ class Pointer:
         """Copies nothing."""
 
     copy_from_host_async = copy_from_device_async
+    copy_to_host_async = copy_from_device_async
     memset_async = copy_from_device_async
+
+    def __add__(self, offset: int) -> Pointer:
+        return Pointer(self.ptr + offset)
 
 
 class FakeArray(np.ndarray):
@@ -296,6 +300,30 @@ def run_training(backend: Any) -> None:
         solver.close()
 
 
+def run_inference(backend: Any) -> None:
+    """The same net in the TEST phase, folded, in each dtype; input and output by pinned memory."""
+    from google.protobuf import text_format
+
+    from caffepy.layers import LayerContext
+    from caffepy.net.forward_runner import ForwardRunner
+    from caffepy.net.net import Net
+    from caffepy.proto import caffe_pb2
+
+    for kind in BLOB_DTYPES:
+        param = text_format.Parse(NET, caffe_pb2.NetParameter())
+        param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
+        net = Net(param, LayerContext(backend, caffe_pb2.TEST), fuse=True)
+        assert any("Convolution + BatchNorm + Scale + Eltwise + ReLU" in node.layer.type for node in net.schedule)
+        for wanted in (True, False):
+            runner = ForwardRunner(net, eager=wanted)
+            for _ in range(3):
+                runner.forward()
+        for shape in ((2, 3, 8, 8), (2, 600, 32, 32), (4, 5)):
+            blob = backend.zeros(shape, BLOB_DTYPES[kind])
+            backend.upload(np.zeros(shape, np.uint8), blob)
+            assert [values.shape for values in backend.download([blob, blob])] == [shape] * 2
+
+
 def run_windows(backend: Any, dtype: str) -> None:
     """Pooling by windows of several sizes, and LRN, with wide loads and without."""
     from caffepy.backend import Geometry, LrnWindow
@@ -436,6 +464,7 @@ def main() -> int:
         with fake_backend(math_mode) as backend:
             run_nets(backend)
             run_training(backend)
+            run_inference(backend)
     for dtype in BLOB_DTYPES.values():
         run_windows(backend, dtype)
         run_batch_norm(backend, dtype)

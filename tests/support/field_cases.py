@@ -58,6 +58,7 @@ XAVIER = "weight_filler { type: 'xavier' }"
 GAUSS = "{ type: 'gaussian' }"
 IP = f'type: "InnerProduct" inner_product_param {{ num_output: 3 {XAVIER} }}'
 BOX_LOSS = "num_classes: 3 code_type: CENTER_SIZE neg_overlap: 0.1"
+HARD = "mining_type: HARD_EXAMPLE nms_param { nms_threshold: 0.1 top_k: 4 }"
 BOXES = "1x16B 1x12 1x2x16P 1x1x2x8G"
 OUTPUT = "num_classes: 3 nms_param { nms_threshold: 0.45 top_k: 4 } keep_top_k: 4 confidence_threshold: 0.01"
 OUTPUT_BOTTOMS = "1x16B 1x12S 1x2x16P"
@@ -159,6 +160,7 @@ CASES = (
     case("Exp", IMAGE, "exp_param", "base: 2 | scale: 2 | shift: 1"),
     case("Log", IMAGE, "log_param", "base: 2 | scale: 0.5 | shift: 10", "shift: 9"),
     case("Softmax", IMAGE, "softmax_param", "axis: 2"),
+    case("LSTM", "4x2x5 4x2L2", "recurrent_param", f"bias_filler {GAUSS}", f"num_output: 3 {XAVIER}"),
     case("Concat", IMAGE + " " + IMAGE, "concat_param", "axis: 2 | concat_dim: 2"),
     case("Slice", IMAGE, "slice_param", "axis: 2 | slice_dim: 2 | slice_point: 1", tops=2),
     case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "operation: MAX | coeff: 1 coeff: 2", "operation: SUM"),
@@ -255,6 +257,20 @@ CASES = (
         BOX_LOSS + " overlap_threshold: 0.1",
     ),
     case(
+        "MultiBoxLoss",
+        BOXES,
+        "multibox_loss_param",
+        "ignore_cross_boundary_bbox: true | bp_inside: true | use_prior_for_matching: false",
+        BOX_LOSS.replace("CENTER_SIZE", "CORNER") + " overlap_threshold: 0.1",
+    ),
+    case(
+        "MultiBoxLoss",
+        BOXES,
+        "multibox_loss_param",
+        "use_prior_for_nms: true | sample_size: 1",
+        BOX_LOSS + f" overlap_threshold: 0.1 {HARD} sample_size: 2",
+    ),
+    case(
         "DetectionOutput",
         OUTPUT_BOTTOMS,
         "detection_output_param",
@@ -303,10 +319,8 @@ def held(layer: caffe_pb2.LayerParameter, holder: str) -> Message:
     return message
 
 
-def observe(one: Case, change: str = "") -> dict[str, object]:
-    """All that a layer does, by name: shapes and values of blobs, parameters and gradients; or its error."""
-    layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
-    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPS"))
+def add_inputs(net: caffe_pb2.NetParameter, layer: caffe_pb2.LayerParameter, one: Case) -> list[str]:
+    """Give a net the Input layers of a case, and its layer these, tops, and weights of 1 as the tops' gradients."""
     inputs = one.bottoms.split()
     for index, text in enumerate(inputs):
         made = net.layer.add(name=f"b{index}", type="Input", top=[f"b{index}"])
@@ -316,6 +330,14 @@ def observe(one: Case, change: str = "") -> dict[str, object]:
     layer.top.extend(f"t{index}" for index in range(one.tops or max(cls.tops[0], 1)))
     if cls.has_backward and inputs and not cls.is_loss:
         layer.loss_weight.extend([1] + [0] * (len(layer.top) - 1))
+    return inputs
+
+
+def observe(one: Case, change: str = "") -> dict[str, object]:
+    """All that a layer does, by name: shapes and values of blobs, parameters and gradients; or its error."""
+    layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
+    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPS"))
+    inputs = add_inputs(net, layer, one)
     if change:
         alter(held(layer, one.holder), change)
     net.layer.append(layer)

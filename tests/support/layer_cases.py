@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from field_cases import CASES, IMAGE, Case, values_of
+from field_cases import CASES, IMAGE, Case, add_inputs, values_of
 from google.protobuf import text_format
 
 from caffepy.backend import Backend
-from caffepy.layers import LayerContext, layer_class
+from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -82,15 +82,7 @@ def build_case(backend: Backend, one: Case, kind: str) -> Net:
     layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
     net = caffe_pb2.NetParameter(force_backward=True)
     net.default_forward_type = net.default_backward_type = caffe_pb2.Type.Value(kind)
-    inputs = one.bottoms.split()
-    for index, text in enumerate(inputs):
-        made = net.layer.add(name=f"b{index}", type="Input", top=[f"b{index}"])
-        made.input_param.shape.add(dim=values_of(text, index).shape)
-        layer.bottom.append(f"b{index}")
-    cls = layer_class(layer.type)
-    layer.top.extend(f"t{index}" for index in range(one.tops or max(cls.tops[0], 1)))
-    if cls.has_backward and inputs and not cls.is_loss:
-        layer.loss_weight.extend([1] + [0] * (len(layer.top) - 1))
+    inputs = add_inputs(net, layer, one)
     net.layer.append(layer)
     made_net = Net(net, LayerContext(backend, phase=one.phase, seed=1))
     for index, text in enumerate(inputs):

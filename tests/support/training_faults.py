@@ -133,7 +133,7 @@ def raises_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
 
 def killed(place: Place, laboratory: Laboratory, number: int) -> float:
     """Later rounds strike wherever the device is then: in an exchange, a test or a snapshot."""
-    outcome = place.strike(laboratory, "kill", number, later=0.004 * number)
+    outcome = place.strike(laboratory, "kill", number, later=0.004 * (number % 16))
     check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
     return check_end(outcome)
 

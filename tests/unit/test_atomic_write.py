@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.errors import RunError, UserError
-from caffepy.files import atomic_write, read_private, remove_leftovers
+from caffepy.files import atomic_write, check_writable, read_private, remove_leftovers
 
 
 def write(path: Path, content: bytes) -> None:
@@ -45,8 +45,39 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="No such file or directory"):
+    with pytest.raises(RunError, match="b/a: cannot be written: No such file or directory; make its folder first$"):
         write(tmp_path / "b" / "a", b"x")
+
+
+def test_the_caller_says_what_a_failure_leaves_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    message = "a: cannot be written: Is a directory; older files are as they were; name a file$"
+    with pytest.raises(RunError, match=message), atomic_write(tmp_path / "a", "older files are as they were"):
+        ...
+    assert names(tmp_path) == ["a"]
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "old").write_bytes(b"old")
+    for name, message in (
+        ("folder", "Is a directory; name a file$"),
+        ("x/a", "No such file .*; make its folder first$"),
+    ):
+        with pytest.raises(RunError, match=message):
+            check_writable(tmp_path / name)
+    check_writable(tmp_path / "old")
+    check_writable(tmp_path / "new")
+    assert names(tmp_path) == ["folder", "old"]
+
+
+def test_the_next_write_removes_what_a_killed_process_has_left_of_this_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        left = tmp_path / f".{name}.{'e' * 16}.tmp"
+        left.write_bytes(b"half")
+        os.utime(left, (0, 0))
+    write(tmp_path / "a", b"whole")
+    assert names(tmp_path) == [f".b.{'e' * 16}.tmp", "a"]
 
 
 def test_a_link_at_its_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

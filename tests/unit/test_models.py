@@ -85,7 +85,7 @@ def test_the_generated_files_are_up_to_date():
 def test_every_model_has_a_solver_a_deploy_net_and_a_line_in_the_tables(folder: Path):
     assert list(folder.glob("*solver.prototxt")) and list(folder.glob("*deploy.prototxt"))
     assert (folder / "README.md").exists()
-    assert f"| [{folder.name}]({folder.name}) |" in (MODELS / "README.md").read_text()
+    assert f"| [{folder.name}]({folder.name}/README.md) |" in (MODELS / "README.md").read_text()
 
 
 WEIGHTS = {

@@ -16,9 +16,8 @@ from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
 from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
-from caffepy.backend.cpu.convolution.depthwise import DepthwiseConvolution, is_depthwise
+from caffepy.backend.cpu.convolution.choice import plan_convolution
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.reference import GeneralConvolution
 from caffepy.backend.cpu.elementwise import GRAIN, apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
@@ -213,7 +212,9 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
         axis: int = 1,
         accumulate: bool = False,
     ) -> None:
-        shape = next(a.shape for a, k in zip(inputs, expression.kinds, strict=True) if k is Kind.EACH)
+        kinds = expression.kinds
+        inputs = [float(a) if k is Kind.SCALAR else a for a, k in zip(inputs, kinds, strict=True)]
+        shape = next(a.shape for a, k in zip(inputs, kinds, strict=True) if k is Kind.EACH)
         kept = outputs[0].shape
         assert all(output.shape == kept for output in outputs)
         channels = [a for a, k in zip(inputs, expression.kinds, strict=True) if k is Kind.CHANNEL]
@@ -263,11 +264,19 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         assert dtype == "float32", f"the CPU computes in float32, not {dtype}"
-        if is_depthwise(weights_shape, geometry):
-            return DepthwiseConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
-        if len(x_shape) == 4:
-            return TileConvolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
-        return GeneralConvolution(x_shape, weights_shape, geometry)
+        return plan_convolution(self.threads, self._workspace, x_shape, weights_shape, geometry)
+
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        if isinstance(plan, TileConvolution):
+            plan.forward(x, weights, bias, y, relu, residual=residual)
+        else:
+            super().convolve_and_add(plan, x, weights, bias, residual, y, relu)
+
+    def keep_weights(self, plan: Convolution, weights: Array) -> None:
+        if isinstance(plan, TileConvolution):
+            plan.keep(weights)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         self._check_dense(x, y, mask)
@@ -279,11 +288,11 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
 
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
         self._check_dense(x, y)
-        cpu_pooling.pool_average_forward(self.threads, x, y, geometry)
+        cpu_pooling.pool_average_forward(self.threads, self._workspace, x, y, geometry)
 
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, dx)
-        cpu_pooling.pool_average_backward(self.threads, dy, dx, geometry)
+        cpu_pooling.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         self._check_dense(x, y, scale)

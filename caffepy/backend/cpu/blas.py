@@ -1,6 +1,6 @@
 """The number of threads of the BLAS that NumPy brings.
 
-caffepy's own products do not use it, but general convolutions do, and its threads must not crowd those of the kernels.
+caffepy's own products do not use it, but users' Python layers may, and its threads must not crowd those of the kernels.
 """
 
 from __future__ import annotations

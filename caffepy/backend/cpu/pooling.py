@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
-from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, device_function, kernel
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, ahead_int
+from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
 
 GRAIN = 8192
@@ -103,73 +105,124 @@ def max_backward(  # noqa: PLR0913 -- a kernel
         n = item // blocks
         c0 = (item % blocks) * block
         c1 = min(c0 + block, channels)
-        for p in range(pixels):
-            for c in range(c0, c1):
-                dx[(n * pixels + p) * channels + c] = 0
-        for q in range(out_pixels):
-            source = (n * out_pixels + q) * channels
-            for c in range(c0, c1):
-                dx[(n * pixels + mask[source + c]) * channels + c] += dy[source + c]
+        if c1 - c0 == channels:
+            for i in range(n * pixels * channels, (n + 1) * pixels * channels):
+                dx[i] = 0
+        else:
+            for p in range(pixels):
+                for c in range(c0, c1):
+                    dx[(n * pixels + p) * channels + c] = 0
+        if channels == 1:  # a loop over one channel takes longer than what it does
+            for q in range(n * out_pixels, (n + 1) * out_pixels):
+                dx[n * pixels + mask[q]] += dy[q]
+        else:
+            for q in range(out_pixels):
+                source = (n * out_pixels + q) * channels
+                for c in range(c0, c1):
+                    dx[(n * pixels + mask[source + c]) * channels + c] += dy[source + c]
+
+
+@device_function
+def _add_pixels(source: Any, at: Any, step: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
+    """target[to + c] = the sum over `count` pixels, `step` elements apart, of source[at + c]."""
+    if channels == 1:
+        total = np.float32(0)
+        for i in range(count):
+            total += source[at + i * step]
+        target[to] = total
+    else:
+        for c in range(channels):
+            target[to + c] = 0
+        for i in range(count):
+            for c in range(channels):
+                target[to + c] += source[at + i * step + c]
+
+
+@device_function
+def _add_to_pixels(source: Any, at: Any, channels: Any, target: Any, to: Any, count: Any) -> None:
+    """target[to + c] += source[at + c] for `count` pixels that lie next to each other."""
+    if channels == 1:
+        for i in range(count):
+            target[to + i] += source[at]
+    else:
+        for i in range(count):
+            for c in range(channels):
+                target[to + i * channels + c] += source[at + c]
 
 
 @kernel
 def average_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats,
+    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows: Int, items: Int,
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
 ) -> None:  # fmt: skip
-    """Items are the rows (n, oh) of the output."""
+    """Items are parts of the rows (n, oh) of the output: first the rows of a window are added up, then its columns."""
+    size = width * channels
     for item in range(begin, end):
-        n = item // out_height
-        h0 = (item % out_height) * stride_h - pad_h
-        h1 = min(h0 + kernel_h, height + pad_h)
-        rows = h1 - h0
-        h0 = max(h0, 0)
-        h1 = min(h1, height)
-        for ow in range(out_width):
-            w0 = ow * stride_w - pad_w
-            w1 = min(w0 + kernel_w, width + pad_w)
-            area = rows * (w1 - w0)
-            w0 = max(w0, 0)
-            w1 = min(w1, width)
-            out = (item * out_width + ow) * channels
-            for c in range(channels):
-                y[out + c] = 0
-            for h in range(h0, h1):
-                for w in range(w0, w1):
-                    source = ((n * height + h) * width + w) * channels
+        line = ahead(lines, item * size)
+        for row in range(item * rows // items, (item + 1) * rows // items):
+            n = row // out_height
+            h0 = (row % out_height) * stride_h - pad_h
+            h1 = min(h0 + kernel_h, height + pad_h)
+            high = h1 - h0
+            h0, h1 = max(h0, 0), min(h1, height)
+            source = (n * height + h0) * size
+            apart = stride_w >= kernel_w and channels > 1  # then no column is read twice, and a line would cost more
+            for h in range(0 if apart else h1 - h0):
+                for i in range(size):
+                    line[i] = x[source + h * size + i] + (line[i] if h > 0 else 0)
+            for ow in range(out_width):
+                w0 = ow * stride_w - pad_w
+                w1 = min(w0 + kernel_w, width + pad_w)
+                area = high * (w1 - w0)
+                w0, w1 = max(w0, 0), min(w1, width)
+                out = (row * out_width + ow) * channels
+                if apart:
                     for c in range(channels):
-                        y[out + c] += x[source + c]
-            for c in range(channels):
-                y[out + c] /= area
+                        y[out + c] = 0
+                    for h in range(h1 - h0):
+                        for w in range(w0, w1):
+                            for c in range(channels):
+                                y[out + c] += x[source + h * size + w * channels + c]
+                else:
+                    _add_pixels(line, w0 * channels, channels, w1 - w0, channels, y, out)
+                for c in range(channels):
+                    y[out + c] /= area
 
 
 @kernel
 def average_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, dx: Floats,
+    begin: Int, end: Int, dy: Floats, dx: Floats, lines: Floats, rows: Int, items: Int,
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
 ) -> None:  # fmt: skip
-    """Items are the rows (n, h) of the image; each gathers from the windows that cover it."""
+    """Items are parts of the rows (n, h) of the image: first the windows' rows that cover it are added up."""
+    size = out_width * channels
     for item in range(begin, end):
-        n = item // height
-        h = item % height + pad_h
-        first_oh = max(0, (h - kernel_h) // stride_h + 1)
-        last_oh = min(out_height, h // stride_h + 1)
-        for w in range(pad_w, width + pad_w):
-            first_ow = max(0, (w - kernel_w) // stride_w + 1)
-            last_ow = min(out_width, w // stride_w + 1)
-            target = (item * width + w - pad_w) * channels
-            for c in range(channels):
-                dx[target + c] = 0
-            for oh in range(first_oh, last_oh):
-                rows = min(oh * stride_h + kernel_h, height + 2 * pad_h) - oh * stride_h
-                for ow in range(first_ow, last_ow):
-                    columns = min(ow * stride_w + kernel_w, width + 2 * pad_w) - ow * stride_w
-                    area = rows * columns
-                    source = ((n * out_height + oh) * out_width + ow) * channels
-                    for c in range(channels):
-                        dx[target + c] += dy[source + c] / area
+        line = ahead(lines, item * size)
+        for row in range(item * rows // items, (item + 1) * rows // items):
+            n = row // height
+            h = row % height + pad_h
+            for i in range(size):
+                line[i] = 0
+            for oh in range(max(0, (h - kernel_h) // stride_h + 1), min(out_height, h // stride_h + 1)):
+                high = min(oh * stride_h + kernel_h, height + 2 * pad_h) - oh * stride_h
+                source = (n * out_height + oh) * size
+                for ow in range(out_width):
+                    area = high * (min(ow * stride_w + kernel_w, width + 2 * pad_w) - ow * stride_w)
+                    at = ow * channels
+                    if channels == 1:
+                        line[at] += dy[source + at] / area
+                    else:
+                        for c in range(channels):
+                            line[at + c] += dy[source + at + c] / area
+            target = row * width * channels
+            for i in range(target, target + width * channels):
+                dx[i] = 0
+            for ow in range(out_width):
+                w0 = ow * stride_w - pad_w
+                w1 = min(w0 + kernel_w, width)
+                _add_to_pixels(line, ow * channels, channels, dx, target + max(w0, 0) * channels, w1 - max(w0, 0))
 
 
 def _window(x: Any, y: Any, geometry: Geometry) -> tuple[int, ...]:
@@ -191,7 +244,7 @@ def pool_max_forward(threads: int, x: Any, y: Any, mask: Any, geometry: Geometry
 def pool_max_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:
     """See `Backend.pool_max_backward`."""
     samples, channels, height, width = dx.shape
-    block = channels if samples >= 4 * threads else 16
+    block = channels if samples >= 4 * threads or threads == 1 else 16
     blocks = -(-channels // block)
     out_pixels = dy.shape[2] * dy.shape[3]
     grain = max(1, GRAIN // max(1, block * height * width))
@@ -200,11 +253,20 @@ def pool_max_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:
     )
 
 
-def pool_average_forward(threads: int, x: Any, y: Any, geometry: Geometry) -> None:
+def _parts(threads: int, array: Any, line: int, workspace: Workspace) -> tuple[int, int, Any, int, int]:
+    """Items, grain, the items' lines, rows and items of a kernel whose items are parts of the rows of (N, C, H, W)."""
+    rows, grain = _rows(array)
+    items = max(1, min(4 * threads, rows // grain))
+    return items, 1, workspace.take("lines", items * line), rows, items
+
+
+def pool_average_forward(threads: int, workspace: Workspace, x: Any, y: Any, geometry: Geometry) -> None:
     """See `Backend.pool_average_forward`."""
-    average_forward.run(threads, *_rows(y), x, y, *_window(x, y, geometry))
+    items, grain, *lines = _parts(threads, y, x.shape[1] * x.shape[3], workspace)
+    average_forward.run(threads, items, grain, x, y, *lines, *_window(x, y, geometry))
 
 
-def pool_average_backward(threads: int, dy: Any, dx: Any, geometry: Geometry) -> None:
+def pool_average_backward(threads: int, workspace: Workspace, dy: Any, dx: Any, geometry: Geometry) -> None:
     """See `Backend.pool_average_backward`."""
-    average_backward.run(threads, *_rows(dx), dy, dx, *_window(dx, dy, geometry))
+    items, grain, *lines = _parts(threads, dx, dy.shape[1] * dy.shape[3], workspace)
+    average_backward.run(threads, items, grain, dy, dx, *lines, *_window(dx, dy, geometry))

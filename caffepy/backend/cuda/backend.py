@@ -104,6 +104,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
             cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic
         )
         self._convolutions: dict[Problem, CudaConvolution] = {}
+        self._staging = cuda_copy.Staging(self.stream, self._scratch)
         self._closed = False
 
     # -- the device ---------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         self._closed = True
         with self.activate():
             self.stream.synchronize()
+            self._staging.close()
             self._convolutions.clear()
             self._cudnn.destroy_handle(self._handle)
             self._blas.close()
@@ -202,6 +204,15 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     def from_host(self, host: Any, destination: Array) -> None:
         cuda_copy.upload(host, destination, self._scratch)
 
+    def upload(self, host: Any, destination: Array) -> None:
+        self._staging.upload(host, destination)
+
+    def download(self, arrays: Sequence[Array]) -> list[Any]:
+        return self._staging.download(arrays)
+
+    def adopt(self, array: Any) -> Array | None:
+        return cuda_memory.adopt(array, self.device)
+
     def to_host(self, array: Array) -> Any:
         return cuda_memory.download(array, self.stream)
 
@@ -242,6 +253,12 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         if problem not in self._convolutions:
             self._convolutions[problem] = CudaConvolution(problem, self._resources)
         return self._convolutions[problem]
+
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        assert isinstance(plan, CudaConvolution)
+        plan.forward(x, weights, bias, y, relu, residual=residual)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         cuda_pooling.max_forward(x, y, mask, geometry)

@@ -1,12 +1,15 @@
 """Copies and sums between arrays of any dtype and any strides: launches kernels/copy.cu.
 
 Owns the choice among a plain copy of memory, packs of neighbouring elements (casts, Concat, Slice) and tiles that turn
-rows into columns (from channels last to C order and back), and the way from the host to the device.
+rows into columns (from channels last to C order and back), and the ways from the host to the device and back.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,6 +34,16 @@ TILE = 32
 MOST_PACKS = 2**31 - 1
 FLOATS = ("f", "e", "H")
 """dtype characters of what can be rounded to."""
+
+
+SLOTS = 3
+"""Pinned buffers of a `Staging` for arrays on their way to the device."""
+
+PART = 2**19
+"""Numbers that are copied into pinned memory, and on to the device, at once."""
+
+MOST_THREADS = 4
+"""Threads that copy into pinned memory: one alone is slower than the bus."""
 
 
 class Ends(NamedTuple):
@@ -89,6 +102,96 @@ def upload(host: Any, destination: Array, scratch: Scratch) -> None:
     staged = scratch.get("upload", host.size, kind.name).reshape(host.shape)
     staged.data.copy_from_host_async(contiguous.ctypes.data, contiguous.nbytes, stream)
     copy(staged, destination)
+
+
+class Staging:
+    """Pinned memory between host arrays and the device, from and to which it copies at the bus's full speed.
+
+    Args:
+        stream: the backend's.
+        scratch: of the backend.
+    """
+
+    def __init__(self, stream: Any, scratch: Scratch) -> None:
+        self._stream = stream
+        self._scratch = scratch
+        self._slots = [np.empty(0, np.float32)] * SLOTS
+        self._copied: list[Any] = [None] * SLOTS
+        """When the device has taken what lies in each slot."""
+        self._turn = 0
+        self._results = np.empty(0, np.float32)
+        self._threads: ThreadPoolExecutor | None = None
+
+    def upload(self, host: Any, destination: Array) -> None:
+        """See `InputPrimitives.upload`."""
+        assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)
+        if host.size == 0:
+            return
+        direct = destination.dtype == np.float32 and destination.flags.c_contiguous
+        staged = destination if direct else self._scratch.get("upload", host.size).reshape(host.shape)
+        self._turn = (self._turn + 1) % SLOTS
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
+        slot = self._slots[self._turn] = _at_least(self._slots[self._turn], host.size)
+        self._send(host, slot[: host.size], staged)
+        event = self._copied[self._turn] = cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        if not direct:
+            copy(staged, destination)
+
+    def _send(self, host: Any, pinned: Any, staged: Array) -> None:
+        """Copy the numbers part by part, so that a part is on its way while the next ones are being copied."""
+        if not host.flags.c_contiguous or host.size <= 2 * PART:
+            np.copyto(pinned.reshape(host.shape), host, casting="unsafe")
+            self._send_part(pinned, staged, slice(0, host.size))
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "staging")
+        flat = host.reshape(-1)
+        parts = [slice(begin, min(begin + PART, host.size)) for begin in range(0, host.size, PART)]
+        copies = [self._threads.submit(np.copyto, pinned[part], flat[part], "unsafe") for part in parts]
+        for part, copied in zip(parts, copies, strict=True):
+            copied.result()
+            self._send_part(pinned, staged, part)
+
+    def _send_part(self, pinned: Any, staged: Array, part: slice) -> None:
+        source = pinned[part]
+        target = staged.data + part.start * source.itemsize
+        target.copy_from_host_async(source.ctypes.data, source.nbytes, self._stream)
+
+    def download(self, arrays: Sequence[Array]) -> list[Any]:
+        """See `InputPrimitives.download`."""
+        self._results = pinned = _at_least(self._results, sum(array.size for array in arrays))
+        begin, views = 0, []
+        for array in arrays:
+            view = pinned[begin : begin + array.size]
+            if array.size:
+                ordered = self._as_numbers(array)
+                ordered.data.copy_to_host_async(view.ctypes.data, view.nbytes, self._stream)
+            views.append(view.reshape(array.shape))
+            begin += array.size
+        self._stream.synchronize()
+        return [view.copy() for view in views]
+
+    def _as_numbers(self, array: Array) -> Array:
+        """The elements as float32 in C order; where it is a copy, the next one overwrites it."""
+        if array.dtype == np.float32 and array.flags.c_contiguous:
+            return array
+        staged = self._scratch.get("download", array.size).reshape(array.shape)
+        copy(array, staged)
+        return staged
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+def _at_least(pinned: Any, count: int) -> Any:
+    """Pinned memory for so many float32 numbers: the present or a larger one."""
+    if pinned.size >= count:
+        return pinned
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * count), np.float32, count)
 
 
 def in_c_order(array: Array, scratch: Scratch, purpose: str) -> Array:

@@ -11,9 +11,13 @@ from caffepy.backend import layout
 from caffepy.backend.cuda.device import cupy, device_memory
 from caffepy.backend.layout import aligned_bytes, is_plain, memory_order, view
 from caffepy.backend.types import Array, element_dtype
+from caffepy.errors import DeviceError
 
 TICKETS = 1024
 """By how many the tickets of `Scratch` grow."""
+
+DLPACK_CUDA = 2
+"""kDLCUDA of DLPack's device types."""
 
 LARGE = 2**20
 """Bytes from which `Scratch` looks for a buffer in the leased memory."""
@@ -72,6 +76,20 @@ def download(array: Array, stream: Any) -> Any:
     if host.dtype == np.uint16:
         return (host.astype(np.uint32) << 16).view(np.float32)
     return host
+
+
+def adopt(array: Any, device: int) -> Array | None:
+    """See `InputPrimitives.adopt`; other libraries are asked by DLPack."""
+    if isinstance(array, cupy.ndarray):
+        found = array
+    elif getattr(array, "__dlpack_device__", None) and array.__dlpack_device__()[0] == DLPACK_CUDA:
+        found = cupy.from_dlpack(array)
+    else:
+        return None
+    if found.device.id != device:
+        raise DeviceError(f"the array lies on GPU {found.device.id}, the net on GPU {device}; move one of them")
+    cupy.cuda.runtime.deviceSynchronize()
+    return cupy.ascontiguousarray(found) if any(stride < 0 for stride in found.strides) else found
 
 
 def fill(array: Array, value: float) -> None:

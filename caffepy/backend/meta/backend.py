@@ -155,6 +155,12 @@ class MetaBackend(Synchronous, Backend):
         item = np.dtype(element_dtype(dtype)).itemsize
         return MetaConvolution(self, sum(map(math.prod, (x_shape, weights_shape, y_shape))) * item)
 
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        plan.forward(x, weights, bias, y)
+        self.note([residual, y], [y])
+
     def workspace(self, own: int) -> int:
         return self._like.workspace(own) if self._like else gpu_workspace(own)
 

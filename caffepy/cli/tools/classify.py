@@ -6,8 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, file_list, positive, record_shape
-from caffepy.cli.tools.prepare import add_preparation_options, preparation, quiet_net
+from caffepy.cli.options import Parser, add_device_options, positive, record_shape
+from caffepy.cli.tools.prepare import (
+    add_engine_option,
+    add_model_options,
+    add_preparation_options,
+    counted,
+    preparation,
+    quiet_net,
+)
 from caffepy.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -29,13 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = subparsers.add_parser("classify", help="say what images show", description=_DESCRIPTION)
     parser.add_argument("input", type=Path, metavar="INPUT", help="an image, a folder or an .npy file")
     parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT.npy", help="write all probabilities here")
-    parser.add_argument(
-        "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
-    )
-    parser.add_argument(
-        "--weights", "--pretrained-model", type=file_list, default=[], metavar="FILE", dest="weights",
-        help="its weights (without them the net is random)",
-    )  # fmt: skip
+    add_model_options(parser)
     parser.add_argument("--labels", type=Path, metavar="FILE", help="names of the classes, one a line")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="classes to show (default: 5)")
     parser.add_argument("--center-only", action="store_true", help="the crop in the middle alone")
@@ -45,6 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
+    add_engine_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
         SnapshotError: the weights do not fit.
     """
     from caffepy.cli.devices import single_device
-    from caffepy.files import atomic_write
+    from caffepy.files import atomic_write, check_writable
     from caffepy.predict import Model, classify, read_images
 
     if len(args.images_dim) != 2:
         raise ConfigError("--images-dim is a height and a width such as 256,256")
+    if args.output is not None:
+        check_writable(args.output)
     names = _names(args.labels)
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         channels, height, width = model.image_shape
         images = read_images(args.input, channels, args.ext)
         size = (max(args.images_dim[0], height), max(args.images_dim[1], width))
@@ -72,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
         with atomic_write(args.output) as file:
             np.save(file, scores)
-        print(f"{args.output}: {scores.shape[0]} images x {scores.shape[1]} classes")
+        print(f"{args.output}: {counted(len(scores), 'image')} x {counted(scores.shape[1], 'class', 'classes')}")
         return 0
     for (path, _), row in zip(images, scores, strict=True):
         _print_best(path, row, names, args.top)

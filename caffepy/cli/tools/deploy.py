@@ -19,7 +19,7 @@ Make a deploy net of a training net: Input in place of the data layers, Softmax 
 begin with them, and neither labels nor accuracies, auxiliary classifiers, rates or fillers. It goes to stdout, or to
 --output.
 
-  caffepy deploy train_val.prototxt --output deploy.prototxt --weights model.caffemodel
+  caffepy deploy train_val.prototxt deploy.prototxt --weights model.caffemodel
   caffepy deploy lenet_train_test.prototxt --input data=1,28,28 --batch 16
 
 The shape of an input follows from crop_size, from resize_param or new_height and new_width, from the data where they
@@ -30,7 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser("deploy", help="make a deploy net of a training net", description=_DESCRIPTION)
     parser.add_argument("net", type=Path, metavar="NET.prototxt", help="the training net")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
+    parser.add_argument("output", type=Path, nargs="?", metavar="DEPLOY.prototxt", help="write here, not to stdout")
+    parser.add_argument("--output", type=Path, metavar="FILE", dest="named_output", help="the same")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="records of a batch (default: 1)")
     parser.add_argument(
         "--input", type=_named_shape, action="append", default=[], metavar="NAME=C,H,W", dest="shapes",
@@ -58,19 +59,20 @@ def run(args: argparse.Namespace) -> int:
     from caffepy.files import atomic_write
     from caffepy.net.deploy import deploy_net, plan_deploy
 
+    output = args.output or args.named_output
     train = read_net(args.net)
     shapes = _shapes_of_data(train, args.net) | dict(args.shapes)
     net = deploy_net(train, plan_deploy(train, shapes, args.batch, args.outputs))
     with quiet_net():
         layers = _check(net, args.weights)
     text = "".join(_lines(train, net, args.net))
-    if args.output is None:
+    if output is None:
         print(text, end="")
         return 0
-    with atomic_write(args.output) as file:
+    with atomic_write(output) as file:
         file.write(text.encode())
     fitting = f"; {layers} layers take their weights from {args.weights}" if args.weights else ""
-    print(f"{args.output}: {len(net.layer)} layers{fitting}")
+    print(f"{output}: {len(net.layer)} layers{fitting}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`caffepy detect`: the boxes that an SSD finds in images."""
+"""`caffepy detect`: the boxes that an SSD finds in images, and Caffe's `detect.py`, which classifies windows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, file_list
-from caffepy.cli.tools.prepare import add_preparation_options, preparation, quiet_net
+from caffepy.cli.options import Parser, add_device_options, natural
+from caffepy.cli.tools.prepare import (
+    add_engine_option,
+    add_model_options,
+    add_preparation_options,
+    counted,
+    preparation,
+    quiet_net,
+)
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,23 +30,33 @@ Find objects in images by a net that ends in DetectionOutput (SSD): boxes in pix
   caffepy detect street.jpg --model deploy.prototxt --weights ssd.caffemodel --mean-file 104,117,123 --draw found.png
   caffepy detect photos/ boxes.json --model deploy.prototxt --weights ssd.caffemodel --label-map labelmap.prototxt
 
-Caffe's detect.py, which classifies windows that are given, is caffepy.pycaffe's Detector."""
+With --crop-mode list, as Caffe's detect.py: what a classifier says of windows that a CSV file lists under the header
+filename,xmin,ymin,xmax,ymax (R-CNN). The output, .csv or .h5, has a row of class scores for each.
+
+  caffepy detect windows.csv scores.h5 --crop-mode list --model deploy.prototxt --weights net.caffemodel"""
 _FIELDS = ("image", "label", "name", "score", "xmin", "ymin", "xmax", "ymax")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
     parser = subparsers.add_parser("detect", help="find objects in images (SSD)", description=_DESCRIPTION)
-    parser.add_argument("input", type=Path, metavar="INPUT", help="an image, a folder or an .npy file")
     parser.add_argument(
-        "output", type=Path, nargs="?", metavar="OUTPUT", help="write .json or .csv (default: CSV to stdout)"
+        "input", type=Path, metavar="INPUT", help="an image, a folder, an .npy file; or windows as .csv"
     )
     parser.add_argument(
-        "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
+        "output",
+        type=Path,
+        nargs="?",
+        metavar="OUTPUT",
+        help="write .json or .csv, of windows .csv or .h5 (default: CSV to stdout)",
+    )  # fmt: skip
+    add_model_options(parser)
+    parser.add_argument(
+        "--crop-mode", choices=("list", "selective_search"), metavar="list", help="classify the windows of a CSV file"
     )
     parser.add_argument(
-        "--weights", "--pretrained-model", type=file_list, default=[], metavar="FILE", dest="weights",
-        help="its weights (without them the net is random)",
+        "--context-pad", type=natural, default=16, metavar="N",
+        help="of windows: width of the input's border that shows what is around the window, in its pixels (16)",
     )  # fmt: skip
     parser.add_argument("--threshold", type=_score, default=0.5, metavar="X", help="lowest score (0.5)")
     parser.add_argument("--label-map", type=Path, metavar="FILE", help="prototxt with the labels' names")
@@ -48,49 +65,110 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
+    add_engine_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find boxes, print or write them, and draw them if asked for.
+    """Find boxes, print or write them, and draw them if asked for; or classify windows.
 
     Raises:
-        ConfigError: the net is no SSD, or an output's ending is unknown.
-        DataError: an image cannot be read.
+        ConfigError: the net is no SSD, an output's ending is unknown, or the windows are to be searched for.
+        DataError: an image or the windows cannot be read.
         SnapshotError: the weights do not fit.
     """
+    if args.crop_mode is not None:
+        return _run_windows(args)
     from caffepy.cli.devices import single_device
-    from caffepy.files import atomic_write
     from caffepy.predict import Model, detect, draw_boxes, read_images
     from caffepy.predict.detect import read_label_names
 
-    if args.output is not None and args.output.suffix not in (".json", ".csv"):
-        raise ConfigError(f"'{args.output}': boxes are written as .json or .csv; name another file")
+    _check_output(args.output, "boxes", (".json", ".csv"))
+    if args.input.suffix.lower() == ".csv":
+        raise ConfigError(f"'{args.input}' is no image; to classify the windows that it lists, give --crop-mode list")
     names = read_label_names(args.label_map) if args.label_map else {}
     found: list[Box] = []
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads) as model:
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = read_images(args.input, model.image_shape[0], args.ext)
         prepared = preparation(args)
+        if args.draw is not None:
+            _make_folder(args.draw, len(images))
         for number, image in enumerate(images):
             boxes = detect(model, image, prepared, args.threshold, names)
             found += boxes
             if args.draw is not None:
                 draw_boxes(image[1], boxes, _picture(args.draw, image[0], number, len(images)))
     text = _as_json(found) if args.output and args.output.suffix == ".json" else _as_csv(found)
-    if args.output is None:
-        print(text, end="")
-        return 0
-    with atomic_write(args.output) as file:
-        file.write(text.encode("utf-8", "surrogateescape"))
-    print(f"{args.output}: {len(found)} boxes in {len(images)} image{'s' if len(images) > 1 else ''}")
+    _write(args.output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(images), 'image')}")
     return 0
+
+
+def _run_windows(args: argparse.Namespace) -> int:
+    from caffepy.cli.devices import single_device
+    from caffepy.predict import Model, classify_windows, read_windows
+    from caffepy.predict.windows import windows_as_csv, write_windows_hdf5
+
+    if args.crop_mode == "selective_search":
+        raise ConfigError(
+            "--crop-mode selective_search needs a MATLAB package of its authors, which caffepy does not call; list "
+            "windows of your own in a CSV file and give --crop-mode list"
+        )
+    if args.draw is not None:
+        raise ConfigError("--draw shows the boxes of an SSD; windows have none: leave it out")
+    _check_output(args.output, "windows", (".csv", ".h5", ".hdf5"))
+    windows = read_windows(args.input)
+    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
+        scores = classify_windows(model, windows, preparation(args), args.context_pad)
+    done = f"{counted(len(windows), 'window')} x {counted(scores.shape[1], 'class', 'classes')}"
+    if args.output is None or args.output.suffix == ".csv":
+        _write(args.output, windows_as_csv(windows, scores), done)
+    else:
+        write_windows_hdf5(args.output, windows, scores)
+        print(f"{args.output}: {done}")
+    return 0
+
+
+def _check_output(output: Path | None, what: str, endings: tuple[str, ...]) -> None:
+    from caffepy.files import check_writable
+
+    if output is not None and output.suffix not in endings:
+        raise ConfigError(f"'{output}': {what} are written as {' or '.join(endings)}; name another file")
+    if output is not None:
+        check_writable(output)
+
+
+def _write(output: Path | None, text: str, done: str) -> None:
+    """Print a text, or write it and say so."""
+    from caffepy.files import atomic_write
+
+    if output is None:
+        print(text, end="")
+        return
+    with atomic_write(output) as file:
+        file.write(text.encode("utf-8", "surrogateescape"))
+    print(f"{output}: {done}")
 
 
 def _picture(draw: Path, name: str, number: int, count: int) -> Path:
     """Where an image with its boxes goes."""
     if count == 1 and not draw.is_dir():
         return draw
-    draw.mkdir(parents=True, exist_ok=True)
     return draw / (f"{Path(name).stem}.png" if not name.endswith("]") else f"{number:06d}.png")
+
+
+def _make_folder(draw: Path, count: int) -> None:
+    """The folder of several images' pictures.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if count > 1:
+            draw.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--draw {draw}: no folder for the pictures of {count} images can be made there ({error.strerror}); "
+            "name another one"
+        ) from error
 
 
 def _score(text: str) -> float:

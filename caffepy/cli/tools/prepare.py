@@ -1,4 +1,4 @@
-"""Options that `classify` and `detect` share: how an image becomes the net's input."""
+"""Options that `classify` and `detect` share: the net, and how an image becomes its input."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, file_list
 
 if TYPE_CHECKING:
     from caffepy.predict import Preparation
+
+
+def add_model_options(parser: Parser) -> None:
+    """--model and --weights, of a deploy net."""
+    parser.add_argument(
+        "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
+    )
+    parser.add_argument(
+        "--weights", "--pretrained-model", type=file_list, default=[], metavar="FILE", dest="weights",
+        help="its weights (without them the net is random)",
+    )  # fmt: skip
 
 
 def add_preparation_options(parser: Parser) -> None:
@@ -29,6 +41,14 @@ def add_preparation_options(parser: Parser) -> None:
         help="order of the channels, of red, green and blue (default: 2,1,0, which is blue, green, red)",
     )  # fmt: skip
     parser.add_argument("--ext", default="jpg", help="of the files that are taken from a folder (jpg)")
+
+
+def add_engine_option(parser: Parser) -> None:
+    """--engine."""
+    parser.add_argument(
+        "--engine", choices=("own", "onnxruntime"), default="own",
+        help="what computes the net on the CPU; onnxruntime comes with the extra onnx (own)",
+    )  # fmt: skip
 
 
 def preparation(args: argparse.Namespace) -> Preparation:
@@ -53,6 +73,11 @@ def quiet_net() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """A number and what it counts."""
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def _order(text: str) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 
+from caffepy.config.messages import field_head
 from caffepy.data.conversion.annotation_files import READERS, read_boxes
 from caffepy.data.conversion.image_records import (
     ImageOptions,
     ImageRecord,
     UnreadableImageError,
-    field_head,
     image_size,
     one_thread_an_image,
     read_image_record,

@@ -11,6 +11,7 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.config.messages import field_head
 from caffepy.data.conversion.progress import all_cores
 from caffepy.data.images.datum import MOST_PIXELS, decode_image, opencv
 from caffepy.data.sources.image_list import MOST_IMAGE_BYTES
@@ -141,16 +142,6 @@ def one_thread_an_image() -> Iterator[None]:
         yield
     finally:
         cv2.setNumThreads(before)
-
-
-def field_head(tag: bytes, length: int) -> bytes:
-    """What precedes `length` bytes in protobuf's wire format."""
-    result = bytearray(tag)
-    while length > 127:
-        result.append(length & 127 | 128)
-        length >>= 7
-    result.append(length)
-    return bytes(result)
 
 
 def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:

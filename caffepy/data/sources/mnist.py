@@ -229,7 +229,8 @@ def read_idx(path: Path) -> bytes:
         with open_regular(path) as raw:
             return gzip.GzipFile(fileobj=raw).read(_MOST_BYTES) if path.suffix == ".gz" else raw.read(_MOST_BYTES)
     except (OSError, EOFError, zlib.error, MemoryError) as error:
-        raise DataError(f"'{path}' cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"'{path}' cannot be read: {why}") from error
 
 
 def fetch_file(file: IdxFile, mirrors: tuple[str, ...] = MIRRORS, timeout: float = 30.0) -> bytes:

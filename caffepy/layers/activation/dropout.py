@@ -30,7 +30,8 @@ class DropoutLayer(Layer):
         top[0].reshape(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self._counter = self.counter()
+        if self._training:
+            self._counter = self.counter()
         self._drop(bottom[0].data, top[0].data)
 
     def _stream(self) -> RandomStream:

@@ -24,11 +24,22 @@ def elu_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar) ->
     return dy * (scale if x > 0 else scale * alpha * exp(x))
 
 
+@expression
+def nvidia_gradient(y: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return scale * dy * (1.0 if y > 0 else alpha + y)
+
+
+@expression
+def nvidia_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return scale * dy * (1.0 if x > 0 else alpha + scale * alpha * (exp(x) - 1))
+
+
 @register_layer("ELU")
 class ELULayer(ActivationLayer):
     """y = lambda * x where x > 0, lambda * alpha * (e^x - 1) elsewhere (Clevert, Unterthiner and Hochreiter 2015).
 
-    `lambda` is NVIDIA Caffe's (1 in BVLC's). NVIDIA's gradient is off where it is not 1; this one is the derivative.
+    `lambda` is NVIDIA Caffe's (1 in BVLC's). In NVIDIA's dialect dx = lambda * dy * (alpha + y) where x <= 0
+    (`elu_layer.cpp`), which is the derivative where lambda is 1 alone; in BVLC's dx is the derivative.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -42,5 +53,8 @@ class ELULayer(ActivationLayer):
         self.backend.apply(elu, (x, self._alpha, self._scale), (y,))
 
     def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
-        formula = elu_gradient_from_bottom if self.reads_bottom() else elu_gradient
+        from_bottom, from_top = elu_gradient_from_bottom, elu_gradient
+        if self.context.nvidia:
+            from_bottom, from_top = nvidia_gradient_from_bottom, nvidia_gradient
+        formula = from_bottom if self.reads_bottom() else from_top
         self.backend.apply(formula, (source, dy, self._alpha, self._scale), (dx,))

@@ -68,6 +68,8 @@ class PassCounter:
     number: int = 0
     on_device: Counter | None = None
     """The pass number and the number of its first sample in device memory, for captured graphs."""
+    draws: bool = False
+    """Whether a layer has asked for the counter of its random numbers."""
 
 
 @dataclass
@@ -380,6 +382,7 @@ class Layer:
 
     def counter(self) -> Counter:
         """Counter of the random numbers that belong to samples: (pass, first sample), or both in device memory."""
+        self.context.passes.draws = True
         on_device = self.context.passes.on_device
         return (self.context.passes.number, self.first_sample()) if on_device is None else on_device
 

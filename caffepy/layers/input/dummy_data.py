@@ -46,8 +46,8 @@ class DummyDataLayer(Layer):
             blob.reshape(shape)
         batch = top[0].shape[0] if top[0].shape else 1
         if self.context.first_sample is None:
-            shard = self.context.shard
-            self.context.first_sample = lambda number: (number * shard.world_size + shard.rank) * batch
+            context = self.context  # its shard changes where the solver joins others after it was made
+            context.first_sample = lambda number: (number * context.shard.world_size + context.shard.rank) * batch
 
     def _shapes(self, tops: int) -> list[tuple[int, ...]]:
         param = self.param.dummy_data_param

@@ -36,8 +36,8 @@ class MemoryDataLayer(Layer):
         if min(self._shape) < 1:
             raise self.error("memory_data_param needs batch_size, channels, height and width, all at least 1")
         if self.context.first_sample is None:
-            shard, batch = self.context.shard, self._shape[0]
-            self.context.first_sample = lambda number: (number * shard.world_size + shard.rank) * batch
+            context, batch = self.context, self._shape[0]  # its shard changes where the solver joins others later
+            context.first_sample = lambda number: (number * context.shard.world_size + context.shard.rank) * batch
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(self._shape)

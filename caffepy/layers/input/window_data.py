@@ -56,8 +56,8 @@ class WindowDataLayer(PrefetchingLayer):
 
     def _read_mean(self, crop: int) -> NDArray[np.float32]:
         transform = self.param.transform_param
-        if transform.HasField("mean_file"):
-            return window_mean(read_mean(self.context.resolve(transform.mean_file)), crop)
+        if mean_file := transform.mean_file or self.param.window_data_param.mean_file:
+            return window_mean(read_mean(self.context.resolve(mean_file)), crop)
         if len(transform.mean_value) not in (0, 1, 3):
             raise self.error(f"transform_param has {len(transform.mean_value)} mean_value; give 1 or 3")
         return np.array(list(transform.mean_value) or [0], np.float32).reshape(-1, 1, 1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.blob import Blob
+from caffepy.blob import Blob, FourAxes
 
 
-class HostBlob:
+class HostBlob(FourAxes):
     """A blob's values and derivatives as C-contiguous float32 arrays on the host.
 
     Values are copied from the device when they are first asked for in a pass. The arrays stay the layer's own between
@@ -44,29 +44,6 @@ class HostBlob:
     @property
     def count(self) -> int:
         return self.blob.count
-
-    @property
-    def num(self) -> int:
-        """Size of the first of four axes; missing ones are 1."""
-        return self._legacy(0)
-
-    @property
-    def channels(self) -> int:
-        """Size of the second of four axes."""
-        return self._legacy(1)
-
-    @property
-    def height(self) -> int:
-        """Size of the third of four axes."""
-        return self._legacy(2)
-
-    @property
-    def width(self) -> int:
-        """Size of the last of four axes."""
-        return self._legacy(3)
-
-    def _legacy(self, axis: int) -> int:
-        return self.blob.shape[axis] if axis < len(self.blob.shape) else 1
 
     def reshape(self, *shape: int) -> None:
         """Give the blob another shape; without arguments a single number."""

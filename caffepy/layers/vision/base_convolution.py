@@ -82,6 +82,11 @@ class BaseConvolutionLayer(Layer):
         if param.bias_term:
             self.add_parameter((param.num_output,), param.bias_filler)
 
+    @property
+    def geometry(self) -> Geometry:
+        """Kernel, stride, pad and dilation for each spatial axis, and the groups."""
+        return self._geometry
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape, axes = bottom[0].shape, len(self._geometry.kernel)
         if len(shape) != self.axis + 1 + axes or shape[self.axis] != self._channels:

@@ -56,6 +56,23 @@ class ConvolutionLayer(BaseConvolutionLayer):
         self._plan.forward(self._x.pull(x.data), weights, self.bias, out, relu=relu, sums=sums)
         self._y.push(y.data)
 
+    def convolve(
+        self, x: Blob, y: Blob, weights: Array | None, bias: Array | None, residual: Array | None, relu: bool
+    ) -> None:
+        """The top's data with other weights (None: the layer's own) and bias, a residual added, perhaps rectified."""
+        filters = self._filters(self.weights() if weights is None else weights)
+        image, out = self._x.pull(x.data), self._y.target(y.data)
+        if residual is None:
+            self._plan.forward(image, filters, bias, out, relu=relu)
+        else:
+            self.backend.convolve_and_add(self._plan, image, filters, bias, residual, out, relu)
+        self._y.push(y.data)
+
+    def keep_weights(self, weights: Array) -> None:
+        """Let `convolve` with these weights rely on their present values until this is called again."""
+        if self._plan_shape is not None:
+            self.backend.keep_weights(self._plan, self._filters(weights))
+
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])
         for x, y, wanted in zip(bottom, top, propagate_down, strict=True):

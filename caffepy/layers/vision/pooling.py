@@ -111,6 +111,11 @@ class PoolingLayer(Layer):
             raise self.error(f"pad {self._pad} must be smaller than the kernel {kernel}")
         return Geometry(kernel, self._stride, self._pad, (1, 1))
 
+    @property
+    def geometry(self) -> Geometry:
+        """Kernel, stride and pad along both spatial axes; of a global layer the kernel is the image's size."""
+        return self._geometry
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._geometry = geometry = self._read_geometry(bottom)
         sizes = tuple(

@@ -48,6 +48,11 @@ class SPPLayer(Layer):
         top[0].reshape((shape[0], sum(sizes)))
         self._rows = [Reordered(self.backend, b.shape, (shape[0], n)) for b, n in zip(self._pooled, sizes, strict=True)]
 
+    @property
+    def levels(self) -> list[tuple[PoolingLayer, Blob]]:
+        """The pooling layer of each level with its top."""
+        return list(zip(self._levels, self._pooled, strict=True))
+
     def _make_level(self, bottom: Blobs, number: int) -> PoolingLayer:
         param = caffe_pb2.LayerParameter(name=f"{self.name}/{number}", type="Pooling")
         pooling = param.pooling_param

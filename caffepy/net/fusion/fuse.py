@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from caffepy.blob import Blob
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
-from caffepy.layers.normalization.scale import ScaleLayer
+from caffepy.layers.normalization.scale import BroadcastLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
 from caffepy.net.fusion.fused import FusedActivation, FusedNormalisation, MeasuredConvolution
 from caffepy.net.wiring import Node
@@ -142,7 +142,7 @@ class Fusion:
         bottoms, down = [source], list(node.propagate_down)
         if residual is not None:
             summing = self._nodes[residual]
-            other = 1 - summing.bottoms.index(self._nodes[chain[chain.index(residual) - 1]].tops[0])
+            other = self._other_bottom(chain, residual)
             bottoms.append(summing.bottoms[other])
             down.append(summing.propagate_down[other])
         layer = FusedNormalisation([self._nodes[i].layer for i in chain], self._gradient_tops(chain[-1]))
@@ -152,13 +152,18 @@ class Fusion:
 
     def _find_chain(self, index: int) -> tuple[Chain, int | None]:
         """The nodes from a BatchNorm on that can be one, and which of them is the sum."""
-        chain, residual = [index], None
+        chain = [index]
         norm = self._nodes[index].layer
         assert isinstance(norm, BatchNormLayer)
         scale = self._next(chain, "Scale")
-        if scale is not None and not norm.scale_bias and self._is_plain_scale(scale):
+        if scale is not None and not norm.scale_bias and self._is_plain_broadcast(scale):
             chain.append(scale)
-        summing = self._next(chain, "Eltwise")
+        return chain, self._add_ending(chain)
+
+    def _add_ending(self, chain: Chain, with_sum: bool = True) -> int | None:
+        """Add the Eltwise sum, the ReLU and the Split behind a chain to it; which node is the sum, if there is one."""
+        residual = None
+        summing = self._next(chain, "Eltwise") if with_sum else None
         if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
             chain.append(summing)
             residual = summing
@@ -168,16 +173,22 @@ class Fusion:
         split = self._next(chain, "Split")
         if split is not None and len(chain) > 1 and self._is_plain_split(split):
             chain.append(split)
-        return chain, residual
+        return residual
+
+    def _other_bottom(self, chain: Chain, residual: int) -> int:
+        """Which bottom of a chain's sum comes from outside."""
+        normal = self._nodes[chain[chain.index(residual) - 1]].tops[0]
+        return 1 - self._nodes[residual].bottoms.index(normal)
 
     def _is_plain_split(self, index: int) -> bool:
         layer = self._nodes[index].layer
         return not layer.tops_overwritten and not any(layer.loss_weights)
 
-    def _is_plain_scale(self, index: int) -> bool:
+    def _is_plain_broadcast(self, index: int) -> bool:
+        """Whether a Scale or Bias layer has one number of its own for each channel."""
         node = self._nodes[index]
         layer = node.layer
-        assert isinstance(layer, ScaleLayer)
+        assert isinstance(layer, BroadcastLayer)
         channels = (node.bottoms[0].shape[1],)
         return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
 

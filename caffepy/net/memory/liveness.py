@@ -17,12 +17,13 @@ from caffepy.blob import Blob
 from caffepy.layers.core.base import Layer, LayerContext, PassCounter
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.input.prefetching import PrefetchingLayer
+from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 
 INPUTS, BLOBS, BUFFERS = "inputs", "blobs", "layers' buffers"
-PARAMETERS, GRADIENTS, COPIES = "parameters", "gradients", "half copies"
-KINDS = (PARAMETERS, GRADIENTS, COPIES, INPUTS, BLOBS, BUFFERS)
+PARAMETERS, GRADIENTS, COPIES, FOLDED = "parameters", "gradients", "half copies", "folded weights"
+KINDS = (PARAMETERS, GRADIENTS, COPIES, FOLDED, INPUTS, BLOBS, BUFFERS)
 """Categories of memory, as in `LivenessAnalysis.lasting`."""
 
 
@@ -197,6 +198,9 @@ class LivenessAnalysis:
                 if parameter is not None:
                     kinds[parameter.memory] = kind
             kinds.update((copy.memory, COPIES) for copy in blob.copies.values())
+        for layer in (node.layer for node in net.schedule):
+            if isinstance(layer, FoldedConvolution):
+                kinds.update((array.memory, FOLDED) for array in layer.folded)
         return kinds
 
 

@@ -22,6 +22,7 @@ from caffepy.net.memory.liveness import (
     BLOBS,
     BUFFERS,
     COPIES,
+    FOLDED,
     GRADIENTS,
     INPUTS,
     PARAMETERS,
@@ -224,6 +225,7 @@ def describe(plan: MemoryPlan, histories: int, device: str) -> str:
         PARAMETERS: plan.lasting[PARAMETERS],
         GRADIENTS: plan.lasting[GRADIENTS],
         COPIES: plan.lasting[COPIES],
+        FOLDED: plan.lasting[FOLDED],
         "history": plan.history(histories),
     }
     parts += [f"{what} {_amount(size)}" for what, size in sizes.items() if size]

@@ -176,7 +176,7 @@ def end_in_order(line: socket.socket, seconds: float) -> None:
     on its way.
     """
     end = time.monotonic() + seconds
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # closed meanwhile, it has no descriptor any more
         line.shutdown(socket.SHUT_WR)
         while struct.unpack("i", fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4)))[0] and time.monotonic() < end:
             time.sleep(_ACKNOWLEDGE_SECONDS)

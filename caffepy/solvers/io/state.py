@@ -42,7 +42,7 @@ def write_snapshot(state: TrainState) -> Path:
     Raises:
         RunError: it could not be written; the older snapshots are as they were.
     """
-    saved = _save_state(state)
+    saved = save_state(state)
     weights, path = snapshot_paths(state)
     saved.learned_net = str(weights)
     saved.blob_count = len(state.history) * len(state.net.parameters.parameters)
@@ -55,7 +55,7 @@ def write_snapshot(state: TrainState) -> Path:
     return path
 
 
-def _save_state(state: TrainState) -> SolverState:
+def save_state(state: TrainState) -> SolverState:
     """Everything but weights, their path and history."""
     saved = SolverState(iter=state.iteration, current_step=state.current_step)
     if state.param.lr_policy == "plateau":
@@ -176,6 +176,8 @@ def _restore_random(state: TrainState, saved: SolverState) -> None:
         state.param.random_seed = saved.seed
     for net in (state.net, *state.test_nets):
         net.context.seed = state.param.random_seed
+    for runner in state.tests:
+        runner.drop()  # their graphs draw from the old seed
     has_passes = saved.HasField("pass_number")
     state.net.context.passes.number = saved.pass_number if has_passes else saved.iter * state.param.iter_size
     for net, number in zip(state.test_nets, saved.test_pass_number, strict=False):

@@ -10,6 +10,7 @@ import numpy as np
 from caffepy.data.schedule import TestSchedule
 from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.net import Net
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.solvers.callbacks import Action
 from caffepy.solvers.io.detection import DetectionScores, check_detection_outputs, maker_of
 from caffepy.solvers.io.display import output_lines
@@ -62,16 +63,32 @@ def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> 
     Raises:
         ConfigError: the outputs cannot be scored as eval_type says.
     """
-    net, detects = state.test_nets[index], state.param.eval_type == "detection"
+    runner, detects = state.tests[index], state.param.eval_type == "detection"
+    schedule = TestSchedule(state.shard, 1, state.param.test_iter[index])
     state.log("Iteration %d, Testing net (#%d)", state.iteration, index)
-    scores = _detection_scores(state, net) if detects else MeanScores(state, net)
-    loss = _score_own_batches(state, net, index, interrupted, scores.take)
+    scores = _detection_scores(state, runner.net) if detects else MeanScores(state, runner.net)
+    runner.parameters_changed()
+    _capture_together(state, runner)
+    loss = _score_own_batches(state, runner, schedule, interrupted, scores.take)
     if not all_finished(state) or loss is None:
         return None
     if state.param.test_compute_loss:
         mean = state.callback.sum_over_devices(np.array([loss]))[0] / state.param.test_iter[index]
         state.log("Test loss: %.6g", mean)
     return scores.means()
+
+
+def _capture_together(state: TrainState, runner: ForwardRunner) -> None:
+    """Capture the test net's passes on all devices before any of them goes on, or on none. Alone, it captures itself.
+
+    Making a graph allocates device memory, which can wait for all work of the process on any device: a collective that
+    another device's solver launches meanwhile could then wait for ever.
+    """
+    if state.callback.world_size == 1 or not runner.wanted:
+        return
+    runner.capture()
+    if state.callback.min_over_devices(float(runner.wanted), "the capture of all devices' test graphs") == 0:
+        runner.stop_capturing()
 
 
 def _detection_scores(state: TrainState, net: Net) -> DetectionScores:
@@ -98,18 +115,22 @@ def refuse_changing_outputs(net: Net, names: Iterable[str]) -> None:
 
 
 def _score_own_batches(
-    state: TrainState, net: Net, index: int, interrupted: Callable[[], bool], take: Callable[[int], None]
+    state: TrainState,
+    runner: ForwardRunner,
+    schedule: TestSchedule,
+    interrupted: Callable[[], bool],
+    take: Callable[[int], None],
 ) -> float | None:
     """Run this device's batches and hand each batch's number to `take`; the sum of the losses if they are wanted.
 
     None if the test was interrupted.
     """
-    schedule, loss = TestSchedule(state.shard, 1, state.param.test_iter[index]), 0.0
+    net, loss = runner.net, 0.0
     for number in range(schedule.passes_per_test):
         if interrupted():
             return None
         try:
-            net.forward()
+            runner.forward()
         except StopRequestedError:
             return None
         take(schedule.first_sample(number))

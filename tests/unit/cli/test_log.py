@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from caffepy.cli.log import log_to_stderr, rank_prefix
-from caffepy.cli.progress import ProgressBar, progress_bar
 from caffepy.glog import GlogFormatter
+from caffepy.progress import ProgressBar, progress_bar
 
 GLOG = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6})\s+(\d+) (\S+):(\d+)\] (.*)")
 logger = logging.getLogger("caffepy.tests")

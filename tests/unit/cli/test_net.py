@@ -65,6 +65,20 @@ def test_fused_layers_in_half_precision(capsys: pytest.CaptureFixture[str]):
     assert any(line.startswith("ip_as_float32 Cast ip -> ip_as_float32 16x5 float32") for line in table)
 
 
+def test_folded_layers_and_their_memory(capsys: pytest.CaptureFixture[str]):
+    text = NET.replace('layer { name: "relu"', 'layer { name: "n" type: "BatchNorm" bottom: "conv" top: "conv" }\n'
+                       'layer { name: "relu"').replace("num_output: 6", "num_output: 600")  # fmt: skip
+    Path("net.prototxt").write_text(text)
+    options = ("--model=net.prototxt", "--shape=200,12,12", "--phase=TEST")
+    table = lines(capsys, *options, "--fused")
+    row = next(line for line in table if line.startswith("conv "))
+    assert row.startswith("conv +2 Convolution + BatchNorm + ReLU data -> conv 4x600x10x10 1,081,801")
+    folded, plain = (lines(capsys, *options, "--memory", *more) for more in ((), ("--no-fuse",)))
+    assert number(folded, "folded weights") == pytest.approx(200 * 9 * 600 * 4 / 2**20, abs=0.1)
+    assert not any(line.startswith("folded") for line in plain)
+    assert number(folded, "blobs") <= number(plain, "blobs")
+
+
 def test_a_crop_tells_the_shape_of_data_that_are_not_there(capsys: pytest.CaptureFixture[str]):
     table = lines(capsys, "--model=net.prototxt", "--phase=test", "--stage=deep")
     assert table[0] == "layer 'data': its data are not there; taken as --shape 2,12,12, from crop_size"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from caffepy.cli.main import main
+from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
 NET = """
@@ -101,6 +102,51 @@ def test_scores_of_each_batch_and_their_means(capsys: pytest.CaptureFixture[str]
         "accuracy = 1",
         "loss = 0 (* 3 = 0 loss)",
     ]
+
+
+FOLDABLE = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 4 dim: 3 dim: 6 dim: 6 } shape { dim: 4 } data_filler { type: "gaussian" }
+  data_filler { type: "constant" value: 1 } } }
+layer { name: "c" type: "Convolution" bottom: "data" top: "c"
+  convolution_param { num_output: 5 kernel_size: 3 weight_filler { type: "msra" } } }
+layer { name: "n" type: "BatchNorm" bottom: "c" top: "c" }
+layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "i" type: "InnerProduct" bottom: "c" top: "i"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "i" bottom: "label" top: "loss" }
+"""
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_the_net_is_folded_unless_something_else_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shown: bool
+):
+    Path("net.prototxt").write_text(("debug_info: true" if shown else "") + FOLDABLE)
+    ran, forward = [], Net.forward
+
+    def noting(net: Net) -> None:
+        if net.backend.holds_values:  # not the plan of its memory
+            ran.append([node.layer.type for node in net.schedule])
+        forward(net)
+
+    monkeypatch.setattr(Net, "forward", noting)
+    scores = []
+    for options in ([], ["--no-fuse"], ["--no-share", "--eager"]):
+        assert main(["test", "--model=net.prototxt", "--weights=net.caffemodel", "--iterations=2", *options]) == 0
+        scores.append([line for line in messages(capsys) if "loss = " in line])
+    folded = [types for types in ran if "Convolution + BatchNorm + ReLU" in types]
+    assert (len(ran), len(folded)) == (6, 0 if shown else 4)
+    values = [[float(line.split(" = ")[1].split()[0]) for line in lines] for lines in scores]
+    assert len(values[0]) == 3
+    np.testing.assert_allclose(values, [values[0]] * 3, rtol=1e-5)
+
+
+def test_time_shows_the_layers_of_a_test_one_by_one(capsys: pytest.CaptureFixture[str]):
+    Path("net.prototxt").write_text(FOLDABLE)
+    assert main(["time", "--model=net.prototxt", "--iterations=1", "--phase=TEST"]) == 0
+    layers = [line.split()[0] for line in messages(capsys) if "\tforward: " in line]
+    assert layers == ["data", "c", "n", "r", "i", "loss"]
 
 
 DETECTIONS = """

@@ -16,6 +16,7 @@ from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.training.prepare import keep_batch_of_all
 
 STATE = Path("run one/x_iter_7.solverstate")
 OPTIONS = [
@@ -85,19 +86,19 @@ def test_fewer_ranks_make_more_passes(said: pytest.LogCaptureFixture, monkeypatc
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     param = SolverParameter(iter_size=3)
-    train.keep_batch_of_all(param)
+    keep_batch_of_all(param)
     assert param.iter_size == 3 and not said.text
     monkeypatch.setenv("CAFFEPY_BATCH_RANKS", "8")
-    train.keep_batch_of_all(param)
+    keep_batch_of_all(param)
     assert param.iter_size == 6 and "4 ranks train for 8: iter_size is 6" in said.text
     monkeypatch.setenv("CAFFEPY_BATCH_RANKS", "5")
     param.iter_size = 3
     with pytest.raises(ConfigError, match="5 ranks cannot be divided among 4: an iteration has 15 batches"):
-        train.keep_batch_of_all(param)
+        keep_batch_of_all(param)
     for text in ("x", "nan", "1e999"):
         monkeypatch.setenv("CAFFEPY_BATCH_RANKS", text)
         with pytest.raises(ConfigError, match=f"CAFFEPY_BATCH_RANKS is '{text}'; caffepy launch alone sets it"):
-            train.keep_batch_of_all(param)
+            keep_batch_of_all(param)
 
 
 @pytest.mark.parametrize("option", ["--snapshot", "--weights", "--solver", "--from-log"])

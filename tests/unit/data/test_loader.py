@@ -6,6 +6,7 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_records import Records
 
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.loader import DatumLoader, ImageFileLoader
@@ -15,31 +16,6 @@ from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
-
-
-class Records:
-    """A source of records in memory."""
-
-    description = "list 'x'"
-    index = None
-
-    def __init__(self, datums):
-        self.records = [datum if isinstance(datum, bytes) else datum.SerializeToString() for datum in datums]
-
-    def __len__(self):
-        return len(self.records)
-
-    def read(self, number):
-        return memoryview(self.records[number])
-
-    def record_name(self, number):
-        return f"record {number} (key 'k{number}')"
-
-    def concurrent(self, count):
-        return True
-
-    def close(self):
-        pass
 
 
 def image_datum(number, channels=3, height=4, width=5, **more):

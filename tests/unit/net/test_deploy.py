@@ -14,7 +14,8 @@ from caffepy.config.load import read_net
 from caffepy.errors import ConfigError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.net.deploy import deploy_net, plan_deploy, record_shape
+from caffepy.net.deploy import deploy_net, plan_deploy
+from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
 
 MODELS = Path(generate.__file__).parent
@@ -113,7 +114,21 @@ def test_chosen_outputs():
 )
 def test_the_shape_of_a_record(transform: str, shape: tuple[int, ...] | None):
     layer = net_of(f'layer {{ name: "d" type: "Data" transform_param {{ {transform} }} }}').layer[0]
-    assert record_shape(layer) == shape
+    told = told_shape(layer, nvidia=False)
+    assert (told and told[0]) == shape
+
+
+def test_what_tells_the_shape_depends_on_mode_layer_and_dialect():
+    resized = "transform_param { resize_param { height: 8 width: 9 } }"
+    (data,) = net_of(f'layer {{ name: "d" type: "Data" {resized} }}').layer
+    assert told_shape(data, nvidia=True) is None, "which SSD's layers alone apply in NVIDIA's dialect"
+    data.type = "AnnotatedData"
+    assert told_shape(data, nvidia=True) == ((3, 8, 9), "resize_param")
+    data.transform_param.resize_param.resize_mode = caffe_pb2.ResizeParameter.FIT_SMALL_SIZE
+    assert told_shape(data, nvidia=False) is None, "one side alone is told"
+    listed = "image_data_param { new_height: 4 new_width: 5 is_color: false }"
+    (images,) = net_of(f'layer {{ name: "d" type: "ImageData" {listed} }}').layer
+    assert told_shape(images, nvidia=False) == ((1, 4, 5), "new_height and new_width")
 
 
 def test_mistakes_are_named():
@@ -146,7 +161,9 @@ def weights(tmp_path: Path) -> Path:
 def test_the_command_writes_and_checks(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
     net, output = MODELS / "lenet/train_test.prototxt", tmp_path / "deploy.prototxt"
     arguments = ["deploy", str(net), "--input", "data=1,28,28", "--weights", str(weights)]
-    assert main([*arguments, "--output", str(output)]) == 0
+    for named in ([str(output)], ["--output", str(output)]):
+        output.unlink(missing_ok=True)
+        assert main([*arguments, *named]) == 0
     assert "9 layers; 4 layers take their weights from" in capsys.readouterr().out
     assert read_net(output) == read_net(MODELS / "lenet/deploy.prototxt")
     assert "# 'data': multiply by 0.00390625" in output.read_text()

@@ -211,6 +211,10 @@ class Other:
     def on_clock_start(self) -> None:
         """Nothing is timed."""
 
+    def wait_for_device(self, wait: Callable[[], None]) -> None:
+        """Nobody else is waited for."""
+        wait()
+
 
 def test_who_is_not_the_root_reads_no_weights_and_looks_at_no_folder() -> None:
     text = SOLVER + 'max_iter: 1 snapshot: 1 snapshot_prefix: "/nowhere/x" weights: "nowhere.caffemodel" '

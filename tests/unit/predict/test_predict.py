@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 
 import cv2
+import h5py
 import numpy as np
 import pytest
 
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
-from caffepy.predict import Model, Preparation, classify, image_files, read_images
+from caffepy.predict import Model, Preparation, classify, image_files, read_images, read_windows
 from caffepy.predict.images import read_any_mean
 from caffepy.proto import caffe_pb2
+from caffepy.pycaffe import Detector
 
 COLOURS = """
     layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 4 dim: 4 } } }
@@ -80,6 +82,16 @@ def test_values_are_prepared_as_caffe_does(net: list[str], red: Path, tmp_path: 
     assert scores[0, 2] == pytest.approx((200 / 255 * 100 - 3) / 2, abs=1e-4)
     assert main(["classify", str(red), str(output), *net, "--images-dim=4,4", "--channel_swap=0,1,2"]) == 0
     assert np.load(output)[0, 0] == pytest.approx(200, abs=1e-3)
+
+
+def test_onnxruntime_gives_the_same_scores(net: list[str], red: Path, tmp_path: Path):
+    scores = []
+    for engine in ("own", "onnxruntime"):
+        output = tmp_path / f"{engine}.npy"
+        assert main(["classify", str(red), str(output), *net, "--images-dim=4,4", "--engine", engine]) == 0
+        scores.append(np.load(output))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    assert main(["classify", str(red), *net, "--engine", "onnxruntime", "--gpu", "0"]) == 2
 
 
 def test_ten_crops_are_averaged(net: list[str]):
@@ -149,10 +161,86 @@ def test_boxes_are_drawn(ssd: list[str], red: Path, tmp_path: Path, capsys):
     picture = tmp_path / "found.png"
     cv2.imwrite(str(red), np.full((400, 800, 3), (0, 0, 200), np.uint8))
     assert main(["detect", str(red), str(tmp_path / "boxes.json"), *ssd, "--draw", str(picture)]) == 0
-    assert "boxes.json: 1 boxes in 1 image" in capsys.readouterr().out
+    assert "boxes.json: 1 box in 1 image\n" in capsys.readouterr().out
     drawn, plain = cv2.imread(str(picture)), cv2.imread(str(red))
     assert drawn.shape == plain.shape
     assert (drawn[250, 200] != plain[250, 200]).any(), "the left edge"
     assert (drawn[250, 400] == plain[250, 400]).all(), "the middle"
     assert main(["detect", str(red), *ssd, "--draw", str(tmp_path / "found.txt")]) == 2
     assert "pictures end in .png or .jpg" in capsys.readouterr().err
+    cv2.imwrite(str(tmp_path / "blue.png"), np.zeros((40, 80, 3), np.uint8))
+    several = ["detect", str(tmp_path), "--ext", "png", *ssd, "--draw"]
+    assert main([*several, str(picture)]) == 2
+    assert "no folder for the pictures of 3 images can be made there (File exists); name an" in capsys.readouterr().err
+    assert main([*several, str(tmp_path / "drawn"), str(tmp_path / "boxes.csv")]) == 0, "an OUTPUT behind options"
+    assert capsys.readouterr().out == f"{tmp_path / 'boxes.csv'}: 3 boxes in 3 images\n"
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["blue.png", "found.png", "red.png"]
+
+
+# -- windows ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def windows(red: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "windows.csv"
+    path.write_text(f"filename,xmin,ymin,xmax,ymax\n{red},30,15,50,25\n{red},0,0,10,10\n")
+    return path
+
+
+def test_windows_of_a_list_are_classified(net: list[str], windows: Path, red: Path, tmp_path: Path, capsys):
+    """As Caffe's detect.py: columns in its order, and the numbers of pycaffe's Detector."""
+    options = ["-crop_mode", "list", "-context_pad=0", "-mean_file", "1,2,3"]
+    assert main(["detect", str(windows), str(tmp_path / "found.csv"), *net, *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'found.csv'}: 2 windows x 3 classes\n"
+    first, second = csv.reader((tmp_path / "found.csv").read_text().splitlines()[1:])
+    assert (tmp_path / "found.csv").read_text().startswith("filename,ymin,xmin,ymax,xmax,class0,class1,class2\n")
+    assert first[:5] == [str(red), "15", "30", "25", "50"]
+    assert [float(score) for score in first[5:]] == pytest.approx([99, -2, 197])
+    assert [float(score) for score in second[5:]] == pytest.approx([-1, -2, 197])
+
+
+def test_windows_as_hdf5_have_their_surroundings(net: list[str], windows: Path, red: Path, tmp_path: Path, capsys):
+    detector = Detector(
+        net[1], net[3], mean=np.array([1.0, 2, 3]), raw_scale=255, channel_swap=(2, 1, 0), context_pad=1
+    )
+    expected = detector.detect_windows([(str(red), [(15, 30, 25, 50), (0, 0, 10, 10)])])
+    options = ["--crop-mode", "list", "--context-pad", "1", "--mean-file", "1,2,3"]
+    assert main(["detect", str(windows), str(tmp_path / "found.h5"), *net, *options]) == 0
+    with h5py.File(tmp_path / "found.h5") as file:
+        assert file["filename"].asstr()[:].tolist() == [str(red)] * 2
+        assert file["window"][:].tolist() == [[15, 30, 25, 50], [0, 0, 10, 10]]
+        assert file["window"].attrs["columns"].tolist() == [b"ymin", b"xmin", b"ymax", b"xmax"]
+        np.testing.assert_allclose(file["prediction"][:], [one["prediction"] for one in expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("filename,xmin,ymin\na,1,2\n", r"have no column ymax, xmax; the first line must be filename,xmin,ymin,xmax"),
+        ("", "have no column filename, ymin"),
+        ("filename,xmin,ymin,xmax,ymax\n", "has no line after its header"),
+        ("filename,xmin,ymin,xmax,ymax\na,1,2,x,4\n", "line 2: ymin,xmin,ymax,xmax = 2,1,4,x are not four numbers"),
+        ("filename,xmin,ymin,xmax,ymax\na,1,2\n", "line 2: .* are not four numbers"),
+        ("filename,xmin,ymin,xmax,ymax\na,1,2,inf,4\n", "line 2: .* are not four numbers"),
+    ],
+)
+def test_lists_of_windows_that_are_wrong(text: str, message: str, tmp_path: Path):
+    (tmp_path / "windows.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_windows(tmp_path / "windows.csv")
+
+
+def test_mistakes_about_windows(net: list[str], windows: Path, red: Path, tmp_path: Path, capsys):
+    for arguments, message in (
+        ([windows, "--crop-mode", "selective_search"], "--crop-mode selective_search needs a MATLAB package"),
+        ([windows, tmp_path / "found.json", "--crop-mode", "list"], "windows are written as .csv or .h5 or .hdf5"),
+        ([windows, "--crop-mode", "list", "--draw", "x.png"], "--draw shows the boxes of an SSD"),
+        ([windows, "--crop-mode", "list"], "context_pad 16 does not fit the net's input of 4 x 4"),
+        ([windows], "to classify the windows that it lists, give --crop-mode list"),
+        ([windows, "--crop-mode", "list", "--context-pad", "-1"], "'-1' is no whole number of 0 or more"),
+    ):
+        assert main(["detect", *map(str, arguments), *net]) == 2
+        assert message in capsys.readouterr().err
+    windows.write_text(f"filename,xmin,ymin,xmax,ymax\n{red},30,50,50,55\n")
+    assert main(["detect", str(windows), *net, "--crop-mode", "list", "--context-pad", "0"]) == 2
+    assert f"the window [50, 30, 55, 50] is empty in an image '{red}' of 40 x 80" in capsys.readouterr().err

@@ -117,12 +117,12 @@ def test_a_snapshot_that_cannot_be_removed_does_not_end_training(
 
 def scored(monkeypatch: pytest.MonkeyPatch, name: str, values: dict[int, float]) -> None:
     """Let tests find these scores, by iteration."""
-    import caffepy.solvers.base as base
+    import caffepy.solvers.io.testing as testing
 
     def run_test(state: Any, index: int, interrupted: Any) -> dict[str, np.ndarray]:
         return {name: np.array(values.get(state.iteration, 0.5), np.float64)}
 
-    monkeypatch.setattr(base, "run_test", run_test)
+    monkeypatch.setattr(testing, "run_test", run_test)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import caffepy.solvers
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import NonFiniteError
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.report import Performance
 from caffepy.snapshot.files import read_state
 from caffepy.solvers import Action, SingleDevice
@@ -61,7 +62,7 @@ def train_state(text: str = SOLVER) -> TrainState:
         requests=Requests(None),
         losses=LossWindow(1),
         net=net,
-        test_nets=[net],
+        tests=[ForwardRunner(net)],
         history=history,
         update=Update(net, sgd_update, history, -1.0, False, 1),
         statistics=KeptStatistics(net, None),

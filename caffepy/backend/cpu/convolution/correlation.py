@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,6 @@ from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
-from caffepy.backend.cpu.workspace import Workspace
 
 BLOCK = 192
 """Output pixels that one item of work covers: their part of the image stays in the first or second cache."""
@@ -21,18 +23,21 @@ SPARE = 8
 
 @kernel
 def pad_images(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, padded: Floats, row: Int, height: Int, top: Int, left: Int,
-    padded_height: Int, padded_row: Int,
+    begin: Int, end: Int, x: Floats, padded: Floats, row: Int, sources: Words, left: Int, rows: Int, padded_rows: Int,
+    padded_row: Int,
 ) -> None:  # fmt: skip
-    """Items are rows of the padded images; `row`, `left` and `padded_row` count elements."""
+    """Items are rows of the padded images; `row`, `left` and `padded_row` count elements.
+
+    `sources` has for each row of a padded image the row of the image, -1 where there is none.
+    """
     for item in range(begin, end):
-        h = item % padded_height - top
+        h = sources[item % padded_rows]
         target = item * padded_row
-        if h < 0 or h >= height:
+        if h < 0:
             for i in range(padded_row):
                 padded[target + i] = 0
         else:
-            source = ((item // padded_height) * height + h) * row
+            source = ((item // padded_rows) * rows + h) * row
             stop = min(left + row, padded_row)
             for i in range(left):
                 padded[target + i] = 0
@@ -47,22 +52,27 @@ def correlate(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, image: Int, x_group: Int, pixels_at: Words, taps_at: Words, taps: Int, inner: Int,
     packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats, y_image: Int, y_group: Int,
     y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
-    cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words,
+    cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words, parts: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
-    """y[pixel, column] = start[column] + sum over taps and inner of x * packed. Items are (image, group, block)."""
+    """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), perhaps rectified.
+
+    Items are (image, group, part of the panels, block).
+    """
     for item in range(begin, end):
         first = (item % blocks) * block
         stop = min(first + block, pixels)
-        group = (item // blocks) % groups
-        n = item // (blocks * groups)
+        part = item // blocks % parts
+        group = item // (blocks * parts) % groups
+        n = item // (blocks * parts * groups)
         source = ahead(x, n * image + group * x_group)
-        for panel in range(panels):
+        for panel in range(part * panels // parts, (part + 1) * panels // parts):
             vectors = table[4 * panel]
             column = table[4 * panel + 1]
             weights = ahead(packed, group * packed_group + table[4 * panel + 2])
             last = table[4 * panel + 3]
             begins = ahead(start, group * y_group + column)
-            target = ahead(y, n * y_image + group * y_group + column)
+            at = n * y_image + group * y_group + column
+            target = ahead(y, at)
             steps = table_at(packed_taps, (vectors - 1) * taps)
             wide = vectors * width
             rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
@@ -75,45 +85,72 @@ def correlate(  # noqa: PLR0913 -- a kernel
                 tile(
                     vectors, ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
                     ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
-                    begins, 0, target, table_at(y_at, q), stop - q, last,
+                    begins, 0, target, table_at(y_at, q), stop - q, last, ahead(addend, at), adds, relu,
                 )  # fmt: skip
+
+
+def merged(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """All combinations of indices along several axes of these sizes, each as one index along the axes as one."""
+    total = np.zeros(1, np.int64)
+    for index, size in zip(indices, sizes, strict=True):
+        total = (total[:, None] * size + np.asarray(index, np.int64)[None, :]).reshape(-1)
+    return total
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The position of an image (H, W, C) within its padded form."""
+    """The position of an image, channels last, within its padded form.
 
-    height: int
-    width: int
+    All spatial axes but the last are taken as one, the rows of the image.
+
+    Args:
+        sizes: of the image's spatial axes.
+        channels: elements of a pixel.
+        before: zeros before the image along each axis.
+        padded: sizes of the padded image.
+    """
+
+    sizes: tuple[int, ...]
     channels: int
-    top: int
-    left: int
-    padded_height: int
-    padded_width: int
+    before: tuple[int, ...]
+    padded: tuple[int, ...]
 
     @property
     def needed(self) -> bool:
-        return (self.height, self.width) != (self.padded_height, self.padded_width) or bool(self.top or self.left)
+        return self.sizes != self.padded or any(self.before)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a padded image."""
+        return math.prod(self.padded[:-1])
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of a padded image."""
+        return self.padded[-1] * self.channels
 
     @property
     def elements(self) -> int:
-        return self.padded_height * self.padded_width * self.channels
+        return self.rows * self.row
 
-    def at(self, h: Any, w: Any) -> Any:
-        """Offset of the pixel that is (h, w) before padding."""
-        return ((h + self.top) * self.padded_width + w + self.left) * self.channels
+    def offset(self, rows: Any, columns: Any) -> Any:
+        """Offset of a pixel of a padded image, or between pixels that are so many rows and columns apart."""
+        return rows * self.row + columns * self.channels
 
-    def shift(self, rows: Any, columns: Any) -> Any:
-        """Offset between pixels that are so many rows and columns apart."""
-        return (rows * self.padded_width + columns) * self.channels
+    @cached_property
+    def _sources(self) -> ConstantTable:
+        """For each row of the padded image the row of the image, -1 where there is none."""
+        axes = zip(self.sizes[:-1], self.before[:-1], self.padded[:-1], strict=True)
+        valid = [(np.arange(padded) >= before) & (np.arange(padded) < before + size) for size, before, padded in axes]
+        rows = np.full(self.rows, -1, np.int64)
+        rows[merged([np.flatnonzero(axis) for axis in valid], self.padded[:-1])] = np.arange(math.prod(self.sizes[:-1]))
+        return ConstantTable(rows)
 
     def write(self, threads: int, x: Any, padded: Any) -> None:
-        """Copy the images x (N, C, H, W) with zeros around them."""
-        row = self.padded_width * self.channels
-        rows = x.shape[0] * self.padded_height
+        """Copy the images x (N, ...) with zeros around them."""
         pad_images.run(
-            threads, rows, max(1, 16384 // row), x, padded, self.width * self.channels, self.height, self.top,
-            self.left * self.channels, self.padded_height, row,
+            threads, x.shape[0] * self.rows, max(1, 16384 // self.row), x, padded, self.sizes[-1] * self.channels,
+            self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
         )  # fmt: skip
 
 
@@ -144,17 +181,18 @@ class Taps:
     def inside(self, padding: Padding, h: Any, w: Any) -> Any:
         """For each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the image.
 
-        What lies outside is zero, so it may be left out of the sum.
+        What lies outside is zero, so it may be left out of the sum. Holds for two spatial axes.
         """
-        at_h, at_w = h[:, None] + self.rows, w[:, None] + self.columns
-        valid = (at_h >= 0) & (at_h < padding.height) & (at_w + self.length > 0) & (at_w < padding.width)
+        (height, width), (top, left) = padding.sizes, padding.before
+        at_h, at_w = h[:, None] + self.rows - top, w[:, None] + self.columns - left
+        valid = (at_h >= 0) & (at_h < height) & (at_w + self.length > 0) & (at_w < width)
         count = len(self.rows)
         first, stop = np.argmax(valid, axis=1), count - np.argmax(valid[:, ::-1], axis=1)
-        left = np.clip(-at_w.min(axis=1), 0, self.length)
-        right = np.clip(padding.width - at_w.max(axis=1), 0, self.length)
+        begins = np.clip(-at_w.min(axis=1), 0, self.length)
+        ends = np.clip(width - at_w.max(axis=1), 0, self.length)
         if self.length == 1:
-            left, right = np.zeros_like(left), np.ones_like(right)
-        cut = np.stack([first, stop, left * self.channels, right * self.channels], axis=1)
+            begins, ends = np.zeros_like(begins), np.ones_like(ends)
+        cut = np.stack([first, stop, begins * self.channels, ends * self.channels], axis=1)
         cut[~valid.any(axis=1)] = (count, 0, self.length * self.channels, 0)
         return cut
 
@@ -174,7 +212,7 @@ class Pixels:
     """The output pixels of a correlation.
 
     Args:
-        h: row of the image, before padding, at which each pixel's window begins.
+        h: row of the padded image at which each pixel's window begins.
         w: column likewise.
         offsets: of each pixel in an output image.
         image: elements of an output image.
@@ -203,6 +241,19 @@ class Filters:
     groups: int
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What is done to a sum on its way to memory.
+
+    Args:
+        addend: an array like y that is added, or None.
+        relu: whether negative numbers become 0 then.
+    """
+
+    addend: Any
+    relu: bool
+
+
 class Correlation:
     """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
@@ -218,33 +269,51 @@ class Correlation:
         h, w = pixels.h, pixels.w
         self._group_channels = taps.channels
         self._pixels = len(h)
-        self._pixels_at, self._y_at = extended(padding.at(h, w)), extended(pixels.offsets)
+        self._pixels_at, self._y_at = extended(padding.offset(h, w)), extended(pixels.offsets)
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
-        self._taps_at = extended(padding.shift(taps.rows, taps.columns))
+        self._taps_at = extended(padding.offset(taps.rows, taps.columns))
         self._weight_rows = extended(filters.rows)
         self._weight_step = filters.step
         self._y_image, self._columns, self._groups = pixels.image, filters.columns, filters.groups
         self.panels = Panels(np.size(filters.rows), filters.columns, self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
-        self._cutting = padding.needed and self._taps > 0
+        self._cutting = padding.needed and self._taps > 0 and len(padding.sizes) == 2
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
 
-    def pack(self, threads: int, weights: Any, group_step: int, workspace: Workspace) -> Any:
-        packed = workspace.take("weights", self.panels.size * self._groups)
+    @property
+    def packed_size(self) -> int:
+        """Elements of the packed weights."""
+        return self.panels.size * self._groups
+
+    def pack(self, threads: int, weights: Any, group_step: int, packed: Any) -> None:
+        """Bring the weights into the order in which `run` reads them."""
         packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
         pack_weights(threads, self.panels, weights, packing, packed)
-        return packed
 
-    def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any) -> None:
-        """Compute y of some images from x, which is padded."""
+    def _division(self, threads: int, images: int) -> tuple[int, int]:
+        """Pixels of a block and parts of the panels: where there is little else to share out, threads share these.
+
+        Panels are divided where weights are the larger factor, which each thread then reads a part of; else pixels.
+        """
         pieces = max(1, -(-4 * threads // (images * self._groups)))
-        block = min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24))
+        if pieces > 1 and self.panels.count >= 2 * threads and self.panels.columns > self._pixels:
+            blocks = -(-self._pixels // BLOCK)
+            return -(-self._pixels // (24 * blocks)) * 24, min(self.panels.count, pieces)
+        return min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24)), 1
+
+    def run(
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
+    ) -> None:
+        """Compute y of some images from x, which is padded."""
+        addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
+        block, parts = self._division(threads, images)
         blocks = -(-self._pixels // block)
         correlate.run(
-            threads, images * self._groups * blocks, 1, x, self.padding.elements, self._group_channels,
+            threads, images * self._groups * parts * blocks, 1, x, self.padding.elements, self._group_channels,
             self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,
             y, self._y_image, self._columns, self._y_at, self._pixels, block, blocks, self._groups, self.panels.table,
-            self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1],
+            self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1], parts,
+            y if addend is None else addend, int(addend is not None), int(relu),
         )  # fmt: skip

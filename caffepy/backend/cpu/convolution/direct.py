@@ -1,4 +1,4 @@
-"""Convolution over two spatial axes on the CPU, channels last, straight from the (padded) image.
+"""Convolution on the CPU, channels last, straight from the (padded) image.
 
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
@@ -8,17 +8,19 @@ image is the same sum over the padded gradient of the output, once for each phas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
 from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
-from caffepy.backend.cpu.jit.kernel import ConstantTable
+from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
@@ -26,13 +28,13 @@ CHUNK = 8 * 2**20
 
 
 class TileConvolution:
-    """A planned convolution over two spatial axes.
+    """A planned convolution over two or more spatial axes; arrays lie channels last in memory.
 
     Args:
         threads: of the backend.
         workspace: of the backend.
-        x_shape: (N, C, H, W).
-        weights_shape: (num_output, C / group, kernel_h, kernel_w).
+        x_shape: (N, C, spatial...).
+        weights_shape: (num_output, C / group, kernel...).
         geometry: how the windows move.
     """
 
@@ -45,22 +47,42 @@ class TileConvolution:
         self.threads, self.workspace = threads, workspace
         self.shape = ConvolutionShape(x_shape, weights_shape, geometry)
         self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, self.shape.channels), np.float32))
+        self.kept: Any = None
+        self._kept_at = 0
         self._forward: Correlation | None = None
         self._backward: list[Correlation] | None = None
         self._gradient: WeightGradient | None = None
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
+    def forward(
+        self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
+    ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
+        plan, start = self._planned(), self.zeros if bias is None else bias
+        packed = self.kept_for(weights)
+        if packed is None:
+            packed = self.workspace.take("weights", plan.packed_size)
+            plan.pack(self.threads, weights, self.shape.group_step, packed)
+        for first, stop, padded in self._padded(x, self.shape.padding):
+            part = None if residual is None else residual[first:stop]
+            plan.run(self.threads, stop - first, padded, packed, start, y[first:stop], Ending(part, relu))
+
+    def _planned(self) -> Correlation:
         if self._forward is None:
             self._forward = _plan_forward(self.shape)
-        start = self.zeros if bias is None else bias
-        packed = self._forward.pack(self.threads, weights, self.shape.group_step, self.workspace)
-        for first, stop, padded in self._padded(x, self.shape.padding):
-            self._forward.run(self.threads, stop - first, padded, packed, start, y[first:stop])
-        if relu:
-            np.maximum(y, 0, out=y)
+        return self._forward
+
+    def keep(self, weights: Any) -> None:
+        """Bring weights into the order of `forward` for all its calls with them, until they are given here again."""
+        plan = self._planned()
+        self.kept = aligned(plan.packed_size) if self.kept is None else self.kept
+        plan.pack(self.threads, weights, self.shape.group_step, self.kept)
+        self._kept_at = address_of(weights)
+
+    def kept_for(self, weights: Any) -> Any:
+        """The weights in the order of `forward` if `keep` has had them, else None."""
+        return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None
 
     def _padded(self, x: Any, padding: Padding) -> Any:
         """The images in order, a chunk at a time: (first, stop, their padded form)."""
@@ -81,7 +103,8 @@ class TileConvolution:
             self._backward = _plan_backward(self.shape)
         for first, stop, padded in self._padded(dy, self._backward[0].padding):
             for phase in self._backward:
-                packed = phase.pack(self.threads, weights, self.shape.group_step, self.workspace)
+                packed = self.workspace.take("weights", phase.packed_size)
+                phase.pack(self.threads, weights, self.shape.group_step, packed)
                 phase.run(self.threads, stop - first, padded, packed, self.zeros, dx[first:stop])
 
     # -- gradient of the weights --------------------------------------------------------------------
@@ -94,69 +117,36 @@ class TileConvolution:
 
 
 def _plan_forward(shape: ConvolutionShape) -> Correlation:
-    g, p = shape.geometry, shape.padding
-    h, w = np.meshgrid(
-        np.arange(shape.out_height) * g.stride[0] - p.top, np.arange(shape.out_width) * g.stride[1] - p.left,
-        indexing="ij",
-    )  # fmt: skip
+    g = shape.geometry
+    h, w = np.meshgrid(shape.line_rows, np.arange(shape.out_width) * g.stride[-1], indexing="ij")
     pixels = Pixels(h.reshape(-1), w.reshape(-1), np.arange(h.size) * shape.outputs, h.size * shape.outputs)
-    return Correlation(
-        p, shape.taps, pixels, Filters(np.arange(shape.depth), shape.depth, shape.group_outputs, g.group)
-    )
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Which pixels of the image along one axis belong to one phase of the stride, and which taps reach them.
-
-    A pixel h of the image with h + pad = stride i + phase gets from tap k the output pixel
-    i + (phase - k dilation) / stride.
-    """
-
-    pixels: Any
-    indices: Any
-    taps: list[int]
-    shifts: list[int]
-
-
-def _axis_phases(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[_Axis]:
-    phases = []
-    for phase in range(stride):
-        pixels = np.array([h for h in range(size) if (h + pad) % stride == phase], np.int64)
-        taps = [k for k in range(kernel) if (phase - k * dilation) % stride == 0]
-        taps.sort(key=lambda k: -k)
-        shifts = [(phase - k * dilation) // stride for k in taps]
-        if len(pixels):
-            phases.append(_Axis(pixels, (pixels + pad) // stride, taps, shifts))
-    return phases
-
-
-def _reach(phases: list[_Axis], size: int) -> tuple[int, int]:
-    """(zeros needed before, padded size) so that every tap of every phase stays inside."""
-    low = min([p.indices[0] + min(p.shifts) for p in phases if p.shifts], default=0)
-    high = max([p.indices[-1] + max(p.shifts) for p in phases if p.shifts], default=0)
-    before = max(0, -int(low))
-    return before, before + max(size, int(high) + 1)
+    filters = Filters(np.arange(shape.depth), shape.depth, shape.group_outputs, g.group)
+    return Correlation(shape.padding, shape.taps, pixels, filters)
 
 
 def _plan_backward(shape: ConvolutionShape) -> list[Correlation]:
-    rows = _axis_phases(shape.height, *shape.window(0))
-    columns = _axis_phases(shape.width, *shape.window(1))
-    top, padded_height = _reach(rows, shape.out_height)
-    left, padded_width = _reach(columns, shape.out_width)
-    padding = Padding(shape.out_height, shape.out_width, shape.outputs, top, left, padded_height, padded_width)
+    axes = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
+    reaches = [reach(phases, size) for phases, size in zip(axes, shape.out, strict=True)]
+    before, padded = tuple(zeros for zeros, _ in reaches), tuple(size for _, size in reaches)
+    padding = Padding(shape.out, shape.outputs, before, padded)
+    kernel = shape.geometry.kernel
+    rows = [
+        merged_axes(parts, shape.sizes[:-1], kernel[:-1], before[:-1], padded[:-1])
+        for parts in itertools.product(*axes[:-1])
+    ]
+    columns = [merged_axes((axis,), shape.sizes[-1:], kernel[-1:], before[-1:], padded[-1:]) for axis in axes[-1]]
     return [_plan_phase(shape, padding, h, w) for h in rows for w in columns]
 
 
-def _plan_phase(shape: ConvolutionShape, padding: Padding, h: _Axis, w: _Axis) -> Correlation:
-    outputs, kernel_w = shape.group_outputs, shape.geometry.kernel[1]
-    whole = shape.geometry.group == 1 and bool(w.shifts) and bool(np.all(np.diff(w.shifts) == 1))
+def _plan_phase(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -> Correlation:
+    outputs, kernel_w = shape.group_outputs, shape.geometry.kernel[-1]
+    whole = shape.geometry.group == 1 and len(w.shifts) > 0 and bool(np.all(np.diff(w.shifts) == 1))
     length = len(w.taps) if whole else 1
-    shifts = np.meshgrid(np.array(h.shifts, np.int64), np.array(w.shifts[::length], np.int64), indexing="ij")
+    shifts = np.meshgrid(h.shifts, w.shifts[::length], indexing="ij")
     taps = Taps(shifts[0].reshape(-1), shifts[1].reshape(-1), length, outputs)
-    tap = np.array(h.taps, np.int64)[:, None] * kernel_w + np.array(w.taps, np.int64)[None, :]
+    tap = h.taps[:, None] * kernel_w + w.taps[None, :]
     weight_rows = tap.reshape(-1, 1) * shape.group_channels + np.arange(outputs)[None, :] * shape.depth
     at_h, at_w = np.meshgrid(h.indices, w.indices, indexing="ij")
-    y_at = (h.pixels[:, None] * shape.width + w.pixels[None, :]) * shape.channels
-    pixels = Pixels(at_h.reshape(-1), at_w.reshape(-1), y_at, shape.height * shape.width * shape.channels)
+    y_at = (h.pixels[:, None] * shape.sizes[-1] + w.pixels[None, :]) * shape.channels
+    pixels = Pixels(at_h.reshape(-1), at_w.reshape(-1), y_at, math.prod(shape.sizes) * shape.channels)
     return Correlation(padding, taps, pixels, Filters(weight_rows, 1, shape.group_channels, shape.geometry.group))

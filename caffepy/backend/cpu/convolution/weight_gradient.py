@@ -64,7 +64,7 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
                     steps = table_at(panel_lines, (vectors - 1) * lines)
                     tile(
                         vectors, factor, row, a_at, a_step, panel, steps, wide, height, line,
-                        begins, keep, target_at, c_rows, units[unit + 5], last,
+                        begins, keep, target_at, c_rows, units[unit + 5], last, zeros, 0, 0,
                     )  # fmt: skip
 
 
@@ -95,9 +95,9 @@ class WeightGradient:
         self._shape, self._threads, self._workspace = shape, threads, workspace
         g, p, self._inner = shape.geometry, shape.padding, shape.taps.length * shape.taps.channels
         self._turned = g.group == 1 and _use(shape.outputs) > 1.1 * _use(self._inner)
-        self._x_lines = extended(np.arange(shape.out_height) * g.stride[0] * p.padded_width * p.channels)
+        self._x_lines = extended(shape.line_rows * p.row)
         self._dy_lines = extended(np.arange(shape.out_height) * shape.out_width * shape.outputs)
-        self._taps_at = p.shift(shape.taps.rows, shape.taps.columns)
+        self._taps_at = p.offset(shape.taps.rows, shape.taps.columns)
         self._rows: list[int] = []
         units = self._turned_units() if self._turned else self._plain_units()
         self._units, self._count = extended(units), len(units)
@@ -111,7 +111,7 @@ class WeightGradient:
         """Output lines whose part of x and dy stays in the second cache while all tiles pass over them."""
         shape = self._shape
         line = shape.out_width * shape.outputs
-        line += shape.padding.padded_width * shape.channels * shape.geometry.stride[0]
+        line += shape.padding.row * shape.geometry.stride[-2]
         return max(1, CACHED // line)
 
     def _row_table(self, offsets: Any) -> int:
@@ -166,7 +166,7 @@ class WeightGradient:
 
     def _call(self, x: Any, dy: Any, target: Any, accumulate: bool) -> None:
         shape = self._shape
-        of_x = (x, shape.padding.elements, self._x_lines, shape.geometry.stride[1] * shape.channels)
+        of_x = (x, shape.padding.elements, self._x_lines, shape.geometry.stride[-1] * shape.channels)
         of_dy = (dy, shape.out_height * shape.out_width * shape.outputs, self._dy_lines, shape.outputs)
         a, b = (of_x, of_dy) if self._turned else (of_dy, of_x)
         items = min(self._threads, self._count)

@@ -2,6 +2,8 @@
 
     c[r, j] = start[r, j] + sum over o, i of a[a_rows[r] + a_outer[o] + i * a_inner] * b[b_outer[o] + i * b_inner + j]
 
+and where it is wanted, on the way to memory: + addend[r, j], then max(that, 0).
+
 A row's number of `a` is spread over a vector, which multiplies vectors of `b`. Because rows, outer and inner steps may
 lie anywhere, the same loop computes matrix products, convolutions straight from the image (no im2col) and their
 gradients.
@@ -36,22 +38,23 @@ class _TileWriter(Writer):
         self.vectors = vectors
         (
             self.a, self.a_rows, self.a_outer, self.a_inner, self.b, self.b_outer, self.b_inner, self.outer, self.inner,
-            self.start, self.keep, self.c, self.c_rows, self.count, self.last,
+            self.start, self.keep, self.c, self.c_rows, self.count, self.last, self.addend, self.adds, self.relu,
         ) = arguments  # fmt: skip
 
     def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
         return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
 
-    def _starts(self, mask: Any) -> list[Any]:
+    def _rows_of(self, source: Any, keep: Any, mask: Any) -> list[Any]:
+        """The tile's elements of an array whose rows lie as c's do; of one row for all where `keep` is 0."""
         sums = []
         for row in range(self.rows):
             # Rows beyond the count read what the first row starts from: something that is there.
             there = self.builder.icmp_signed("<", self.word(row), self.count)
             index = self.builder.select(there, self.word(row), self.word(0))
-            offset = self.builder.mul(self.keep, self.table(self.c_rows, index))
+            offset = self.builder.mul(keep, self.table(self.c_rows, index))
             for vector in range(self.vectors):
-                address = self.vector_at(self.start, self.builder.add(offset, self.word(vector * WIDTH)))
+                address = self.vector_at(source, self.builder.add(offset, self.word(vector * WIDTH)))
                 if vector == self.vectors - 1:
                     sums.append(self.masked_load(address, mask))
                 else:
@@ -106,6 +109,9 @@ class _TileWriter(Writer):
     def _zeros(self) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * (self.rows * self.vectors)
 
+    def _sums(self, first: list[Any], second: list[Any]) -> list[Any]:
+        return [self.builder.fadd(x, y) for x, y in zip(first, second, strict=True)]
+
     def _store_row(self, row: int, sums: list[Any], mask: Any) -> None:
         offset = self.table(self.c_rows, self.word(row))
         for vector in range(self.vectors - 1):
@@ -119,7 +125,12 @@ class _TileWriter(Writer):
         mask = self.lanes(self.last)
         addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in range(self.rows)]
         sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
-        sums = [self.builder.fadd(start, total) for start, total in zip(self._starts(mask), sums, strict=True)]
+        sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
+        adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
+        sums = self._choose(
+            adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums
+        )
+        sums = self._choose(rectifies, lambda: [self.rectified(total) for total in sums], lambda: sums)
         for row in range(self.rows):
             with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
                 self._store_row(row, sums, mask)
@@ -128,8 +139,9 @@ class _TileWriter(Writer):
 def _tile(vectors: int) -> Any:
     numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
     signature = types.void(
-        numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word
-    )
+        numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word,
+        numbers, word, word,
+    )  # fmt: skip
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         _TileWriter(builder, vectors, list(arguments)).write()
@@ -137,7 +149,8 @@ def _tile(vectors: int) -> Any:
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any,
-        outer: Any, inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
+        outer: Any, inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any,
+        adds: Any, relu: Any,
     ) -> Any:  # fmt: skip
         return signature, generate
 
@@ -146,18 +159,28 @@ def _tile(vectors: int) -> Any:
 
 tile1, tile2, tile3 = _tile(1), _tile(2), _tile(3)
 """Tiles of 1, 2 and 3 vectors. Tables are int64; `start` is added to c's row offset times `keep` (0 or 1), so that it
-is either one row for all (zeros, bias) or c itself; `count` rows are written, and `last` lanes of the last vector."""
+is either one row for all (zeros, bias) or c itself; `count` rows are written, and `last` lanes of the last vector.
+With `adds` not 0, the rows of `addend`, which lie as c's do, are added; with `relu` not 0 the result is rectified."""
 
 
 @device_function
 def tile(  # noqa: PLR0913 -- a kernel
     vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any,
+    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
 ) -> None:  # fmt: skip
     """A tile of 1, 2 or 3 vectors."""
     if vectors == 2:
-        tile2(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+        tile2(
+            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+            addend, adds, relu,
+        )  # fmt: skip
     elif vectors == 3:
-        tile3(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+        tile3(
+            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+            addend, adds, relu,
+        )  # fmt: skip
     else:
-        tile1(a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last)
+        tile1(
+            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+            addend, adds, relu,
+        )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from caffepy.backend.cpu.gemm.microkernel import ROWS
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
 
 COST = {1: 4.5, 2: 6.0, 3: 6.0}
 """Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
@@ -63,7 +63,15 @@ def pack(  # noqa: PLR0913 -- a kernel
         first = table[panel + 1]
         target = group * size + table[panel + 2]
         inside = min(wide, columns - first)
-        for k in range(depth):
+        turned = 0
+        if step != 1 and inside == wide:  # squares whose rows lie in the source as columns
+            while turned + width <= depth and rows[turned + width - 1] - rows[turned] == width - 1:
+                origin = group * group_step + rows[turned] + first * step
+                for j in range(0, wide, width):
+                    square = ahead(packed, target + turned * wide + j)
+                    turn_square(ahead(source, origin + j * step), step, square, wide)
+                turned += width
+        for k in range(turned, depth):
             origin = group * group_step + rows[k] + first * step
             if step == 1:  # a copy that can be vectorised
                 for j in range(inside):

@@ -64,6 +64,7 @@ def product_by_rows(  # noqa: PLR0913 -- a kernel
                         tile(
                             vectors, source, table_at(offsets, r), no_offset, step, weights, no_offset, wide, 1, height,
                             begins, keep, target, c_rows, rows - first - r, table[4 * panel + 3],
+                            zeros, 0, 0,
                         )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def product_by_columns(  # noqa: PLR0913 -- a kernel
                             used, ahead(a, k * a_step), table_at(a_rows, r), no_offset, a_step,
                             panel, no_offset, step, 1, height,
                             begins, keep, target_at, c_rows, min(high, rows - r), inside - (used - 1) * width,
+                            zeros, 0, 0,
                         )  # fmt: skip
 
 

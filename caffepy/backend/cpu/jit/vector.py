@@ -57,6 +57,11 @@ class Writer:
         function = module.globals.get(name) or ir.Function(module, kind, name)
         return self.builder.call(function, arguments)
 
+    def rectified(self, value: Any) -> Any:
+        """max(value, 0); NaN stays NaN."""
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        return self.builder.select(self.builder.fcmp_ordered("<", value, zero), zero, value)
+
     def masked_load(self, address: Any, mask: Any) -> Any:
         """The wanted lanes of a vector in memory, zero in the others."""
         pointer = VECTOR.as_pointer()
@@ -140,6 +145,38 @@ def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) ->
         return context.get_dummy_value()
 
     return types.void(pointer, pointer, types.int64), generate
+
+
+def _turned(builder: Any, rows: list[Any]) -> list[Any]:
+    """A square of vectors with rows and columns exchanged: squares of 2, 4, ... elements by shuffles of two vectors."""
+    size = 1
+    while size < WIDTH:
+        result = list(rows)
+        for at in (at for at in range(WIDTH) if not at & size):
+            low, high = rows[at], rows[at + size]
+            takes = [[lane if lane & size == 0 else lane + WIDTH - size for lane in range(WIDTH)]]
+            takes.append([lane + WIDTH if lane & size else lane + size for lane in range(WIDTH)])
+            for place, lanes in zip((at, at + size), takes, strict=True):
+                result[place] = builder.shuffle_vector(low, high, ir.Constant(INDICES, lanes))
+        rows, size = result, 2 * size
+    return rows
+
+
+@intrinsic
+def turn_square(typing_context: Any, source: Any, source_step: Any, target: Any, target_step: Any) -> Any:
+    """Write WIDTH vectors, `source_step` apart, as the columns of a square whose rows are `target_step` apart."""
+    pointer = types.CPointer(types.float32)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        writer = Writer(builder)
+        source, source_step, target, target_step = arguments
+        offsets = [writer.word(i) for i in range(WIDTH)]
+        rows = [builder.load(writer.vector_at(source, builder.mul(i, source_step)), align=4) for i in offsets]
+        for i, column in zip(offsets, _turned(builder, rows), strict=True):
+            builder.store(column, writer.vector_at(target, builder.mul(i, target_step)), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, pointer, types.int64), generate
 
 
 def _extreme(comparison: str) -> Any:

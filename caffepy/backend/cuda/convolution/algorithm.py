@@ -28,6 +28,7 @@ class Operands:
         out: y, dx, or dweights, which are float32.
         bias: float32 (num_output,).
         sums: float32 (2, num_output).
+        residual: of the shape of y, added to it before the ReLU.
         accumulate: whether dweights are added to.
     """
 
@@ -37,6 +38,7 @@ class Operands:
     bias: Array | None = None
     sums: Array | None = None
     accumulate: bool = False
+    residual: Array | None = None
 
 
 class Candidate(Protocol):

@@ -88,7 +88,7 @@ class Autotuner:
     def _key(self, task: Task, resources: Resources) -> str:
         p, g = task.problem, task.problem.geometry
         shapes = f"x {p.x} w {p.weights} stride {g.stride} pad {g.pad} dilation {g.dilation} group {g.group}"
-        flags = "".join(f" {name}" for name in ("bias", "relu", "sums") if getattr(task, name))
+        flags = "".join(f" {name}" for name in ("bias", "relu", "sums", "residual") if getattr(task, name))
         arithmetic = f"{p.dtype}{' tf32' if resources.tf32 else ''}"
         return f"{self._device}; {arithmetic} {task.direction.value}{flags}; {shapes}"
 
@@ -272,6 +272,7 @@ def operands_for(task: Task, given: Operands | None) -> Operands:
         first, second, allocate(shapes[2], "float32" if weights else problem.array_dtype),
         noise((outputs,), "float32") if task.bias else None,
         allocate((2, outputs)) if task.sums else None,
+        residual=noise(shapes[2], problem.array_dtype) if task.residual else None,
     )  # fmt: skip
 
 

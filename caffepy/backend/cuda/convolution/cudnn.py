@@ -9,7 +9,17 @@ import math
 from collections.abc import Iterator
 
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, identity, write_result
-from caffepy.backend.cuda.convolution.cudnn_graph import BIAS, FIRST, OUT, SECOND, SQUARES, SUM, CudnnGraph, Plans
+from caffepy.backend.cuda.convolution.cudnn_graph import (
+    BIAS,
+    FIRST,
+    OUT,
+    RESIDUAL,
+    SECOND,
+    SQUARES,
+    SUM,
+    CudnnGraph,
+    Plans,
+)
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -75,6 +85,8 @@ class CudnnPlan:
         if operands.sums is not None and graph.task.sums:
             pointers[SUM] = operands.sums.data.ptr
             pointers[SQUARES] = operands.sums.data.ptr + operands.sums.nbytes // 2
+        if operands.residual is not None and graph.task.residual:
+            pointers[RESIDUAL] = operands.residual.data.ptr
         workspace = self._workspace().data.ptr
         steps = {uid: self._step(uid) for uid in pointers}
         for group in range(graph.groups):
@@ -91,7 +103,8 @@ class CudnnPlan:
         by_direction = {Direction.FORWARD: (x, weights, y), Direction.DATA: (y, weights, x)}
         first, second, out = by_direction.get(task.direction, (x, y, weights))
         bias = y * (item if self._graph.rounded_bias else 4)
-        return {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias}.get(uid, 0)
+        steps = {FIRST: first * item, SECOND: second * item, OUT: out * item, BIAS: bias, RESIDUAL: out * item}
+        return steps.get(uid, 0)
 
 
 def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY) -> Iterator[CudnnPlan]:

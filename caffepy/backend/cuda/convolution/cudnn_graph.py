@@ -22,7 +22,7 @@ MOST_PLANS = 20
 MOST_COMPILED = 3
 """The same where cuDNN compiles them at run time, which takes a third of a second each."""
 
-FIRST, SECOND, OUT, BIAS, SUM, SQUARES = 1, 2, 3, 4, 5, 6
+FIRST, SECOND, OUT, BIAS, SUM, SQUARES, RESIDUAL = 1, 2, 3, 4, 5, 6, 7
 """Identities of a graph's tensors."""
 
 _INEXACT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD",
@@ -174,7 +174,7 @@ class CudnnGraph:
         out.set_dim(list(shapes[2])).set_stride(self._strides(shapes[2], 2))
 
     def _finished(self, graph: Any, out: Any, shape: tuple[int, ...]) -> Any:
-        """What follows a forward convolution: bias, ReLU, or sums for each channel."""
+        """What follows a forward convolution: bias, residual, ReLU, or sums for each channel."""
         single = self.resources.cudnn.data_type.FLOAT
         channels = [1, shape[1], *(1,) * (len(shape) - 2)]
         strides = strides_of(tuple(channels), True)
@@ -188,6 +188,11 @@ class CudnnGraph:
             bias = graph.tensor(name="bias", dim=channels, stride=strides, data_type=kind, uid=BIAS)
             out.set_data_type(single)
             out = graph.add(a=out, b=bias, compute_data_type=single)
+        if self.task.residual:
+            lies = {"dim": list(shape), "stride": self._strides(shape, 2)}
+            residual = graph.tensor(name="residual", data_type=self._type, uid=RESIDUAL, **lies)
+            out.set_data_type(single)
+            out = graph.add(a=out, b=residual, compute_data_type=single)
         if self.task.relu:
             out.set_data_type(single)
             out = graph.relu(input=out, compute_data_type=single)

@@ -49,7 +49,8 @@ class CudaConvolution:
         return self._chosen[task]
 
     def run(self, task: Task, operands: Operands) -> None:
-        assert (operands.bias is None, operands.sums is None) == (not task.bias, not task.sums), task
+        given = (operands.bias is not None, operands.sums is not None, operands.residual is not None)
+        assert given == (task.bias, task.sums, task.residual), task
         chosen = self.candidate(task, operands)
         if chosen is None:
             raise RunError(f"no algorithm for convolution {task.direction.value} of {task.problem}")
@@ -68,12 +69,15 @@ class CudaConvolution:
         return chosen is not None and chosen.name != UNFUSED
 
     def forward(
-        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
-    ) -> None:
+        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None,
+        residual: Array | None = None,
+    ) -> None:  # fmt: skip
         assert sums is None or (self.gives_sums and bias is None and not relu), "sums are not for this convolution"
-        task = Task(self.problem, Direction.FORWARD, bias is not None, relu, sums is not None)
+        task = Task(self.problem, Direction.FORWARD, bias is not None, relu, sums is not None, residual is not None)
         bias = None if bias is None else self._as_operand(bias.reshape(-1), bias.size, "aligned bias", "float32")
-        self._convolve(task, Operands(x, weights, y, bias, sums))
+        if residual is not None:
+            residual = self._as_operand(residual, self.problem.y, "converted residual", self.problem.array_dtype)
+        self._convolve(task, Operands(x, weights, y, bias, sums, residual=residual))
 
     def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
         self._convolve(Task(self.problem, Direction.DATA), Operands(dy, weights, dx))

@@ -69,6 +69,7 @@ class Task:
     bias: bool = False
     relu: bool = False
     sums: bool = False
+    residual: bool = False
 
     @property
     def plain(self) -> Task:

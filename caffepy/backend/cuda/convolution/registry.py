@@ -22,6 +22,7 @@ from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.elementwise.reduce import reduce
 from caffepy.backend.elementwise import Channel, Each, expression
+from caffepy.backend.types import Array
 
 MOST_GROUPS = 4
 """Groups up to which one matrix product per group is worth its launches."""
@@ -43,6 +44,26 @@ def rectify(y: Each) -> Each:
 @expression
 def add_bias_and_rectify(y: Each, bias: Channel) -> Each:
     return max(y + bias, 0.0)
+
+
+@expression
+def add_residual(y: Each, residual: Each) -> Each:
+    return y + residual
+
+
+@expression
+def add_residual_and_rectify(y: Each, residual: Each) -> Each:
+    return max(y + residual, 0.0)
+
+
+@expression
+def add_bias_and_residual(y: Each, residual: Each, bias: Channel) -> Each:
+    return y + bias + residual
+
+
+@expression
+def add_all_and_rectify(y: Each, residual: Each, bias: Channel) -> Each:
+    return max(y + bias + residual, 0.0)
 
 
 @expression
@@ -70,14 +91,24 @@ class UnfusedEpilogue:
         return True
 
     def run(self, operands: Operands) -> None:
-        self._run_plain(self._task.plain, replace(operands, bias=None, sums=None))
+        self._run_plain(self._task.plain, replace(operands, bias=None, sums=None, residual=None))
         y = operands.out
         if operands.sums is not None:
             reduce(moments, (y,), (operands.sums[0], operands.sums[1]), 1, False, self._resources.scratch)
+        elif operands.residual is not None:
+            self._add_residual(operands, operands.residual)
         elif operands.bias is None:
             apply(rectify, (y,), (y,), axis=1)
         else:
             apply(add_bias_and_rectify if self._task.relu else add_bias, (y, operands.bias), (y,), axis=1)
+
+    def _add_residual(self, operands: Operands, residual: Array) -> None:
+        y, relu = operands.out, self._task.relu
+        if operands.bias is None:
+            apply(add_residual_and_rectify if relu else add_residual, (y, residual), (y,), axis=1)
+        else:
+            formula = add_all_and_rectify if relu else add_bias_and_residual
+            apply(formula, (y, residual, operands.bias), (y,), axis=1)
 
 
 def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> list[AlgorithmFamily]:
@@ -88,10 +119,13 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
         run_plain: computes the task without bias, ReLU and sums, for the unfused epilogue.
         resources: of the backend.
     """
+    unfused = AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])
     if task.sums and suits_depthwise(task):
         # cuDNN's sums are not the same bits in every run; these are.
         own = AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True)
-        return [own, AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])]
+        return [own, unfused]
+    if task.residual:
+        return [_cudnn(task, resources, Plans.READY), _cudnn(task, resources, Plans.COMPILED), unfused]
     families = [_cudnn(task, resources, Plans.READY)]
     if task.problem.geometry.group > 1 and not task.sums:
         families.append(AlgorithmFamily("split", lambda: split_candidates(task, resources), checked=True))
@@ -103,7 +137,7 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
         families.append(AlgorithmFamily("small", lambda: small_candidates(task, resources), checked=True))
     families += space_to_depth_families(task, resources)
     if task != task.plain:
-        return [*families, AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])]
+        return [*families, unfused]
     families.append(_cudnn(task, resources, Plans.FALLBACK))
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=True)
     preferred = _prefers_products(task, resources)

@@ -37,12 +37,15 @@ def run(args: argparse.Namespace) -> int:
     """
     from caffepy.cli.progress import showing
     from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
+    from caffepy.files import check_writable
 
+    if args.output_file is not None:
+        check_writable(args.output_file)
     with showing("files") as progress:
         mean = compute_mean(args.input_db, args.backend, args.threads or None, progress)
     if args.output_file is not None:
-        logger.info("Write to %s", args.output_file)
         write_mean(args.output_file, mean)
+        logger.info("Write to %s", args.output_file)
     logger.info("Number of channels: %d", len(mean))
     for channel, value in enumerate(channel_means(mean)):
         logger.info("mean_value channel [%d]: %.6g", channel, value)

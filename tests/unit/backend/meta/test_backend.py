@@ -41,6 +41,9 @@ def test_every_array_argument_is_noted(name: str):
             arguments[argument] = BatchNormState(*fields, 1e-5, 0.9)
         elif argument == "matrix":
             arguments[argument] = SparseMatrix(*fields[:3], (3, 3))
+        elif argument == "plan":
+            window = Geometry((3, 3), (1, 1), (0, 0), (1, 1))
+            arguments[argument] = meta.plan_convolution((1, 3, 5, 5), (4, 3, 3, 3), window)
         elif parameter.annotation in ("Array", "Array | None"):
             arguments[argument] = meta.zeros((2, 3))
         elif "Sequence" in str(parameter.annotation):

@@ -2,6 +2,7 @@ import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from memory_records import Records
 from training import build_net
 
 from caffepy.data.loaders.annotated import AnnotatedLoader, AnnotatedSettings, first_boxes
@@ -13,28 +14,6 @@ from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
 
 CORNERS = np.array([[0.1, 0.2, 0.5, 0.6], [0.5, 0.5, 1.0, 0.9], [0.0, 0.0, 0.2, 0.3]], np.float32)
-
-
-class Records:
-    """A source of records in memory."""
-
-    description = "list 'x'"
-    index = None
-
-    def __init__(self, records):
-        self.records = [one if isinstance(one, bytes) else one.SerializeToString() for one in records]
-
-    def __len__(self):
-        return len(self.records)
-
-    def read(self, number):
-        return memoryview(self.records[number])
-
-    def record_name(self, number):
-        return f"record {number} (key 'k{number}')"
-
-    def close(self):
-        pass
 
 
 def pixels(number, height=20, width=30):

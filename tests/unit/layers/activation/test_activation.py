@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_harness import BACKENDS, Runner, check_layer, gaussian, spread
 
+from caffepy.config.dialect import Dialect
 from caffepy.errors import ConfigError, ShapeError
 
 SHAPES = [(4,), (2, 3), (2, 3, 4, 5), (2, 3, 2, 3, 2)]
@@ -46,6 +47,19 @@ CASES = {
 @pytest.mark.parametrize("text", CASES)
 def test_formula_gradient_and_in_place(text):
     check_layer(text, [spread((2, 3, 4, 5), step=0.03)], CASES[text], in_place=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("alpha", "scale"), [(0.5, 2.0), (1.5, -0.5), (1.0, 1.0)])
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_the_gradient_of_elu_with_lambda_is_that_of_the_dialect(dialect, alpha, scale, in_place, backend):
+    x = spread((2, 3, 4), step=0.3)
+    settings = f"alpha: {alpha} lambda: {scale}"
+    runner = Runner(f"type: 'ELU' elu_param {{ {settings} }}", [x], backend, in_place=in_place, dialect=dialect)
+    dy = gaussian(x.shape)
+    low = scale * alpha * np.exp(x) if dialect is Dialect.BVLC else scale * (alpha + scale * alpha * np.expm1(x))
+    np.testing.assert_allclose(runner.run([dy]).bottom_diffs[0], dy * np.where(x > 0, scale, low), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["ReLU6", "HardSwish"])

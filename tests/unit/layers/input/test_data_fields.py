@@ -1,5 +1,7 @@
 """Every field of the data layers, in nets, on one device and on several."""
 
+import re
+
 import cv2
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import ConfigError, DataError
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, Datum, NetParameter
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BlobProto, Datum, NetParameter
 
 RECORDS = 12
 
@@ -268,3 +270,76 @@ def test_detectnet_labels_that_cannot_be_read(header):
     net.context.backend.from_host(labels, net.blobs["y"].data)
     with pytest.raises(DataError, match="'y' of image 0 of the batch begins with .* at most 2, and 16"):
         net.forward()
+
+
+# -- what a field changes --------------------------------------------------------------------------------
+
+BIGGER, SMALLER = (f"img_rand_resize_lower: {n} img_rand_resize_upper: {n} allow_upscale: true" for n in (45, 13))
+RATIOS = "allow_upscale: true rand_resize_ratio_lower: 1.1 rand_resize_ratio_upper: 1.6"
+EFFECTS = {
+    "rand_resize_ratio_lower": (
+        "png",
+        RATIOS,
+        "1.5",
+    ),
+    "rand_resize_ratio_upper": (
+        "png",
+        RATIOS,
+        "1.2",
+    ),
+    "vertical_stretch_lower": ("png", "vertical_stretch_lower: 0.6 vertical_stretch_upper: 0.8", "0.5"),
+    "vertical_stretch_upper": ("png", "vertical_stretch_lower: 0.6 vertical_stretch_upper: 0.8", "0.9"),
+    "horizontal_stretch_lower": ("png", "horizontal_stretch_lower: 0.6 horizontal_stretch_upper: 0.8", "0.5"),
+    "horizontal_stretch_upper": ("png", "horizontal_stretch_lower: 0.6 horizontal_stretch_upper: 0.8", "0.9"),
+    "interpolation_algo_down": ("png", SMALLER + " interpolation_algo_down: INTER_NEAREST", "INTER_AREA"),
+    "interpolation_algo_up": ("png", BIGGER + " interpolation_algo_up: INTER_NEAREST", "INTER_CUBIC"),
+    "allow_upscale": ("png", BIGGER, "false"),
+    "shuffle": ("png", "shuffle: true", "false"),
+    "shuffle of ImageData": ("ImageData", "shuffle: true", "false"),
+    "rand_skip": ("png", "rand_skip: 9", "0"),
+    "rand_skip of ImageData": ("ImageData", "rand_skip: 9", "0"),
+    "context_pad": ("WindowData", "context_pad: 3", "0"),
+    "crop_mode": ("WindowData", "crop_mode: 'square'", "'warp'"),
+}
+"""By field the kind of layer, settings in which it acts, and another value."""
+
+
+def with_settings(kind, folder, text):
+    files = f"source: '{folder}/list.txt' root_folder: '{folder}/' batch_size: 4"
+    windows, mine = files.replace("list.txt", "windows.txt"), text.split(":")[0]
+    of_data = mine in ("shuffle", "rand_skip", "context_pad", "crop_mode")
+    own, transform = (text, "") if of_data else ("", text)
+    return {
+        "png": f"type: 'Data' data_param {{ source: '{folder}/png' batch_size: 4 {own} }} "
+        f"transform_param {{ crop_size: 9 {transform} }}",
+        "ImageData": f"type: 'ImageData' image_data_param {{ {files} {own} }}",
+        "WindowData": f"type: 'WindowData' window_data_param {{ {windows} {own} }} transform_param {{ crop_size: 12 }}",
+    }[kind]
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_a_data_field_has_an_effect(folder, name):
+    kind, text, other = EFFECTS[name]
+    field = name.split()[0]
+    changed = re.sub(rf"{field}: \S+", f"{field}: {other}", text)
+    assert changed != text
+    found = [run(with_settings(kind, folder, one), seed=3, phase=TRAIN) for one in (text, changed)]
+    assert any((one[0] != two[0]).any() or (one[1] != two[1]).any() for one, two in zip(*found, strict=True))
+
+
+def test_windows_take_the_fields_of_their_own_message(folder, tmp_path):
+    """`scale`, `mean_file`, `crop_size` and `mirror` of window_data_param, as of transform_param."""
+    mean = BlobProto(num=1, channels=3, height=12, width=12, data=np.arange(432.0))
+    (tmp_path / "mean").write_bytes(mean.SerializeToString())
+    start = f"source: '{folder}/windows.txt' root_folder: '{folder}/' batch_size: 4"
+    fields = ["crop_size: 12", "scale: 0.5", f"mean_file: '{tmp_path}/mean'", "mirror: true"]
+
+    def images(own, transform=""):
+        text = f"type: 'WindowData' window_data_param {{ {start} {own} }} transform_param {{ {transform} }}"
+        return np.stack([one[0] for one in run(text, seed=3, phase=TRAIN)])
+
+    whole = images(" ".join(fields))
+    np.testing.assert_array_equal(whole, images("", " ".join(fields)))
+    for field in fields[1:]:
+        assert (images(" ".join(one for one in fields if one != field)) != whole).any(), field
+    assert images(" ".join(fields[1::2]) + " crop_size: 8").shape[-1] == 8

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.blob import Blob
+from caffepy.data.prefetch import Prefetcher
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
@@ -127,6 +128,13 @@ def test_feeding_ahead_changes_nothing(folder):
             layer.release_batch(number)
     assert_equal(found, expected)
     layer.close()
+
+
+def test_a_batch_that_is_filled_again_at_once_is_not_taken_for_the_last_one(folder, monkeypatch):
+    """The reading thread may give it the very number that comes next."""
+    expected = alone(folder / "floats3", 2, 2)
+    monkeypatch.setattr(Prefetcher, "release", lambda self, batch: setattr(batch, "number", 1))
+    assert_equal(alone(folder / "floats3", 2, 2), expected)
 
 
 def test_a_layer_without_a_net_feeds_itself(folder):

@@ -1,0 +1,262 @@
+"""Every net of models/, training and inference, CPU and GPU: ours beside PyTorch and onnxruntime, from the same run.
+
+    python benchmarks/zoo.py [--nets resnet50,lenet] [--phases train,test] [--devices cpu,gpu] [--dtypes FLOAT,FLOAT16]
+        [--batches 1,64] [--quick] [--seconds 150] [--torch PYTHON] [--check]
+
+A row is a net, phase, device, dtype and batch. Each measurement has a process of its own with a time limit. PyTorch's
+net is built from the same prototxt (benchmarks/peers) and is refused where its parameters or the shape of any blob
+differ from ours; `--check` compares outputs, losses and gradients instead of times. PyTorch runs eagerly, as one CUDA
+graph and compiled, channels last with TF32 on a GPU, and on the CPU also in its plain layout; onnxruntime runs our own
+ONNX export in inference on the CPU. The ratio is that to the fastest of these, below 1 where ours is faster.
+
+Training is forward, loss, backward and SGD with momentum and weight decay, the inputs already there; layers with
+lr_mult 0 are not learned on either side. Inference is a forward pass without the copies of inputs and outputs;
+onnxruntime's has these. Detectors run without DetectionOutput on both sides. A GPU's memory is that of live arrays,
+ours while it runs and PyTorch's peak; the CPU's is the process's largest resident set, PyTorch's or caffepy's library
+included.
+
+`--quick` measures shorter, and of PyTorch's ways only the CUDA graph, or channels last on the CPU. On a GPU up to four
+processes start at the same time, and a lock lets one at a time use the device once it has its imports behind it;
+`--seconds` ends what has not begun by then and says which rows are missing.
+
+Figures of an H200: to be filled in from a run there.
+
+What was learnt:
+
+- Built from the prototxts, the peers give our outputs within 1e-5 of the largest (VGG-16: 7e-6) and our losses within
+  2e-5 (siamese net; the others 1e-6). Gradients agree within 1e-5 in the median where a net has neither batch
+  normalisation nor many units; with two images they differ by up to 2.6 % in the median (Inception-v3). Rounding at the
+  kinks of ReLU is the likely cause, which has not been shown. ResNet-152's training has not been compared.
+- A GPU's row takes seconds where kernels must be compiled and tuned first; a second run finds both in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from processes import LIMIT, in_a_process
+from zoo_nets import CASES
+
+HERE = Path(__file__).resolve().parent
+TORCH = HERE / "peers" / "torch_run.py"
+GPU_MODES, CPU_MODES = ("eager", "graph", "compile", "compile graph"), ("plain", "last", "compile")
+WORKERS = 4
+"""Processes that are there at the same time on a GPU, one of which uses it."""
+BATCHES = {"cpu": (1,), "gpu": (1, 64)}
+"""Images of a pass."""
+
+Found = dict[str, Any] | str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured."""
+
+    name: str
+    train: bool
+    device: str
+    dtype: str
+    batch: int
+
+    def __str__(self) -> str:
+        phase = "train" if self.train else "test"
+        return f"{self.name:18}{phase:6}{self.device:4}{self.dtype:9}{self.batch:4}"
+
+    def job(self) -> dict[str, Any]:
+        """For the processes."""
+        return vars(self).copy()
+
+
+class Budget:
+    """The seconds that are left for measurements."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds if seconds else float("inf")
+
+    def spent(self) -> bool:
+        """Whether nothing more should begin."""
+        return time.monotonic() >= self.end
+
+
+@functools.cache
+def described(name: str, train: bool, batch: int) -> dict[str, Any]:
+    """The net for PyTorch."""
+    from peers.description import describe
+
+    return describe(name, train, batch)
+
+
+def modes(row: Row, quick: bool) -> tuple[str, ...]:
+    """PyTorch's ways that are tried."""
+    if row.device == "gpu":
+        if row.name == "lrcn" or not row.train:  # compiled inference makes CUDA graphs of its own
+            return ("graph",) if quick else GPU_MODES[:3]
+        return ("graph",) if quick else GPU_MODES
+    return ("last",) if quick else CPU_MODES
+
+
+def run_torch(row: Row, mode: str, options: argparse.Namespace) -> Found:
+    """PyTorch's measurement."""
+    description = described(row.name, row.train, row.batch)
+    job = {"description": description, "mode": mode, **settings(row, options)}
+    return in_a_process([options.torch, str(TORCH)], job, patience(row, options), options.torch != sys.executable)
+
+
+def run_ours(row: Row, options: argparse.Namespace) -> Found:
+    """Our measurement."""
+    return in_a_process([sys.executable, str(HERE / "ours.py")], settings(row, options), patience(row, options))
+
+
+def run_onnxruntime(row: Row, options: argparse.Namespace) -> Found:
+    """onnxruntime's measurement of our export."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {**settings(row, options), "file": str(Path(folder) / "net.onnx")}
+        command = [sys.executable, str(HERE / "ours.py")]
+        written = in_a_process(command, job, LIMIT)
+        if isinstance(written, str):
+            return written
+        job |= {"engine": "onnxruntime", "inputs": described(row.name, False, row.batch)["inputs"]}
+        return in_a_process(command, job, LIMIT)
+
+
+def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """What all jobs of a row have."""
+    lock = options.lock if row.device == "gpu" else ""
+    return {**row.job(), "quick": options.quick, "threads": options.threads, "lock": lock, "limit": options.limit}
+
+
+def patience(row: Row, options: argparse.Namespace) -> int:
+    """Seconds until a process is ended from outside, those before it has the device included."""
+    return int(options.limit * (WORKERS if row.device == "gpu" else 1) + 60)
+
+
+def measurements(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """What is to be called for a row, by who it is."""
+    calls: dict[str, Any] = {}
+    if not options.ours_only:
+        for mode in modes(row, options.quick):
+            calls[f"PyTorch {mode}"] = functools.partial(run_torch, row, mode, options)
+        if row.device == "cpu" and not row.train:
+            calls["onnxruntime"] = functools.partial(run_onnxruntime, row, options)
+    calls["caffepy"] = functools.partial(run_ours, row, options)
+    return calls
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    """What the command line asks for."""
+    for device in options.devices:
+        for name in options.nets:
+            case = CASES[name]
+            for dtype in options.dtypes if device == "gpu" else ["FLOAT"]:
+                if "train" in options.phases:
+                    yield Row(name, True, device, dtype, getattr(case, device))
+                if "test" in options.phases:
+                    for batch in options.batches or BATCHES[device]:
+                        yield Row(name, False, device, dtype, batch)
+
+
+def show(row: Row, found: dict[str, Found]) -> float | None:
+    """Print a row; the ratio if both sides were measured."""
+    good = {who: each for who, each in found.items() if isinstance(each, dict)}
+    for who, each in found.items():
+        if isinstance(each, str):
+            print(f"{row} {who}: {each.splitlines()[-1] if each else 'failed'}", flush=True)
+    ours = good.pop("caffepy", None)
+    best = min(good, key=lambda who: good[who]["ms"], default=None)
+    others = ", ".join(f"{who} {each['ms']:.3f}" for who, each in good.items() if who != best)
+    left = f"{ours['ms']:10.3f}{row.batch / ours['ms'] * 1e3:10.0f}{ours['gib']:7.2f}" if ours else f"{'-':>27}"
+    right = f"{good[best]['ms']:10.3f}{good[best]['gib']:7.2f} {best:16}" if best else f"{'-':>10}{'-':>7} {'':16}"
+    ratio = ours["ms"] / good[best]["ms"] if ours and best else None
+    print(f"{row}{left} {right}{f'{ratio:6.2f}' if ratio else '     -'}  {others}", flush=True)
+    return ratio
+
+
+def finish(ratios: dict[Row, float], missing: list[Row]) -> None:
+    """The median and the worst ratios."""
+    for row in missing:
+        print(f"not measured: {row}")
+    if ratios:
+        print(f"\nmedian of {len(ratios)} ratios {statistics.median(ratios.values()):.2f}; the worst:")
+        for row in sorted(ratios, key=lambda row: -ratios[row])[:10]:
+            print(f"{ratios[row]:6.2f}  {row}")
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """The table."""
+    print(f"{'':41}{'caffepy':>10}{'images/s':>10}{'GiB':>7} {'peer, ms':>10}{'GiB':>7} {'':16}{'ratio':>6}")
+    budget, wanted = Budget(options.seconds), list(rows(options))
+    ratios, missing = {}, []
+
+    def guarded(call: Any) -> Found | None:
+        return None if budget.spent() else call()
+
+    workers = WORKERS if options.devices == ["gpu"] and options.quick else 1
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(workers) as pool:
+        options.lock = lock.name
+        futures: list[tuple[Row, dict[str, Future[Found | None]]]] = [
+            (row, {who: pool.submit(guarded, call) for who, call in measurements(row, options).items()})
+            for row in wanted
+        ]
+        for row, parts in futures:
+            found = {who: future.result() for who, future in parts.items()}
+            if any(each is None for each in found.values()):
+                missing.append(row)
+                continue
+            ratio = show(row, {who: each for who, each in found.items() if each is not None})
+            if ratio:
+                ratios[row] = ratio
+    finish(ratios, missing)
+
+
+def has_gpu() -> bool:
+    """Whether a GPU can be seen."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.startswith(b"GPU")
+    except OSError:
+        return False
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--nets", default=",".join(CASES))
+    parser.add_argument("--phases", default="train,test")
+    parser.add_argument("--devices", default="cpu,gpu" if has_gpu() else "cpu")
+    parser.add_argument("--dtypes", default="FLOAT,FLOAT16", help="on a GPU")
+    parser.add_argument("--batches", default="", help="in inference; otherwise 1, and 64 on a GPU")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0, help="after which nothing more begins")
+    parser.add_argument("--limit", type=int, default=0, help="seconds of one measurement")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU")
+    parser.add_argument("--torch", default=sys.executable, help="the interpreter that has PyTorch")
+    parser.add_argument("--ours-only", action="store_true")
+    parser.add_argument("--check", action="store_true", help="whether PyTorch's nets give our numbers")
+    options = parser.parse_args()
+    for field in ("nets", "phases", "devices", "dtypes"):
+        setattr(options, field, getattr(options, field).split(","))
+    unknown = set(options.nets) - set(CASES)
+    if unknown:
+        parser.error(f"unknown nets {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options.batches = [int(batch) for batch in options.batches.split(",") if batch]
+    options.limit = options.limit or (40 if options.quick else LIMIT)
+    if options.check:
+        from peers.agreement import check
+
+        raise SystemExit(0 if check(options.torch, options.nets) else 1)
+    measure_all(options)
+
+
+if __name__ == "__main__":
+    main()

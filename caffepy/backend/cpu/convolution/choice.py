@@ -1,0 +1,25 @@
+"""Which way a convolution is computed on the CPU."""
+
+from __future__ import annotations
+
+from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
+from caffepy.backend.cpu.convolution.plain import PlainConvolution
+from caffepy.backend.cpu.convolution.product import ProductConvolution, is_product
+from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.handles import Convolution
+from caffepy.backend.types import Geometry
+
+
+def plan_convolution(
+    threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
+) -> Convolution:
+    """A planned convolution over any number of spatial axes."""
+    kind = TileConvolution
+    if is_narrow(weights_shape, geometry):
+        kind = NarrowConvolution
+    elif is_product(x_shape, weights_shape, geometry):
+        kind = ProductConvolution
+    if len(x_shape) == 4:
+        return kind(threads, workspace, x_shape, weights_shape, geometry)
+    return PlainConvolution(threads, workspace, x_shape, weights_shape, geometry, kind)

@@ -1,0 +1,203 @@
+"""The innermost loops of convolutions with narrow groups: the channels of several groups in one vector.
+
+Lane l of a vector of results belongs to group l // made, and reads the elements (l // made) * read + i, i < read, of a
+pixel: one or two loads and a shuffle for each i, which costs nothing where groups have one channel (depthwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
+
+WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How groups share vectors.
+
+    Args:
+        made: channels of a group that are computed.
+        read: channels of a group that each of them is computed from.
+    """
+
+    made: int
+    read: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a vector: what they read lies in two vectors."""
+        return min(WIDTH // self.made, 2 * WIDTH // self.read)
+
+    @property
+    def used(self) -> int:
+        """Lanes that compute something."""
+        return self.groups * self.made
+
+    @property
+    def sources(self) -> int:
+        """Elements of a pixel that a vector is computed from."""
+        return self.groups * self.read
+
+    @property
+    def fills(self) -> bool:
+        """Whether vectors of results and of what they read have no lane to spare, where there are channels enough."""
+        return self.used == WIDTH and self.sources % WIDTH == 0
+
+    def shuffle(self, index: int) -> list[int]:
+        """For each lane, which of the elements read it multiplies."""
+        return [lane // self.made * self.read + index if lane < self.used else 0 for lane in range(WIDTH)]
+
+
+class _LanesWriter(Writer):
+    """Writes sums over taps for several pixels, or over pixels for several taps."""
+
+    def __init__(self, builder: Any, lanes: Lanes) -> None:
+        super().__init__(builder)
+        self._lanes = lanes
+
+    def masks(self, wanted: Any, whole: bool) -> list[Any]:
+        """Masks of the one or two vectors that `wanted` elements of a pixel lie in; None where they fill them."""
+        if whole:
+            return [None] * (self._lanes.sources // WIDTH)
+        counts = [wanted, self.builder.sub(wanted, self.word(WIDTH))]
+        return [self.lanes(count) for count in counts[: 1 if self._lanes.sources <= WIDTH else 2]]
+
+    def factors(self, pixel: Any, masks: list[Any]) -> list[Any]:
+        """For each i, the vector of what the lanes multiply."""
+        loaded = [self._load(pixel, v * WIDTH, mask) for v, mask in enumerate(masks)]
+        if self._lanes == Lanes(1, 1):
+            return loaded
+        second = loaded[1] if len(loaded) > 1 else loaded[0]
+        return [self._shuffled(loaded[0], second, i) for i in range(self._lanes.read)]
+
+    def _load(self, pointer: Any, offset: int, mask: Any) -> Any:
+        """A vector; one without a mask needs no instruction of its own beside the one that uses it."""
+        address = self.vector_at(pointer, self.word(offset))
+        return self.builder.load(address, align=4) if mask is None else self.masked_load(address, mask)
+
+    def _shuffled(self, first: Any, second: Any, index: int) -> Any:
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), self._lanes.shuffle(index))
+        return self.builder.shuffle_vector(first, second, mask)
+
+    def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+        return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
+
+    def shifted(self, pointer: Any, offset: Any) -> Any:
+        return self.builder.gep(pointer, [offset])
+
+    def write_pixels(self, pixels: int, whole: bool, arguments: list[Any]) -> None:
+        """See `pixel_sums`."""
+        x, x_step, rows, row_count, columns, column_count, weights, start, y, y_step, inputs, outputs, relu = arguments
+        masks, mask, builder = self.masks(inputs, whole), self.lanes(outputs), self.builder
+        first = self.masked_load(self.vector_at(start, self.word(0)), mask)
+        rectifies = builder.icmp_signed("!=", relu, self.word(0))
+
+        def over_rows(h: Any, _: Any, sums: list[Any]) -> list[Any]:
+            at = builder.mul(h, self.word(2))
+            row = self.shifted(x, self.table(rows, at))
+            filters = self.shifted(weights, self.table(rows, builder.add(at, self.word(1))))
+
+            def over_columns(w: Any, _: Any, inner: list[Any]) -> list[Any]:
+                at = builder.mul(w, self.word(2))
+                source = self.shifted(row, self.table(columns, at))
+                tap = self.shifted(filters, self.table(columns, builder.add(at, self.word(1))))
+                return self._tap(source, x_step, masks, tap, inner)
+
+            return self.loop(column_count, sums, [], over_columns)
+
+        for pixel, total in enumerate(self.loop(row_count, self._zeros(pixels), [], over_rows)):
+            address = self.vector_at(y, builder.mul(y_step, self.word(pixel)))
+            total = builder.fadd(total, first)
+            self.store(builder.select(rectifies, self.rectified(total), total), address, outputs, mask)
+
+    def _tap(self, source: Any, step: Any, masks: list[Any], tap: Any, sums: list[Any]) -> list[Any]:
+        filters = [
+            self.builder.load(self.vector_at(tap, self.word(i * WIDTH)), align=4) for i in range(self._lanes.read)
+        ]
+        result = []
+        for pixel, total in enumerate(sums):
+            place = self.shifted(source, self.builder.mul(step, self.word(pixel)))
+            for factor, weight in zip(self.factors(place, masks), filters, strict=True):
+                total = self.multiply_add(factor, weight, total)
+            result.append(total)
+        return result
+
+    def _zeros(self, count: int) -> list[Any]:
+        return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
+
+    def write_taps(self, taps: int, whole: bool, arguments: list[Any]) -> None:
+        """See `tap_sums`."""
+        x, x_step, tap_table, dy, dy_step, count, totals, inputs, outputs = arguments
+        masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
+        entries = [[self.table(tap_table, self.word(2 * tap + i)) for i in range(2)] for tap in range(taps)]
+
+        def over_pixels(w: Any, _: Any, sums: list[Any]) -> list[Any]:
+            slope = self._load(self.shifted(dy, builder.mul(w, dy_step)), 0, mask)
+            place = self.shifted(x, builder.mul(w, x_step))
+            factors = [f for at, _ in entries for f in self.factors(self.shifted(place, at), masks)]
+            return [self.multiply_add(f, slope, total) for f, total in zip(factors, sums, strict=True)]
+
+        sums = self.loop(count, self._zeros(taps * self._lanes.read), [], over_pixels)
+        for number, total in enumerate(sums):
+            tap, i = divmod(number, self._lanes.read)
+            address = self.vector_at(self.shifted(totals, entries[tap][1]), self.word(i * WIDTH))
+            builder.store(builder.fadd(builder.load(address, align=4), total), address, align=4)
+
+
+@cache
+def pixel_sums(lanes: Lanes, pixels: int, whole: bool) -> Any:
+    """Results of one vector of channels for `pixels` pixels: start + the sum over taps of x * weights.
+
+    Arguments: x and the step between the pixels' windows; rows of taps as a table of (offset in x, in weights) and
+    their number; columns of taps likewise; weights; the vector to start from; y and the step between its pixels; how
+    many elements of a pixel are read and how many are written; whether results are rectified. `whole`: elements fill
+    their vectors.
+    """
+    signature = types.void(
+        NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD
+    )  # fmt: skip
+
+    def typed(  # noqa: PLR0913 -- a kernel
+        typing_context: Any, x: Any, x_step: Any, rows: Any, row_count: Any, columns: Any, column_count: Any,
+        weights: Any, start: Any, y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any,
+    ) -> Any:  # fmt: skip
+        return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, whole, arguments))
+
+    return intrinsic(typed)
+
+
+@cache
+def tap_sums(lanes: Lanes, taps: int, whole: bool) -> Any:
+    """For each of several taps, totals += the sum over pixels of x * dy, for one vector of channels.
+
+    Arguments: x and the step between pixels' windows; the taps as a table of (offset in x, in totals); dy and the step
+    between pixels; how many pixels; totals; how many elements of a pixel of x are read, and how many of dy; `whole`:
+    they fill their vectors.
+    """
+    signature = types.void(NUMBERS, WORD, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD)
+
+    def typed(  # noqa: PLR0913 -- a kernel
+        typing_context: Any, x: Any, x_step: Any, tap_table: Any, dy: Any, dy_step: Any, count: Any, totals: Any,
+        inputs: Any, outputs: Any,
+    ) -> Any:  # fmt: skip
+        return signature, _generator(lanes, lambda writer, arguments: writer.write_taps(taps, whole, arguments))
+
+    return intrinsic(typed)
+
+
+def _generator(lanes: Lanes, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        write(_LanesWriter(builder, lanes), list(arguments))
+        return context.get_dummy_value()
+
+    return generate

@@ -1,0 +1,124 @@
+"""The loops of convolutions with narrow groups over rows, tiles and vectors of channels, compiled for each width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from caffepy.backend.cpu.convolution.lanes import Lanes, pixel_sums, tap_sums
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words, kernel
+from caffepy.backend.cpu.jit.vector import ahead, table_at
+
+
+@kernel
+def gather(begin: Int, end: Int, source: Floats, order: Words, target: Floats) -> None:
+    """target[i] = source[order[i]], 0 where that is -1."""
+    for i in range(begin, end):
+        target[i] = source[order[i]] if order[i] >= 0 else 0
+
+
+@kernel
+def add_blocks(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, totals: Floats, blocks: Int, size: Int, positions: Words, target: Floats, accumulate: Int
+) -> None:  # fmt: skip
+    """target[i] (+)= the sum of all blocks' totals[positions[i]]."""
+    for i in range(begin, end):
+        total = 0.0
+        for block in range(blocks):
+            total += totals[block * size + positions[i]]
+        target[i] = target[i] + total if accumulate == 1 else total
+
+
+def _named(lanes: Lanes, function: Callable[..., None]) -> Kernel:
+    """A kernel whose names, by which its machine code is kept and linked, tell the widths apart.
+
+    Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
+    """
+    function.__name__ = function.__qualname__ = f"{function.__name__}_{lanes.made}_{lanes.read}"
+    return Kernel(function)
+
+
+@cache
+def pixel_kernel(lanes: Lanes) -> Kernel:
+    """The kernel of a `_Pass` (narrow.py)."""
+    sums8, sums4, sums1 = (pixel_sums(lanes, pixels, False) for pixels in (8, 4, 1))
+    whole8 = pixel_sums(lanes, 8, lanes.fills)
+
+    def narrow_pixels(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
+        columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
+        y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
+        inputs: Int, outputs: Int, relu: Int,
+    ) -> None:  # fmt: skip
+        """Items are (image, row, part of the tiles)."""
+        for item in range(begin, end):
+            part, line = item % parts, item // parts
+            n, r = line // rows, line % rows
+            row = table_at(row_taps, 2 * row_starts[r])
+            row_count = row_starts[r + 1] - row_starts[r]
+            for number in range(part * tile_count // parts, (part + 1) * tile_count // parts):
+                first, pixels = tiles[4 * number], tiles[4 * number + 1]
+                column = table_at(columns, 2 * tiles[4 * number + 2])
+                count = tiles[4 * number + 3] - tiles[4 * number + 2]
+                source = ahead(x, n * x_image + x_from + first * x_step)
+                target = ahead(y, n * y_image + y_rows[r] + first * y_step)
+                for v in range(vectors):
+                    a, c = ahead(source, v * sources), ahead(target, v * used)
+                    w, b = ahead(packed, v * filters), ahead(start, v * used)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    if pixels == 8 and made == used and read == sources:
+                        whole8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+                    elif pixels == 8:
+                        sums8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+                    elif pixels == 4:
+                        sums4(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+                    else:
+                        sums1(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+
+    return _named(lanes, narrow_pixels)
+
+
+@cache
+def tap_kernel(lanes: Lanes) -> Kernel:
+    """The kernel of a `_WeightsPass` (narrow.py)."""
+    many = 3 if lanes.read <= 4 else 1
+    sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)
+    whole_many = tap_sums(lanes, many, lanes.fills)
+
+    def narrow_taps(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
+        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
+        block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
+    ) -> None:  # fmt: skip
+        """Items are (block of lines of the output, part of the vectors)."""
+        for item in range(begin, end):
+            number, part = item // parts, item % parts
+            first, stop = part * vectors // parts, (part + 1) * vectors // parts
+            for i in range(number * size + first * filters, number * size + stop * filters):
+                totals[i] = 0
+            for line in range(number * block, min(lines, (number + 1) * block)):
+                n, r = line // rows, line % rows
+                count = starts[r + 1] - starts[r]
+                for v in range(first, stop):
+                    source = ahead(x, n * x_image + x_from + v * sources)
+                    slope = ahead(dy, line * dy_line + v * used)
+                    sums = ahead(totals, number * size + v * filters)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    for j in range(kernel_w):
+                        w0, w1 = columns[4 * j], columns[4 * j + 1]
+                        a, d = ahead(source, w0 * x_step + columns[4 * j + 2]), ahead(slope, w0 * outputs)
+                        column = ahead(sums, columns[4 * j + 3])
+                        t = 0
+                        while t < count:
+                            entry = table_at(taps, 2 * (starts[r] + t))
+                            if count - t >= many and made == used and read == sources:
+                                whole_many(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
+                                t += many
+                            elif count - t >= many:
+                                sums_many(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
+                                t += many
+                            else:
+                                sums1(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
+                                t += 1
+
+    return _named(lanes, narrow_taps)

@@ -1,0 +1,298 @@
+"""Convolution on the CPU with groups of a few channels (depthwise ones of a single one): several groups a vector.
+
+There is little to multiply as a matrix: each element is read once for each filter element, from the first-level cache
+but for the first time, so memory sets the speed of depthwise convolutions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.convolution.correlation import merged
+from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.convolution.lanes import Lanes
+from caffepy.backend.cpu.convolution.lanes_kernels import add_blocks, gather, pixel_kernel, tap_kernel
+from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
+from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
+from caffepy.backend.cpu.jit.vector import WIDTH
+from caffepy.backend.cpu.workspace import Workspace, aligned
+from caffepy.backend.types import Geometry
+
+GRAIN = 32768
+"""Multiplications of vectors below which a second thread costs more than it saves."""
+BLOCKS = 8
+"""Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
+MOST_READ = 8
+"""Channels of a group that may be read: each has an instruction of its own."""
+
+
+def _fits(lanes: Lanes) -> bool:
+    return lanes.groups >= 2 and lanes.read <= MOST_READ
+
+
+def _lanes(weights_shape: tuple[int, ...], group: int) -> tuple[Lanes, Lanes]:
+    """How groups share vectors forward (and in the weights' gradient) and in the gradient of the image."""
+    made, read = weights_shape[0] // group, weights_shape[1]
+    return Lanes(made, read), Lanes(read, made)
+
+
+def is_narrow(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
+    """Whether several groups fit into a vector, in one direction at least."""
+    return geometry.group > 1 and any(map(_fits, _lanes(weights_shape, geometry.group)))
+
+
+def _table(values: Any) -> ConstantTable:
+    """A table as int64; an empty one has an entry, as it has to lie somewhere."""
+    flat = np.asarray(values, np.int64).reshape(-1)
+    return ConstantTable(np.ascontiguousarray(flat if flat.size else np.zeros(1, np.int64)))
+
+
+def _forward_axis(size: int, kernel: int, stride: int, pad: int, dilation: int, out: int) -> Axis:
+    taps = np.arange(kernel)
+    return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
+
+
+def _row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Of these axes taken as one: the row that each row and tap reads, whether it exists, and the taps' numbers."""
+    at, valid = np.zeros((1, 1), np.int64), np.ones((1, 1), bool)
+    for axis, size in zip(axes, sizes, strict=True):
+        own = axis.indices[:, None] + axis.shifts[None, :]
+        inside = (own >= 0) & (own < size)
+        shape = (at.shape[0] * own.shape[0], at.shape[1] * own.shape[1])
+        at = (at[:, None, :, None] * size + own[None, :, None, :]).reshape(shape)
+        valid = (valid[:, None, :, None] & inside[None, :, None, :]).reshape(shape)
+    return at, valid, merged([axis.taps for axis in axes], kernel)
+
+
+def _row_tables(
+    axes: Sequence[Axis], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
+) -> tuple[ConstantTable, ConstantTable]:
+    """Where the taps of each row begin in a table of those that exist: (offset in what is read, in the weights)."""
+    at, valid, taps = _row_taps(axes, sizes[:-1], kernel[:-1])
+    weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
+    starts = np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
+    return _table(starts), _table(np.stack([at[valid] * sizes[-1] * channels, weights[valid]], axis=-1))
+
+
+def _tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
+    """(first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; those that overlap write the same."""
+    at = axis.indices[:, None] + axis.shifts[None, :]
+    first, stop = (at < 0).sum(axis=1), (at < size).sum(axis=1)
+    whole = np.flatnonzero((first == 0) & (stop == len(axis.shifts)))
+    begin, end = (int(whole[0]), int(whole[-1]) + 1) if len(whole) else (0, 0)
+    tiles = [(m, 1, int(first[m]), max(int(first[m]), int(stop[m]))) for m in [*range(begin), *range(end, len(at))]]
+    least = begin
+    while begin < end:
+        pixels = next(p for p in (8, 4, 1) if end - p >= least and 2 * (end - begin) > p)
+        place = min(begin, end - pixels)
+        tiles.append((place, pixels, 0, len(axis.shifts)))
+        begin = place + pixels
+    return tiles
+
+
+class _Pass:
+    """Results at the pixels of some axes, each a sum over taps: forward, or a phase of the image's gradient.
+
+    Args:
+        lanes: how groups share vectors.
+        groups: how many there are.
+        axes: what is computed and what it reads, for each spatial axis.
+        sizes: of the spatial axes of what is read and of what is computed.
+        kernel: sizes of the whole kernel.
+    """
+
+    def __init__(
+        self, lanes: Lanes, groups: int, axes: Sequence[Axis], sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        kernel: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        (source, target), self._lanes, column = sizes, lanes, axes[-1]
+        self._inputs, self._outputs = groups * lanes.read, groups * lanes.made
+        self._vectors = -(-groups // lanes.groups)
+        tap = lanes.read * WIDTH
+        self._filters = math.prod(kernel) * tap
+        self._row_starts, self._row_taps = _row_tables(axes[:-1], source, kernel, self._inputs, tap)
+        self._column_taps = _table(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
+        self._tiles = _tiles(column, source[-1])
+        self._tile_table = _table(self._tiles)
+        self._steps = [int(np.diff(a[:2])[0]) if len(a) > 1 else 1 for a in (column.indices, column.pixels)]
+        self._from = int(column.indices[0]) * self._inputs
+        rows = merged([axis.pixels for axis in axes[:-1]], target[:-1])
+        self._y_rows = _table((rows * target[-1] + column.pixels[0]) * self._outputs)
+        self._rows = len(rows)
+        self._images = math.prod(source) * self._inputs, math.prod(target) * self._outputs
+        row_taps = math.prod(len(axis.taps) for axis in axes[:-1])
+        self._work = len(column.pixels) * self._vectors * len(column.taps) * max(1, row_taps) * lanes.read
+
+    def run(
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, relu: bool = False
+    ) -> None:  # fmt: skip
+        """Compute y of some images, perhaps rectified."""
+        lines = images * self._rows
+        parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
+        pixel_kernel(self._lanes).run(
+            threads, lines * parts, max(1, GRAIN * parts // max(1, self._work)), x, self._images[0], self._from,
+            self._steps[0] * self._inputs, self._row_starts, self._row_taps, self._column_taps, self._tile_table,
+            len(self._tiles), parts, packed, self._filters, start, y, self._images[1], self._y_rows,
+            self._steps[1] * self._outputs, self._rows, self._vectors, self._lanes.sources, self._lanes.used,
+            self._inputs, self._outputs, int(relu),
+        )  # fmt: skip
+
+
+class _WeightsPass:
+    """The gradient of the weights.
+
+    Args:
+        lanes: how groups share vectors forward.
+        shape: of the convolution.
+        axes: those of the forward pass.
+    """
+
+    def __init__(self, lanes: Lanes, shape: ConvolutionShape, axes: Sequence[Axis]) -> None:
+        self._lanes, self._shape, column = lanes, shape, axes[-1]
+        kernel, source, inputs = shape.geometry.kernel, shape.sizes, shape.channels
+        self._vectors = -(-shape.geometry.group // lanes.groups)
+        tap = lanes.read * WIDTH
+        self._filters = math.prod(kernel) * tap
+        self._starts, self._taps = _row_tables(axes[:-1], source, kernel, inputs, tap)
+        reached = column.indices[None, :] + column.shifts[:, None]
+        begins = (reached < 0).sum(axis=1)
+        ends = np.maximum(begins, (reached < source[-1]).sum(axis=1))
+        self._columns = _table(np.stack([begins, ends, column.shifts * inputs, column.taps * tap], axis=-1))
+        self._from = int(column.indices[0]) * inputs
+        self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights :])
+
+    def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
+        shape, size = self._shape, self._vectors * self._filters
+        lines = shape.images * shape.out_height
+        block = max(1, -(-lines // BLOCKS))
+        blocks = -(-lines // block)
+        parts = min(self._vectors, -(-4 * threads // blocks))
+        totals = workspace.take("totals", blocks * size)
+        work = lines * shape.out_width * size // WIDTH
+        tap_kernel(self._lanes).run(
+            threads, blocks * parts, max(1, GRAIN * blocks * parts // max(1, work)), x,
+            math.prod(shape.sizes) * shape.channels, self._from,
+            shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._columns,
+            shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
+            shape.out_height, self._vectors, parts, self._lanes.sources, self._lanes.used, shape.channels,
+            shape.outputs,
+        )  # fmt: skip
+        grain = max(1, 16384 // blocks)
+        add_blocks.run(
+            threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate)
+        )  # fmt: skip
+
+
+def _forward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
+    """For each element (vector, tap, i, lane) of packed weights, which of the weights it is; -1: none."""
+    taps = math.prod(shape.geometry.kernel)
+    vectors = -(-shape.geometry.group // lanes.groups)
+    v, k, i, lane = np.ix_(range(vectors), range(taps), range(lanes.read), range(WIDTH))
+    output = v * lanes.used + lane
+    return np.where((lane < lanes.used) & (output < shape.outputs), (output * taps + k) * lanes.read + i, -1)
+
+
+def _backward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
+    """Likewise for the gradient of the image, whose lanes are the channels of the image."""
+    taps = math.prod(shape.geometry.kernel)
+    vectors = -(-shape.geometry.group // lanes.groups)
+    v, k, j, lane = np.ix_(range(vectors), range(taps), range(lanes.read), range(WIDTH))
+    channel = v * lanes.used + lane
+    output = channel // lanes.made * lanes.read + j
+    index = (output * taps + k) * lanes.made + channel % lanes.made
+    return np.where((lane < lanes.used) & (channel < shape.channels), index, -1)
+
+
+class NarrowConvolution(TileConvolution):
+    """A planned convolution with narrow groups; a direction in which no two groups fit a vector goes by tiles."""
+
+    def __init__(
+        self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
+        geometry: Geometry,
+    ) -> None:  # fmt: skip
+        super().__init__(threads, workspace, x_shape, weights_shape, geometry)
+        self._lanes, self._back_lanes = _lanes(weights_shape, geometry.group)
+        self._forward_pass: tuple[_Pass, ConstantTable, int] | None = None
+        self._back_passes: tuple[list[_Pass], ConstantTable, int] | None = None
+        self._weights_pass: _WeightsPass | None = None
+
+    def _axes(self) -> list[Axis]:
+        shape = self.shape
+        return [_forward_axis(size, *shape.window(i), shape.out[i]) for i, size in enumerate(shape.sizes)]
+
+    def _packed(self, weights: Any, order: ConstantTable, size: int) -> Any:
+        packed = self.workspace.take("weights", size)
+        self._gather(weights, order, size, packed)
+        return packed
+
+    def _gather(self, weights: Any, order: ConstantTable, size: int, packed: Any) -> None:
+        gather.run(self.threads, size, 16384, weights, order, packed)
+
+    def forward(
+        self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
+    ) -> None:  # fmt: skip
+        if not _fits(self._lanes):
+            super().forward(x, weights, bias, y, relu, sums, residual)
+            return
+        assert sums is None, "gives no sums"
+        plan, table, size = self._planned_pass()
+        start, packed = self.zeros if bias is None else bias, self.kept_for(weights)
+        packed = self._packed(weights, table, size) if packed is None else packed
+        plan.run(self.threads, x.shape[0], x, packed, start, y, relu and residual is None)
+        if residual is not None:  # tiles overlap, so they cannot add it
+            y += residual
+            if relu:
+                np.maximum(y, 0, out=y)
+
+    def _planned_pass(self) -> tuple[_Pass, ConstantTable, int]:
+        if self._forward_pass is None:
+            shape, geometry = self.shape, self.shape.geometry
+            order = _forward_order(self._lanes, shape)
+            sizes = (shape.sizes, shape.out)
+            plan = _Pass(self._lanes, geometry.group, self._axes(), sizes, geometry.kernel)
+            self._forward_pass = plan, _table(order), order.size
+        return self._forward_pass
+
+    def keep(self, weights: Any) -> None:
+        if not _fits(self._lanes):
+            super().keep(weights)
+            return
+        _, table, size = self._planned_pass()
+        self.kept = aligned(size) if self.kept is None else self.kept
+        self._gather(weights, table, size, self.kept)
+        self._kept_at = address_of(weights)
+
+    def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
+        if not _fits(self._back_lanes):
+            super().backward_data(dy, weights, dx)
+            return
+        if self._back_passes is None:
+            self._back_passes = self._plan_back()
+        plans, table, size = self._back_passes
+        packed = self._packed(weights, table, size)
+        for plan in plans:
+            plan.run(self.threads, dy.shape[0], dy, packed, self.zeros, dx)
+
+    def _plan_back(self) -> tuple[list[_Pass], ConstantTable, int]:
+        shape, geometry, lanes = self.shape, self.shape.geometry, self._back_lanes
+        phases = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
+        plans = [
+            _Pass(lanes, geometry.group, axes, (shape.out, shape.sizes), geometry.kernel)
+            for axes in itertools.product(*phases)
+        ]
+        order = _backward_order(lanes, shape)
+        return plans, _table(order), order.size
+
+    def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
+        if not _fits(self._lanes):
+            super().backward_weights(x, dy, dweights, accumulate)
+            return
+        if self._weights_pass is None:
+            self._weights_pass = _WeightsPass(self._lanes, self.shape, self._axes())
+        self._weights_pass.run(self.threads, x, dy, dweights, accumulate, self.workspace)

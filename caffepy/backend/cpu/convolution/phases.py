@@ -1,0 +1,63 @@
+"""Which pixels of a convolution's image and output meet, axis by axis, for the gradient of the image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.convolution.correlation import merged
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Pixels that are computed, along one axis or several taken as one, and the taps that reach them.
+
+    Args:
+        pixels: positions of what is computed.
+        indices: for each, the position in what is read that a tap of shift 0 meets.
+        taps: numbers of the kernel's elements.
+        shifts: of each tap, ascending.
+    """
+
+    pixels: Any
+    indices: Any
+    taps: Any
+    shifts: Any
+
+
+def axis_phases(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
+    """The pixels of an image along one axis, for each phase of the stride that has some.
+
+    A pixel h of the image with h + pad = stride i + phase gets from tap k the output pixel
+    i + (phase - k dilation) / stride.
+    """
+    phases = []
+    for phase in range(stride):
+        pixels = np.array([h for h in range(size) if (h + pad) % stride == phase], np.int64)
+        taps = np.array([k for k in reversed(range(kernel)) if (phase - k * dilation) % stride == 0], np.int64)
+        if len(pixels):
+            phases.append(Axis(pixels, (pixels + pad) // stride, taps, (phase - taps * dilation) // stride))
+    return phases
+
+
+def reach(phases: list[Axis], size: int) -> tuple[int, int]:
+    """(zeros needed before, padded size) so that every tap of every phase stays inside."""
+    low = min([int(p.indices[0] + p.shifts[0]) for p in phases if len(p.shifts)], default=0)
+    high = max([int(p.indices[-1] + p.shifts[-1]) for p in phases if len(p.shifts)], default=0)
+    before = max(0, -low)
+    return before, before + max(size, high + 1)
+
+
+def merged_axes(
+    parts: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int], before: Sequence[int], padded: Sequence[int]
+) -> Axis:
+    """Several axes as one: of an image of these sizes, read from what has zeros `before` and these padded sizes."""
+    return Axis(
+        merged([part.pixels for part in parts], sizes),
+        merged([part.indices + zeros for part, zeros in zip(parts, before, strict=True)], padded),
+        merged([part.taps for part in parts], kernel),
+        merged([part.shifts for part in parts], padded),
+    )

@@ -1,0 +1,131 @@
+"""A solver that trains together with those of other processes, over the collectives that `caffepy train` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from caffepy.data.schedule import Shard
+from caffepy.distributed.default import get_group
+from caffepy.distributed.group import ProcessGroup
+from caffepy.errors import UserError
+from caffepy.net.forward_runner import ForwardRunner
+from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.exchange import SolverExchange
+from caffepy.parallel.factory import connect_alone
+from caffepy.solvers import Solver
+from caffepy.solvers.train_state import RootLog
+
+
+class DataParallel(SolverExchange):
+    """Lets a solver train with those of the group's other processes, one device each.
+
+    Each takes its own part of the data; `batch_size` is a process's. Gradients are averaged in buckets
+    (`reduce_buckets`) while the backward pass goes on. Rank 0's parameters, seed and history become those of all; it
+    alone writes snapshots and the log. All processes make it, and call the solver's methods, at the same points.
+
+    Example:
+        >>> import caffepy
+        >>> from caffepy import distributed
+        >>> def work(path):
+        ...     solver = caffepy.create_solver(caffepy.read_solver(path), caffepy.create_backend())
+        ...     distributed.DataParallel(solver)
+        ...     solver.solve()
+
+    Args:
+        solver: new or restored, on the CPU for a group over MPI or TCP, on a GPU for one over NCCL.
+        group: None: the default group.
+        sync_bn: BatchNorm's statistics are those of all batches together.
+
+    Raises:
+        UserError: the group's backend cannot carry the solver's gradients, or the solvers are not of one net and
+            iteration.
+        PeerError: another process failed, left or did not come in time.
+    """
+
+    def __init__(self, solver: Solver, group: ProcessGroup | None = None, *, sync_bn: bool = False) -> None:
+        self.solver = solver
+        self.group = group or get_group()
+        self.rank, self.world_size = self.group.rank, self.group.size
+        self.is_root = self.rank == 0
+        self.heartbeat = self.group.heartbeat
+        self._names = [self.group.name_of(rank) for rank in range(self.world_size)]
+        if self.world_size == 1:
+            return
+        if solver.callback.world_size > 1:
+            raise UserError("this solver trains with other devices already; give DataParallel one that is alone")
+        self._communicator = self._choose(solver)
+        with solver.backend.activate():
+            self._compare(solver)
+            memory = self._connected.allocate_gradients(solver.net.parameters.size)
+            if memory is not None:
+                solver.net.parameters.bind_gradients(memory)
+            self._take_over(solver)
+            self._exchange_with_others(solver, sync_bn)
+        self.group.releases.append(self.release)
+
+    def release(self) -> None:
+        """Free the graphs that hold the group's collectives; called before the group is destroyed."""
+        assert self.solver is not None
+        self._cancelled = True
+        with self.solver.backend.activate():
+            self.solver.graph_runner.drop()
+
+    def wait_for_device(self, wait: Callable[[], None]) -> None:
+        assert self._reducer is not None
+        with self.group.bounded(self._reducer.describe()):
+            self._drain(wait)
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        with self.group.bounded(what):
+            yield
+
+    def _choose(self, solver: Solver) -> Communicator:
+        """The group's communicator, for NumPy arrays with all-reduces that begin during the backward pass."""
+        communicator = self.group.communicator
+        on_gpu = solver.backend.asynchronous
+        if on_gpu != (communicator.memory == "gpu"):
+            wanted = "nccl" if on_gpu else "mpi' or 'tcp"
+            place = "a GPU" if on_gpu else "the CPU"
+            raise UserError(
+                f"the solver is on {place} and the group's backend is '{self.group.backend}': take '{wanted}'"
+            )
+        return communicator if communicator.asynchronous else connect_alone(communicator, self.group.timeout)
+
+    def _compare(self, solver: Solver) -> None:
+        """Take rank 0's seed; refuse solvers that cannot train together."""
+        own = (solver.net.parameters.size, solver.param.max_iter, solver.iteration, solver.param.random_seed)
+        rows = self._gather(own, "the comparison of the solvers")
+        for number, name in enumerate(("number of parameters", "max_iter", "iteration")):
+            differing = np.flatnonzero(rows[:, number] != rows[0, number])
+            if len(differing):
+                other = int(differing[0])
+                raise UserError(
+                    f"{name} is {rows[0, number]:.0f} on {self._names[0]} and {rows[other, number]:.0f} on "
+                    f"{self._names[other]}; give all processes the same solver, net and snapshot"
+                )
+        solver.param.random_seed = int(rows[0, 3])
+
+    def _take_over(self, solver: Solver) -> None:
+        """Make a solver that was made to train alone one of several."""
+        state, shard = solver.state, Shard(self.rank, self.world_size)
+        eager = not solver.graph_runner.behind
+        solver.graph_runner.drain()
+        solver.graph_runner.drop()
+        for runner in state.tests:
+            runner.drop()
+        solver.callback = state.callback = self
+        solver.shard = state.shard = shard
+        solver.log = state.log = RootLog(self.is_root)
+        solver.requests.join_others()
+        state.tests = [ForwardRunner(net, eager, lazily=False) for net in solver.test_nets]
+        for net in (solver.net, *solver.test_nets):
+            positions = [(layer, layer.position()) for layer in net.layers]
+            net.context.shard = shard
+            net.context.seed = solver.param.random_seed
+            for layer, position in positions:
+                if position is not None:
+                    layer.seek(position)

@@ -1,0 +1,213 @@
+"""Starts a function in several processes of this machine, which form a process group, and ends all when one fails."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from caffepy.distributed.default import destroy_process_group, get_group, init_process_group
+from caffepy.errors import PeerError, RunError, UserError, describe
+from caffepy.parallel.launch.local import RANK, SECRET, Meeting
+
+_LOOK_SECONDS = 0.2
+_NEWS_SECONDS = 2.0
+"""How long the others may take to say what they met, once one has failed; who only met the failure comes after it."""
+_END_SECONDS = 2.0
+"""Between SIGTERM and SIGKILL."""
+_PR_SET_PDEATHSIG = 1
+_LONGEST_TEXT = 20000
+"""Characters of an error with its traceback, fewer than a pipe holds."""
+_PEER, _OWN = b"p", b"o"
+
+
+@dataclass
+class _Child:
+    """One process, and the end of the pipe through which it says of what it died."""
+
+    rank: int
+    process: SpawnProcess
+    pipe: Connection
+    text: str = ""
+    peers: bool = False
+    """Whether `text` is of another process's failure."""
+
+    def read(self) -> None:
+        """Take what the process has said."""
+        with suppress(EOFError, OSError):
+            if not self.text and self.pipe.poll():
+                message = self.pipe.recv_bytes()
+                self.peers, self.text = message[:1] == _PEER, message[1:].decode(errors="replace")
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.text) or self.process.exitcode not in (None, 0)
+
+    def describe(self) -> str:
+        """Of what it died."""
+        code = self.process.exitcode
+        if self.text:
+            return f"rank {self.rank}: {self.text}"
+        if code is not None and code < 0:
+            return f"rank {self.rank} was ended by {signal.Signals(-code).name}"
+        return f"rank {self.rank} has ended with status {code} and said nothing"
+
+
+def spawn(
+    function: Callable[..., Any],
+    nprocs: int,
+    args: tuple[Any, ...] = (),
+    *,
+    backend: str | None = None,
+    timeout: float = 300.0,
+) -> None:
+    """Call `function(*args)` in processes of this machine, whose default process group is ready; wait for their end.
+
+    The processes import the function's module anew, so a program calls `spawn` under `if __name__ == "__main__":`, and
+    a notebook takes the function from a module. `get_rank()` says which of them it is.
+
+    Args:
+        function: of a module.
+        nprocs: how many processes.
+        args: what it is called with; they are pickled.
+        backend: of the group: ``nccl`` gives each process a GPU, ``tcp`` (None) needs nothing.
+        timeout: longest wait of any of the group's operations, in seconds.
+
+    Raises:
+        UserError: nprocs is no number of processes.
+        RunError: the function raised in a process, or a process ended otherwise; the message has the error, the cause
+            its traceback. All other processes are ended.
+    """
+    if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
+        raise UserError(f"spawn: nprocs is {nprocs!r}; it must be a number of processes, 1 or more")
+    meeting = Meeting().complete()
+    shared = {
+        "WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs), "MASTER_ADDR": str(meeting.address),
+        "MASTER_PORT": str(meeting.port), SECRET: secrets.token_hex(),
+    }  # fmt: skip
+    children: list[_Child] = []
+    try:
+        for rank in range(nprocs):
+            variables = {**shared, RANK: str(rank), "LOCAL_RANK": str(rank)}
+            children.append(_start(rank, variables, (function, args, backend or "tcp", timeout)))
+        _wait(children)
+        _raise_failure(children)
+    finally:
+        _end(children)
+
+
+def _start(rank: int, variables: dict[str, str], call: tuple[Any, ...]) -> _Child:
+    context = multiprocessing.get_context("spawn")
+    own, other = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(other, os.getpid(), variables, *call), name=f"caffepy rank {rank}")
+    try:
+        process.start()
+    except BaseException:
+        own.close()
+        raise
+    finally:
+        other.close()
+    return _Child(rank, process, own)
+
+
+def _wait(children: list[_Child]) -> None:
+    """Until all have ended; once one has failed, no longer than the others need to say so too."""
+    end: float | None = None
+    while any(child.process.is_alive() for child in children):
+        running = [child.process.sentinel for child in children if child.process.is_alive()]
+        pipes = [child.pipe for child in children if not child.text and child.process.is_alive()]
+        wait([*running, *pipes], _LOOK_SECONDS)
+        for child in children:
+            child.read()
+        if end is None and any(child.failed for child in children):
+            end = time.monotonic() + _NEWS_SECONDS
+        if end is not None and time.monotonic() > end:
+            return
+    for child in children:
+        child.read()
+
+
+def _raise_failure(children: list[_Child]) -> None:
+    """Raise what came first: an error of one's own comes before a sudden end, and that before what peers met of it."""
+    failed = sorted((child for child in children if child.failed), key=lambda child: (child.peers, not child.text))
+    if not failed:
+        return
+    first, _, trace = failed[0].describe().partition("\n")
+    raise RunError(f"spawn: {first}") from (RunError(trace) if trace else None)
+
+
+def _end(children: list[_Child]) -> None:
+    """End the processes that still run."""
+    running = [child.process for child in children if child.process.is_alive()]
+    for process in running:
+        process.terminate()
+    end = time.monotonic() + _END_SECONDS
+    for process in running:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    for child in children:
+        child.process.join(_END_SECONDS)
+        child.pipe.close()
+
+
+# -- in the process -----------------------------------------------------------------------------------
+
+
+def _work(
+    pipe: Connection,
+    parent: int,
+    variables: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str,
+    timeout: float,
+) -> None:
+    """Join the group, call the function, leave; an error is said before the others hear of it."""
+    _end_with(parent)
+    os.environ.update(variables)
+    try:
+        device = int(variables["LOCAL_RANK"]) if backend == "nccl" else None
+        init_process_group(backend, "env://", timeout=timeout, device=device)
+        function(*args)
+        destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            destroy_process_group()
+            return
+        _say(pipe, error)
+        _tell_group(error)
+        sys.exit(1)
+
+
+def _say(pipe: Connection, error: BaseException) -> None:
+    kind = _PEER if isinstance(error, PeerError) else _OWN
+    text = f"{describe(error)}\n{traceback.format_exc()}"
+    with suppress(OSError):
+        pipe.send_bytes(kind + text[:_LONGEST_TEXT].encode(errors="replace"))
+
+
+def _tell_group(error: BaseException) -> None:
+    """End the other processes' waits."""
+    with suppress(UserError, PeerError):
+        group = get_group()
+        group.abort(group.failure or group.describe_failure(error))
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with the one that started it, and end at once where that has ended already."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

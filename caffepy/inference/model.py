@@ -1,0 +1,231 @@
+"""A net with its weights as a function of arrays."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from caffepy.backend import Backend
+from caffepy.errors import ConfigError, ShapeError
+from caffepy.layers.core.base import LayerContext, PassCounter
+from caffepy.net import Net
+from caffepy.net.describe import net_table
+from caffepy.net.forward_runner import ForwardRunner
+from caffepy.net.memory.plan import plan_memory
+from caffepy.proto import caffe_pb2
+
+if TYPE_CHECKING:
+    from caffepy.onnx.engine import RuntimeNet
+
+MOST_SHAPES = 4
+"""Shapes of the inputs whose nets, with memory and graphs, are kept at the same time."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Model:
+    """A net of the TEST phase that is called with arrays and returns a dict of arrays.
+
+    The parameters are those of `net`; a net with memory and graphs of its own is kept for each of the last few shapes
+    of the inputs.
+
+    Args:
+        param: the net as read.
+        context: of the TEST phase.
+        weights: what the parameters are copied from, in turn: (message, where it is from).
+        eager: never capture CUDA graphs.
+        by_runtime: onnxruntime computes the net, on the CPU.
+
+    Raises:
+        ConfigError: the net has no Input layer.
+        SnapshotError: weights do not fit.
+    """
+
+    def __init__(
+        self,
+        param: caffe_pb2.NetParameter,
+        context: LayerContext,
+        weights: list[tuple[caffe_pb2.NetParameter, str]],
+        eager: bool = False,
+        by_runtime: bool = False,
+    ) -> None:
+        self._param = param
+        self._context = context
+        self._eager = eager
+        self._by_runtime = by_runtime
+        self._runtime_nets: dict[Shapes, RuntimeNet] = {}
+        self.backend: Backend = context.backend
+        self._runners: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
+        with self.backend.activate():
+            self.net = Net(param, replace(context, passes=PassCounter()))
+            """The net as the prototxt has it, with the parameters."""
+            for message, origin in weights:
+                self.net.copy_trained_layers_from(message, origin)
+        self.inputs: dict[str, tuple[int, ...]] = {name: self.net.blobs[name].shape for name in self.net.inputs}
+        """Names and shapes of the inputs; other shapes may be given where the layers allow them."""
+        if not self.inputs:
+            raise ConfigError(
+                f"net '{param.name}' has no Input layer to give arrays to; use its deploy net, which "
+                "'caffepy deploy' makes of a training net, or 'caffepy test' for a net that reads its data itself"
+            )
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of what a call returns."""
+        return list(self.net.outputs)
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{name} {_text(shape)}" for name, shape in self.inputs.items())
+        device = self.backend.device_description()
+        return f"<caffepy model '{self.net.name}': {inputs} -> {', '.join(self.outputs)}, on {device}>"
+
+    def _repr_html_(self) -> str:
+        return net_table(repr(self), self.net.nodes)
+
+    def __call__(self, *arrays: Any, **named: Any) -> dict[str, Any]:
+        """The net's outputs for these inputs.
+
+        Args:
+            arrays: the inputs in the net's order: NumPy, CuPy, or anything with `__dlpack__` or `__array__`.
+            named: inputs by name.
+
+        Returns:
+            Arrays by name, float32: CuPy's where an input lies on a GPU, otherwise NumPy's. They are the caller's.
+
+        Raises:
+            ShapeError: an input is missing, unknown or of another rank.
+        """
+        given = self._by_name(arrays, named)
+        with self.backend.activate():
+            adopted = {name: self.backend.adopt(array) for name, array in given.items()}
+            here = {name: array for name, array in adopted.items() if array is not None}
+            hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
+            values = {**here, **hosts}
+            shapes = tuple(self._shape(name, values[name]) for name in self.inputs)
+            runner = self._runner(shapes)
+            if self._by_runtime:
+                return self._runtime_net(shapes, runner).run(hosts)
+            for name, array in here.items():
+                self.backend.copy(array, runner.net.blobs[name].data)
+            for name, array in hosts.items():
+                self.backend.upload(array, runner.net.blobs[name].data)
+            runner.forward()
+            return self._results(runner.net, bool(here))
+
+    def parameters_changed(self) -> None:
+        """Take over values that were written into `net`'s parameters since the last call."""
+        self._runtime_nets.clear()
+        for runner in self._runners.values():
+            runner.parameters_changed()
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
+        self._runtime_nets.clear()
+        self.net.close()
+
+    def _by_name(self, arrays: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        names = list(self.inputs)
+        if len(arrays) > len(names):
+            raise ShapeError(
+                f"net '{self.net.name}' has {len(names)} inputs, {', '.join(names)}; {len(arrays)} are given"
+            )
+        given = dict(zip(names, arrays, strict=False))
+        for name, array in named.items():
+            if name not in self.inputs or name in given:
+                problem = "is given twice" if name in given else "is not an input"
+                raise ShapeError(f"net '{self.net.name}': '{name}' {problem}; its inputs are {', '.join(names)}")
+            given[name] = array
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ShapeError(f"net '{self.net.name}': no array is given for {', '.join(missing)}")
+        return given
+
+    def _shape(self, name: str, array: Any) -> tuple[int, ...]:
+        shape, written = tuple(map(int, array.shape)), self.inputs[name]
+        if len(shape) != len(written):
+            raise ShapeError(
+                f"net '{self.net.name}': input '{name}' is {_text(shape) or 'one number'}; it must have {len(written)} "
+                f"axes, as {_text(written)}"
+            )
+        return shape
+
+    def _runner(self, shapes: Shapes) -> ForwardRunner:
+        runner = self._runners.get(shapes)
+        if runner is None:
+            runner = self._make_runner(shapes)
+            if len(self._runners) >= MOST_SHAPES:
+                old_shapes, oldest = self._runners.popitem(last=False)
+                self._runtime_nets.pop(old_shapes, None)
+                oldest.close()
+            self._runners[shapes] = runner
+        self._runners.move_to_end(shapes)
+        return runner
+
+    def _runtime_net(self, shapes: Shapes, runner: ForwardRunner) -> RuntimeNet:
+        if shapes not in self._runtime_nets:
+            from caffepy.onnx.engine import RuntimeNet
+
+            runner.net.prepare()
+            self._runtime_nets[shapes] = RuntimeNet(runner.net, self.backend.threads)
+        return self._runtime_nets[shapes]
+
+    def _make_runner(self, shapes: Shapes) -> ForwardRunner:
+        param = self._with_shapes(shapes)
+        plan = plan_memory(param, replace(self._context, passes=PassCounter()), fuse=True)
+        net = Net(param, replace(self._context, passes=PassCounter()), fuse=True)
+        try:
+            net.share_trained_layers_with(self.net)
+        except ConfigError as error:
+            given = ", ".join(f"{name} {_text(shape)}" for name, shape in zip(self.inputs, shapes, strict=True))
+            raise ShapeError(f"net '{self.net.name}' has no parameters for inputs of shape {given}: {error}") from error
+        plan.bind(net, plan.new_arena(self.backend))
+        return ForwardRunner(net, self._eager)
+
+    def _with_shapes(self, shapes: Shapes) -> caffe_pb2.NetParameter:
+        """The net with other shapes of its inputs."""
+        wanted = dict(zip(self.inputs, shapes, strict=True))
+        param = caffe_pb2.NetParameter()
+        param.CopyFrom(self._param)
+        for layer in param.layer:
+            if layer.type == "Input":
+                del layer.input_param.shape[:]
+                for top in layer.top:
+                    layer.input_param.shape.add(dim=wanted.get(top, self.net.blobs[top].shape))
+        return param
+
+    def _results(self, net: Net, on_device: bool) -> dict[str, Any]:
+        values = [blob.data for blob in net.outputs.values()]
+        if not on_device:
+            return dict(zip(net.outputs, self.backend.download(values), strict=True))
+        results = [self.backend.zeros(tuple(array.shape)) for array in values]
+        for array, result in zip(values, results, strict=True):
+            self.backend.copy(array, result)
+        self.backend.synchronize()
+        return dict(zip(net.outputs, results, strict=True))
+
+
+def _text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def as_numpy(array: Any, name: str) -> Any:
+    """A host array of numbers; other libraries' are not copied.
+
+    Raises:
+        ShapeError: it has no numbers.
+    """
+    try:
+        only_dlpack = hasattr(array, "__dlpack__") and not hasattr(array, "__array__")
+        found = np.from_dlpack(array) if only_dlpack else np.asarray(array)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise ShapeError(f"input '{name}' is no array of numbers: {error}") from error
+    if found.dtype.kind not in "biuf":
+        raise ShapeError(f"input '{name}' is no array of numbers: its dtype is {found.dtype}")
+    return found

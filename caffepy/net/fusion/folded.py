@@ -1,0 +1,106 @@
+"""How convolutions with what follows them in a TEST net folded into weights and epilogue are computed.
+
+With stored statistics BatchNorm is y = x * factor + term for each channel, and so are Scale and Bias. So
+weights' = weights * factor and bias' = bias * factor + term give the same in one convolution; a residual and ReLU are
+added to its result on the way to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caffepy.backend import Array, Each, expression
+from caffepy.layers.core.base import Blobs, Layer
+from caffepy.layers.core.formulas import product, product_with_channel, total
+from caffepy.layers.normalization.batch_norm import BatchNormLayer
+from caffepy.layers.normalization.scale import BiasLayer, ScaleLayer
+from caffepy.layers.vision.convolution import ConvolutionLayer
+from caffepy.net.fusion.fused import FusedLayer
+
+
+@expression
+def after_statistics(factor: Each, term: Each, mean: Each, inverse: Each, scale: Each, bias: Each) -> tuple[Each, Each]:
+    return factor * inverse * scale, (term - mean) * inverse * scale + bias
+
+
+@expression
+def scaled_and_shifted(x: Each, scale: Each, bias: Each) -> Each:
+    return x * scale + bias
+
+
+class FoldedConvolution(FusedLayer):
+    """y = max(weights' * x + bias' + residual, 0), handed to several readers; forward only.
+
+    A Convolution, then any of BatchNorm with stored statistics, Scale and Bias, then where they are there an Eltwise
+    sum, a ReLU and a Split; or the Convolution alone. Bottoms: x, and the residual if there is a sum.
+
+    Args:
+        members: the layers, in the order in which they would be computed.
+    """
+
+    has_backward = False
+
+    def __init__(self, members: Sequence[Layer]) -> None:
+        super().__init__(members)
+        first = members[0]
+        assert isinstance(first, ConvolutionLayer)
+        self._convolution = first
+        self._factors = [m for m in members if isinstance(m, BatchNormLayer | ScaleLayer | BiasLayer)]
+        types = {member.type for member in members}
+        self._adds, self._relu = "Eltwise" in types, "ReLU" in types
+        outputs = (first.blobs[0].shape[0],)
+        self._factor, self._term = self.backend.zeros(outputs), self.backend.zeros(outputs)
+        self._weights: Array | None = self.backend.zeros(first.blobs[0].shape, first.dtype) if self._factors else None
+
+    @property
+    def folded(self) -> list[Array]:
+        """What `fold` computes."""
+        return [self._factor, self._term] + ([] if self._weights is None else [self._weights])
+
+    def fold(self) -> None:
+        """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
+        if self._weights is None:
+            self._convolution.keep_weights(self._convolution.weights())
+            return
+        factor, term, bias = self._factor, self._term, self._convolution.bias
+        self.backend.fill(factor, 1)
+        if bias is None:
+            self.backend.fill(term, 0)
+        else:
+            self.backend.copy(bias, term)
+        for layer in self._factors:
+            self._apply(layer)
+        self.backend.apply(product_with_channel, (self._convolution.blobs[0].data, factor), (self._weights,), axis=0)
+        self._convolution.keep_weights(self._weights)
+
+    def _apply(self, layer: BatchNormLayer | ScaleLayer | BiasLayer) -> None:
+        """Factor and term after one more layer."""
+        factor, term = self._factor, self._term
+        if isinstance(layer, BatchNormLayer):
+            n = layer.normalisation()
+            self.backend.batch_norm_load(n)
+            inputs = (factor, term, n.mean, n.inverse, n.scale, n.bias)
+            self.backend.apply(after_statistics, inputs, (factor, term))
+        elif isinstance(layer, BiasLayer):
+            self.backend.apply(total, (term, layer.blobs[0].data), (term,))
+        else:
+            scale = layer.blobs[0].data
+            self.backend.apply(product, (factor, scale), (factor,))
+            if len(layer.blobs) > 1:
+                self.backend.apply(scaled_and_shifted, (term, scale, layer.blobs[1].data), (term,))
+            else:
+                self.backend.apply(product, (term, scale), (term,))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self._convolution.reshape(bottom[:1], top[:1])
+        if self._adds and bottom[1].shape != top[0].shape:
+            raise self.shape_error("the sum's bottoms must have one shape", top[0], bottom[1])
+        for blob in top[1:]:
+            blob.reshape(top[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        bias = self._convolution.bias if self._weights is None else self._term
+        residual = bottom[1].data if self._adds else None
+        self._convolution.convolve(bottom[0], top[0], self._weights, bias, residual, self._relu)
+        for blob in top[1:]:
+            blob.bind(data=top[0].data)

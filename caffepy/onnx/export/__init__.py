@@ -1,0 +1,1 @@
+"""A net as ONNX: one small function a layer type, registered where it is defined. `write` is what others call."""

@@ -1,0 +1,126 @@
+"""From files to the net that is exported: layers of training left out, batch set, weights loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from caffepy.backend import create_backend
+from caffepy.backend.interface import Backend
+from caffepy.backend.meta.backend import MetaBackend
+from caffepy.config.filter import filter_net, net_state
+from caffepy.config.load import read_net
+from caffepy.config.paths import PathResolver
+from caffepy.errors import ConfigError
+from caffepy.layers import LayerContext, layer_class
+from caffepy.net import Net
+from caffepy.net.memory.capacity import with_batch
+from caffepy.proto import caffe_pb2
+from caffepy.snapshot.files import read_weights
+
+_ONLY_FOR_TRAINING = frozenset({"Accuracy", "DetectionEvaluate", "HDF5Output"})
+"""Layers without a loss that no net for inference needs."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a net is built for export.
+
+    Args:
+        phase: whose layers are taken; all compute as in TEST.
+        level: the net state's.
+        stages: likewise.
+        batch: the first axis of all inputs; None: as the prototxt says.
+    """
+
+    phase: int = caffe_pb2.TEST
+    level: int = 0
+    stages: Sequence[str] = field(default_factory=tuple)
+    batch: int | None = None
+
+
+def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) -> tuple[Net, caffe_pb2.NetParameter]:
+    """The net with its weights, on the CPU, and the message that it was built of.
+
+    Raises:
+        CaffepyError: whatever is wrong with the files.
+    """
+    param = inference_net(read_net(model), settings)
+    net = build(param, create_backend(), model)
+    for path in weights:
+        net.copy_trained_layers_from(read_weights(path), str(path))
+    return net, param
+
+
+def build(param: caffe_pb2.NetParameter, backend: Backend, model: Path = Path()) -> Net:
+    """A net for inference."""
+    with backend.activate():
+        return Net(param, LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(model)), param.state)
+
+
+def varying_axes(param: caffe_pb2.NetParameter, model: Path = Path()) -> dict[str, list[bool]]:
+    """Of each blob's axes whether their size follows the batch."""
+    first, second = (build(with_batch(param, batch), MetaBackend(), model) for batch in (2, 3))
+    found = {}
+    for name, blob in first.blobs.items():
+        other = second.blobs[name].shape
+        if len(other) != len(blob.shape):
+            raise ConfigError(f"blob '{name}' has another number of axes for another batch; export it with --batch N")
+        found[name] = [a != b for a, b in zip(blob.shape, other, strict=True)]
+    return found
+
+
+def inference_net(param: caffe_pb2.NetParameter, settings: Settings) -> caffe_pb2.NetParameter:
+    """The layers of a net that inference needs, filtered by phase, with the batch set.
+
+    Raises:
+        ConfigError: a layer reads records, or nothing is left.
+    """
+    own = caffe_pb2.NetState(level=settings.level, stage=settings.stages)
+    net = filter_net(param, net_state(settings.phase, param.state, own))
+    kept = [layer for layer in net.layer if not _is_for_training(layer)]
+    dropped = {bottom for layer in net.layer if _is_for_training(layer) for bottom in layer.bottom}
+    read = {bottom for layer in kept for bottom in layer.bottom}
+    result = caffe_pb2.NetParameter(name=net.name, state=net.state)
+    result.state.phase = caffe_pb2.TEST
+    for layer in kept:
+        own_layer = _without_labels(layer, dropped - read)
+        if own_layer is not None:
+            own_layer.phase = caffe_pb2.TEST
+            result.layer.append(own_layer)
+    if not any(layer.type != "Input" for layer in result.layer):
+        raise ConfigError(
+            f"the net has no layers for inference in the {net.state.phase} phase; give --phase or --stage"
+        )
+    return with_batch(result, settings.batch) if settings.batch is not None else result
+
+
+def _is_for_training(layer: caffe_pb2.LayerParameter) -> bool:
+    return layer.type in _ONLY_FOR_TRAINING or layer_class(layer.type, f"layer '{layer.name}'").is_loss
+
+
+def _without_labels(layer: caffe_pb2.LayerParameter, unread: set[str]) -> caffe_pb2.LayerParameter | None:
+    """The layer without the tops that only layers of training read; None if no top is left.
+
+    Raises:
+        ConfigError: it reads records.
+    """
+    cls = layer_class(layer.type)
+    if cls.prefetches or (cls.bottoms == (0, 0) and layer.type not in ("Input", "Parameter", "DummyData")):
+        raise ConfigError(
+            f"layer '{layer.name}' ({layer.type}) reads records, which ONNX does not; export the deploy net, whose "
+            "Input layer says the image's shape"
+        )
+    result = caffe_pb2.LayerParameter()
+    result.CopyFrom(layer)
+    if layer.type != "Input":
+        return result
+    chosen = [index for index, top in enumerate(layer.top) if top not in unread]
+    shapes = layer.input_param.shape
+    del result.top[:], result.input_param.shape[:]
+    result.top.extend(layer.top[index] for index in chosen)
+    result.input_param.shape.extend(
+        [shapes[index] for index in chosen] if len(shapes) == len(layer.top) else list(shapes)
+    )
+    return result if chosen else None

@@ -1,0 +1,164 @@
+"""BatchNorm, Scale and Bias merged into the layers before them, on nets as messages with their parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.layers.normalization.batch_norm import LEAST_EPSILON
+from caffepy.net import Net
+from caffepy.net.weights import from_blob_proto, to_blob_proto
+from caffepy.proto import caffe_pb2
+
+Array: TypeAlias = NDArray[np.float64]
+Affine: TypeAlias = "tuple[Array, Array]"
+"""Factor and term of each channel."""
+
+_CONVOLUTIONS = ("Convolution", "DepthwiseConvolution", "ConvolutionDepthwise", "Deconvolution")
+
+
+def with_parameters(param: caffe_pb2.NetParameter, net: Net) -> caffe_pb2.NetParameter:
+    """A copy of a net's message with the parameters of the net that was built of it."""
+    result = caffe_pb2.NetParameter()
+    result.CopyFrom(param)
+    layers = {layer.name: layer for layer in net.layers}
+    for layer in result.layer:
+        if layer.name in layers:
+            del layer.blobs[:]
+            layer.blobs.extend(to_blob_proto(np.asarray(blob.host_data())) for blob in layers[layer.name].blobs)
+    return result
+
+
+def fold_batch_norms(net: caffe_pb2.NetParameter, nvidia: bool = False) -> caffe_pb2.NetParameter:
+    """The same net without BatchNorm: each becomes a Scale, and is merged into the layer before where that can be.
+
+    Args:
+        net: with its parameters; not changed.
+        nvidia: whether the net is of NVIDIA's dialect.
+    """
+    result = caffe_pb2.NetParameter()
+    result.CopyFrom(net)
+    for layer in result.layer:
+        if layer.type == "BatchNorm" and (
+            layer.batch_norm_param.use_global_stats or not layer.batch_norm_param.HasField("use_global_stats")
+        ):
+            _as_scale(layer, nvidia)
+    return merge_scales(result, ("Scale", "InnerProduct", *_CONVOLUTIONS))
+
+
+def merge_scales(net: caffe_pb2.NetParameter, into: tuple[str, ...] = ("Scale",)) -> caffe_pb2.NetParameter:
+    """The same net with each Scale and Bias by channel merged into the layer before it, if its type is one of `into`.
+
+    Only where nothing else reads that layer's top.
+    """
+    layers = list(net.layer)
+    while (pair := _next_pair(layers, into)) is not None:
+        target, index = pair
+        _apply(layers[target], _affine(layers[index]))
+        layers[target].top[0] = layers[index].top[0]
+        del layers[index]
+    result = caffe_pb2.NetParameter(name=net.name, layer=layers)
+    if net.HasField("state"):
+        result.state.CopyFrom(net.state)
+    return result
+
+
+def _next_pair(layers: list[caffe_pb2.LayerParameter], into: tuple[str, ...]) -> tuple[int, int] | None:
+    """A layer and the Scale or Bias that can be merged into it."""
+    writers: dict[str, int] = {}
+    sources = []
+    for index, layer in enumerate(layers):
+        sources.append([writers.get(bottom, -1) for bottom in layer.bottom])
+        writers.update(dict.fromkeys(layer.top, index))
+    readers = Counter(source for found in sources for source in found)
+    written = Counter(top for layer in layers for top in set(layer.top))
+    for index, layer in enumerate(layers):
+        target = sources[index][0] if len(sources[index]) == 1 else -1
+        if target < 0 or readers[target] != 1 or layers[target].type not in into or not _is_affine(layer):
+            continue
+        in_place = layer.top[0] == layer.bottom[0]
+        if _takes(layers[target], layer) and (in_place or (written[layer.top[0]] == 1)):
+            return target, index
+    return None
+
+
+def _is_affine(layer: caffe_pb2.LayerParameter) -> bool:
+    """Whether a layer multiplies or adds one stored number for each channel."""
+    if layer.type not in ("Scale", "Bias") or not layer.blobs or any(param.name for param in layer.param):
+        return False
+    field = layer.scale_param if layer.type == "Scale" else layer.bias_param
+    return field.axis == 1 and len(_values(layer, 0).shape) == 1 and len(layer.bottom) == 1
+
+
+def _takes(target: caffe_pb2.LayerParameter, layer: caffe_pb2.LayerParameter) -> bool:
+    """Whether the first layer can take the other's numbers into its parameters."""
+    if len(target.top) != 1 or not target.blobs or any(param.name for param in target.param):
+        return False
+    if target.type == "Scale":
+        return _is_affine(target) and _values(target, 0).shape == _values(layer, 0).shape
+    if target.type == "InnerProduct":
+        return bool(target.inner_product_param.axis == 1)
+    return bool(target.convolution_param.axis == 1)
+
+
+def _values(layer: caffe_pb2.LayerParameter, index: int) -> Array:
+    return from_blob_proto(layer.blobs[index], f"layer '{layer.name}'").astype(np.float64)
+
+
+def _affine(layer: caffe_pb2.LayerParameter) -> Affine:
+    values = _values(layer, 0)
+    if layer.type == "Bias":
+        return np.ones_like(values), values
+    return values, _values(layer, 1) if layer.scale_param.bias_term else np.zeros_like(values)
+
+
+def _put(layer: caffe_pb2.LayerParameter, *values: NDArray[Any]) -> None:
+    del layer.blobs[:]
+    layer.blobs.extend(to_blob_proto(np.asarray(value, np.float32)) for value in values)
+
+
+def _as_scale(layer: caffe_pb2.LayerParameter, nvidia: bool) -> None:
+    """A BatchNorm with stored statistics as a Scale."""
+    param = layer.batch_norm_param
+    mean, variance, count = (_values(layer, index) for index in range(3))
+    factor = 1.0 if nvidia else (1 / count[0] if count[0] else 0.0)
+    epsilon = max(param.eps, LEAST_EPSILON) if nvidia else param.eps
+    scale = 1 / np.sqrt(variance * factor + np.float64(np.float32(epsilon)))
+    term = -mean * factor * scale
+    if len(layer.blobs) > 3:
+        own, bias = _values(layer, 3), _values(layer, 4)
+        scale, term = scale * own, term * own + bias
+    layer.type = "Scale"
+    layer.ClearField("batch_norm_param")
+    del layer.param[:]
+    layer.scale_param.bias_term = True
+    _put(layer, scale, term)
+
+
+def _apply(layer: caffe_pb2.LayerParameter, affine: Affine) -> None:
+    """Multiply and add channels of a layer's top in its parameters."""
+    factor, term = affine
+    weights = _values(layer, 0)
+    bias = _values(layer, 1) if len(layer.blobs) > 1 else np.zeros_like(term)
+    if layer.type == "Scale":
+        layer.scale_param.bias_term = True
+        weights = weights * factor
+    elif layer.type == "InnerProduct":
+        layer.inner_product_param.bias_term = True
+        weights = weights * factor if layer.inner_product_param.transpose else weights * factor[:, None]
+    else:
+        layer.convolution_param.bias_term = True
+        weights = _scaled_filters(layer, weights, factor)
+    _put(layer, weights, bias * factor + term)
+
+
+def _scaled_filters(layer: caffe_pb2.LayerParameter, weights: Array, factor: Array) -> Array:
+    if layer.type != "Deconvolution":
+        return weights * factor.reshape(-1, *(1,) * (weights.ndim - 1))
+    group = layer.convolution_param.group
+    grouped = weights.reshape(group, -1, *weights.shape[1:])
+    factors = factor.reshape(group, 1, -1, *(1,) * (weights.ndim - 2))
+    return np.asarray((grouped * factors).reshape(weights.shape), np.float64)

@@ -1,0 +1,1 @@
+"""ONNX as a Caffe net: one function an operator, registered where it is defined. `read` is what others call."""

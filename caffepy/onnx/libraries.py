@@ -1,0 +1,92 @@
+"""The two optional libraries: `onnx`, which holds models, and `onnxruntime`, which runs them to compare numbers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.errors import MissingExtraError, RunError, one_line
+
+EXTRA = "onnx"
+"""The extra that brings both."""
+
+
+def require_onnx(purpose: str) -> None:
+    """See that `onnx` can be imported; called before any other module of this part is.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        importlib.import_module("onnx")
+    except ImportError as error:
+        raise MissingExtraError("onnx", EXTRA, purpose) from error
+
+
+def has_runtime() -> bool:
+    """Whether onnxruntime is installed."""
+    return importlib.util.find_spec("onnxruntime") is not None
+
+
+def run_file(path: Path, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
+    """The outputs of a model file, whose tensors may lie in other files beside it; see `run_model`."""
+    return run_model(str(path), feeds, threads)
+
+
+def run_model(model: bytes | str, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
+    """The outputs of a serialised model by onnxruntime on the CPU.
+
+    Args:
+        model: the model, or its path.
+        feeds: its inputs by name.
+        threads: how many to use; 0: as many as there are cores.
+
+    Raises:
+        RunError: onnxruntime refuses the model or fails.
+    """
+    return Session(model, threads).run(feeds)
+
+
+class Session:
+    """A model that onnxruntime runs on the CPU.
+
+    Args:
+        model: serialised, or its path.
+        threads: how many to use; 0: as many as there are cores.
+
+    Raises:
+        RunError: onnxruntime refuses the model.
+    """
+
+    def __init__(self, model: bytes | str, threads: int = 0) -> None:
+        runtime = importlib.import_module("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4
+        try:
+            self._session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its exceptions have no common base
+            raise _refused(error) from error
+        self._names: Sequence[str] = [output.name for output in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs for inputs by name.
+
+        Raises:
+            RunError: onnxruntime fails.
+        """
+        try:
+            values = self._session.run(self._names, dict(feeds))
+        except Exception as error:
+            raise _refused(error) from error
+        return {name: np.asarray(value) for name, value in zip(self._names, values, strict=True)}
+
+
+def _refused(error: Exception) -> RunError:
+    return RunError(f"onnxruntime cannot run the model: {one_line(str(error))}")

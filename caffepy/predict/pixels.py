@@ -1,0 +1,172 @@
+"""Images as arrays: read, resized and cropped (the image functions of pycaffe's `io.py`).
+
+Images are (H, W, K) float32 arrays in [0, 1], channels red, green, blue, as scikit-image reads them; OpenCV does the
+reading here. Resizing is scikit-image's of Caffe's day: without the smoothing that newer versions put before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.data.images.datum import opencv
+from caffepy.data.images.png import is_png, whole_png
+from caffepy.errors import DataError, MissingExtraError, UserError
+from caffepy.files import read_regular
+
+Floats = NDArray[Any]
+
+_MOST_BYTES = 1 << 30
+_LUMINANCE = np.array([0.2125, 0.7154, 0.0721])
+"""Red, green and blue in scikit-image's `rgb2gray` (ITU-R BT.709)."""
+
+
+class ArrayError(UserError, ValueError):
+    """An array that cannot be used so; a ValueError, as pycaffe raises."""
+
+
+def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
+    """An image file as (H, W, 3) in red, green, blue, or (H, W, 1) without `color`, from 0 to 1.
+
+    Transparency is dropped; for a gray image it shows white, as in scikit-image. EXIF does not turn the image.
+
+    Raises:
+        DataError: the file cannot be read or decoded.
+    """
+    pixels = _decode(filename)
+    image = pixels / np.iinfo(pixels.dtype).max if pixels.dtype.kind == "u" else pixels.astype(float)
+    if image.ndim == 2:
+        image = image[:, :, np.newaxis]
+    elif not color:
+        image = _gray(image)
+    if color:
+        image = np.tile(image, (1, 1, 3)) if image.shape[2] == 1 else image[:, :, 2::-1]
+    return np.ascontiguousarray(image, dtype=np.float32)
+
+
+def _decode(filename: str | Path) -> NDArray[Any]:
+    """(H, W) or (H, W, K) as OpenCV has it: blue, green, red and transparency."""
+    cv2 = opencv()
+    try:
+        data: bytes | memoryview = read_regular(filename, _MOST_BYTES)
+        data = whole_png(data) if is_png(data) else data
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
+    except OSError as error:
+        raise DataError(f"image '{filename}' cannot be read: {error.strerror}") from error
+    except DataError as error:
+        raise DataError(f"image '{filename}' {error}") from error
+    except (cv2.error, MemoryError) as error:
+        raise DataError(f"image '{filename}' cannot be decoded ({' '.join(str(error).split())})") from error
+    if pixels is None:
+        raise DataError(f"image '{filename}' cannot be decoded: it is damaged, or of a format that OpenCV has not")
+    return np.asarray(pixels)
+
+
+def _gray(image: Floats) -> Floats:
+    if image.shape[2] == 4:
+        alpha = image[:, :, 3:]
+        image = image[:, :, :3] * alpha + (1 - alpha)
+    gray: Floats = (image[:, :, ::-1] @ _LUMINANCE)[:, :, np.newaxis]
+    return gray
+
+
+def resize_image(im: Floats, new_dims: Sequence[int], interp_order: int = 1) -> NDArray[np.float32]:
+    """An image (H, W, K) in another size, as Caffe's `resize_image`.
+
+    With 1 or 3 channels pixel centres are aligned and beyond the border lies the image's minimum (scikit-image's
+    ``resize(mode='constant')``); with others the corner pixels are aligned (SciPy's `zoom`). Linear results are
+    within 1e-6 of the image's range of theirs.
+
+    Args:
+        im: the image.
+        new_dims: height and width.
+        interp_order: the spline's order, 0 to 5; all but 1, linear, need SciPy.
+
+    Raises:
+        ArrayError: the image has not three dimensions, or a size is not positive.
+        MissingExtraError: SciPy is needed and not there.
+    """
+    height, width = (int(size) for size in new_dims)
+    if im.ndim != 3 or im.size == 0 or min(height, width) <= 0:
+        raise ArrayError(f"an image of the shape {im.shape} cannot be resized to {height} x {width}")
+    if im.shape[2] not in (1, 3):
+        return _resample(im, height, width, interp_order, aligned=False).astype(np.float32)
+    low, high = float(im.min()), float(im.max())
+    if not high > low:
+        return np.full((height, width, im.shape[2]), low, dtype=np.float32)
+    unit = (im.astype(np.float64) - low) / (high - low)
+    resized = np.clip(_resample(unit, height, width, interp_order, aligned=True), 0, 1)
+    return np.asarray(resized * (high - low) + low, dtype=np.float32)
+
+
+def _resample(image: Floats, height: int, width: int, order: int, aligned: bool) -> Floats:
+    """The image in another size; beyond the border lies 0 where pixel centres are `aligned`."""
+    if order == 1:
+        return _linear(_linear(image, 0, height, aligned), 1, width, aligned)
+    try:
+        from scipy import ndimage
+    except ImportError as error:
+        raise MissingExtraError("scipy", "images", f"to resize with interpolation order {order}") from error
+    factors = (height / image.shape[0], width / image.shape[1], 1)
+    mode = "grid-constant" if aligned else "constant"
+    return np.asarray(ndimage.zoom(image, factors, order=order, mode=mode, grid_mode=aligned))
+
+
+def _linear(image: Floats, axis: int, size: int, aligned: bool) -> Floats:
+    old = image.shape[axis]
+    centres = (np.arange(size) + 0.5) * (old / size) - 0.5
+    at = centres if aligned else np.arange(size) * ((old - 1) / max(size - 1, 1))
+    first = np.floor(at).astype(int)
+    result: Floats = np.zeros(())
+    for index, weight in ((first, first + 1 - at), (first + 1, at - first)):
+        inside = np.where((index >= 0) & (index < old), weight, 0.0)
+        spread = inside.reshape([-1 if other == axis else 1 for other in range(image.ndim)])
+        result = result + image.take(index.clip(0, old - 1), axis) * spread
+    return result
+
+
+def oversample(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | Floats) -> NDArray[np.float32]:
+    """Ten crops of each image: the four corners, the centre, and these mirrored.
+
+    Args:
+        images: of one shape (H, W, K).
+        crop_dims: height and width of the crops.
+
+    Returns:
+        (10 N, height, width, K); an image's crops follow each other.
+
+    Raises:
+        ArrayError: a crop is larger than an image.
+    """
+    height, width, middle = _middle(images[0], crop_dims)
+    rows, columns, channels = images[0].shape
+    corners = [(y, x) for y in (0, rows - height) for x in (0, columns - width)]
+    crops = np.empty((len(images), 10, height, width, channels), dtype=np.float32)
+    for own, image in zip(crops, images, strict=True):
+        for crop, (y, x) in zip(own, [*corners, middle], strict=False):
+            crop[...] = image[y : y + height, x : x + width]
+        own[5:] = own[:5, :, ::-1]
+    return crops.reshape(-1, height, width, channels)
+
+
+def crop_centres(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | Floats) -> Floats:
+    """The centre of each image, as `oversample` crops it.
+
+    Raises:
+        ArrayError: a crop is larger than an image.
+    """
+    height, width, (top, left) = _middle(images[0], crop_dims)
+    return np.stack([image[top : top + height, left : left + width] for image in images])
+
+
+def _middle(image: Floats, crop_dims: Sequence[int] | Floats) -> tuple[int, int, tuple[int, int]]:
+    """Height and width of the crops, and where the one in the middle begins."""
+    height, width = (int(size) for size in crop_dims)
+    rows, columns = image.shape[:2]
+    if height > rows or width > columns:
+        raise ArrayError(f"crops of {height} x {width} cannot be cut out of images of {rows} x {columns}")
+    return height, width, (int((rows - height) / 2), int((columns - width) / 2))

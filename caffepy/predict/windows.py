@@ -1,0 +1,225 @@
+"""Windows of images, which a net classifies as R-CNN does it (pycaffe's `detector.py` and `detect.py`).
+
+Rich feature hierarchies for accurate object detection and semantic segmentation, arXiv:1311.2524.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.errors import DataError
+from caffepy.files import atomic_write, read_regular
+from caffepy.predict.images import INPUT, Preparation
+from caffepy.predict.model import Model
+from caffepy.predict.pixels import ArrayError, Floats, load_image, resize_image
+from caffepy.predict.transformer import Transformer
+
+EDGES = ("ymin", "xmin", "ymax", "xmax")
+"""A window's numbers, in their order; the last row and column are not in it."""
+_MOST_BYTES = 1 << 28
+_BATCH = 16
+"""Windows that go through the net together."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of an image.
+
+    Args:
+        filename: of the image.
+        edges: `EDGES`, in pixels.
+    """
+
+    filename: str
+    edges: tuple[int, ...]
+
+
+def read_windows(path: Path, folder: Path | None = None) -> list[Window]:
+    """The windows of a CSV file whose header has filename, xmin, ymin, xmax and ymax, in any order.
+
+    Args:
+        path: the file.
+        folder: put before the names of images.
+
+    Raises:
+        DataError: it cannot be read, a column is missing, or a number is none.
+    """
+    try:
+        text = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "surrogateescape")
+    except OSError as error:
+        raise DataError(f"windows '{path}' cannot be read: {error.strerror}") from error
+    rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+    try:
+        missing = [name for name in ("filename", *EDGES) if name not in (rows.fieldnames or ())]
+        if missing:
+            raise DataError(
+                f"windows '{path}' have no column {', '.join(missing)}; the first line must be "
+                "filename,xmin,ymin,xmax,ymax"
+            )
+        windows = [_window(row, f"windows '{path}', line {rows.line_num}", folder) for row in rows]
+    except csv.Error as error:
+        raise DataError(f"windows '{path}', line {rows.line_num}: {error}; write the file as CSV") from error
+    if not windows:
+        raise DataError(f"windows '{path}' has no line after its header; add a line for each window")
+    return windows
+
+
+def _window(row: dict[str, str | None], where: str, folder: Path | None) -> Window:
+    try:
+        numbers = [float(row[name] or "") for name in EDGES]
+        edges = tuple(int(number) for number in numbers)
+    except (ValueError, OverflowError):
+        texts = ",".join(str(row[name]) for name in EDGES)
+        raise DataError(f"{where}: {','.join(EDGES)} = {texts} are not four numbers; mend the line") from None
+    name = row["filename"] or ""
+    return Window(str(folder / name) if folder else name, edges)
+
+
+def classify_windows(model: Model, windows: Sequence[Window], preparation: Preparation, context_pad: int) -> Floats:
+    """The net's first output for each window: (N, classes).
+
+    Args:
+        model: the net.
+        windows: those of one image best follow each other, since an image is kept for as long as it is used.
+        preparation: of the values.
+        context_pad: width in pixels of the input's border that shows what surrounds a window.
+
+    Raises:
+        ConfigError: the preparation does not fit.
+        DataError: an image cannot be read.
+        ArrayError: a window is not within its image, or `context_pad` does not fit the input.
+    """
+    channels, height, width = model.image_shape
+    transformer = preparation.transformer((1, channels, height, width))
+    check_context_pad(context_pad, height, width)
+    mean = crop_mean(transformer, INPUT)
+    dims = np.array([height, width, channels])
+    image = np.zeros((0, 0, channels), np.float32)
+    name = None
+    results: list[Floats] = []
+    inputs: list[Floats] = []
+    for number, window in enumerate(windows, 1):
+        if window.filename != name:
+            image, name = load_image(window.filename, channels != 1), window.filename
+        inputs.append(transformer.preprocess(INPUT, crop_window(image, window.edges, dims, context_pad, mean, name)))
+        if len(inputs) == _BATCH or number == len(windows):
+            scores = model.run(np.stack(inputs))
+            results.append(scores.reshape(len(inputs), -1))
+            inputs = []
+    return np.concatenate(results)
+
+
+def windows_as_csv(windows: Sequence[Window], scores: Floats) -> str:
+    """A line for each window: filename, its edges, and class0, class1, … as Caffe's detect.py has them."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["filename", *EDGES, *(f"class{number}" for number in range(scores.shape[1]))])
+    for window, row in zip(windows, scores, strict=True):
+        writer.writerow([window.filename, *window.edges, *(f"{score:.6g}" for score in row)])
+    return text.getvalue()
+
+
+def write_windows_hdf5(path: Path, windows: Sequence[Window], scores: Floats) -> None:
+    """Write datasets `filename` (N), `window` (N, 4) in the order of `EDGES`, and `prediction` (N, classes).
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    import h5py
+
+    names = np.array([window.filename.encode("utf-8", "surrogateescape") for window in windows])
+    with atomic_write(path) as target, h5py.File(target, "w") as file:
+        file.create_dataset("filename", data=names)
+        file.create_dataset("window", data=np.array([window.edges for window in windows], np.int64))
+        file["window"].attrs["columns"] = np.array(EDGES, "S")
+        file.create_dataset("prediction", data=scores)
+
+
+# -- one window -----------------------------------------------------------------------------------------------
+
+
+def check_context_pad(context_pad: int | None, height: int, width: int) -> None:
+    """Refuse a border that does not fit the net's input.
+
+    Raises:
+        ArrayError: the input is not square, or has nothing within its border.
+    """
+    if context_pad and (height != width or 2 * context_pad >= width):
+        raise ArrayError(
+            f"context_pad {context_pad} does not fit the net's input of {height} x {width}: it must be square and "
+            "larger than two borders; give a smaller context_pad, or 0"
+        )
+
+
+def crop_mean(transformer: Transformer, in_: str) -> NDArray[np.float32]:
+    """What becomes 0 as the net's input: the mean in the values of unprocessed images (H, W, K)."""
+    channels, height, width = transformer.inputs[in_][1:]
+    mean = transformer.mean.get(in_)
+    if mean is None:
+        return np.zeros((height, width, channels), dtype=np.float32)
+    image = mean.astype(np.float32)
+    if in_ in transformer.channel_swap:
+        image = image[np.argsort(transformer.channel_swap[in_])]
+    return np.asarray(image.transpose(1, 2, 0) / np.float32(transformer.raw_scale.get(in_, 1.0)))
+
+
+def crop_window(
+    im: NDArray[Any],
+    window: Sequence[int] | NDArray[Any],
+    dims: NDArray[Any],
+    context_pad: int,
+    mean: NDArray[Any],
+    name: str = "",
+) -> NDArray[Any]:
+    """A window (ymin, xmin, ymax, xmax) of an image, with its surroundings where there is a `context_pad`.
+
+    Args:
+        im: the image (H, W, K).
+        window: its part.
+        dims: H, W and K of the net's input.
+        context_pad: width in pixels of the input's border that shows what surrounds the window.
+        mean: what stands where the image ends.
+        name: of the image, for the error's message.
+
+    Raises:
+        ArrayError: the window, or with its surroundings, is not within the image.
+    """
+    top, left, bottom, right = (int(number) for number in window)
+    if context_pad:
+        crop = _with_context(im, np.array([top, left, bottom, right]), dims, context_pad, mean)
+    else:
+        crop = im[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+    if crop.size == 0:
+        edges = [top, left, bottom, right]
+        of = f" '{name}'" if name else ""
+        raise ArrayError(f"the window {edges} is empty in an image{of} of {im.shape[0]} x {im.shape[1]}")
+    return crop
+
+
+def _with_context(
+    im: NDArray[Any], window: NDArray[Any], dims: NDArray[Any], context_pad: int, mean: NDArray[Any]
+) -> NDArray[Any]:
+    """The window and what surrounds it at the input's size; the mean where the image ends."""
+    size = int(dims[0])
+    half = (window[2:] - window[:2] + 1) / 2
+    reach = half * size / (size - 2 * context_pad)
+    centre = window[:2] + half
+    begin, end = np.round(centre - reach), np.round(centre + reach)
+    scale = size / (end - begin + 1)
+    pad = np.round(np.maximum(0, -begin) * scale).astype(int)
+    begin, end = (np.clip(corner, 0, im.shape[:2]).astype(int) for corner in (begin, end))
+    if np.any(end <= begin):
+        return im[:0]
+    inner = np.minimum(np.round((end - begin + 1) * scale).astype(int), size - pad)
+    inside = resize_image(im[begin[0] : end[0], begin[1] : end[1]], np.maximum(inner, 1))
+    crop: NDArray[np.float32] = np.ones(dims, dtype=np.float32) * mean
+    crop[pad[0] : pad[0] + inner[0], pad[1] : pad[1] + inner[1]] = inside[: inner[0], : inner[1]]
+    return crop

@@ -1,0 +1,101 @@
+"""A progress bar of iterations, or of files: on a terminal below the log that scrolls by, in a notebook as a widget."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from caffepy.glog import StderrHandler, write_line
+
+_INTERVAL = 0.2
+"""Seconds between looks at the iteration."""
+
+
+class ProgressBar:
+    """The bar, drawn by a thread of its own from the first finished iteration on.
+
+    Args:
+        iteration: asks for the present iteration.
+        total: asks for the last one; called once training runs.
+        unit: what is counted.
+    """
+
+    def __init__(self, iteration: Callable[[], int], total: Callable[[], int], unit: str = "it") -> None:
+        self._unit = unit
+        self._iteration = iteration
+        self._total = total
+        self._bar: Any = None
+        self._stop = threading.Event()
+        self._handlers = [h for h in logging.getLogger("caffepy").handlers if isinstance(h, StderrHandler)]
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the bar as it stands and let the log go straight to stderr again."""
+        self._stop.set()
+        self._thread.join()
+        if self._bar is not None:
+            self.show(self._iteration())
+            self._bar.close()
+        for handler in self._handlers:
+            handler.write_line = write_line
+
+    def show(self, iteration: int) -> None:
+        """Move the bar to `iteration`; it appears with the first one above 0."""
+        if self._bar is None:
+            if iteration == 0:
+                return
+            self._open(iteration)
+        self._bar.update(iteration - self._bar.n)
+
+    def _open(self, iteration: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without ipywidgets a notebook shows the bar as text
+            from tqdm.auto import tqdm
+
+        self._bar = tqdm(total=self._total(), initial=iteration, unit=self._unit, file=sys.stderr, dynamic_ncols=True)
+        for handler in self._handlers:
+            handler.write_line = self._write_above
+
+    def _write_above(self, line: str) -> None:
+        self._bar.write(line, file=sys.stderr)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            self.show(self._iteration())
+
+
+def interactive() -> bool:
+    """Whether somebody types commands: in a notebook, IPython or Python's own prompt."""
+    return hasattr(sys, "ps1")
+
+
+@contextmanager
+def progress_bar(
+    iteration: Callable[[], int], total: Callable[[], int], unit: str = "it", wanted: bool | None = None
+) -> Iterator[None]:
+    """Show a progress bar within a `with` block.
+
+    Args:
+        iteration: asks for the present iteration.
+        total: asks for the last one; called once training runs.
+        unit: what is counted.
+        wanted: whether to show it; None: where stderr is a terminal.
+    """
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield
+        return
+    bar = ProgressBar(iteration, total, unit)
+    bar.start()
+    try:
+        yield
+    finally:
+        bar.close()

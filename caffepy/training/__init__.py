@@ -1,0 +1,1 @@
+"""`caffepy.train`, and what the command of that name shares with it. Above parallel; cli imports it."""

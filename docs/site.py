@@ -1,0 +1,49 @@
+"""Puts the documents into build/site-source, for mkdocs.yml: pages, and the files that they link to, as they lie here.
+
+With --requirements it prints what the extra `docs` needs, for pip.
+"""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "build" / "site-source"
+PAGES = ("README.md", "CHANGELOG.md", "models/README.md", "models/*/README.md", "docs/*.md", "docs/tutorials/*.ipynb")
+STYLE = ROOT / "docs" / "site.css"
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def linked_files(page: Path) -> set[Path]:
+    """The files, pages or not, that a page's relative links lead to."""
+    found = {(page.parent / target).resolve() for target in _LINK.findall(page.read_text())}
+    return {path for path in found if path.is_file()}
+
+
+def requirements() -> list[str]:
+    """What the extra `docs` needs, without spaces."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return setup["options.extras_require"]["docs"].split()
+
+
+def main() -> None:
+    """Copy the pages; what was there before is removed."""
+    if sys.argv[1:] == ["--requirements"]:
+        print(*requirements())
+        return
+    pages = [page for pattern in PAGES for page in sorted(ROOT.glob(pattern))]
+    files = {*pages, STYLE}.union(*(linked_files(page) for page in pages if page.suffix == ".md"))
+    shutil.rmtree(TARGET, ignore_errors=True)
+    for file in sorted(files):
+        copy = TARGET / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+
+
+if __name__ == "__main__":
+    main()

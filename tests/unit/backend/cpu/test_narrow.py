@@ -1,0 +1,144 @@
+"""Convolutions on the CPU that go other ways than by tiles: narrow groups, other numbers of axes, matrix products."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import backend_checks as checks
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caffepy.backend import Geometry, create_backend
+from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.convolution.lanes import Lanes
+from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, tap_kernel
+from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.product import ProductConvolution
+
+BACKEND = create_backend(None, 2)
+PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
+WIDTHS = [(1, 1), (1, 2), (4, 4), (3, 5), (8, 1)]
+"""Channels of a group of the output and of the image."""
+
+
+def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
+    weights = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
+    return BACKEND.plan_convolution(x_shape, weights, geometry)
+
+
+@pytest.mark.parametrize(("made", "read"), WIDTHS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    groups=st.integers(2, 19), images=st.integers(1, 3), extra=PAIR, kernel=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR
+)
+def test_narrow_groups(
+    made: int, read: int, groups: int, images: int, extra: tuple[int, int], kernel: tuple[int, int],
+    stride: tuple[int, int], pad: tuple[int, int], dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    pad = (pad[0] - 1, pad[1] - 1)
+    size = tuple(max(1, d * (k - 1) + e + 2 - 2 * p) for k, d, e, p in zip(kernel, dilation, extra, pad, strict=True))
+    case = (images, groups * read, *size), groups * made, Geometry(kernel, stride, pad, dilation, groups)
+    assert isinstance(planned(*case), NarrowConvolution)
+    checks.check_convolution(BACKEND, *case)
+
+
+@pytest.mark.parametrize("width", [5, 6, 11, 16, 21, 33])
+def test_rows_of_all_lengths(width: int) -> None:
+    """Tiles of eight, four and one pixel cover each of them."""
+    checks.check_convolution(BACKEND, (2, 18, 4, width), 18, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 18))
+
+
+def gradients(threads: int) -> list[np.ndarray]:
+    backend = create_backend(None, threads)
+    x_shape, geometry = (4, 64, 28, 28), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 64)
+    plan = backend.plan_convolution(x_shape, (64, 1, 3, 3), geometry)
+    x, dy, y, dx = (backend.zeros(x_shape) for _ in range(4))
+    weights, dweights = backend.zeros((64, 1, 3, 3)), backend.zeros((64, 1, 3, 3))
+    rng = np.random.default_rng(3)
+    for array in (x, dy, weights):
+        array[...] = rng.standard_normal(array.shape)
+    plan.forward(x, weights, None, y)
+    plan.backward_data(dy, weights, dx)
+    plan.backward_weights(x, dy, dweights, False)
+    return [y, dx, dweights]
+
+
+def test_threads_change_no_bit() -> None:
+    for one, three in zip(gradients(1), gradients(3), strict=True):
+        assert np.array_equal(one, three)
+
+
+@pytest.mark.parametrize(("outputs", "channels", "groups"), [(6, 48, 3), (48, 48, 3), (4, 4, 1)])
+def test_wide_groups_go_by_tiles(outputs: int, channels: int, groups: int) -> None:
+    plan = planned((1, channels, 5, 5), outputs, Geometry((3, 3), (1, 1), (1, 1), (1, 1), groups))
+    assert type(plan) is TileConvolution
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "outputs", "kernel", "stride", "pad", "dilation", "group"),
+    [
+        ((2, 48, 70), 64, (3,), (1,), (1,), (1,), 1),
+        ((1, 20, 50), 20, (5,), (2,), (4,), (2,), 20),
+        ((2, 17, 3, 19, 18), 33, (1, 2, 3), (1, 2, 1), (0, 1, 1), (1, 1, 2), 1),
+        ((2, 32, 4, 9, 9), 32, (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), 8),
+        ((2, 5, 6, 7, 3, 4), 10, (2, 2, 2, 2), (1, 2, 1, 2), (1, 0, 1, 1), (1, 1, 1, 1), 5),
+        ((1, 3, 9, 9, 9), 4, (2, 2, 2), (3, 3, 3), (0, 1, 0), (1, 1, 1), 1),
+    ],
+)
+def test_other_axes(
+    x_shape: tuple[int, ...], outputs: int, kernel: tuple[int, ...], stride: tuple[int, ...], pad: tuple[int, ...],
+    dilation: tuple[int, ...], group: int,
+) -> None:  # fmt: skip
+    checks.check_convolution(BACKEND, x_shape, outputs, Geometry(kernel, stride, pad, dilation, group))
+
+
+def test_other_axes_write_no_columns() -> None:
+    """27 elements of each window, written out, would be 27 times the image."""
+    x_shape, geometry = (1, 8, 16, 24, 24), Geometry((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1))
+    x, y, weights = BACKEND.zeros(x_shape), BACKEND.zeros(x_shape), BACKEND.zeros((8, 8, 3, 3, 3))
+    tracemalloc.start()
+    try:
+        plan = create_backend(None, 2).plan_convolution(x_shape, weights.shape, geometry)
+        plan.forward(x, weights, None, y)
+        plan.backward_data(y, weights, x)
+        plan.backward_weights(x, y, weights, False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "outputs", "kernel"),
+    [((3, 40, 5, 7), 50, (5, 7)), ((1, 40, 6, 6), 50, (1, 1)), ((8, 200, 1, 1), 100, (1, 1))],
+)
+def test_products(x_shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> None:
+    geometry = Geometry(kernel, (1, 1), (0, 0), (1, 1))
+    assert isinstance(planned(x_shape, outputs, geometry), ProductConvolution)
+    checks.check_convolution(BACKEND, x_shape, outputs, geometry)
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "kernel", "stride", "pad"),
+    [
+        ((64, 40, 6, 6), (1, 1), (1, 1), (0, 0)),  # more pixels than outputs
+        ((1, 40, 6, 6), (1, 1), (2, 2), (0, 0)),
+        ((1, 40, 6, 6), (6, 6), (1, 1), (1, 1)),
+        ((1, 40, 6, 6), (6, 5), (1, 1), (0, 0)),
+    ],
+)
+def test_what_is_no_product(
+    x_shape: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
+) -> None:
+    geometry = Geometry(kernel, stride, pad, (1, 1))
+    assert type(planned(x_shape, 50, geometry)) is TileConvolution
+    checks.check_convolution(BACKEND, x_shape, 50, geometry)
+
+
+def test_machine_code_for_other_groups_has_other_names() -> None:
+    """Processes keep it side by side; a process that links all of it must not take one for another."""
+    kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
+    assert len({kernel._namespace["body"].py_func.__qualname__ for kernel in kernels}) == len(kernels)

@@ -1,0 +1,183 @@
+"""`caffepy.load`: nets called with arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from other_arrays import OnlyDlpack
+from replaying import Replaying
+
+import caffepy
+from caffepy.errors import ConfigError, ShapeError, SnapshotError
+from caffepy.inference.model import MOST_SHAPES, Model
+from caffepy.layers.core.base import LayerContext
+from caffepy.net.fusion.folded import FoldedConvolution
+from caffepy.proto import caffe_pb2
+
+NET = """
+name: "small"
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }
+layer { name: "other" type: "Input" top: "other" input_param { shape { dim: 2 dim: 4 } } }
+layer { name: "c" type: "Convolution" bottom: "data" top: "c"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "n" type: "BatchNorm" bottom: "c" top: "c" }
+layer { name: "s" type: "Scale" bottom: "c" top: "c" scale_param { bias_term: true } }
+layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "pool" type: "Pooling" bottom: "c" top: "pool" pooling_param { pool: AVE global_pooling: true } }
+layer { name: "f" type: "Flatten" bottom: "pool" top: "f" }
+layer { name: "sum" type: "Eltwise" bottom: "f" bottom: "other" top: "sum" }
+layer { name: "deep" type: "Power" bottom: "sum" top: "deep" power_param { scale: 2 } include { stage: "deep" } }
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "net.prototxt").write_text(NET)
+    return tmp_path / "net.prototxt"
+
+
+def images(shape: tuple[int, ...] = (2, 3, 6, 6), seed: int = 1) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def plainly(model: Model, data: Any, other: Any) -> Any:
+    """What the net as written gives."""
+    net = model.net
+    for name, values in (("data", data), ("other", other)):
+        net.blobs[name].reshape(values.shape)
+        net.backend.from_host(values, net.blobs[name].data)
+    net.forward()
+    return net.blobs["sum"].host_data()
+
+
+def test_a_call_gives_what_the_net_gives(path: Path) -> None:
+    model = caffepy.load(path)
+    data, other = images(), images((2, 4))
+    assert list(model(data, other)) == model.outputs == ["sum"]
+    for found in (model(data, other), model(data, other=other), model(other=other, data=data)):
+        np.testing.assert_allclose(found["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
+    runner = next(iter(model._runners.values()))
+    assert any(isinstance(node.layer, FoldedConvolution) for node in runner.net.schedule)
+    assert repr(model).startswith("<caffepy model 'small': data 2 x 3 x 6 x 6, other 2 x 4 -> sum, on ")
+    model.close()
+    model.close()
+
+
+def test_results_are_the_callers(path: Path) -> None:
+    model = caffepy.load(path)
+    first = model(images(), images((2, 4)))["sum"]
+    kept = first.copy()
+    model(images(seed=2), images((2, 4)))
+    np.testing.assert_array_equal(first, kept)
+    first[...] = 0
+    np.testing.assert_array_equal(model(images(), images((2, 4)))["sum"], kept)
+
+
+class OnlyArray:
+    """What NumPy converts, as PyTorch's tensors."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self._array, dtype)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [OnlyDlpack, OnlyArray, np.ndarray.tolist, np.asfortranarray, lambda a: a.astype(np.float64),
+     lambda a: np.repeat(a, 2, axis=3)[..., ::2], lambda a: a[::-1].copy()[::-1]],
+)  # fmt: skip
+def test_whatever_holds_numbers_is_taken(path: Path, given: Any) -> None:
+    model = caffepy.load(path)
+    other = images((2, 4))
+    np.testing.assert_array_equal(model(given(images()), other)["sum"], model(images(), other)["sum"])
+
+
+def test_bytes_are_numbers(path: Path) -> None:
+    model = caffepy.load(path)
+    pixels, other = np.arange(216, dtype=np.uint8).reshape(2, 3, 6, 6), images((2, 4))
+    np.testing.assert_array_equal(model(pixels, other)["sum"], model(pixels.astype(np.float32), other)["sum"])
+
+
+@pytest.mark.parametrize(
+    "arrays, named, problem",
+    [
+        ((1, 2, 3), {}, "net 'small' has 2 inputs, data, other; 3 are given"),
+        ((images(),), {"data": 1}, "'data' is given twice; its inputs are data, other"),
+        ((), {"date": 1}, "'date' is not an input"),
+        ((images(),), {}, "no array is given for other"),
+        ((["x"], images((2, 4))), {}, "input 'data' is no array of numbers: its dtype is"),
+        (([[1], [1, 2]], images((2, 4))), {}, "input 'data' is no array of numbers: "),
+        ((images((2, 5, 6, 6)), images((2, 4))), {}, "of shape data 2 x 5 x 6 x 6, other 2 x 4: layer 'c' .* 4 5 3 3 "),
+        ((images((2, 3, 6)), images((2, 4))), {}, "input 'data' is 2 x 3 x 6; it must have 4 axes, as 2 x 3 x 6 x 6"),
+        ((images((3, 3, 6, 6)), images((2, 4))), {}, "layer 'sum'"),
+    ],
+)
+def test_what_does_not_fit_is_named(path: Path, arrays: Any, named: Any, problem: str) -> None:
+    with pytest.raises(ShapeError, match=problem):
+        caffepy.load(path)(*arrays, **named)
+
+
+def test_each_shape_keeps_its_net_and_the_oldest_goes(path: Path) -> None:
+    model = caffepy.load(path)
+    for count in range(1, MOST_SHAPES + 3):
+        data, other = images((count, 3, 6, 6)), images((count, 4))
+        np.testing.assert_allclose(model(data, other)["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
+    assert [shapes[0][0] for shapes in model._runners] == list(range(3, MOST_SHAPES + 3))
+    kept = dict(model._runners)
+    model(images((3, 3, 6, 6)), images((3, 4)))
+    assert model._runners == kept
+    assert next(reversed(model._runners))[0][0] == 3
+
+
+def test_weights_are_read_in_turn(path: Path) -> None:
+    files = []
+    for value in (1.0, 3.0):
+        message = caffe_pb2.NetParameter()
+        blob = message.layer.add(name="s", type="Scale").blobs.add(data=[value] * 4)
+        blob.shape.dim.append(4)
+        message.layer[0].blobs.add(data=[value] * 4).shape.dim.append(4)
+        files.append(path.with_name(f"{value}.caffemodel"))
+        files[-1].write_bytes(message.SerializeToString())
+    assert caffepy.load(path, files).net.layers[4].blobs[0].host_data()[0] == 3
+    assert caffepy.load(str(path), str(files[0])).net.layers[4].blobs[0].host_data()[0] == 1
+    message.layer[0].blobs[0].data.append(1)
+    files[0].write_bytes(message.SerializeToString())
+    with pytest.raises(SnapshotError, match="'s'"):
+        caffepy.load(path, files[0])
+
+
+def test_options(path: Path) -> None:
+    assert caffepy.load(path, stages=["deep"]).outputs == ["deep"]
+    with pytest.raises(ConfigError, match="dtype is 'double'; it can be float32, float16, bfloat16"):
+        caffepy.load(path, dtype="double")
+    path.write_text('layer { name: "d" type: "DummyData" top: "d" dummy_data_param { shape { dim: 1 } } }')
+    with pytest.raises(ConfigError, match="has no Input layer to give arrays to; use its deploy net"):
+        caffepy.load(path)
+
+
+def test_parameters_may_be_changed(path: Path) -> None:
+    model = caffepy.load(path)
+    data, other = images(), images((2, 4))
+    before = model(data, other)["sum"]
+    model.backend.fill(model.net.layers[4].blobs[1].data, 5)
+    np.testing.assert_array_equal(model(data, other)["sum"], before)
+    model.parameters_changed()
+    np.testing.assert_allclose(model(data, other)["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
+
+
+def test_each_shape_keeps_its_graphs() -> None:
+    backend = Replaying()
+    param = text_format.Parse(NET, caffe_pb2.NetParameter())
+    model = Model(param, LayerContext(backend, phase=caffe_pb2.TEST), [])
+    for _ in range(3):
+        for count in (1, 2):
+            data, other = images((count, 3, 6, 6)), images((count, 4))
+            np.testing.assert_allclose(model(data, other)["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
+    assert backend.launches == 4
+    model.close()

@@ -1,0 +1,200 @@
+"""Forward passes on a CPU that plays a capturing device: a graph runs its steps when it is launched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from replaying import Replaying
+
+from caffepy.backend import Backend
+from caffepy.errors import RunError
+from caffepy.layers.core.base import LayerContext
+from caffepy.net import Net
+from caffepy.net.forward_runner import ForwardRunner
+from caffepy.proto import caffe_pb2
+
+NET = """
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 5 dim: 5 } } }
+layer { name: "c" type: "Convolution" bottom: "data" top: "c"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "n" type: "BatchNorm" bottom: "c" top: "c" }
+layer { name: "s" type: "Scale" bottom: "c" top: "c" scale_param { bias_term: true } }
+layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "drop" type: "Dropout" bottom: "c" top: "out" }
+"""
+HOST = NET + 'layer { name: "noise" type: "DummyData" top: "noise" dummy_data_param { shape { dim: 3 } data_filler { ' \
+    'type: "gaussian" } } }'  # fmt: skip
+"""A layer that draws its numbers on the host."""
+
+
+def build(phase: int = caffe_pb2.TEST, text: str = NET, fuse: bool = True, backend: Backend | None = None) -> Net:
+    param = text_format.Parse(text, caffe_pb2.NetParameter())
+    net = Net(param, LayerContext(backend or Replaying(), phase=phase, seed=3), fuse=fuse)
+    give(net, 1)
+    return net
+
+
+def give(net: Net, seed: int) -> None:
+    blob = net.blobs["data"]
+    net.backend.from_host(np.random.default_rng(seed).standard_normal(blob.shape), blob.data)
+
+
+def values(runner: ForwardRunner) -> Any:
+    runner.forward()
+    return runner.net.blobs["out"].host_data()
+
+
+def launches(runner: ForwardRunner) -> int:
+    assert isinstance(runner.net.backend, Replaying)
+    return runner.net.backend.launches
+
+
+def test_passes_but_the_first_are_replayed_and_give_the_same() -> None:
+    runner, eager = ForwardRunner(build()), ForwardRunner(build(), eager=True)
+    assert (runner.wanted, eager.wanted) == (True, False)
+    for seed in range(5):
+        give(runner.net, seed)
+        give(eager.net, seed)
+        np.testing.assert_array_equal(values(runner), values(eager))
+    assert (launches(runner), launches(eager)) == (4, 0)
+    assert runner.net.context.passes.number == eager.net.context.passes.number == 5
+
+
+def test_the_unfused_net_gives_the_same_to_rounding() -> None:
+    runner, plain = ForwardRunner(build()), build(fuse=False)
+    plain.forward()
+    for _ in range(3):
+        np.testing.assert_allclose(values(runner), plain.blobs["out"].host_data(), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_are_taken_over_when_that_is_said() -> None:
+    runner = ForwardRunner(build())
+    before = values(runner)
+    scale = runner.net.layers[3].blobs[0]
+    runner.net.backend.fill(scale.data, 2)
+    for _ in range(2):
+        np.testing.assert_array_equal(values(runner), before)
+    runner.parameters_changed()
+    for _ in range(2):
+        np.testing.assert_allclose(values(runner), 2 * before, rtol=1e-5)
+
+
+def test_the_net_by_itself_takes_the_present_parameters() -> None:
+    runner = ForwardRunner(build())
+    before = values(runner)
+    runner.net.backend.fill(runner.net.layers[3].blobs[0].data, 2)
+    runner.net.forward()
+    np.testing.assert_allclose(runner.net.blobs["out"].host_data(), 2 * before, rtol=1e-5)
+
+
+def test_another_shape_is_run_eagerly_and_captured_again() -> None:
+    runner, plain = ForwardRunner(build()), build(fuse=False)
+    launched = []
+    for shape in ((2, 3, 5, 5), (2, 3, 5, 5), (1, 3, 6, 4), (1, 3, 6, 4), (1, 3, 6, 4), (2, 3, 5, 5)):
+        for net in (runner.net, plain):
+            net.blobs["data"].reshape(shape)
+            give(net, 2)
+        plain.forward()
+        np.testing.assert_allclose(values(runner), plain.blobs["out"].host_data(), rtol=1e-4, atol=1e-5)
+        launched.append(launches(runner))
+    assert launched == [0, 1, 1, 2, 3, 3]
+
+
+def test_each_replay_draws_new_numbers_and_the_same_as_an_eager_pass() -> None:
+    runner, eager = (
+        ForwardRunner(build(caffe_pb2.TRAIN, fuse=False), eager=wanted) for wanted in (False, True)
+    )  # a layer that draws is what matters here
+    found, wanted = ([values(each) for _ in range(4)] for each in (runner, eager))
+    np.testing.assert_array_equal(found, wanted)
+    assert len({drawn.tobytes() for drawn in found}) == 4
+    assert launches(runner) == 3
+    assert runner.net.context.passes.on_device is None
+
+
+def test_dropout_draws_nothing_in_a_test() -> None:
+    runner = ForwardRunner(build())
+    values(runner)
+    assert not runner.net.context.passes.draws
+
+
+def test_layers_of_the_host_run_between_the_graphs() -> None:
+    runner = ForwardRunner(build(text=HOST))
+    noise = []
+    for _ in range(4):
+        values(runner)
+        noise.append(runner.net.blobs["noise"].host_data())
+    assert launches(runner) == 3
+    assert len({tuple(drawn) for drawn in noise}) == 4
+
+
+class Failing(Replaying):
+    """A device on which capturing fails.
+
+    Args:
+        error: how.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        raise self.error
+
+
+def test_what_cannot_be_captured_is_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    runner = ForwardRunner(build(backend=Failing(RunError("it asks for memory"))))
+    with caplog.at_level(logging.INFO):
+        found = [values(runner) for _ in range(3)]
+    assert "are not captured into graphs: it asks for memory" in caplog.text
+    assert caplog.text.count("not captured") == 1
+    assert not runner.wanted
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+
+
+def test_another_error_leaves_no_half_of_a_graph() -> None:
+    runner = ForwardRunner(build(backend=Failing(KeyError("x"))))
+    first = values(runner)
+    with pytest.raises(KeyError, match="x"):
+        runner.forward()
+    assert not runner.captured
+    np.testing.assert_array_equal(values(runner), first)
+
+
+def test_callbacks_see_every_layer() -> None:
+    runner = ForwardRunner(build())
+    first = values(runner)
+    values(runner)
+    seen: list[str] = []
+    runner.net.after_forward.append(lambda node: seen.append(node.layer.type))
+    np.testing.assert_array_equal(values(runner), first)
+    assert seen == ["Input", "Convolution + BatchNorm + Scale + ReLU", "Dropout"]
+    runner.net.after_forward.clear()
+    np.testing.assert_array_equal(values(runner), first)
+    assert launches(runner) == 2
+
+
+def test_where_others_run_beside_it_it_captures_when_it_is_told() -> None:
+    runner = ForwardRunner(build(), lazily=False)
+    assert not runner.capture()  # memory and plans are there after an eager pass
+    for _ in range(3):
+        runner.forward()
+    assert launches(runner) == 0
+    assert runner.capture()
+    runner.forward()
+    assert launches(runner) == 1
+    runner.stop_capturing()
+    runner.forward()
+    assert (launches(runner), runner.capture(), runner.wanted) == (1, False, False)
+
+
+def test_a_net_that_shows_its_blobs_is_not_captured() -> None:
+    net = build()
+    net.debug_info = True
+    assert not ForwardRunner(net).wanted

@@ -1,0 +1,304 @@
+"""Every layer type that has an ONNX form gives its numbers by onnxruntime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from onnx_nets import assert_exported, layer_net, layer_text, net_of
+
+from caffepy.config.dialect import overriding
+from caffepy.errors import ConfigError, ShapeError
+from caffepy.layers import layer_class
+from caffepy.layers.core.base import LAYERS
+from caffepy.onnx.check import larger_batch, random_inputs, run_net
+from caffepy.onnx.export.graph import EXPORTERS, FORMS, NEWEST, OLDEST
+from caffepy.onnx.export.prepare import Settings, build, inference_net, varying_axes
+from caffepy.onnx.export.write import find_exporters, serialised, to_model
+from caffepy.onnx.fold import fold_batch_norms, with_parameters
+from caffepy.onnx.libraries import run_model
+from caffepy.proto import caffe_pb2
+
+IMAGE, VECTOR = (2, 6, 7, 5), (3, 8)
+CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
+    ('type: "ReLU"', (IMAGE,)),
+    ('type: "ReLU" relu_param { negative_slope: 0.1 }', (IMAGE,)),
+    ('type: "ReLU6" relu_param { negative_slope: 0.1 }', (IMAGE,)),
+    ('type: "ReLU6"', (IMAGE,)),
+    ('type: "PReLU"', (IMAGE,)),
+    ('type: "PReLU" prelu_param { channel_shared: true }', (VECTOR,)),
+    ('type: "ELU" elu_param { alpha: 0.7 }', (IMAGE,)),
+    ('type: "ELU" elu_param { alpha: 0.7 lambda: 1.2 }', (IMAGE,)),
+    ('type: "Sigmoid"', (IMAGE,)),
+    ('type: "TanH"', (IMAGE,)),
+    ('type: "AbsVal"', (IMAGE,)),
+    ('type: "BNLL"', (IMAGE,)),
+    ('type: "Clip" clip_param { min: -0.5 max: 0.7 }', (IMAGE,)),
+    ('type: "Swish" swish_param { beta: 1.5 }', (IMAGE,)),
+    ('type: "HardSwish"', (IMAGE,)),
+    ('type: "Threshold" threshold_param { threshold: 0.3 }', (IMAGE,)),
+    ('type: "Power" power_param { power: 2 scale: 0.5 shift: 0.1 }', (IMAGE,)),
+    ('type: "Power" power_param { power: 3 scale: 0.5 shift: 0.1 }', (IMAGE,)),
+    ('type: "Power" power_param { scale: -2 shift: 1 }', (IMAGE,)),
+    ('type: "Power"', (IMAGE,)),
+    ('type: "Power" power_param { power: 0 }', (IMAGE,)),
+    ('type: "Exp" exp_param { base: 2 scale: 0.5 shift: 1 }', (IMAGE,)),
+    ('type: "Log" log_param { base: 3 scale: 0.1 shift: 9 }', (IMAGE,)),
+    ('type: "Dropout"', (IMAGE,)),
+    ('type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 pad: 1 group: 2 dilation: 2 }', (IMAGE,)),
+    ('type: "Convolution" convolution_param { num_output: 4 kernel_h: 3 kernel_w: 2 stride_h: 2 stride_w: 1 '
+     "pad_h: 0 pad_w: 1 bias_term: false }", (IMAGE,)),
+    ('type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 }', ((2, 3, 5, 6, 4),)),
+    ('type: "Convolution" convolution_param { num_output: 4 kernel_size: 2 axis: 2 }', ((2, 3, 5, 6, 4),)),
+    ('type: "Convolution" convolution_param { num_output: 4 }', (VECTOR,)),
+    ('type: "Convolution" top: "y" top: "z" convolution_param { num_output: 4 kernel_size: 1 }', (IMAGE, IMAGE)),
+    ('type: "DepthwiseConvolution" convolution_param { num_output: 6 kernel_size: 3 group: 6 }', (IMAGE,)),
+    ('type: "ConvolutionDepthwise" convolution_param { kernel_size: 3 stride: 2 }', (IMAGE,)),
+    ('type: "Deconvolution" convolution_param { num_output: 4 kernel_size: 3 stride: 2 pad: 1 group: 2 }', (IMAGE,)),
+    ('type: "Im2col" convolution_param { kernel_size: 3 stride: 2 pad: 1 }', (IMAGE,)),
+    ('type: "InnerProduct" inner_product_param { num_output: 5 }', (IMAGE,)),
+    ('type: "InnerProduct" inner_product_param { num_output: 5 transpose: true bias_term: false }', (VECTOR,)),
+    ('type: "InnerProduct" inner_product_param { num_output: 5 axis: 2 }', (IMAGE,)),
+    ('type: "InnerProduct" inner_product_param { num_output: 5 axis: -1 transpose: true }', (IMAGE,)),
+    ('type: "Pooling" pooling_param { pool: AVE global_pooling: true }', (IMAGE,)),
+    ('type: "Pooling" pooling_param { pool: MAX global_pooling: true }', (IMAGE,)),
+    ('type: "Pooling" top: "y" top: "mask" pooling_param { kernel_size: 3 stride: 2 pad: 1 }', (IMAGE,)),
+    ('type: "Pooling" pooling_param { pool: STOCHASTIC kernel_size: 3 stride: 2 }', (IMAGE,)),
+    ('type: "SPP" spp_param { pyramid_height: 2 pool: AVE }', (IMAGE,)),
+    ('type: "SPP" spp_param { pyramid_height: 1 }', (IMAGE,)),
+    ('type: "LRN" lrn_param { local_size: 3 alpha: 0.5 beta: 0.6 k: 2 }', (IMAGE,)),
+    ('type: "LRN" lrn_param { local_size: 3 alpha: 0.5 beta: 0.6 norm_region: WITHIN_CHANNEL }', (IMAGE,)),
+    ('type: "BatchNorm"', (IMAGE,)),
+    ('type: "BatchNorm" batch_norm_param { scale_bias: true eps: 1e-3 }', (VECTOR,)),
+    ('type: "BatchNorm" batch_norm_param { use_global_stats: false scale_bias: true }', (IMAGE,)),
+    ('type: "Scale" scale_param { bias_term: true }', (IMAGE,)),
+    ('type: "Scale" scale_param { axis: 2 num_axes: 2 }', (IMAGE,)),
+    ('type: "Scale" scale_param { axis: 0 bias_term: true }', (IMAGE, (2, 6))),
+    ('type: "Bias" bias_param { axis: 1 num_axes: 2 }', (IMAGE,)),
+    ('type: "Bias" bias_param { axis: 2 }', (IMAGE, (7,))),
+    ('type: "Axpy"', ((2, 6), IMAGE, IMAGE)),
+    ('type: "Axpy"', ((2, 6, 1, 1), IMAGE, IMAGE)),
+    ('type: "MVN"', (IMAGE,)),
+    ('type: "MVN" mvn_param { across_channels: true eps: 0.1 }', (IMAGE,)),
+    ('type: "MVN" mvn_param { normalize_variance: false }', (VECTOR,)),
+    ('type: "Normalize" norm_param { across_spatial: false }', (IMAGE,)),
+    ('type: "Normalize" norm_param { across_spatial: true channel_shared: true }', (IMAGE,)),
+    ('type: "Concat"', (IMAGE, (2, 3, 7, 5))),
+    ('type: "Concat" concat_param { axis: 0 }', (IMAGE, IMAGE)),
+    ('type: "Slice" top: "a" top: "b" top: "c" slice_param { axis: 1 slice_point: 1 slice_point: 4 }', (IMAGE,)),
+    ('type: "Slice" top: "a" top: "b"', (IMAGE,)),
+    ('type: "Eltwise" eltwise_param { coeff: 0.5 coeff: -2 coeff: 1 }', (IMAGE, IMAGE, IMAGE)),
+    ('type: "Eltwise" eltwise_param { operation: PROD }', (IMAGE, IMAGE, IMAGE)),
+    ('type: "Eltwise" eltwise_param { operation: MAX }', (IMAGE, IMAGE, IMAGE)),
+    ('type: "Flatten" flatten_param { axis: 1 end_axis: 2 }', (IMAGE,)),
+    ('type: "Reshape" reshape_param { shape { dim: 0 dim: -1 dim: 3 } axis: 0 num_axes: 2 }', (IMAGE,)),
+    ('type: "Permute" permute_param { order: 0 order: 2 order: 3 }', (IMAGE,)),
+    ('type: "Crop" crop_param { axis: 2 offset: 1 offset: 2 }', (IMAGE, (2, 6, 3, 3))),
+    ('type: "Crop" crop_param { axis: 1 offset: 1 }', (IMAGE, (9, 5, 4, 3))),
+    ('type: "Tile" tile_param { axis: 2 tiles: 3 }', (IMAGE,)),
+    ('type: "ShuffleChannel" shuffle_channel_param { group: 3 }', (IMAGE,)),
+    *((f'type: "Reduction" reduction_param {{ operation: {name} axis: 2 coeff: 0.5 }}', (IMAGE,))
+      for name in ("SUM", "MEAN", "ASUM", "SUMSQ")),
+    ('type: "Softmax"', (IMAGE,)),
+    ('type: "Softmax" softmax_param { axis: -1 }', (IMAGE,)),
+    ('type: "ArgMax" argmax_param { top_k: 3 out_max_val: true }', (IMAGE,)),
+    ('type: "ArgMax" argmax_param { top_k: 2 axis: 1 }', (IMAGE,)),
+    ('type: "ArgMax" argmax_param { axis: 2 out_max_val: true }', (IMAGE,)),
+    ('type: "ArgMax"', (VECTOR,)),
+    ('type: "Embed" embed_param { num_output: 4 input_dim: 9 }', ((3, 2),)),
+    ('type: "BatchReindex"', (IMAGE, (4,))),
+    ('type: "Filter"', (IMAGE, (2,))),
+    ('type: "Interp" interp_param { height: 10 width: 9 }', (IMAGE,)),
+    ('type: "Interp" interp_param { shrink_factor: 2 pad_beg: -1 }', (IMAGE,)),
+    ('type: "Interp" interp_param { height: 1 width: 3 }', (IMAGE,)),
+    ('type: "Upsample" upsample_param { scale: 3 }', (IMAGE,)),
+    ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (IMAGE, (2, 5))),
+    ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
+    ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2), (2, 3))),
+    ('type: "LSTM" top: "y" top: "h" top: "c" recurrent_param { num_output: 4 expose_hidden: true }',
+     ((3, 2, 5), (3, 2), (1, 2, 4), (1, 2, 4))),
+    ('type: "RNN" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
+    ('type: "LSTMUnit" top: "c" top: "h"', ((1, 2, 4), (1, 2, 16), (1, 2))),
+    ('type: "PriorBox" prior_box_param { min_size: 4 max_size: 9 aspect_ratio: 2 flip: true variance: 0.1 }',
+     (IMAGE, (2, 3, 30, 40))),
+]  # fmt: skip
+ELSEWHERE = {"Split", "Silence", "Parameter", "DetectionOutput"}
+"""Types that other tests here export."""
+
+
+@pytest.mark.parametrize(("layer", "shapes"), CASES, ids=[layer for layer, _ in CASES])
+def test_a_layer_gives_its_numbers(layer: str, shapes: tuple[tuple[int, ...], ...]):
+    assert_exported(layer_net(layer, *shapes))
+
+
+@pytest.mark.parametrize("opset", [OLDEST, 18, NEWEST])
+def test_every_version_of_the_operators_gives_them(opset: int):
+    for layer, shapes in CASES:
+        if "MVN" in layer or "HardSwish" in layer or "Slice" in layer or "ReLU" in layer or "Reduction" in layer:
+            assert_exported(layer_net(layer, *shapes), opset=opset)
+
+
+def test_every_type_is_tried():
+    find_exporters()
+    tried = {layer.split('"')[1] for layer, _ in CASES}
+    assert tried | ELSEWHERE == set(EXPORTERS) == set(FORMS)
+    layer_class("Split")
+    assert set(EXPORTERS) <= set(LAYERS)
+
+
+POOL = 'type: "Pooling" pooling_param {{ pool: {} {} stride_h: {} stride_w: {} pad_h: {} pad_w: {} round_mode: {} }}'
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pool=st.sampled_from(["MAX", "AVE"]), size=st.tuples(*[st.integers(1, 9)] * 2),
+    kernel=st.tuples(*[st.integers(1, 5)] * 2), stride=st.tuples(*[st.integers(1, 4)] * 2),
+    pad=st.tuples(*[st.integers(0, 3)] * 2), mode=st.sampled_from(["CEIL", "FLOOR"]),
+)  # fmt: skip
+def test_all_windows_of_pooling(pool, size, kernel, stride, pad, mode):
+    assume(all(p < k for p, k in zip(pad, kernel, strict=True)))
+    window = f"kernel_h: {kernel[0]} kernel_w: {kernel[1]}"
+    try:
+        net = layer_net(POOL.format(pool, window, *stride, *pad, mode), (1, 2, *size))
+    except ShapeError:
+        assume(False)
+    assert_exported(net)
+
+
+def test_unpooling_by_a_mask():
+    pool = (
+        'layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 stride: 2 } }'
+    )
+    up = 'layer { name: "u" type: "Upsample" bottom: "p" bottom: "m" top: "u" upsample_param { scale: 2 } }'
+    text = layer_text('type: "Silence" top: "s"', (1, 2, 6, 8)).split('layer { name: "it"')[0]
+    assert_exported(net_of(text + pool + up))
+
+
+CHAIN = """
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }
+layer { name: "in" type: "Scale" bottom: "data" top: "data" }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" convolution_param { num_output: 4 kernel_size: 3 } }
+layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" }
+layer { name: "scale" type: "Scale" bottom: "conv" top: "conv" scale_param { bias_term: true } }
+layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
+layer { name: "bn2" type: "BatchNorm" bottom: "conv" top: "bn2" }
+layer { name: "up" type: "Deconvolution" bottom: "bn2" top: "up"
+  convolution_param { num_output: 4 kernel_size: 2 group: 2 stride: 2 bias_term: false } }
+layer { name: "bn3" type: "BatchNorm" bottom: "up" top: "bn3" batch_norm_param { scale_bias: true } }
+layer { name: "fc" type: "InnerProduct" bottom: "bn3" top: "fc" inner_product_param { num_output: 3 } }
+layer { name: "bn4" type: "BatchNorm" bottom: "fc" top: "fc" }
+layer { name: "one" type: "Parameter" top: "one" parameter_param { shape { dim: 2 dim: 3 } } }
+layer { name: "sum" type: "Eltwise" bottom: "fc" bottom: "one" top: "sum" }
+layer { name: "quiet" type: "Silence" bottom: "conv" }
+"""
+
+
+def test_layers_in_place_and_blobs_with_several_readers():
+    assert_exported(net_of(CHAIN))
+
+
+@pytest.mark.parametrize("dialect", ["bvlc", "nvidia"])
+def test_folding_gives_the_same_numbers_with_fewer_layers(dialect: str):
+    with overriding(dialect):
+        net = net_of(CHAIN.replace('layer { name: "quiet"', 'layer { exclude { phase: TEST } name: "quiet"'))
+        folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net), dialect == "nvidia")
+    assert [layer.type for layer in folded.layer if layer.type in ("BatchNorm", "Scale")] == ["Scale", "Scale"]
+    other = build(folded, net.backend)
+    other.copy_trained_layers_from(folded, "folded")
+    inputs = random_inputs(net)
+    wanted, found = run_net(net, inputs)["sum"], run_net(other, inputs)["sum"]
+    assert np.abs(wanted - found).max() <= 1e-5 * np.abs(wanted).max()
+    assert_exported(other)
+
+
+def test_any_batch():
+    text = """
+    layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 6 dim: 4 dim: 4 } } }
+    layer { name: "pool" type: "Pooling" bottom: "data" top: "pool" pooling_param { kernel_size: 2 stride: 2 } }
+    layer { name: "shuffle" type: "ShuffleChannel" bottom: "pool" top: "shuffle" shuffle_channel_param { group: 2 } }
+    layer { name: "re" type: "Reshape" bottom: "shuffle" top: "re" reshape_param { shape { dim: 0 dim: 3 dim: -1 } } }
+    layer { name: "fc" type: "InnerProduct" bottom: "re" top: "fc" inner_product_param { num_output: 3 axis: 2 } }
+    """
+    net = net_of(text)
+    content = serialised(to_model(net, varying=varying_axes(inference_net(net.param, Settings()))))
+    inputs = larger_batch(random_inputs(net))
+    found, wanted = run_model(content, inputs)["fc"], run_net(net, inputs)["fc"]
+    assert found.shape[0] == 3
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_a_shape_that_depends_on_the_batch_twice_is_refused():
+    text = layer_text('type: "LSTM" recurrent_param { num_output: 4 }', (3, 2, 5), (3, 2))
+    net = net_of(text)
+    with pytest.raises(ConfigError, match="depends on the batch; export it with --batch N"):
+        to_model(net, varying=varying_axes(inference_net(net.param, Settings())))
+
+
+DETECT = """
+layer { name: "loc" type: "Input" top: "loc" input_param { shape { dim: 2 dim: %d } } }
+layer { name: "conf" type: "Input" top: "conf" input_param { shape { dim: 2 dim: 240 } } }
+layer { name: "map" type: "Input" top: "map" input_param { shape { dim: 2 dim: 1 dim: 3 dim: 5 } } }
+layer { name: "prior" type: "PriorBox" bottom: "map" bottom: "map" top: "prior" prior_box_param {
+  min_size: 6 max_size: 12 aspect_ratio: 2 flip: true img_size: 20 variance: 0.1 variance: 0.1 variance: 0.2
+  variance: 0.2 } }
+layer { name: "out" type: "DetectionOutput" bottom: "loc" bottom: "conf" bottom: "prior" top: "out"
+  detection_output_param { num_classes: 4 %s nms_param { nms_threshold: 0.4 %s } } }
+"""
+
+
+@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
+@pytest.mark.parametrize("top_k", ["", "top_k: 7"])
+@pytest.mark.parametrize("more", [
+    "keep_top_k: 9 confidence_threshold: 0.1", "share_location: false keep_top_k: 9", "background_label_id: -1",
+    "confidence_threshold: 99", "variance_encoded_in_target: true keep_top_k: 0",
+])  # fmt: skip
+def test_detection_output(code: str, top_k: str, more: str):
+    locations = 240 * (4 if "share_location: false" in more else 1)
+    net = net_of(DETECT % (locations, f"code_type: {code} {more}", top_k))
+    inputs = random_inputs(net)
+    inputs["loc"] = inputs["loc"] * np.float32(0.3)
+    assert run_net(net, inputs)["out"].shape[3] == 7
+    assert_exported(net, 2e-5, inputs)
+
+
+def test_a_threshold_that_shrinks_is_refused():
+    net = net_of(DETECT % (240, "", "eta: 0.9"))
+    with pytest.raises(ConfigError, match="layer 'out' .*eta is not 1, which ONNX's NonMaxSuppression cannot say"):
+        to_model(net)
+
+
+def test_layers_without_a_form_are_all_named():
+    text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
+                      (1, 1, 4, 4), (1, 5))  # fmt: skip
+    more = 'layer { name: "dummy" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 } } }'
+    with pytest.raises(
+        ConfigError, match=r"2 of the net's layers have no ONNX form: 'it' .PSROIPooling., 'dummy' .Dummy"
+    ):
+        to_model(net_of(text + more))
+
+
+def test_layers_of_training_and_their_labels_are_left_out():
+    text = """
+    layer { name: "data" type: "Input" top: "data" top: "label"
+      input_param { shape { dim: 2 dim: 3 } shape { dim: 2 } } }
+    layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param { num_output: 3 } }
+    layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
+    layer { name: "acc" type: "Accuracy" bottom: "fc" bottom: "label" top: "acc" }
+    """
+    model = to_model(net_of(text))
+    assert [one.name for one in model.graph.input] == ["data"]
+    assert [one.name for one in model.graph.output] == ["fc"]
+
+
+def test_a_data_layer_is_refused():
+    text = 'layer { name: "d" type: "Data" top: "data" data_param { source: "x" batch_size: 2 } }'
+    param = text_format.Parse(text, caffe_pb2.NetParameter())
+    with pytest.raises(ConfigError, match="layer 'd' .Data. reads records, which ONNX does not; export the deploy net"):
+        inference_net(param, Settings())
+
+
+def test_a_version_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="opset is 12; 13 to 21 can be written"):
+        to_model(layer_net('type: "ReLU"', VECTOR), 12)
