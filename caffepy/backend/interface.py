@@ -70,9 +70,6 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def activate(self) -> AbstractContextManager[None]:
         """Make this the calling thread's device (and stream, or number of CPU threads) within a `with` block."""
 
-    def foresee(self, rehearse: Callable[[Backend], None]) -> None:
-        """Take a function that runs nets on a backend without values, by which this one can compile ahead."""
-
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything asked of this backend is done."""

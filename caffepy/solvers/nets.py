@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from weakref import WeakMethod
 
 from caffepy.backend.interface import Backend
 from caffepy.config.dialect import Dialect, choose_dialect
@@ -20,17 +19,12 @@ from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
-from caffepy.net.rehearsal import rehearse
 from caffepy.proto import caffe_pb2
 from caffepy.trace import NO_TRACE, Tracer
 
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Path]
-
-
-def _forgotten(_: Backend) -> None:
-    """What there is to rehearse once the nets are gone."""
 
 
 @dataclass
@@ -133,8 +127,6 @@ class NetFactory:
             net.debug_info = self.param.debug_info
             net.share_trained_layers_with(train_net)
             nets.append(net)
-        rehearse_nets = WeakMethod(self.rehearse)  # the backend may keep it for longer than the nets live
-        self.backend.foresee(lambda backend: (rehearse_nets() or _forgotten)(backend))
         return nets
 
     def share_memory(self) -> MemoryPlan:
@@ -155,11 +147,6 @@ class NetFactory:
         for plan, (net, _, _) in zip(plans, self._made, strict=True):
             plan.bind(net, arena)
         return plans[0]
-
-    def rehearse(self, backend: Backend) -> None:
-        """Run the nets that were made, those for tests first, on a backend without values."""
-        for net, param, state in reversed(self._made):
-            rehearse(param, replace(net.context, sample_shapes=sample_shapes(net)), state, backend)
 
     def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int, trace: Tracer = NO_TRACE) -> Net:
         net = Net(source.param, self._context(source, state, test_iter), state, self._fuses(state), trace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
 from caffepy.backend.cpu.convolution.choice import plan_convolution
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.elementwise import GRAIN, apply_channels, apply_flat, reduce_channels, reduce_flat
+from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
-from caffepy.backend.cpu.jit.ahead import AHEAD
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.memory import available_memory
@@ -31,7 +30,6 @@ from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.handles import AsyncCopy, Convolution
-from caffepy.backend.interface import Backend
 from caffepy.backend.layout import is_plain, memory_order
 from caffepy.backend.types import Array, Counter, Geometry, LrnWindow, RandomStream
 from caffepy.errors import DeviceError, OutOfMemoryError
@@ -84,9 +82,6 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
     def activate(self) -> Iterator[None]:
         with BLAS.threads(self.threads):
             yield
-
-    def foresee(self, rehearse: Callable[[Backend], None]) -> None:
-        AHEAD.expect(lambda: rehearse(Rehearsal(self.threads)))
 
     def close(self) -> None:
         """Give back the workspace; the threads are the process's."""
@@ -376,23 +371,6 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
         counts = np.zeros(blocks, np.int32)
         _count_not_finite.run(self.threads, blocks, 2, array, block, array.size, counts)
         return not counts.any()
-
-
-class Rehearsal(CpuBackend):
-    """A CPU backend whose kernels are noted instead of run (see jit/ahead.py); large arrays are never touched."""
-
-    holds_values = False
-
-    def fill(self, array: Array, value: float) -> None:
-        """Fill what layers may read back, such as the flag of a bad label."""
-        if array.size < GRAIN:
-            super().fill(array, value)
-
-    def copy(self, source: Array, destination: Array) -> None:
-        """Leave it."""
-
-    def from_host(self, host: Any, destination: Array) -> None:
-        """Leave it."""
 
 
 _EACH: dict[Expression, Expression] = {}

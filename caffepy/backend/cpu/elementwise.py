@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-import sys
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,22 +84,6 @@ def _entry(expression: Expression, variant: str, text: list[str], outputs: int, 
     return Entry(f"{expression.name}_{variant}", file, text, _FUNCTIONS, fmt)
 
 
-def _remembered(factory: Callable[..., Entry]) -> Callable[..., Entry]:
-    """`cache`, and the entries know how another process makes them."""
-
-    @cache
-    @wraps(factory)
-    def make(expression: Expression, *arguments: Same) -> Entry:
-        entry = factory(expression, *arguments)
-        module, name = expression.function.__module__, expression.function.__qualname__
-        if getattr(sys.modules.get(module), name, None) is expression:
-            recipe = {"module": __name__, "name": factory.__name__, "formula": (module, name), "arguments": arguments}
-            entry.recipe = recipe
-        return entry
-
-    return make
-
-
 def _values(count: int) -> list[str]:
     return [f"_v{j}" for j in range(count)]
 
@@ -135,7 +118,7 @@ def _without_branches(line: str) -> str:
     return ast.unparse(ast.fix_missing_locations(_Select().visit(ast.parse(line))))
 
 
-@_remembered
+@cache
 def _apply_flat(expression: Expression, same: Same) -> Entry:
     count = expression.output_count
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
@@ -148,7 +131,7 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
     return _entry(expression, "flat", text, count, 1)
 
 
-@_remembered
+@cache
 def _apply_rows(expression: Expression, same: Same) -> Entry:
     """Items are the outer positions; the channels are next to each other."""
     count = expression.output_count
@@ -166,7 +149,7 @@ def _apply_rows(expression: Expression, same: Same) -> Entry:
     return _entry(expression, "rows", text, count, 2)
 
 
-@_remembered
+@cache
 def _apply_planes(expression: Expression, same: Same) -> Entry:
     """Items are the (outer, channel) pairs; each channel's elements are next to each other."""
     count = expression.output_count
@@ -242,7 +225,7 @@ def _lanes(expression: Expression, start: str, stop: str, target: str, base: str
     ]
 
 
-@_remembered
+@cache
 def _reduce_flat(expression: Expression) -> Entry:
     """Items are blocks of elements; each block has LANES partial sums for each output."""
     count = expression.output_count
@@ -259,7 +242,7 @@ def _reduce_flat(expression: Expression) -> Entry:
     return _entry(expression, "sum", text, count, 2)
 
 
-@_remembered
+@cache
 def _reduce_rows(expression: Expression) -> Entry:
     """Items are blocks of outer positions; each block has one partial sum for each channel and output."""
     count = expression.output_count
@@ -286,7 +269,7 @@ def _reduce_rows(expression: Expression) -> Entry:
     return _entry(expression, "row_sums", text, count, 3)
 
 
-@_remembered
+@cache
 def _reduce_planes(expression: Expression) -> Entry:
     """Items are channels; each has LANES partial sums for each output."""
     count = expression.output_count

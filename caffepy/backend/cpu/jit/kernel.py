@@ -31,7 +31,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from caffepy.backend.cpu.jit.ahead import AHEAD, recording
 from caffepy.backend.cpu.jit.cache import compile_c_function, file_stamp, kernels_stamp
 from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints, octets, words
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
@@ -114,9 +113,6 @@ class Entry:
         fmt: `struct` format of the block.
     """
 
-    recipe: dict[str, Any] | None = None
-    """How another process finds it, see `ahead.entry_of`."""
-
     def __init__(self, name: str, file: str, text: list[str], namespace: dict[str, Any], fmt: str) -> None:
         self._file = file
         self._namespace = namespace
@@ -138,11 +134,10 @@ class Entry:
             if "_compiled" in self.__dict__:
                 return self.__dict__["_compiled"]
             scope: dict[str, Any] = {**_NAMESPACE, **self._namespace}
-            AHEAD.wait_for(self)
             exec(self._code(), scope)
             function = scope[self.name]
             function.__module__ = __name__
-            with phase("CPU kernels", "Compiling CPU kernels", AHEAD.total):
+            with phase("CPU kernels", "Compiling CPU kernels"):
                 return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
 
     @cached_property
@@ -155,9 +150,6 @@ class Entry:
 
     def run(self, threads: int, items: int, grain: int, *arguments: Any) -> None:
         """Run over all items, on as many of `threads` as get at least `grain` of them."""
-        if recording.entries is not None:
-            recording.entries.append(self)
-            return
         if items <= 0:
             return
         words = [address_of(argument) if type(argument) is np.ndarray else argument for argument in arguments]
@@ -182,15 +174,6 @@ class Kernel(Entry):
             function.__name__, inspect.getfile(function), [f"body(_begin, _end, {unpacked})"], {"body": body}, fmt
         )
         self.__doc__ = function.__doc__
-        self._function = function
-
-    @property
-    def recipe(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """Its module and name, if it can be found by them."""
-        module, name = self._function.__module__, self._function.__qualname__
-        if getattr(sys.modules.get(module), name, None) is not self:
-            return None
-        return {"module": module, "name": name}
 
 
 kernel = Kernel

@@ -1,4 +1,4 @@
-"""What a process does before its first iteration: how often and how long, and a line of the log where that is silent.
+"""What a process does before its first iteration: how often and how long; a line of the log where that is silent.
 
 `phase("tuning")` marks such work wherever it is done, in any thread. Times are inclusive: what a phase does within
 another counts in both. Until `begun` is called, a thread of `announced` looks at the log and, where nothing came for
