@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,9 +20,6 @@ from caffepy.parallel.store.store import Store
 from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
-
-AHEAD = "CAFFEPY_CONNECT_AHEAD"
-"""The variable that, set to 0, has NCCL connect the GPUs only after the nets are built."""
 
 
 class DeviceCommunicators:
@@ -65,7 +61,7 @@ class DeviceCommunicators:
             device: the GPU's number.
             label: what messages call the device.
         """
-        if self._unique_id is None or device is None or os.environ.get(AHEAD) == "0":
+        if self._unique_id is None or device is None:
             return partial(self.connect, index)
         from caffepy.parallel.communicators.nccl import use_gpu
 

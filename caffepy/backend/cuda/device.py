@@ -150,7 +150,7 @@ def _without_torch() -> Iterator[None]:
 
     cuDNN's frontend imports PyTorch where it is installed, for its class `Graph` of `cudnn.wrapper`, which caffepy does
     not use; that takes three seconds. A program that imports PyTorch later loses that class alone, and nothing where it
-    imports PyTorch before. An import of PyTorch that another thread begins in this very moment, a tenth of a second, fails.
+    imports PyTorch before. An import of PyTorch that another thread begins in this tenth of a second fails.
     """
     with _importing:
         hidden = "torch" not in sys.modules and "cudnn" not in sys.modules

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from caffepy.caches import cache_folder
-from caffepy.errors import ConfigError, RunError
+from caffepy.errors import RunError
 from caffepy.files import atomic_write, read_regular
 
 logger = logging.getLogger(__name__)
@@ -33,15 +32,6 @@ VERSION = 3
 
 WAIT = 120.0
 """Seconds that a thread waits for another one, of any process, that tries the same task, before it tries for itself."""
-
-BUDGET = 20.0
-"""Seconds of trying after which a process tries only a few candidates for each further task."""
-
-BUDGET_VARIABLE = "CAFFEPY_TUNING_SECONDS"
-"""The variable that sets another budget."""
-
-HASTY = 3
-"""Candidates of each family that are tried once the budget is spent, in the order of their heuristics."""
 
 _WRITE_WAIT = 30.0
 """Seconds that a thread waits for another process that is writing the file."""
@@ -208,47 +198,6 @@ def _lock(file: int, offset: int, seconds: float) -> bool:
         except OSError as error:
             logger.debug("autotuning is not shared with other processes: %s", error)
             return False
-
-
-class Budget:
-    """The time that trying may take; what it decides is kept like every decision, so that later runs decide alike.
-
-    Args:
-        seconds: from then on candidates are few.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    def candidates(self) -> int | None:
-        """How many of each family to try; None: all."""
-        return None if self._left > 0 else HASTY
-
-    def spend(self, seconds: float) -> None:
-        """Note what was spent; say so when it was the last."""
-        before, self._left = self._left, self._left - seconds
-        if before > 0 >= self._left:
-            logger.info(
-                "Trying ways to compute convolutions has taken long enough: fewer are tried for the rest; "
-                "%s=SECONDS allows more, after the file of decisions was removed",
-                BUDGET_VARIABLE,
-            )
-
-
-def budget_seconds(environment: Mapping[str, str] = os.environ) -> float:
-    """BUDGET, or what the environment says.
-
-    Raises:
-        ConfigError: that is no number of seconds.
-    """
-    text = environment.get(BUDGET_VARIABLE, "")
-    try:
-        seconds = float(text) if text else BUDGET
-    except ValueError:
-        seconds = math.nan
-    if math.isnan(seconds) or seconds < 0:
-        raise ConfigError(f"{BUDGET_VARIABLE} is '{text}'; set it to the seconds that tuning may take, or unset it")
-    return seconds
 
 
 def _name(value: Any) -> str:
