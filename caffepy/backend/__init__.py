@@ -8,6 +8,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.row_primitives import SparseMatrix
 from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream
 from caffepy.defaults import MATH_MODES
+from caffepy.phases import phase
 
 __all__ = [
     "MATH_MODES",
@@ -48,9 +49,12 @@ def create_backend(
         MissingExtraError: CuPy or cuDNN is not installed.
     """
     if device is None:
-        from caffepy.backend.cpu.backend import CpuBackend
+        with phase("numba import"):
+            from caffepy.backend.cpu.backend import CpuBackend
 
         return CpuBackend(threads)
-    from caffepy.backend.cuda.backend import CudaBackend
+    with phase("CUDA import", "Loading CUDA's libraries"):
+        from caffepy.backend.cuda.backend import CudaBackend
 
-    return CudaBackend(device, math, autotune, deterministic)
+    with phase("CUDA context", "Starting CUDA"):
+        return CudaBackend(device, math, autotune, deterministic)

@@ -28,6 +28,7 @@ from caffepy.cli.options import (
 )
 from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
+from caffepy.phases import START, announcing, phase
 
 if TYPE_CHECKING:
     from caffepy.parallel.options import TrainOptions
@@ -151,6 +152,9 @@ def _add_run_options(parser: Parser) -> None:
         metavar="N",
         help="compare the parameters of all devices every N iterations (default: at each snapshot)",
     )
+    parser.add_argument(
+        "--profile-start", action="store_true", help="log where the time until the first iteration's end went"
+    )
     parser.add_argument("--keep-going", action="store_true", help="go on when the loss is not finite")
     parser.add_argument(
         "--max-skipped",
@@ -176,8 +180,12 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: whatever is wrong with the files, the data or the devices.
     """
     _check_options(args)
-    from caffepy.parallel.p2p_manager import P2PManager
+    START.add("command line", 0.0)
+    START.level = logging.INFO if args.profile_start else logging.DEBUG
     from caffepy.progress import progress_bar
+
+    with phase("engine import"):
+        from caffepy.parallel.p2p_manager import P2PManager
 
     made: list[TrainOptions] = []
 
@@ -188,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["caffepy", *args.arguments])
     logger.info("caffepy %s, Python %s: %s", version.__version__, platform.python_version(), command)
     manager = P2PManager(options)
-    with progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
+    with announcing(START), progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
         manager.run()
     _say_how_to_resume(args, made[0].solver, manager.iteration)
     return 0

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from caffepy.parallel.communicators.communicator import Communicator
@@ -12,8 +14,10 @@ from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
+from caffepy.parallel.connect_ahead import ConnectAhead
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.store import Store
+from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,24 @@ class DeviceCommunicators:
             return host
         return connect_gpu(host, self._unique_id, self._compress)
 
+    def connector(self, index: int, device: int | None, label: str) -> Callable[[], Communicator]:
+        """`connect` for a device, which can begin while the net is built where that takes long: with NCCL.
+
+        Args:
+            index: as for `connect`.
+            device: the GPU's number.
+            label: what messages call the device.
+        """
+        if self._unique_id is None or device is None:
+            return partial(self.connect, index)
+        from caffepy.parallel.communicators.nccl import use_gpu
+
+        def connect() -> Communicator:
+            use_gpu(device)  # of the thread that this is called in
+            return self.connect(index)
+
+        return ConnectAhead(connect, label)
+
     def _share_memory(self, world: World) -> SharedSums | None:
         if self._ranks is None or self._inter_node or self._compress != "none":
             return None
@@ -79,10 +101,11 @@ def connect_by_store(store: Store, rank: int, size: int, timeout: float | None) 
 
 
 def _share_unique_id(world: World) -> Any:
-    from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
+    with phase("NCCL's identity", "Loading NCCL"):
+        from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
 
-    world.run_on_all(check_nccl)
-    return world.broadcast(new_unique_id() if world.rank == 0 else None)
+        world.run_on_all(check_nccl)
+        return world.broadcast(new_unique_id() if world.rank == 0 else None)
 
 
 def connect_alone(ranks: Communicator, timeout: float) -> Communicator:

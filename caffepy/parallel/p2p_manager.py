@@ -13,6 +13,7 @@ from functools import partial
 
 from caffepy.defaults import TIMEOUT
 from caffepy.errors import RunError
+from caffepy.layers.core.base import import_layer_types
 from caffepy.parallel.agreed_options import agree_on_options
 from caffepy.parallel.agreement import agree_on_start
 from caffepy.parallel.control.connect import connect_training
@@ -135,13 +136,14 @@ class P2PManager:
 
     def _make_syncs(self, options: TrainOptions, cores: Cores, signals: SignalRequests) -> None:
         world, count, on_gpus = self._world, len(options.local_devices), options.devices is not None
-        connect = DeviceCommunicators(world, count, on_gpus, options.compression, options.timeout).connect
+        communicators = DeviceCommunicators(world, count, on_gpus, options.compression, options.timeout)
         specs = device_specs(world, options, cores)
         names = device_names(world, specs)
         for spec in specs:
             # Signals go to one thread of a process; its solver sends the request on with the gradients.
             request = signals if spec.index == 0 else _no_request
-            self._syncs.append(P2PSync(spec, options, partial(connect, spec.index), request, self._on_change, names))
+            connect = communicators.connector(spec.index, spec.device, spec.label)
+            self._syncs.append(P2PSync(spec, options, connect, request, self._on_change, names))
         self._heartbeats += [sync.heartbeat for sync in self._syncs]
 
     def _watch(self, channel: ControlChannel, timeout: float) -> None:
@@ -164,6 +166,7 @@ class P2PManager:
     def _start(self) -> SolverState | None:
         """Start the threads, each of which builds its solver; what the root's has restored, once all are ready."""
         self._syncs.start()
+        import_layer_types()  # numba's part of it takes as long as the threads wait for CUDA
         self._syncs.wait(lambda sync: sync.ready.is_set(), self._world, self._failures.raise_first)
         errors = (_as_exception(sync.error) for sync in self._syncs if sync.error is not None)
         self._world.raise_on_all(next(errors, None))

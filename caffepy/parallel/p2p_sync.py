@@ -15,6 +15,7 @@ from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, PeerError
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
+from caffepy.parallel.connect_ahead import ConnectAhead
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.device_threads import DeviceThread
@@ -97,6 +98,8 @@ class P2PSync(SolverExchange, DeviceThread):
     def abort(self) -> None:
         self._cancelled = True
         self._go.set()
+        if isinstance(self._connect, ConnectAhead):
+            self._connect.give_up()
         if self.solver is not None:
             self.solver.requests.cancel()
         super().abort()
@@ -137,6 +140,8 @@ class P2PSync(SolverExchange, DeviceThread):
         self._on_change()
 
     def _train(self, backend: Backend) -> None:
+        if isinstance(self._connect, ConnectAhead):
+            self._connect.begin()
         self.solver = self._build(backend)
         with self.heartbeat.collective("the start of training"):
             self.ready.set()

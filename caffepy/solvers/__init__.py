@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from caffepy.backend.interface import Backend
+from caffepy.phases import phase
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.base import SOLVERS, Solver
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
@@ -21,7 +22,8 @@ def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> 
     Raises:
         ConfigError: the type is unknown, or the solver or its nets do not hold together.
     """
-    return solver_class(param.type)(param, backend, **keywords)
+    with phase("nets", "Building the nets"):
+        return solver_class(param.type)(param, backend, **keywords)
 
 
 def solver_class(type_name: str) -> type[Solver]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from caffepy.phases import phase
+
 
 def check_gpus(requested: list[int] | str) -> list[int]:
     """The numbers of the GPUs that were asked for; a text means all that there are.
@@ -10,7 +12,8 @@ def check_gpus(requested: list[int] | str) -> list[int]:
         MissingExtraError: CuPy is not installed.
         DeviceError: there is no such GPU, or none at all.
     """
-    from caffepy.backend.cuda.device import check_device, device_count
+    with phase("CUDA import", "Loading CUDA's libraries"):
+        from caffepy.backend.cuda.device import check_device, device_count
 
     if isinstance(requested, str):
         check_device(0)

@@ -32,6 +32,7 @@ LEVELS = {
     "caches": 1,
     "report": 1,
     "awake": 1,
+    "phases": 1,
     "backend": 2,
     "trace": 3,
     "config": 3,

@@ -15,6 +15,7 @@ import numpy as np
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.layout import WIDE_LOAD
 from caffepy.backend.types import Array
+from caffepy.phases import phase
 
 THREADS = 256
 MAX_BLOCKS = 132 * 16
@@ -36,7 +37,8 @@ def _module(text: str) -> Any:
 
 @cache
 def _function(text: str, name: str, device: int) -> Any:
-    return _module(text).get_function(name)
+    with phase("CUDA kernels", "Compiling CUDA kernels"):
+        return _module(text).get_function(name)
 
 
 def compiled(text: str, name: str) -> Any:

@@ -5,6 +5,8 @@ Owns the translation of their errors into caffepy's.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,6 +141,28 @@ def check_device(number: int) -> None:
     raise DeviceError(f"GPU {number} was asked for, this machine has {count} ({known}): name one of them with --gpu")
 
 
+_importing = threading.Lock()
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Let `import torch` fail within a `with` block, unless this process has it already.
+
+    cuDNN's frontend imports PyTorch where it is installed, for its class `Graph` of `cudnn.wrapper`, which caffepy does
+    not use; that takes three seconds. A program that imports PyTorch later loses that class alone, and nothing where it
+    imports PyTorch before. An import of PyTorch that another thread begins in this tenth of a second fails.
+    """
+    with _importing:
+        hidden = "torch" not in sys.modules and "cudnn" not in sys.modules
+        if hidden:
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            if hidden and sys.modules.get("torch") is None:
+                sys.modules.pop("torch", None)
+
+
 def import_cudnn() -> Any:
     """cuDNN's frontend, with the cuDNN library behind it.
 
@@ -146,7 +170,8 @@ def import_cudnn() -> Any:
         MissingExtraError: one of the two is not installed.
     """
     try:
-        import cudnn
+        with _without_torch():
+            import cudnn
     except ImportError as error:
         raise MissingExtraError("nvidia-cudnn-frontend", EXTRA, PURPOSE) from error
     try:

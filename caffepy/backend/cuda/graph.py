@@ -14,6 +14,7 @@ import numpy as np
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array, Counter
 from caffepy.errors import RunError
+from caffepy.phases import phase
 
 IN_FLIGHT = 4
 """Messages to the device that may be on their way; a later one waits for the oldest to have arrived."""
@@ -32,6 +33,11 @@ class CudaGraph:
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:
         self._stream = stream
+        with phase("graph capture", "Capturing CUDA graphs"):
+            self._graph = self._captured(work)
+
+    def _captured(self, work: Callable[[], None]) -> Any:
+        stream = self._stream
         mode = cupy.cuda.runtime.streamCaptureModeThreadLocal
         stream.begin_capture(mode=mode)
         try:
@@ -40,8 +46,9 @@ class CudaGraph:
         except BaseException:
             _end_quietly(stream)
             raise
-        self._graph = stream.end_capture()
-        self._graph.upload(stream)
+        graph = stream.end_capture()
+        graph.upload(stream)
+        return graph
 
     def launch(self) -> None:
         """Launch the captured graph; does not wait for it."""

@@ -69,12 +69,13 @@ class ClassLayout:
 
 
 @cache
-def _defines(items: int) -> str:
-    return defines(ITEMS=items)
+def _defines(name: str, items: int) -> str:
+    """Of the eleven kernels the one that is needed: to compile all of them takes ten times as long."""
+    return defines(ITEMS=items, **{f"WITH_{name}": 1})
 
 
 def _kernel(name: str, items: int) -> Any:
-    return library_kernel("softmax", name, _defines(items), ("reduce",))
+    return library_kernel("softmax", name, _defines(name, items), ("reduce",))
 
 
 def _layout(shape: tuple[int, ...], axis: int) -> ClassLayout | None:

@@ -38,8 +38,11 @@ Blobs: TypeAlias = "list[Blob]"
 
 
 @cache
-def _import_layer_types() -> None:
-    """Import all layer types, which register themselves: every module of the folders beside this one."""
+def import_layer_types() -> None:
+    """Import all layer types, which register themselves: every module of the folders beside this one.
+
+    `layer_class` does so when it is first called; who knows that it will be may do it before, in any thread.
+    """
     layers = importlib.import_module("caffepy.layers")
     for module in pkgutil.walk_packages(layers.__path__, "caffepy.layers."):
         if not module.ispkg:
@@ -52,7 +55,7 @@ def layer_class(type_name: str, where: str = "") -> type[Layer]:
     Raises:
         ConfigError: there is no such type; the message says which Caffe has it, or offers the nearest name.
     """
-    _import_layer_types()
+    import_layer_types()
     if type_name not in LAYERS and (missing := describe_missing(type_name)):
         raise ConfigError(f"{where}: {missing}" if where else missing)
     return LAYERS.get(type_name, where)

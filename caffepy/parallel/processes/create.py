@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from caffepy.parallel.processes.launcher import find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.world import SingleProcess, World
+from caffepy.phases import phase
 
 
 def create_world() -> World:
@@ -18,7 +19,8 @@ def create_world() -> World:
     if launcher is not None and launcher.meeting is not None:
         from caffepy.parallel.processes.store_world import StoreWorld
 
-        return StoreWorld(launcher.rank, launcher.meeting)
+        with phase("ranks meet", "Waiting for the other ranks"):
+            return StoreWorld(launcher.rank, launcher.meeting)
     return create_mpi_world()
 
 
@@ -27,6 +29,7 @@ def create_mpi_world() -> World:
     launcher = find_mpi_launcher()
     if launcher is None or launcher.size == 1:
         return SingleProcess()
-    from caffepy.parallel.processes.mpi_world import MpiWorld
+    with phase("MPI start", "Starting MPI"):
+        from caffepy.parallel.processes.mpi_world import MpiWorld
 
-    return MpiWorld(launcher)
+        return MpiWorld(launcher)

@@ -34,6 +34,7 @@ import numpy as np
 from caffepy.backend.cpu.jit.cache import compile_c_function, file_stamp, kernels_stamp
 from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints, octets, words
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
+from caffepy.phases import phase
 
 Int = Any
 """Annotation: a 64-bit integer."""
@@ -136,7 +137,8 @@ class Entry:
             exec(self._code(), scope)
             function = scope[self.name]
             function.__module__ = __name__
-            return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
+            with phase("CPU kernels", "Compiling CPU kernels"):
+                return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
 
     @cached_property
     def address(self) -> int:

@@ -27,6 +27,9 @@ from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.layout import view
 from caffepy.backend.types import Array
 
+ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
+"""What the names of plans with a rounded bias begin with."""
+
 MOST_SPLIT_GROUPS = 8
 """Groups up to which one convolution for each may be faster than cuDNN's engines for groups."""
 
@@ -107,15 +110,30 @@ class CudnnPlan:
         return steps.get(uid, 0)
 
 
-def cudnn_candidates(task: Task, resources: Resources, kind: Plans = Plans.READY) -> Iterator[CudnnPlan]:
-    """Plans over the blobs as they lie: channels last for two spatial axes, C order otherwise."""
+def rounds_bias(task: Task) -> bool:
+    """Whether there are plans that take the bias in the problem's dtype beside those that take it in float32."""
+    return task.bias and task.problem.dtype != "float32"
+
+
+def cudnn_candidates(
+    task: Task, resources: Resources, kind: Plans = Plans.READY, rounded: bool | None = None
+) -> Iterator[CudnnPlan]:
+    """Plans over the blobs as they lie: channels last for two spatial axes, C order otherwise.
+
+    Args:
+        task: what to compute.
+        resources: cuDNN and scratch memory.
+        kind: of the plans.
+        rounded: those with a rounded bias, or those without; None: both.
+    """
     problem = task.problem
     if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
         return
     last = len(problem.x) == 4
-    if task.bias and problem.dtype != "float32" and kind is Plans.READY:
-        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{kind.value} rounded bias ")
-    yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ")
+    if rounds_bias(task) and kind is Plans.READY and rounded is not False:
+        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{ROUNDED_BIAS} ")
+    if rounded is not True:
+        yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ")
 
 
 def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
@@ -125,8 +143,7 @@ def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
     groups = problem.geometry.group
     sizes = (problem.x[1] // groups, problem.weights[0] // groups)
     if len(problem.x) == 4 and 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes):
-        rounded = task.bias and problem.dtype != "float32"
-        graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounded)
+        graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounds_bias(task))
         yield from _plans(graph, Plans.READY, "split cuDNN ")
 
 

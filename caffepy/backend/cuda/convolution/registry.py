@@ -11,7 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from caffepy.backend.cuda.convolution.algorithm import UNFUSED, AlgorithmFamily, Candidate, Operands, Resources
-from caffepy.backend.cuda.convolution.cudnn import CopiedCudnn, cudnn_candidates, split_candidates
+from caffepy.backend.cuda.convolution.cudnn import (
+    ROUNDED_BIAS,
+    CopiedCudnn,
+    cudnn_candidates,
+    rounds_bias,
+    split_candidates,
+)
 from caffepy.backend.cuda.convolution.cudnn_graph import Plans
 from caffepy.backend.cuda.convolution.depthwise import depthwise_candidates
 from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
@@ -125,8 +131,8 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
         own = AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True)
         return [own, unfused]
     if task.residual:
-        return [_cudnn(task, resources, Plans.READY), _cudnn(task, resources, Plans.COMPILED), unfused]
-    families = [_cudnn(task, resources, Plans.READY)]
+        return [*_ready_cudnn(task, resources), _cudnn(task, resources, Plans.COMPILED), unfused]
+    families = _ready_cudnn(task, resources)
     if task.problem.geometry.group > 1 and not task.sums:
         families.append(AlgorithmFamily("split", lambda: split_candidates(task, resources), checked=True))
     if not task.sums:
@@ -144,6 +150,16 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
     unrolling = not (preferred or is_pointwise(task.problem.geometry))
     products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=unrolling)
     return [products, *families, copied] if preferred else [*families, copied, products]
+
+
+def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:
+    """Families of their own for plans with a rounded bias and others: which is the faster kind, nobody knows before."""
+
+    def family(name: str, rounded: bool) -> AlgorithmFamily:
+        return AlgorithmFamily(name, lambda: cudnn_candidates(task, resources, Plans.READY, rounded))
+
+    plain = family(Plans.READY.value, False)
+    return [family(ROUNDED_BIAS, True), plain] if rounds_bias(task) else [plain]
 
 
 def _cudnn(task: Task, resources: Resources, kind: Plans) -> AlgorithmFamily:

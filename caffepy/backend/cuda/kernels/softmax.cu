@@ -1,8 +1,8 @@
 // Softmax, its loss and the rank of a label. An array is (outer, classes, inner) in memory; a position is one of the
 // outer * inner. Two forms: `_rows` for inner == 1, one warp a position, so that neighbours load neighbours; `_columns`, one
 // thread a position, also for small arrays of few classes, which then need but one block.
-// The text before defines ITEMS: how many classes a lane of a warp keeps in registers, 0 if they are too many. Stands on
-// reduce.cu.
+// The text before defines ITEMS: how many classes a lane of a warp keeps in registers, 0 if they are too many; and WITH_
+// with the name of the kernel that is wanted. Stands on reduce.cu.
 
 struct Line {
     size_t start;
@@ -127,6 +127,7 @@ __device__ void rank(const float *x, const float *labels, float *ranks, int *bad
     for (unsigned int place = (blockIdx.x * blockDim.x + threadIdx.x) / 32; place < places; \
          place += gridDim.x * blockDim.x / 32)
 
+#ifdef WITH_softmax_rows
 extern "C" __global__ void softmax_rows(const float *x, float *y, int classes, int inner, unsigned int places) {
     ROWS(place) {
         const Line l = row_line(place, classes);
@@ -135,34 +136,45 @@ extern "C" __global__ void softmax_rows(const float *x, float *y, int classes, i
         row.write(x, y, l, s);
     }
 }
+#endif
 
+#ifdef WITH_softmax_columns
 extern "C" __global__ void softmax_columns(const float *x, float *y, int classes, int inner, unsigned int places) {
     EACH_INDEX(place, places) {
         const Line l = column_line(place, classes, inner);
         write(x, y, l, measure<false>(x, l));
     }
 }
+#endif
 
+#ifdef WITH_gradient_rows
 extern "C" __global__ void gradient_rows(const float *y, const float *dy, float *dx, int classes, int inner,
                                          unsigned int places) {
     ROWS(place) softmax_gradient<true>(y, dy, dx, row_line(place, classes));
 }
+#endif
 
+#ifdef WITH_gradient_columns
 extern "C" __global__ void gradient_columns(const float *y, const float *dy, float *dx, int classes, int inner,
                                             unsigned int places) {
     EACH_INDEX(place, places) softmax_gradient<false>(y, dy, dx, column_line(place, classes, inner));
 }
+#endif
 
+#ifdef WITH_ranks_rows
 extern "C" __global__ void ranks_rows(const float *x, const float *labels, float *ranks, int *bad_label, int higher_wins,
                                       int classes, int inner, unsigned int places) {
     ROWS(place) rank<true>(x, labels, ranks, bad_label, higher_wins, place, row_line(place, classes));
 }
+#endif
 
+#ifdef WITH_ranks_columns
 extern "C" __global__ void ranks_columns(const float *x, const float *labels, float *ranks, int *bad_label,
                                          int higher_wins, int classes, int inner, unsigned int places) {
     EACH_INDEX(place, places)
         rank<false>(x, labels, ranks, bad_label, higher_wins, place, column_line(place, classes, inner));
 }
+#endif
 
 // Which labels do not count.
 struct Ignored {
@@ -224,6 +236,7 @@ __device__ void finish_loss(Loss loss, double *partial, unsigned int *ticket, fl
 #define LOSS_ARGUMENTS const float *x, const float *labels, float *probabilities, double *partial, unsigned int *ticket, \
     float *totals, int *bad_label, int has_ignored, int ignored_label, int classes, int inner, unsigned int places
 
+#ifdef WITH_loss_rows
 extern "C" __global__ void loss_rows(LOSS_ARGUMENTS) {
     const Ignored ignored = {has_ignored, ignored_label};
     Loss loss = {0.0, 0.0};
@@ -240,7 +253,9 @@ extern "C" __global__ void loss_rows(LOSS_ARGUMENTS) {
     }
     finish_loss(loss, partial, ticket, totals);
 }
+#endif
 
+#ifdef WITH_loss_columns
 extern "C" __global__ void loss_columns(LOSS_ARGUMENTS) {
     const Ignored ignored = {has_ignored, ignored_label};
     Loss loss = {0.0, 0.0};
@@ -255,8 +270,10 @@ extern "C" __global__ void loss_columns(LOSS_ARGUMENTS) {
     }
     finish_loss(loss, partial, ticket, totals);
 }
+#endif
 
 // dx = (p - onehot) * scale, over max(totals[1], 1) if asked; 0 where the label is ignored or bad.
+#ifdef WITH_loss_gradient
 extern "C" __global__ void loss_gradient(const float *probabilities, const float *labels, float *dx, const float *totals,
                                          int has_ignored, int ignored_label, float scale, int divide_by_valid, int classes,
                                          int inner, unsigned int count) {
@@ -270,6 +287,7 @@ extern "C" __global__ void loss_gradient(const float *probabilities, const float
         dx[i] = label < 0 || ignored(written) ? 0.0f : (probabilities[i] - (c == label ? 1.0f : 0.0f)) * factor;
     }
 }
+#endif
 
 __device__ __forceinline__ float loss_of(float probability) { return -logf(larger_of(probability, 1.175494351e-38f)); }
 
@@ -287,6 +305,7 @@ __device__ float smoothed(const float *probabilities, float written, Ignored ign
 #define SMOOTH_ARGUMENTS const float *probabilities, const float *labels, double *partial, unsigned int *ticket, \
     float *change, int has_ignored, int ignored_label, float smoothing, int classes, int inner, unsigned int places
 
+#ifdef WITH_smooth_rows
 extern "C" __global__ void smooth_rows(SMOOTH_ARGUMENTS) {
     const Ignored ignored = {has_ignored, ignored_label};
     Loss loss = {0.0, 0.0};
@@ -297,7 +316,9 @@ extern "C" __global__ void smooth_rows(SMOOTH_ARGUMENTS) {
     }
     finish_loss(loss, partial, ticket, change);
 }
+#endif
 
+#ifdef WITH_smooth_columns
 extern "C" __global__ void smooth_columns(SMOOTH_ARGUMENTS) {
     const Ignored ignored = {has_ignored, ignored_label};
     Loss loss = {0.0, 0.0};
@@ -305,8 +326,10 @@ extern "C" __global__ void smooth_columns(SMOOTH_ARGUMENTS) {
         loss.sum += smoothed<false>(probabilities, labels[place], ignored, smoothing, column_line(place, classes, inner));
     finish_loss(loss, partial, ticket, change);
 }
+#endif
 
 // dx += (onehot - 1 / classes) * scale, over max(totals[1], 1) if asked; nothing where the label is ignored or bad.
+#ifdef WITH_smooth_gradient
 extern "C" __global__ void smooth_gradient(const float *labels, float *dx, const float *totals, int has_ignored,
                                            int ignored_label, float scale, int divide_by_valid, int classes, int inner,
                                            unsigned int count) {
@@ -320,3 +343,4 @@ extern "C" __global__ void smooth_gradient(const float *labels, float *dx, const
         if (label >= 0 && !ignored(written)) dx[i] += ((c == label ? 1.0f : 0.0f) - 1.0f / classes) * factor;
     }
 }
+#endif

@@ -1,0 +1,163 @@
+"""How long `caffepy train` takes from the command to the end of its first iteration, by phases.
+
+    python benchmarks/start.py [--rows cpu,gpu,gpus,resnet50,googlenet] [--limit 120] [--keep FOLDER]
+
+Rows: LeNet on the CPU, on one GPU, on two GPUs of one process and of two ranks under mpirun, ResNet-50 and GoogLeNet in
+FLOAT16 on one GPU. Each runs twice: with empty caches of its own (XDG_CACHE_HOME, CUPY_CACHE_DIR, CUDA_CACHE_PATH), and
+with those that the first run filled. A figure is the number of calls and their seconds, in all threads together, as
+`--profile-start` logs them; phases may lie within others (kernels within tuning). `silence` is the longest time between
+two lines of the log before the first iteration's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_PHASE = re.compile(r"Start: (.+): (\d+), ([\d.]+) s, ended at ([\d.]+) s")
+_END = re.compile(r"Start: the first iteration ended at ([\d.]+) s")
+
+ROWS: dict[str, tuple[str, int, list[str], int]] = {
+    "cpu": ("lenet", 64, ["--cpu"], 1),
+    "gpu": ("lenet", 64, ["--gpus", "0"], 1),
+    "gpus": ("lenet", 64, ["--gpus", "0,1"], 1),
+    "ranks": ("lenet", 64, [], 2),
+    "resnet50": ("resnet50", 128, ["--gpus", "0"], 1),
+    "googlenet": ("googlenet", 128, ["--gpus", "0"], 1),
+}
+"""For each row the model, its batch, the devices and the ranks."""
+
+
+@dataclass
+class Run:
+    """What one start took.
+
+    Args:
+        wall: seconds until the command's end, of which training needs a few hundredths.
+        first: seconds until the first iteration's end.
+        silence: the longest time between two lines until then.
+        phases: for each phase its number and seconds, in the order of their ends.
+        text: the log.
+    """
+
+    wall: float = 0.0
+    first: float | None = None
+    silence: float = 0.0
+    phases: dict[str, tuple[int, float]] = field(default_factory=dict)
+    text: str = ""
+
+
+def write_solver(folder: Path, model: str, batch: int) -> Path:
+    """A solver of a model, with the digits that come with caffepy or with made-up images."""
+    from google.protobuf import text_format
+
+    from caffepy.config.load import read_net
+
+    lenet = model == "lenet"
+    net = read_net(ROOT / "models" / model / ("train_test.prototxt" if lenet else "train_val.prototxt"))
+    if not lenet:
+        layers = [layer for layer in net.layer if layer.type != "Data"]
+        del net.layer[:]
+        source = net.layer.add(name="data", type="DummyData", top=["data", "label"])
+        source.dummy_data_param.shape.add(dim=(batch, 3, 224, 224))
+        source.dummy_data_param.shape.add(dim=(batch,))
+        net.layer.extend(layers)
+        text = "default_forward_type: FLOAT16 default_backward_type: FLOAT16"
+        text_format.Merge(text, net)
+    (folder / "net.prototxt").write_text(text_format.MessageToString(net))
+    solver = folder / "solver.prototxt"
+    solver.write_text(
+        'net: "net.prototxt"\nbase_lr: 0.01 lr_policy: "fixed" momentum: 0.9 max_iter: 20 display: 10 random_seed: 1\n'
+        "snapshot_after_train: false\n"
+    )
+    return solver
+
+
+def read_run(command: list[str], environment: dict[str, str], folder: Path, limit: float) -> Run:
+    """Run a command and take its log apart."""
+    run, begin = Run(), time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    last, lines = begin, []
+    with process:
+        for line in process.stderr:
+            now = time.monotonic()
+            if run.first is None:
+                run.silence = max(run.silence, now - last)
+            last = now
+            lines.append(line)
+            if phase := _PHASE.search(line):
+                run.phases[phase[1]] = (int(phase[2]), float(phase[3]))
+            if (end := _END.search(line)) and run.first is None:
+                run.first = float(end[1])
+            if now - begin > limit:
+                process.kill()
+    run.wall = time.monotonic() - begin
+    run.text = "".join(lines)
+    return run
+
+
+def measure(row: str, folder: Path, limit: float) -> list[Run]:
+    """The two starts of a row: with empty caches and with full ones."""
+    model, batch, devices, ranks = ROWS[row]
+    solver = write_solver(folder, model, batch)
+    caches = {name: str(folder / "caches" / name) for name in ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, **caches, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), *devices, "--profile-start"]
+    if ranks > 1:
+        command = ["mpirun", "--oversubscribe", "-np", str(ranks), *command]
+    if model == "lenet":
+        data = [sys.executable, "-m", "caffepy", "data", "mnist", "--subset", "--to", str(folder)]
+        subprocess.run(data, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True)
+    shutil.rmtree(folder / "caches", ignore_errors=True)
+    runs = [read_run(command, environment, folder, limit) for _ in range(2)]
+    for number, run in enumerate(runs):
+        (folder / f"{row}-{number}.log").write_text(run.text)
+    return runs
+
+
+def show(row: str, runs: list[Run]) -> None:
+    """Print a row's table."""
+    first = " | ".join("failed" if run.first is None else f"{run.first:.2f} s" for run in runs)
+    print(f"\n| {row}: {ROWS[row][0]} {' '.join(ROWS[row][2])} | empty caches | full caches |\n|---|---|---|")
+    print(f"| first iteration ended | {first} |")
+    print(f"| whole command, 20 iterations | {' | '.join(f'{run.wall:.2f} s' for run in runs)} |")
+    print(f"| longest silence | {' | '.join(f'{run.silence:.2f} s' for run in runs)} |")
+    for name in dict.fromkeys(name for run in runs for name in run.phases):
+        cells = (f"{run.phases[name][0]}, {run.phases[name][1]:.2f} s" if name in run.phases else "" for run in runs)
+        print(f"| {name} | {' | '.join(cells)} |")
+    for run in runs:
+        if run.first is None:
+            print(run.text[-2000:], file=sys.stderr)
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Measure the rows that are wanted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help="with commas")
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="longest time of a command (120)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs and caches stay")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    with tempfile.TemporaryDirectory() as temporary:
+        for row in arguments.rows.split(","):
+            folder = (arguments.keep or Path(temporary)) / row
+            folder.mkdir(parents=True, exist_ok=True)
+            show(row, measure(row, folder, arguments.limit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Which families of cuDNN's plans there are, and which of them are asked for a decision that is known."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from caffepy.backend.types import Geometry
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules of caffepy.backend.cuda.convolution; CuPy need not be installed. Graphs are only noted."""
+    try:
+        importlib.import_module("cupy")
+    except ImportError:
+        monkeypatch.setitem(sys.modules, "cupy", MagicMock())
+    names = ("autotune", "cudnn", "problem", "registry")
+    found = {name: importlib.import_module(f"caffepy.backend.cuda.convolution.{name}") for name in names}
+    graphs: list[bool] = []
+
+    def plans(graph: Any, kind: Any, prefix: str) -> Any:
+        graphs.append(graph.rounded_bias)
+        yield SimpleNamespace(name=f"{prefix}engine", prepare=lambda: True)
+
+    monkeypatch.setattr(found["cudnn"], "_plans", plans)
+    return SimpleNamespace(**found, graphs=graphs)
+
+
+def families(modules: Any, dtype: str, **task: bool) -> list[Any]:
+    problem = modules.problem.Problem((4, 16, 8, 8), (16, 16, 3, 3), Geometry((3, 3), (1, 1), (1, 1), (1, 1)), dtype)
+    wanted = modules.problem.Task(problem, modules.problem.Direction.FORWARD, **task)
+    return list(modules.registry._ready_cudnn(wanted, MagicMock()))
+
+
+def test_plans_with_a_rounded_bias_are_a_family_of_their_own(modules: Any) -> None:
+    both = families(modules, "float16", bias=True)
+    assert [[plan.name for plan in family.candidates()] for family in both] == [
+        ["cuDNN rounded bias engine"],
+        ["cuDNN engine"],
+    ]
+    assert [family.name for family in both] == ["cuDNN rounded bias", "cuDNN"]
+    assert modules.graphs == [True, False]
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [("float32", True), ("float16", False)])
+def test_there_is_one_family_where_there_is_nothing_to_round(modules: Any, dtype: str, bias: bool) -> None:
+    (family,) = families(modules, dtype, bias=bias)
+    assert [plan.name for plan in family.candidates()] == ["cuDNN engine"]
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("cuDNN engine", [False]), ("cuDNN rounded bias engine", [True])])
+def test_a_known_decision_needs_one_graph(modules: Any, name: str, graphs: list[bool]) -> None:
+    found = modules.autotune._find(name, families(modules, "bfloat16", bias=True))
+    assert found.name == name
+    assert modules.graphs == graphs
