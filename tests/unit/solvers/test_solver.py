@@ -186,6 +186,16 @@ def test_a_snapshot_and_a_stop_together(tmp_path: Path) -> None:
     assert (tmp_path / "x_iter_1.solverstate").is_file()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "files"), [("false", []), ("true", ["x_iter_2.caffemodel", "x_iter_2.solverstate"])]
+)
+def test_a_snapshot_after_training_where_it_is_wanted(tmp_path: Path, wanted: str, files: list[str]) -> None:
+    text = f'base_lr: 0.1 lr_policy: "fixed" max_iter: 2 snapshot_prefix: "{tmp_path}/x" snapshot_after_train: {wanted}'
+    with build_solver(text, TINY) as solver:
+        solver.solve()
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+
+
 def poison(solver: Solver) -> None:
     CPU.fill(solver.net.layers[1].blobs[0].data, float("nan"))
 
