@@ -161,6 +161,13 @@ def test_scales_stretch_boxes():
         load(loader([record(0)], text.replace("20", "50")), 0, 1)
 
 
+def test_scales_larger_than_the_image_matter_to_boxes_alone():
+    text = "resize_param { resize_mode: FIT_SMALL_SIZE height: 40 width: 40 height_scale: 50 width_scale: 30 }"
+    images, rows = load(loader([record(0, [])], text), 0, 1)
+    assert images.shape == (1, 3, 40, 60)
+    np.testing.assert_array_equal(rows, np.full((1, 1, 1, 8), -1))
+
+
 def test_what_is_loaded_depends_neither_on_the_batch_nor_on_threads():
     text = "mirror: true distort_param { hue_prob: 1 hue_delta: 9 } expand_param { max_expand_ratio: 2 } "
     text += "resize_param { height: 12 width: 12 }"
