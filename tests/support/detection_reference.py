@@ -222,5 +222,9 @@ class MultiBox:
                 for other in own - {label}:
                     loss -= self.conf[image, prior, other]
                     gradient[other] -= 1
+                # the other classes' targets are the background's number, as the reference's are
+                for other in set(range(param.num_classes)) - own:
+                    loss -= self.conf[image, prior, other] * param.background_label_id
+                    gradient[other] -= param.background_label_id
             self.conf_loss += loss
             self.conf_gradient[image, prior] = gradient

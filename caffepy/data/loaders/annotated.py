@@ -37,6 +37,8 @@ _f32 = np.float32
 _MOST_PIXELS = 1 << 26
 _FEWEST_ROWS = 16
 """Of a label top that is filled up."""
+LABEL_SHAPE = (1, 1, 1)
+"""Of one image's label, where the records have no boxes."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class AnnotatedLoader(DatumLoader):
         if len(batch.arrays) > 1 and self._settings.has_boxes:
             self._put_boxes([one for one in results if one is not None], batch)
         elif len(batch.arrays) > 1:
-            batch.array(1, (count,))[...] = labels
+            batch.array(1, (count, *LABEL_SHAPE))[...] = labels.reshape(count, *LABEL_SHAPE)
         self._order.prepare()
 
     def _draws(self, sample: int, stage: int = 0) -> Draws:

@@ -135,10 +135,10 @@ def extrapolate_annotations(
         crop: (4,), in parts of the resized image.
 
     Raises:
-        DataError: the crop is smaller than the scales.
+        DataError: the crop is smaller than the scales, and there are boxes.
     """
     scales = np.array([param.width_scale, param.height_scale], np.float32)
-    if param.resize_mode != Resize.FIT_SMALL_SIZE or not (scales > 0).all():
+    if param.resize_mode != Resize.FIT_SMALL_SIZE or not (scales > 0).all() or not len(found.boxes):
         return found
     ratio = _f32(width) / _f32(height)
     new = np.array([param.width, param.height], np.float32)

@@ -50,8 +50,8 @@ def distort(pixels: Pixels, param: caffe_pb2.DistortionParameter, draws: Draws) 
         image = _contrast(image, param, draws)
     if draws.uniform(0, 1) < param.saturation_prob:
         image = adjust_hsv(image, 1, draws.uniform(param.saturation_lower, param.saturation_upper), 0)
-    if draws.uniform(0, 1) < param.hue_prob and param.hue_delta > 0:
-        image = adjust_hsv(image, 0, 1, draws.uniform(-param.hue_delta, param.hue_delta))
+    if draws.uniform(0, 1) < param.hue_prob:
+        image = _hue(image, draws.uniform(-param.hue_delta, param.hue_delta))
     if not contrast_first:
         image = _contrast(image, param, draws)
     if draws.uniform(0, 1) < param.random_order_prob:
@@ -64,6 +64,11 @@ def _contrast(image: Bytes, param: caffe_pb2.DistortionParameter, draws: Draws) 
         return image
     factor = draws.uniform(param.contrast_lower, param.contrast_upper)
     return scale_bytes(image, factor, 0) if abs(factor - 1) > 1e-3 else image
+
+
+def _hue(image: Bytes, summand: float) -> Bytes:
+    """The image itself for 0, since the way to HSV and back rounds."""
+    return adjust_hsv(image, 0, 1, summand) if summand else image
 
 
 def scale_bytes(image: Bytes, factor: float, summand: float) -> Bytes:

@@ -220,7 +220,7 @@ class MultiBoxLossLayer(LossLayer):
         begins = truth.begins(self._shape[0])
         with_objects = begins[1:] > begins[:-1]
         labels = np.where(with_objects[:, None], np.int32(param.background_label_id), np.int32(-1))
-        labels = np.ascontiguousarray(np.broadcast_to(labels, self._shape))
+        labels = np.broadcast_to(labels, self._shape).copy()
         labels[found.images, found.priors] = self._labels(truth, found)
         losses = class_losses(host_threads(self), scores, labels, param.conf_loss_type == _Parameter.LOGISTIC)
         if self._mining.hard:
@@ -267,9 +267,10 @@ class MultiBoxLossLayer(LossLayer):
             wanted = np.full(len(rows), param.background_label_id, np.int32)
             wanted[places] = labels
             return softmax_loss(host_threads(self), scores, rows, wanted)
-        targets = np.zeros((len(rows), self._classes), np.float32)
+        # Every target begins as the background's number, as in multibox_loss_layer.cpp: 0 only where that is class 0.
+        targets = np.full((len(rows), self._classes), param.background_label_id, np.float32)
         if negatives is not None:
             targets[:, param.background_label_id] = 1
-            targets[places, param.background_label_id] = 0
+            targets[places, param.background_label_id] = param.background_label_id
         targets[places, labels] = 1
         return logistic_loss(scores, rows, targets)

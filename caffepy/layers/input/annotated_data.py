@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend.input_ring import ByteImages
 from caffepy.data.images.annotations import COLUMNS
-from caffepy.data.loaders.annotated import AnnotatedLoader, AnnotatedSettings, first_boxes
+from caffepy.data.loaders.annotated import LABEL_SHAPE, AnnotatedLoader, AnnotatedSettings, first_boxes
 from caffepy.data.transform import Transformer
 from caffepy.data.transforms.sampler import check_samplers
 from caffepy.layers.core.base import register_layer
@@ -19,8 +19,8 @@ class AnnotatedDataLayer(DataLayer):
 
     Tops: (N, C, H, W), and the boxes of all images (1, 1, boxes, 8): index of the image, label, instance, xmin, ymin,
     xmax, ymax in parts of width and height, difficult; one row of -1 if there are none. Records without a type of
-    annotation give their labels, (N,), instead. On a GPU in training rows of image -1 fill the boxes up to a number
-    that seldom changes.
+    annotation give their labels, (N, 1, 1, 1), instead. On a GPU in training rows of image -1 fill the boxes up to a
+    number that seldom changes.
     """
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
@@ -33,10 +33,11 @@ class AnnotatedDataLayer(DataLayer):
     def shapes(self) -> list[tuple[int, ...]]:
         boxes = first_boxes(self._records, self.where)
         self._has_boxes = boxes is not None or self.param.annotated_data_param.HasField("anno_type")
-        return [self.image_loader(0, 0).sample_shape(), (1, max(boxes or 0, 1), COLUMNS) if self._has_boxes else ()]
+        second = (1, max(boxes or 0, 1), COLUMNS) if self._has_boxes else LABEL_SHAPE
+        return [self.image_loader(0, 0).sample_shape(), second]
 
     def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        if index == 1 and sample_shape:
+        if index == 1 and sample_shape != LABEL_SHAPE:
             return (1, *sample_shape)
         return super().batch_shape(index, sample_shape)
 

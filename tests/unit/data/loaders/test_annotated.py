@@ -198,6 +198,13 @@ def test_scales_stretch_boxes():
         load(loader([record(0)], text.replace("20", "50")), 0, 1)
 
 
+def test_scales_larger_than_the_image_matter_to_boxes_alone():
+    text = "resize_param { resize_mode: FIT_SMALL_SIZE height: 40 width: 40 height_scale: 50 width_scale: 30 }"
+    images, rows = load(loader([record(0, [])], text), 0, 1)
+    assert images.shape == (1, 3, 40, 60)
+    np.testing.assert_array_equal(rows, np.full((1, 1, 1, 8), -1))
+
+
 def test_what_is_loaded_depends_neither_on_the_batch_nor_on_threads():
     text = "mirror: true distort_param { hue_prob: 1 hue_delta: 9 } expand_param { max_expand_ratio: 2 } "
     text += "resize_param { height: 12 width: 12 }"
@@ -218,7 +225,8 @@ def test_labels_of_records_without_a_type():
     for one in records:
         one.ClearField("type")
     assert first_boxes(Records(records), "layer 'd'") is None
-    assert load(loader(records, has_boxes=False), 1, 3)[1].tolist() == [1, 2, 0]
+    labels = load(loader(records, has_boxes=False), 1, 3)[1]
+    np.testing.assert_array_equal(labels, np.reshape([1, 2, 0], (3, 1, 1, 1)))
     with pytest.raises(DataError, match=r"record 2 \(key 'k2'\) has no type of annotation, but others have"):
         load(loader([record(0), record(1), records[2]], needs_type=True), 0, 3)
 
@@ -228,7 +236,7 @@ def test_anno_type_makes_boxes_of_records_without_a_type(tmp_path):
     for one in records:
         one.ClearField("type")
     write_datums(tmp_path / "db", ((record_key(n), one) for n, one in enumerate(records)))
-    for own, shape in (("", (2,)), ("annotated_data_param { anno_type: BBOX }", (1, 1, 6, 8))):
+    for own, shape in (("", (2, 1, 1, 1)), ("annotated_data_param { anno_type: BBOX }", (1, 1, 6, 8))):
         net = build_net(
             f"layer {{ name: 'd' type: 'AnnotatedData' top: 'x' top: 'y' {own} "
             f"data_param {{ source: '{tmp_path}/db' batch_size: 2 }} }}"

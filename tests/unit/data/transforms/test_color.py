@@ -131,11 +131,11 @@ def test_saturation_and_hue_change_hsv():
     assert len(hues) > 15
 
 
-def test_a_hue_that_does_not_turn_leaves_the_image():
-    """As in Caffe, which does not go through HSV for it: that would round the colors."""
+def test_a_hue_that_stays_leaves_the_image_alone():
+    """HSV of bytes and back rounds, which a hue_delta of 0 must not show."""
     hsv = cv2.cvtColor(image(), cv2.COLOR_BGR2HSV)
     assert (cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR) != image()).any()
-    np.testing.assert_array_equal(distorted(image(), "hue_prob: 1"), image())
+    np.testing.assert_array_equal(distorted(image(), "hue_prob: 1 hue_delta: 0"), image())
 
 
 def test_channels_take_every_order():

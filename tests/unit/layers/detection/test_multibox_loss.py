@@ -124,6 +124,45 @@ def test_all_settings_against_a_plain_computation(chosen: dict[str, Any], nms: s
         assert_near(net.blobs[name].host_diff(), wanted.reshape(IMAGES, -1) / divisor, 2e-5, name)
 
 
+@pytest.mark.parametrize("mining", ["NONE", "MAX_NEGATIVE"])
+@pytest.mark.parametrize("background", [0, 1, 2])
+def test_targets_of_logistic_begin_as_the_number_of_the_background(background: int, mining: str) -> None:
+    """Two priors of one image, the first matched with an object of class 3: targets b b b 1 and b .. 1 .. b."""
+    scores = np.array([[[0.3, -0.2, 0.9, 0.4], [-0.5, 0.1, 0.7, 0.2]]])
+    inputs = {
+        "loc": np.zeros((1, 8)),
+        "conf": scores.reshape(1, 8),
+        "prior": np.array([[[0, 0, 0.5, 0.5, 0.5, 0.5, 1, 1], [0.1] * 8]]),
+        "gt": np.array([[[[0, 3, 0, 0, 0, 0.5, 0.5, 0]]]]),
+    }
+    text = f"num_classes: 4 conf_loss_type: LOGISTIC mining_type: {mining} background_label_id: {background}"
+    net = build(text, inputs, backend_named("cpu"))
+    net.forward()
+    net.backward()
+    targets = np.full((2, 4), float(background))
+    targets[0, 3] = 1
+    if mining != "NONE":
+        targets[1, background] = 1
+    wanted = np.log1p(np.exp(scores[0])) - targets * scores[0]
+    assert float(net.blobs["y"].host_data()) == pytest.approx(wanted.sum(), rel=1e-5)
+    assert_near(net.blobs["c"].host_diff().reshape(2, 4), 1 / (1 + np.exp(-scores[0])) - targets, 1e-5, "scores")
+
+
+@pytest.mark.parametrize("mining", ["MAX_NEGATIVE", "HARD_EXAMPLE"])
+def test_one_prior_is_enough(mining: str) -> None:
+    scores = np.array([[0.5, -1.0, 2.0], [0.25, 1.5, -0.5]])
+    inputs = {
+        "loc": np.zeros((2, 4)),
+        "conf": scores,
+        "prior": np.array([[[0.1, 0.1, 0.6, 0.6], [0.1] * 4]]),
+        "gt": np.array([[[[0, 2, 0, 0.1, 0.1, 0.6, 0.6, 0], [1, 1, 0, 0.1, 0.1, 0.6, 0.6, 0]]]]),
+    }
+    net = build(f"num_classes: 3 mining_type: {mining}", inputs, backend_named("cpu"))
+    net.forward()
+    wanted = -np.log(np.exp(scores) / np.exp(scores).sum(1, keepdims=True))[[0, 1], [2, 1]].mean()
+    assert float(net.blobs["y"].host_data()) == pytest.approx(wanted, rel=1e-5)
+
+
 PLAIN = f"num_classes: {CLASSES} overlap_threshold: 0.3 code_type: CENTER_SIZE "
 
 
