@@ -57,7 +57,7 @@ def test_a_training_that_runs_out_says_where_and_what_would_fit():
     param = solver_param(SOLVER, NET)
     setup = factory(CPU).train_setup()
     backend = SmallBackend(plan_memory(*setup).total(1, share=False) // 2)
-    found = largest_batch(*setup, False, False, 1, backend.limit)
+    found = largest_batch(*setup, True, False, 1, backend.limit)
     assert 1 < found < 64
     with CPU.activate():
         solver = create_solver(param, backend)

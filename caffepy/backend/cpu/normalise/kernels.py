@@ -28,11 +28,15 @@ MOST_GRADIENTS = 4
 """Gradients that one pass adds up."""
 
 _POINTERS = {
-    kind: types.CPointer(of) for kind, of in (("floats", types.float32), ("doubles", types.float64), ("octets", types.uint8))
-}  # fmt: skip
+    "floats": types.CPointer(types.float32),
+    "doubles": types.CPointer(types.float64),
+    "octets": types.CPointer(types.uint8),
+}
 
 
-def _entry(name: str, kinds: Sequence[str], numbers: Sequence[str], text: Sequence[str], scope: dict[str, Any]) -> Entry:
+def _entry(
+    name: str, kinds: Sequence[str], numbers: Sequence[str], text: Sequence[str], scope: dict[str, Any]
+) -> Entry:
     """A kernel of pointers `_p0`, `_p1`, ... followed by numbers."""
     lines = [f"_p{i} = {kind}(_a[{i}])" for i, kind in enumerate(kinds)]
     lines += [f"{number} = _a[{len(kinds) + i}]" for i, number in enumerate(numbers)]
@@ -68,7 +72,10 @@ def _normal(step: Step, x: Any, column: Any, mean: Any, factor: Any, bias: Any) 
 
 @cache
 def forward_kernel(residual: bool, relu: bool, mask: bool) -> Entry:
-    """y = (x - mean) * factor + bias (+ other), or max(that, 0), and the mask. Of x, mean, factor, bias, other, y, mask."""
+    """y = (x - mean) * factor + bias (+ other), or max(that, 0), and the mask.
+
+    Of x, mean, factor, bias, other, y, mask.
+    """
 
     def body(  # noqa: PLR0913 -- a kernel
         step: Step, at: Any, column: Any, period: Any,
@@ -86,7 +93,10 @@ def forward_kernel(residual: bool, relu: bool, mask: bool) -> Entry:
 
 @cache
 def gradient_kernel(relu: bool) -> Entry:
-    """dx = (g - first - (x - mean) * second) * factor, g as `relu` says. Of x, dy, mean, factor, bias, first, second, dx."""
+    """dx = (g - first - (x - mean) * second) * factor, g as `relu` says.
+
+    Of x, dy, mean, factor, bias, first, second, dx.
+    """
 
     def body(  # noqa: PLR0913 -- a kernel
         step: Step, at: Any, column: Any, period: Any,

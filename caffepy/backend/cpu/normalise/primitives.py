@@ -97,7 +97,7 @@ class CpuNormalisation(Composite):
     threads: int
 
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
-        """Each block takes squares around the mean of its first rows, and blocks are joined as Chan et al. (1979) do."""
+        """Each block takes squares around the mean of its first rows; blocks are joined as in Chan et al. (1979)."""
         rows = rows_of(x)
         if rows is None:
             super().batch_norm_measure(x, n)
@@ -159,7 +159,7 @@ class CpuNormalisation(Composite):
         sums[0][...] = g_x * n.inverse
         sums[1][...] = g
 
-    def _gradient_sums(  # noqa: PLR0913 -- of a kernel
+    def _gradient_sums(
         self, rows: Rows, gate: Gate, x: Array, mask: Array | None, dys: Sequence[Array], total: Array | None,
         per_column: Sequence[Any],
     ) -> Any:  # fmt: skip

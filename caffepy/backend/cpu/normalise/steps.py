@@ -68,9 +68,7 @@ class Step:
             self.builder.store(value, address, align=4)
             return
         kind = ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), ir.IntType(32), _BITS])
-        self.builder.call(
-            self._intrinsic("store", kind), [value, address, ir.Constant(ir.IntType(32), 4), self._mask]
-        )
+        self.builder.call(self._intrinsic("store", kind), [value, address, ir.Constant(ir.IntType(32), 4), self._mask])
 
     def _intrinsic(self, name: str, kind: Any) -> Any:
         module = self.builder.module
