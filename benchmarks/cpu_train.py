@@ -20,17 +20,20 @@ Two cores of a Xeon with AVX-512, PyTorch 2.11:
     lenet               6.1       8.3     0.73    257 / 656
     cifar10_quick      28.7      31.3     0.92    243 / 687     (with vectors of eight: 45.9 / 30.4 = 1.51)
 
-CPU time of one thread in ms, on two cores of an AMD EPYC (Zen 4) that were busy with other things, PyTorch 2.13 (the
-faster layout). Single runs, `before` and PyTorch at one time, `after` at another, so the ratio is rough:
+CPU time of one thread in ms (least of three iterations), two cores of an AMD EPYC (Zen 4) busy with other things. Layer
+by layer and fused are runs of one profiling program, minutes apart; the same iteration varied by 5 to 20 %:
 
-    net             before   after   PyTorch   ratio   MiB before / after / PyTorch
-    mobilenet 16      1171     906      1252    0.72         1487 / 1494 / 1143
-    resnet18 8        1008     996      1007    0.99          764 /  697 /  752
-    resnet50 8        2957    2424      2650    0.91         2572 / 2076 / 1491
+    net             layer by layer   fused   MiB
+    mobilenet 16         997           906   1487 / 1494
+    resnet18 8          1000           996    764 /  697
+    resnet50 8          2743          2424   2572 / 2076
 
-The rest is convolutions: 89 % of ResNet-18's iteration and 86 % of ResNet-50's, at 80 to 100 GFLOP/s. In ResNet-18 the
-3x3 ones of stride 1 alone take 750 of 996 ms, near what the core can do, so that only fewer products (Winograd) would
-help.
+Beside PyTorch 2.13 (plain and channels last, not compiled) there is one round from before the fusion, by this program:
+mobilenet 1171 / 1252 = 0.94, resnet18 1008 / 1007 = 1.00, resnet50 2957 / 2650 = 1.12; PyTorch's memory 1143, 752 and
+1491 MiB. Not measured since: the ratio with fusion, two threads, AVX2, the three old nets.
+
+The rest is convolutions: about nine tenths of either ResNet. In ResNet-18 the 3x3 ones of stride 1 alone take 750 of
+996 ms.
 
 What made the difference, in CPU time of one thread:
 
