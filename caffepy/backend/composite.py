@@ -1,7 +1,7 @@
 """The larger primitives, composed of elementary ones: what a backend has until it brings kernels of its own for them.
 
-Owns the formulas of batch normalisation, of ReLU's gradient and of dropout. The CPU uses these; on the GPU they are the
-plain oracle that its kernels are compared with.
+Owns the formulas of batch normalisation, of ReLU's gradient and of dropout. The CPU uses those that it has no kernels
+for; on the GPU they are the plain oracle that its kernels are compared with.
 """
 
 from __future__ import annotations

@@ -132,9 +132,8 @@ class Solver(SolverFace, ABC):
             self.param.random_seed = secrets.randbits(31)
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         hidden = not self.param.debug_info
-        fuse, share = (wanted and hidden and self.backend.captures for wanted in (options.fuse, options.share))
+        fuse, share = options.fuse and hidden, options.share and hidden and self.backend.captures
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
-        self._factory.fuses_tests = options.fuse and hidden
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
             self._build_nets(trace)

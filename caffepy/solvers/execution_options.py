@@ -11,7 +11,7 @@ class ExecutionOptions:
 
     Args:
         eager: put every primitive on the stream by itself, instead of replaying captured graphs.
-        fuse: compute groups of layers as one, on the CPU those of test nets only.
+        fuse: compute groups of layers as one.
         share: let blobs that are never needed at the same time have the same memory.
         autotune: try ways of computing each convolution and keep the fastest.
         deterministic: the same bits in every run; without it BatchNorm's statistics are added up within convolutions.

@@ -70,8 +70,6 @@ class NetFactory:
         self.shard = shard
         self.resolve = resolve
         self.fuse = fuse
-        self.fuses_tests = fuse
-        """The same of test nets, which may be fused where a train net is not."""
         self.share = share
         self.timeout = timeout
         self.check_wait: Callable[[], None] = wait_on
@@ -141,7 +139,7 @@ class NetFactory:
         plans = []
         for net, param, state in self._made:
             context = replace(net.context, sample_shapes=sample_shapes(net))
-            plans.append(plan_memory(param, context, state, self._fuses(state)))
+            plans.append(plan_memory(param, context, state, self.fuse))
         largest = max(plans, key=lambda plan: plan.arena)
         arena = largest.new_arena(self.backend)
         for plan, (net, _, _) in zip(plans, self._made, strict=True):
@@ -149,12 +147,9 @@ class NetFactory:
         return plans[0]
 
     def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int, trace: Tracer = NO_TRACE) -> Net:
-        net = Net(source.param, self._context(source, state, test_iter), state, self._fuses(state), trace)
+        net = Net(source.param, self._context(source, state, test_iter), state, self.fuse, trace)
         self._made.append((net, source.param, state))
         return net
-
-    def _fuses(self, state: caffe_pb2.NetState) -> bool:
-        return self.fuses_tests if state.phase == caffe_pb2.TEST else self.fuse
 
     @property
     def _level(self) -> int:

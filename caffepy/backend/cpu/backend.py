@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import layout
-from caffepy.backend.composite import Composite
 from caffepy.backend.cpu import lrn as cpu_lrn
 from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
@@ -24,6 +23,7 @@ from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.memory import available_memory
+from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
 from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.rows import CpuRows
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
@@ -55,7 +55,7 @@ LARGE = 2**28
 """Bytes of an array before whose allocation the machine is asked what it has."""
 
 
-class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, Composite):
+class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation):
     """One solver thread's share of the machine's cores.
 
     Args:

@@ -1,4 +1,4 @@
-"""The larger primitives as `composite.py` makes them, on the CPU against float64 NumPy."""
+"""The larger primitives as `composite.py` makes them, of the CPU's elementary ones, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import normalise_checks as checks
 import pytest
 from normalise_checks import SHAPES
 
+from caffepy.backend.composite import Composite
 from caffepy.backend.cpu.backend import CpuBackend
 
-BACKEND = CpuBackend(2)
+
+class Composed(CpuBackend):
+    """A CPU without kernels of its own for these primitives."""
+
+    batch_norm_measure = Composite.batch_norm_measure
+    batch_norm_forward = Composite.batch_norm_forward
+    batch_norm_backward_sums = Composite.batch_norm_backward_sums
+    batch_norm_backward_data = Composite.batch_norm_backward_data
+    relu_backward = Composite.relu_backward
+
+
+BACKEND = Composed(2)
 DTYPES = "float32"
 
 

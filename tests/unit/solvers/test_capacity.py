@@ -56,8 +56,8 @@ def factory(backend: CpuBackend) -> NetFactory:
 def test_a_training_that_runs_out_says_where_and_what_would_fit():
     param = solver_param(SOLVER, NET)
     setup = factory(CPU).train_setup()
-    backend = SmallBackend(plan_memory(*setup).total(1, share=False) // 2)
-    found = largest_batch(*setup, False, False, 1, backend.limit)
+    backend = SmallBackend(plan_memory(*setup, fuse=True).total(1, share=False) // 2)
+    found = largest_batch(*setup, True, False, 1, backend.limit)
     assert 1 < found < 64
     with CPU.activate():
         solver = create_solver(param, backend)
@@ -66,8 +66,8 @@ def test_a_training_that_runs_out_says_where_and_what_would_fit():
     where = r"layer '(conv|relu|ip)' \(\w+\): \d+ bytes are too many: "
     advice = f"the largest batch_size that fits is {found} instead of 64; iter_size makes up for smaller batches"
     assert re.fullmatch(where + advice, str(caught.value))
-    assert plan_memory(with_batch(setup[0], found), *setup[1:]).total(1, share=False) <= backend.limit
-    assert plan_memory(with_batch(setup[0], found + 1), *setup[1:]).total(1, share=False) > backend.limit
+    assert plan_memory(with_batch(setup[0], found), *setup[1:], fuse=True).total(1, share=False) <= backend.limit
+    assert plan_memory(with_batch(setup[0], found + 1), *setup[1:], fuse=True).total(1, share=False) > backend.limit
 
 
 def test_where_not_even_one_sample_fits():

@@ -93,13 +93,13 @@ def test_scores_are_those_of_eager_and_unfused_tests() -> None:
         assert not any(isinstance(layer, FoldedConvolution) for layer in single)
 
 
-def test_on_the_cpu_test_nets_alone_are_folded() -> None:
+def test_on_the_cpu_train_nets_are_fused_and_test_nets_folded() -> None:
     with build_solver(SOLVER, NET) as solver, build_solver(SOLVER, NET, engine=ExecutionOptions(fuse=False)) as plain:
         assert score(solver) == pytest.approx(score(plain), rel=1e-5)
         types = [[node.layer.type for node in net.schedule] for net in (solver.net, solver.test_nets[0])]
-        assert "BatchNorm" in types[0]
+        assert "BatchNorm + Scale + ReLU" in types[0]
         assert "Convolution + BatchNorm + Scale + ReLU" in types[1]
-        assert plain.test_nets[0].schedule is plain.test_nets[0].nodes
+        assert all(net.schedule is net.nodes for net in (plain.net, plain.test_nets[0]))
 
 
 def test_all_passes_but_the_first_are_replayed() -> None:
