@@ -141,4 +141,4 @@ def test_what_is_no_product(
 def test_machine_code_for_other_groups_has_other_names() -> None:
     """Processes keep it side by side; a process that links all of it must not take one for another."""
     kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
-    assert len({kernel._namespace["body"].py_func.__qualname__ for kernel in kernels}) == len(kernels)
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
