@@ -10,8 +10,8 @@ A kernel is a plain function over a range of items, with raw pointers and number
     scale.run(threads, items=n, grain=4096, x, y, 2.0)
 
 It is compiled on its first call to a C function of one signature (argument block, begin, end), kept on disk (cache.py),
-and all kernels share one compiled parallel loop (threads.py). That makes a cold kernel six times cheaper to compile
-than a function each with `parallel=True`.
+and all kernels share one parallel loop (threads.py). What a kernel calls is compiled with it, once (pipeline.py).
+That makes a cold kernel far cheaper to compile than a function each with `parallel=True`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
+from numba.core.typed_passes import NopythonRewrites
 
 
 class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc,unused-ignore]
@@ -56,6 +57,13 @@ class KernelCompiler(Compiler):  # type: ignore[misc,unused-ignore]
         if state.library is None:
             state.library = self.library_class(state.targetctx.codegen(), "kernel")
             state.library.enable_object_caching()
+
+    def define_pipelines(self) -> list[Any]:
+        """Numba's, but for the pass that rewrites expressions of arrays, which kernels do not have."""
+        pipelines: list[Any] = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [entry for entry in pipeline.passes if entry[0] is not NopythonRewrites]
+        return pipelines
 
 
 class _PartCompiler(KernelCompiler):
