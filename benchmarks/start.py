@@ -7,6 +7,25 @@ FLOAT16 on one GPU. Each runs twice: with empty caches of its own (XDG_CACHE_HOM
 with those that the first run filled. A figure is the number of calls and their seconds, in all threads together, as
 `--profile-start` logs them; phases may lie within others (kernels within tuning). `silence` is the longest time between
 two lines of the log before the first iteration's end.
+
+LeNet on the CPU with empty caches, two cores of a virtual machine with nothing else to do, first iteration's end and
+CPU time of the whole process: 12.3 to 13.3 s and 12.5 to 13.4 s before, 5.0 to 5.4 s and 5.4 to 5.8 s now. What
+changed it, in CPU time of one thread (each step by itself, on a busy machine):
+
+    24 to 25 kernels, as numba compiles them                                              13.9 s
+    each function optimised and compiled once, within its kernel (jit/pipeline.py)         7.7
+    arguments unpacked by the C function, not by a compiled one                            7.4
+    few records and images without machine code (`Kernel.pays`)                            5.0
+    the kernel's body not kept beside the C function it is inlined in                      4.9
+    no `parallel=True`: numba's pool called directly; no rewriting of array expressions    4.0
+
+The kernels' speed is as before: cifar10_quick on one thread 74.9, 75.8 and 77.0 ms of CPU time, now 75.6, 75.3 and
+75.3; LeNet 16.0 and 15.9, now 16.5 and 15.9. The aim of 3 s is not reached. Of the last 4 s, LLVM takes 2 (half of it
+the optimisation of modules, half code), numba's lowering and typing 1.5, and the first use of numba's compiler 0.3
+(modules that it imports, SciPy's BLAS with them); caffepy's own imports and the nets are another 1.3 s. Hiding
+functions from the linker altogether made tiles be inlined in every kernel and cost 0.7 s more; compiling in other
+processes gained nothing on two cores. What would move it: machine code, or the modules that LLVM optimises, made when
+the package is built.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ from caffepy.backend.cpu.jit.kernel import Bytes, Float, Floats, Int, Ints, kern
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, InputRing
 from caffepy.backend.types import Array, Counter
 
+_COMPILING = 40_000_000
+"""Elements that NumPy makes in the time that the kernel takes to be compiled, about half a second."""
+
 
 @kernel
 def image_rows(  # noqa: PLR0913 -- a kernel
@@ -76,6 +79,9 @@ class CpuInput(InputPrimitives):
         self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
         labels: Array | None,
     ) -> None:  # fmt: skip
+        if not image_rows.pays(images.size, _COMPILING):
+            super().take_images(ring, counter, slot, mean, scale, images, labels)
+            return
         assert isinstance(ring, HostRing)
         label_values, crops, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
         height, width = slot.height, slot.width

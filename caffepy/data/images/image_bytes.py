@@ -30,6 +30,8 @@ from caffepy.data.transform import Transformer
 
 _GRAIN = 1 << 22
 """Bytes for each thread, at least."""
+_COMPILING = 32_768
+"""Images that the loader copies one by one in the time that the kernel takes to be compiled, about a second."""
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -199,6 +201,8 @@ def copy_records(
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.whole_size,
         *key_of(transformer.seed(seed), stream),
     )  # fmt: skip
+    if not _copy_records.pays(records.size, _COMPILING):
+        return pending
     file = index.mapped()
     if file is None:
         return pending

@@ -44,7 +44,11 @@ _DAMAGES = (
 )
 _MORE = 5
 _AHEAD = 1024
-"""Records that are looked up with one that is asked for."""
+"""Records, at most, that are looked up with one that is asked for."""
+_FIRST_AHEAD = 64
+"""As many more than have been found already."""
+_COMPILING = 15_000
+"""Records that Python finds in the time that the walk takes to be compiled, about a second."""
 _MOST_BYTES = 2**31 - 1
 """Of a record: Protobuf's limit."""
 
@@ -201,10 +205,18 @@ class _Walk:
     def find(self, wanted: int) -> int:
         """Go on until so many records are found or damage is; returns how many are."""
         if self.state[_FOUND] < wanted and not self.state[_DAMAGE]:
-            _walk.run(
-                1, 1, 1, *self._settings, wanted, *self._ordered, self.state, self._stack, self._pages,
-                address_of(self._pages), self._last_key, self._marks, self.nodes, self.offsets, self.sizes,
-            )  # fmt: skip
+            tables = (self.state, self._stack)
+            pages, found = address_of(self._pages), (self.nodes, self.offsets, self.sizes)
+            if _walk.pays(wanted - int(self.state[_FOUND]), _COMPILING):
+                _walk.run(
+                    1, 1, 1, *self._settings, wanted, *self._ordered, *tables, self._pages, pages, self._last_key,
+                    self._marks, *found,
+                )  # fmt: skip
+            else:
+                _walk.interpret(
+                    0, 1, *self._settings, wanted, *self._ordered, *tables, self._pages.data, pages,
+                    self._last_key.data, self._marks.data, *found,
+                )  # fmt: skip
             if wanted == self._entries and not self._ordered[0] and self.state[_HEIGHT] and not self.state[_DAMAGE]:
                 self.state[_DAMAGE], self.state[_FOUND] = _MORE, wanted - 1
         return int(self.state[_FOUND])
@@ -307,7 +319,7 @@ class LmdbIndex:
         if not self.find(number + 1):
             raise DataError(f"is damaged at record {self._walk.state[_FOUND]}: {self.damage}; build it again")
         if self._walk.state[_FOUND] == number + 1:  # for those who read one after the other
-            self.find(min(number + _AHEAD, self.entries))
+            self.find(min(number + min(_AHEAD, number + _FIRST_AHEAD), self.entries))
         walk = self._walk
         return int(walk.nodes[number]), int(walk.offsets[number]), int(walk.sizes[number])
 

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
+from caffepy.backend.cpu.input import image_rows
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives
 from caffepy.backend.layout import SLOT_ALIGNMENT
 
@@ -34,6 +35,15 @@ def fill(slot, whole, mirror, seed=0):
     return memory
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """The kernel makes the images, however few they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_rows, "pays", lambda items, compiling: True)
+        yield
+
+
+@pytest.mark.usefixtures("compiled")
 @settings(deadline=None, max_examples=80)
 @given(
     shape=st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 7]), st.integers(1, 9), st.integers(1, 33)),

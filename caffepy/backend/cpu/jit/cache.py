@@ -1,4 +1,4 @@
-"""Compiles CPU kernels and the loop that runs them, and keeps the machine code in the user's cache folder.
+"""Compiles CPU kernels and keeps their machine code in the user's cache folder.
 
 Numba's own ways to choose a folder (NUMBA_CACHE_DIR, its list of locators) act on all functions of the process, and
 its default is the __pycache__ beside the source. Here the functions that this module compiles get a cache of their
@@ -30,6 +30,7 @@ from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
 from caffepy import version
+from caffepy.backend.cpu.jit.pipeline import KernelCompiler, KernelFunction
 from caffepy.caches import version_folder
 
 logger = logging.getLogger(__name__)
@@ -123,17 +124,24 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 
 
 def compile_c_function(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
-    """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache."""
-    compiled: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
+    """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache and the pipeline."""
+    compiled: Any = CFunc(
+        function, normalize_signature(signature), locals={}, options=options, pipeline_class=KernelCompiler
+    )
     compiled._cache = _cache_of(function)
     compiled.compile()
     return compiled
 
 
-def compile_loop(function: Callable[..., Any], signature: Any) -> Any:
-    """What `numba.njit(signature, parallel=True, nogil=True, cache=True)` gives, but for the cache."""
-    dispatcher: Any = numba.njit(parallel=True, nogil=True)(function)
-    dispatcher._cache = _cache_of(function)
-    dispatcher.compile(signature)
-    dispatcher.disable_compile()
-    return dispatcher
+def compile_kernel(
+    function: Callable[..., Any], kinds: list[Any], options: dict[str, Any], kept: bool = False
+) -> KernelFunction:
+    """A `KernelFunction`, read from the cache or compiled.
+
+    Raises:
+        NotKeptError: it is not in the cache, and only what is kept is wanted.
+    """
+    compiled = KernelFunction(function, kinds, options, kept)
+    compiled._cache = _cache_of(function)
+    compiled.compile()
+    return compiled

@@ -10,8 +10,8 @@ A kernel is a plain function over a range of items, with raw pointers and number
     scale.run(threads, items=n, grain=4096, x, y, 2.0)
 
 It is compiled on its first call to a C function of one signature (argument block, begin, end), kept on disk (cache.py),
-and all kernels share one compiled parallel loop (threads.py). That makes a cold kernel six times cheaper to compile
-than a function each with `parallel=True`.
+and all kernels share one parallel loop (threads.py). What a kernel calls is compiled with it, once (pipeline.py).
+That makes a cold kernel far cheaper to compile than a function each with `parallel=True`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
-from types import CodeType
+from types import FunctionType
 from typing import Any
 
-import numba
 import numpy as np
+from numba import types
 
-from caffepy.backend.cpu.jit.cache import compile_c_function, file_stamp, kernels_stamp
-from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints, octets, words
+from caffepy.backend.cpu.jit.cache import compile_c_function, compile_kernel, file_stamp, kernels_stamp
+from caffepy.backend.cpu.jit.intrinsics import PLAIN, as_double, doubles, floats, ints, octets, words
+from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
 from caffepy.phases import phase
 
@@ -51,14 +53,14 @@ Words = Any
 Bytes = Any
 """Annotation: the first element of a uint8 array."""
 
-_UNPACK = {
-    "Bytes": "octets(_a[{}])",
-    "Int": "_a[{}]",
-    "Float": "float32(as_double(_a[{}]))",
-    "Floats": "floats(_a[{}])",
-    "Doubles": "doubles(_a[{}])",
-    "Ints": "ints(_a[{}])",
-    "Words": "words(_a[{}])",
+_KINDS = {
+    "Bytes": types.CPointer(types.uint8),
+    "Int": types.int64,
+    "Float": types.float32,
+    "Floats": types.CPointer(types.float32),
+    "Doubles": types.CPointer(types.float64),
+    "Ints": types.CPointer(types.int32),
+    "Words": types.CPointer(types.int64),
 }
 _OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
 
@@ -125,20 +127,20 @@ class Entry:
         self._block = ctypes.c_int64 * len(fmt)
         self._lock = threading.Lock()
 
-    def _code(self) -> CodeType:
-        return compile(self._source, self._file, "exec")
-
     @cached_property
     def _compiled(self) -> Any:
         with self._lock:
             if "_compiled" in self.__dict__:
                 return self.__dict__["_compiled"]
-            scope: dict[str, Any] = {**_NAMESPACE, **self._namespace}
-            exec(self._code(), scope)
-            function = scope[self.name]
-            function.__module__ = __name__
             with phase("CPU kernels", "Compiling CPU kernels"):
-                return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
+                return self._compile()
+
+    def _compile(self) -> Any:
+        scope: dict[str, Any] = {**_NAMESPACE, **self._namespace}
+        exec(compile(self._source, self._file, "exec"), scope)
+        function = scope[self.name]
+        function.__module__ = __name__
+        return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
 
     @cached_property
     def address(self) -> int:
@@ -167,13 +169,51 @@ class Kernel(Entry):
 
     def __init__(self, function: Callable[..., None]) -> None:
         kinds = [str(p.annotation) for p in inspect.signature(function).parameters.values()][2:]
-        unpacked = ", ".join(_UNPACK[kind].format(i) for i, kind in enumerate(kinds))
-        body = numba.njit(inline="never", **_OPTIONS)(function)
         fmt = "".join("d" if kind == "Float" else "q" for kind in kinds)
-        super().__init__(
-            function.__name__, inspect.getfile(function), [f"body(_begin, _end, {unpacked})"], {"body": body}, fmt
-        )
+        super().__init__(function.__name__, inspect.getfile(function), [function.__qualname__, *kinds], {}, fmt)
+        self._function = function
+        self._kinds = [_KINDS[kind] for kind in kinds]
+        self._asked = 0
         self.__doc__ = function.__doc__
+
+    def pays(self, items: int, compiling: int) -> bool:
+        """Whether machine code should do this work, for callers that can do it without.
+
+        That is so where the cache has it, and as soon as the work asked for would have paid for its compilation.
+
+        Args:
+            items: of this work.
+            compiling: items that take as long without machine code as its compilation does.
+        """
+        if "_compiled" in self.__dict__:
+            return True
+        with self._lock:
+            first, self._asked = self._asked == 0, self._asked + items
+            if first and self._asked <= compiling:
+                with suppress(NotKeptError):
+                    self.__dict__.setdefault("_compiled", self._compile(kept=True))
+            return self._asked > compiling or "_compiled" in self.__dict__
+
+    @cached_property
+    def interpret(self) -> Callable[..., None]:
+        """Python's form of it, called with (begin, end, arguments); arrays of bytes had better be memoryviews."""
+        plain: Callable[..., None] = _plain(self._function)
+        return plain
+
+    def _compile(self, kept: bool = False) -> Any:
+        function = self._function
+        code = function.__code__.replace(co_name=self.name)
+        named = FunctionType(code, function.__globals__, self.name, function.__defaults__, function.__closure__)
+        named.__module__, named.__qualname__ = function.__module__, self.name
+        return compile_kernel(named, self._kinds, _OPTIONS, kept)
+
+
+def _plain(function: Any) -> Any:
+    """A function that calls Python's forms of what the compiled one calls."""
+    names = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
+    plain = {name: _plain(value.py_func) for name, value in names.items() if isinstance(value, PartDispatcher)}
+    plain |= {name: PLAIN[name] for name in names if name in PLAIN}
+    return FunctionType(function.__code__, {**function.__globals__, **plain}, function.__name__)
 
 
 kernel = Kernel
@@ -194,7 +234,7 @@ _NAMESPACE = {
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that kernels may call; LLVM inlines it."""
-    compiled: Callable[..., Any] = numba.njit(inline="never", **_OPTIONS)(function)
+    compiled: Callable[..., Any] = PartDispatcher(function, _OPTIONS)
     return compiled
 
 
@@ -204,5 +244,5 @@ def exact_function(function: Callable[..., Any]) -> Callable[..., Any]:
     For numbers that are compared with thresholds or with each other.
     """
     # Without fastmath=False it would take over the option of the kernel that calls it.
-    compiled: Callable[..., Any] = numba.njit(inline="never", error_model="numpy", fastmath=False)(function)
+    compiled: Callable[..., Any] = PartDispatcher(function, {"error_model": "numpy", "fastmath": False})
     return compiled

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numba
 from llvmlite import ir
 from numba import types
 
-from caffepy.backend.cpu.jit.cache import compile_c_function, compile_loop
-from caffepy.backend.cpu.jit.intrinsics import intrinsic
+from caffepy.backend.cpu.jit.cache import compile_c_function
+from caffepy.backend.cpu.jit.intrinsics import intrinsic, words
 
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 """Of the C function that each kernel is: argument block, begin, end."""
+
+
+_TASK = ctypes.c_int64 * 7
+"""What `_parallel_loop` needs, and the one array that the pool is told of: address, length, distance of elements."""
+_POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+"""The type of numba's `parallel_for`: function, arrays, lengths, steps, data, inner dimensions, arrays, threads."""
 
 
 @intrinsic
@@ -30,14 +39,14 @@ def _call(typing_context: Any, function: Any, block: Any, begin: Any, end: Any) 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
 
-def _parallel_loop(function: int, block: int, items: int, pieces: int) -> None:
-    size = (items + pieces - 1) // pieces
-    for piece in numba.prange(pieces):
-        _call(function, block, piece * size, min(items, (piece + 1) * size))
+def _parallel_loop(first: Any, count: Any, steps: Any, task: Any) -> None:
+    """What numba's pool calls in each thread: `count` pieces from the one that stands in place of an array's address.
 
-
-def _nothing(block: Any, begin: int, end: int) -> None:
-    """A kernel that does nothing, to start the threads with."""
+    The task is the kernel's address, its block, its items and the items of a piece.
+    """
+    begin, size, items = words(first)[0], words(task)[3], words(task)[2]
+    for piece in range(begin, begin + words(count)[0]):
+        _call(words(task)[0], words(task)[1], piece * size, min(items, (piece + 1) * size))
 
 
 def cpu_count() -> int:
@@ -47,6 +56,10 @@ def cpu_count() -> int:
 
 SPINS = 20000
 """How often an idle thread looks for work before it sleeps, about 0.2 ms: longer than the pause between two kernels."""
+
+
+_POOLS = {"omp": "omppool", "tbb": "tbbpool", "workqueue": "workqueue"}
+"""Numba's modules of its threading layers."""
 
 
 class _Threads:
@@ -60,13 +73,14 @@ class _Threads:
         self._lock = threading.Lock()
         self._one_loop: threading.Lock | None = None
         self._loop: Any = None
+        self._address = 0
 
     def _choose_layer(self) -> str:
         if numba.config.THREADING_LAYER != "default":  # the user's choice, NUMBA_THREADING_LAYER
             return str(numba.config.THREADING_LAYER)
-        for layer, module in (("omp", "omppool"), ("tbb", "tbbpool")):
+        for layer in ("omp", "tbb"):
             try:
-                __import__(f"numba.np.ufunc.{module}")
+                importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
             except ImportError:
                 continue
             return layer
@@ -83,13 +97,14 @@ class _Threads:
         if not getattr(parallel, "_is_initialized", False):
             numba.config.NUMBA_NUM_THREADS = max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
             numba.config.THREADING_LAYER = self._choose_layer()
-        loop = compile_loop(_parallel_loop, types.void(types.int64, types.int64, types.int64, types.int64))
-        # The first call starts numba's threads, which is not safe from two threads at once.
-        nothing = compile_c_function(_nothing, KERNEL_SIGNATURE, {})
-        loop(nothing.address, 0, 0, 1)
-        if numba.threading_layer() == "workqueue":
+        parallel._launch_threads()
+        layer = numba.threading_layer()
+        if layer == "workqueue":
             self._one_loop = threading.Lock()
-        self._loop = loop
+        word = types.int64
+        self._address = compile_c_function(_parallel_loop, types.void(word, word, word, word), {}).address
+        pool = importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
+        self._loop = _POOL(pool.parallel_for)
 
     def run(self, function: int, block: int, items: int, pieces: int) -> None:
         """Call function(block, begin, end) on `pieces` threads that share out `items`."""
@@ -98,13 +113,10 @@ class _Threads:
                 if self._loop is None:
                     self._start()
         pieces = min(pieces, numba.config.NUMBA_NUM_THREADS)
-        if numba.get_num_threads() != pieces:  # this thread's own setting
-            numba.set_num_threads(pieces)
-        if self._one_loop is None:
-            self._loop(function, block, items, pieces)
-            return
-        with self._one_loop:
-            self._loop(function, block, items, pieces)
+        task = _TASK(function, block, items, (items + pieces - 1) // pieces, 0, pieces, 1)
+        at = ctypes.addressof(task)
+        with self._one_loop or nullcontext():
+            self._loop(self._address, at + 32, at + 40, at + 48, at, 0, 1, pieces)
 
 
 THREADS = _Threads()

@@ -160,7 +160,7 @@ def test_machine_code_for_other_groups_has_other_names() -> None:
     kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
     kernels += [row_kernel(Lanes(1, 1), row) for row in (Row(3, 1, 1), Row(3, 1, 2), Row(2, 1, 1))]
     kernels += [row_tap_kernel(Lanes(1, 1), row, rows) for row in (Row(3, 1, 1), Row(3, 2, 1)) for rows in (1, 3)]
-    assert len({kernel._namespace["body"].py_func.__qualname__ for kernel in kernels}) == len(kernels)
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
 
 
 @pytest.mark.parametrize(

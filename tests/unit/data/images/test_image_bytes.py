@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.input_ring import ImageSlot
+from caffepy.data.images import image_bytes
 from caffepy.data.images.image_bytes import copy_records
 from caffepy.data.transform import Transformer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
@@ -29,6 +30,23 @@ def index_of(records, large=False):
         mapped=lambda: np.frombuffer(memory, np.uint8), page_size=4096 if large else 1 << 40,
         offsets=np.array(places, np.int64), sizes=np.array(sizes, np.int64),
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """The kernel copies, however few the records are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_bytes._copy_records, "pays", lambda items, compiling: True)
+        yield
+
+
+def test_few_records_are_left_to_the_loader(monkeypatch):
+    monkeypatch.setattr(image_bytes._copy_records, "pays", lambda items, compiling: items > compiling)
+    records = [datum(n) for n in range(4)]
+    monkeypatch.setattr(image_bytes, "_COMPILING", 4)
+    assert copy(records, (3, 4, 5))[0].tolist() == [1] * 4
+    monkeypatch.setattr(image_bytes, "_COMPILING", 3)
+    assert copy(records, (3, 4, 5))[0].tolist() == [0] * 4
 
 
 def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, resolve=None, large=False):

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from caffepy.data.sources import lmdb_index
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.errors import DataError
+
+
+@pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["compiled", "interpreted"])
+def compiled(request):
+    """Whether the walk is done by machine code, or by Python as in a start with an empty cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lmdb_index._walk, "pays", lambda items, compiling: request.param)
+        yield
 
 
 def make(path, records, size=1 << 26, **settings):

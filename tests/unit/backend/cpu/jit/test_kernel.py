@@ -7,23 +7,29 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import backend_checks as checks
 import numpy as np
 import pytest
+from numba import types
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.cpu.jit import cache as cpu_cache
 from caffepy.backend.cpu.jit.kernel import (
     Float,
     Floats,
     Int,
+    Words,
     _documented_address,
     _field_address,
     address_of,
+    device_function,
     exact_function,
     kernel,
 )
+from caffepy.backend.cpu.jit.pipeline import PartDispatcher
 from caffepy.backend.cpu.jit.threads import cpu_count
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -167,3 +173,47 @@ def test_exact_functions_round_the_product_before_they_subtract() -> None:
     out = np.ones(1000, np.float32)
     _remainders.run(1, 1000, 1000, x, y, x * y, out)
     np.testing.assert_array_equal(out, 0)
+
+
+@device_function
+def _doubled(x: Int) -> Int:
+    return 2 * x
+
+
+@kernel
+def _doubles_of(begin: Int, end: Int, x: Words, out: Words) -> None:
+    for i in range(begin, end):
+        out[i] = _doubled(x[i])
+
+
+def test_a_kernel_pays_when_it_is_kept_or_has_been_asked_for_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: tmp_path)
+    cold, later = (kernel(_doubles_of._function) for _ in range(2))
+    assert [cold.pays(items, 10) for items in (4, 6, 1)] == [False, False, True]
+    x, out = np.arange(5), np.zeros(5, np.int64)
+    assert not list(tmp_path.iterdir())
+    cold.run(1, 5, 5, x, out)
+    assert out.tolist() == [0, 2, 4, 6, 8]
+    assert all(path.name.startswith(f"test_kernel.{cold.name}-") for path in tmp_path.iterdir())
+    assert later.pays(1, 10), "it is in the cache"
+
+
+def test_python_computes_what_the_machine_code_does() -> None:
+    x, out = np.arange(5), np.zeros(5, np.int64)
+    _doubles_of.interpret(1, 4, x.data, out)
+    assert out.tolist() == [0, 2, 4, 6, 0]
+
+
+def test_what_kernels_call_is_compiled_with_them_alone() -> None:
+    """Neither machine code nor wrappers are made of it by itself."""
+    assert isinstance(_doubled, PartDispatcher)
+    assert all(part.library.get_pointer_to_function(part.fndesc.llvm_func_name) == 0 for part in _parts(_doubled))
+
+
+def _parts(function: Any) -> list[Any]:
+    function.compile((types.int64,))
+    parts = list(function.overloads.values())
+    assert parts
+    return parts

@@ -1,0 +1,157 @@
+"""What is left of numba's pipeline where functions are compiled for one kernel: LLVM sees each function once.
+
+Numba optimises every function and makes machine code of it, then does so again within all that call it. Here a function
+that kernels call stays as numba's lowering wrote it, until it is linked into a kernel; the whole is optimised there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.binding import Linkage
+from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
+from numba.core.typed_passes import NopythonRewrites
+
+
+class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc,unused-ignore]
+    """A kernel's code: optimised once, when everything that it calls is linked to it."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            # What the C function alone calls need not be kept beside it when it is inlined there.
+            own = function.linkage == Linkage.external and not function.name.startswith("cfunc.")
+            if own and not function.is_declaration:
+                function.linkage = Linkage.internal
+        super()._optimize_final_module()
+
+
+class _PartLibrary(_KernelLibrary):
+    """The code of a function that kernels call: neither optimised nor compiled."""
+
+    def _optimize_final_module(self) -> None:
+        """Left to the kernel."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+
+class KernelCompiler(Compiler):  # type: ignore[misc,unused-ignore]
+    """Compiles a kernel's C function."""
+
+    library_class: type[JITCodeLibrary] = _KernelLibrary
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        state = self.state
+        if state.library is None:
+            state.library = self.library_class(state.targetctx.codegen(), "kernel")
+            state.library.enable_object_caching()
+
+    def define_pipelines(self) -> list[Any]:
+        """Numba's, but for the pass that rewrites expressions of arrays, which kernels do not have."""
+        pipelines: list[Any] = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [entry for entry in pipeline.passes if entry[0] is not NopythonRewrites]
+        return pipelines
+
+
+class _PartCompiler(KernelCompiler):
+    """Compiles a function that kernels call."""
+
+    library_class = _PartLibrary
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        flags = self.state.flags
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+
+    def compile_extra(self, function: Any) -> Any:
+        result = super().compile_extra(function)
+        entry = object()
+        self.state.targetctx.insert_user_function(entry, result.fndesc, [result.library])
+        return result._replace(entry_point=entry)
+
+
+class PartDispatcher(CPUDispatcher):  # type: ignore[misc,unused-ignore]
+    """A function that kernels call; Python cannot call it."""
+
+    def __init__(self, function: Any, options: dict[str, Any]) -> None:
+        super().__init__(function, {}, {"nopython": True, "boundscheck": None, **options}, _PartCompiler)
+
+    def add_overload(self, result: Any) -> None:
+        self.overloads[tuple(result.signature.args)] = result
+
+
+_WORD = ir.IntType(64)
+
+
+class NotKeptError(Exception):
+    """A kernel is not in the cache."""
+
+
+class KernelFunction(CFunc):  # type: ignore[misc,unused-ignore]
+    """A C function void(block, begin, end) that calls a function with (begin, end, arguments out of the block).
+
+    Args:
+        function: what it calls.
+        kinds: types of its arguments behind `begin` and `end`: pointers, int64, float32 (kept as a float64).
+        options: numba's.
+        kept: whether only what the cache has is wanted; else `compile` raises NotKeptError.
+    """
+
+    _compiler: Any
+    _cache: Any
+    _sig: Any
+
+    def __init__(self, function: Any, kinds: list[types.Type], options: dict[str, Any], kept: bool) -> None:
+        super().__init__(function, ((types.int64, types.int64, *kinds), types.void), {}, options, KernelCompiler)
+        self._kept = kept
+
+    def _compile_uncached(self) -> Any:
+        if self._kept:
+            raise NotKeptError
+        self._compiler._customize_flags = _no_wrapper
+        result = self._compiler.compile(self._sig.args, self._sig.return_type)
+        self._write(result.target_context, result.fndesc, result.library)
+        return result
+
+    def _write(self, context: Any, description: Any, library: Any) -> None:
+        """Add the C function."""
+        module = context.create_module("c_function")
+        body = context.declare_function(module, description)
+        c_type = ir.FunctionType(ir.VoidType(), [_WORD.as_pointer(), _WORD, _WORD])
+        function = ir.Function(module, c_type, description.llvm_cfunc_wrapper_name)
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        block, begin, end = function.args
+        arguments = []
+        for i, kind in enumerate(description.argtypes[2:]):
+            word = builder.load(builder.gep(block, [_WORD(i)]))
+            arguments.append(_from_word(builder, word, context.get_value_type(kind)))
+        context.call_conv.call_function(
+            builder, body, description.restype, description.argtypes, [begin, end, *arguments]
+        )
+        builder.ret_void()
+        library.add_ir_module(module)
+
+
+def _from_word(builder: Any, word: Any, kind: Any) -> Any:
+    """An argument out of its word."""
+    if isinstance(kind, ir.PointerType):
+        return builder.inttoptr(word, kind)
+    return word if kind == _WORD else builder.fptrunc(builder.bitcast(word, ir.DoubleType()), kind)
+
+
+def _no_wrapper(flags: Any) -> Any:
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+    return flags
