@@ -39,6 +39,7 @@ class TileConvolution:
     """
 
     gives_sums = False
+    backward_normalised = None
 
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],

@@ -52,6 +52,7 @@ class PlainConvolution:
     """
 
     gives_sums = False
+    backward_normalised = None
 
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
-from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.indexing import MAX_INDEX
 
 MOST_WEIGHTS = 72
 """Weights of a window, and sums of weight gradients that a thread keeps in registers."""
+
+MOST_SHARED_WEIGHTS = 9
+"""Weights of a window whose gradients are computed in one pass with those to data."""
 
 MOST_TILES = 2
 """Tiles that are tried."""
@@ -53,6 +57,26 @@ def tiles(task: Task) -> list[Tile]:
     if task.direction is Direction.WEIGHTS:
         found = [t for t in found if t.channels * math.prod(g.kernel) <= MOST_WEIGHTS]
     return list(dict.fromkeys(t for t in found if channels % t.channels == 0))[:MOST_TILES]
+
+
+def gradients_tile(problem: Problem) -> Tile | None:
+    """The tile with which one pass computes both gradients; None if it does not suit a problem.
+
+    A thread keeps the sums of its weights beside the tile, so windows are at most 3x3 large.
+    """
+    g = problem.geometry
+    if not suits_depthwise(Task(problem, Direction.DATA)) or math.prod(g.kernel) > MOST_SHARED_WEIGHTS:
+        return None
+    chosen = os.environ.get("CAFFEPY_DEPTHWISE", "")
+    if chosen == "off":
+        return None
+    strided, single = max(g.stride) > 1, problem.dtype == "float32"
+    shapes = ((2, 2, 4) if strided else (2, 2, 2) if single else (2, 4, 2), (1, 2, 4))
+    if chosen:
+        first, second, third = map(int, chosen.split(","))
+        shapes = ((first, second, third), shapes[1])
+    channels, rows, columns = next(shape for shape in shapes if problem.x[1] % shape[0] == 0)
+    return Tile(channels, _multiple(rows, g.stride[0]), _multiple(columns, g.stride[1]))
 
 
 def _shapes(task: Task) -> tuple[tuple[int, int, int], ...]:

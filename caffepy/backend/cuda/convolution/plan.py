@@ -19,12 +19,14 @@ from caffepy.backend.cuda.convolution.algorithm import (
     identity,
     write_result,
 )
-from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
+from caffepy.backend.cuda.convolution.depthwise import DepthwiseGradients
+from caffepy.backend.cuda.convolution.depthwise_tiling import gradients_tile, suits_depthwise
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
 from caffepy.backend.cuda.elementwise.launch import apply
+from caffepy.backend.handles import NormalisedGradients
 from caffepy.backend.layout import view
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, NormalisedBottom
 from caffepy.errors import RunError
 
 
@@ -40,6 +42,7 @@ class CudaConvolution:
         self.problem = problem
         self._resources = resources
         self._chosen: dict[Task, Candidate | None] = {}
+        self._gradients: dict[bool, DepthwiseGradients] = {}
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
         """The candidate for a task, None if there is none; `operands` are arrays to time candidates on, if at hand."""
@@ -85,6 +88,31 @@ class CudaConvolution:
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
         task = Task(self.problem, Direction.WEIGHTS)
         self._convolve(task, Operands(x, dy, dweights, accumulate=accumulate))
+
+    @cached_property
+    def backward_normalised(self) -> NormalisedGradients | None:
+        possible = math.prod(self.problem.y) > 0 and gradients_tile(self.problem) is not None
+        return self._both_gradients if possible else None
+
+    def _both_gradients(
+        self, bottom: NormalisedBottom, dy: Array, weights: Array, dx: Array, dweights: Array, accumulate: bool
+    ) -> None:
+        dtype, scratch = self.problem.array_dtype, self._resources.scratch
+        given = Operands(dy, weights, dx, accumulate=accumulate)
+        operands = replace(
+            given,
+            first=self._as_operand(dy, self.problem.y, "converted input", dtype),
+            second=self._as_operand(weights, self.problem.weights, "converted second input", dtype),
+            out=dx if fits(dx, dtype) else view(scratch.get("converted output", dx.size, dtype), self.problem.x),
+        )
+        x = self._as_operand(bottom.x, self.problem.x, "converted third input", dtype)
+        if bottom.relu not in self._gradients:
+            tile = gradients_tile(self.problem)
+            assert tile is not None
+            self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, tile, self._resources)
+        self._gradients[bottom.relu].run_all(replace(bottom, x=x), operands, dweights)
+        if operands.out is not dx:
+            write_result(operands.out, Operands(dy, weights, dx))
 
     def _convolve(self, task: Task, given: Operands) -> None:
         """Bring the arrays into the problem's dtype, run, and bring the result into its own."""
