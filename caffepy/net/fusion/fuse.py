@@ -1,8 +1,9 @@
 """Rewrites a net's list of layers so that neighbours are computed as one.
 
 Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise
-sum, ReLU and Split behind it, its statistics added up by the convolution before it. The layers themselves stay as they
-are, with their parameters; only the net's schedule changes. `fused.py` has the fused layers.
+sum, ReLU and Split behind it, its statistics added up by the convolution before it, its gradient by the depthwise
+convolution right behind it. The layers themselves stay as they are, with their parameters; only the net's schedule
+changes. `fused.py` has the fused layers.
 """
 
 from __future__ import annotations
