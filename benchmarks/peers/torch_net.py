@@ -181,6 +181,7 @@ def build(description: dict[str, Any]) -> tuple[Any, dict[str, Home]]:
     count = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
     if count != learned(description):
         raise SystemExit(f"PyTorch's net learns {count:,} numbers, ours {learned(description):,}: not compared")
+    net.train(description["train"])  # one image of one pixel is no batch to normalise in training
     check_shapes(builder, net)
     return net, builder.homes
 
