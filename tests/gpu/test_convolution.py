@@ -45,7 +45,9 @@ CASES = {
     "LeNet": ((8, 20, 12, 12), 50, window(5)),
     "cifar10": ((4, 32, 8, 8), 64, window(5, 1, 2)),
     "one axis": ((2, 3, 12), 4, Geometry((3,), (2,), (1,), (1,))),
-    "three axes": ((2, 4, 5, 6, 7), 6, Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 2)),
+    "three axes, odd channels": ((2, 3, 5, 6, 7), 10, Geometry((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)),
+    "three axes / 2": ((2, 16, 6, 10, 9), 24, Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3)),
+    "three axes, two groups": ((2, 4, 5, 6, 7), 6, Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 2)),
 }
 
 
@@ -226,7 +228,8 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
 
 @pytest.mark.parametrize("autotune", [False, True])
 @pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet"])
+@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet",
+                                  "three axes / 2"])  # fmt: skip
 def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotune: bool) -> None:
     backend = make(autotune=autotune, deterministic=False)
     with backend.activate():

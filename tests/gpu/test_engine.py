@@ -106,7 +106,37 @@ layer { name: "i2" type: "InnerProduct" bottom: "sig" top: "i2"
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "i2" bottom: "label" top: "loss" }
 """
 """Channels at axis 2 or alone, kernels that reach past the image, sums and products in place."""
-NETS = {"convolutions": CONVOLUTIONS, "residual": RESIDUAL, "separable": SEPARABLE, "unusual": UNUSUAL}
+VOLUMES = (
+    _unit("a", "data", 12, 3)
+    + """
+layer { name: "five" type: "Reshape" bottom: "a" top: "five"
+  reshape_param { axis: 1 num_axes: 1 shape { dim: 4 dim: 3 } } }
+"""
+    + _unit("b", "five", 16, 3)
+    + """
+layer { name: "parts" type: "Slice" bottom: "b" top: "low" top: "high" slice_param { slice_point: 8 } }
+layer { name: "c" type: "Convolution" bottom: "low" top: "c"
+  convolution_param { num_output: 8 kernel_size: 3 pad: 1 group: 2 weight_filler { type: "msra" } } }
+layer { name: "s" type: "Eltwise" bottom: "c" bottom: "high" top: "s" }
+layer { name: "s_r" type: "ReLU" bottom: "s" top: "s" }
+layer { name: "both" type: "Concat" bottom: "s" bottom: "high" top: "both" }
+layer { name: "d" type: "Deconvolution" bottom: "both" top: "d"
+  convolution_param { num_output: 3 kernel_size: 2 stride: 2 weight_filler { type: "msra" } } }
+layer { name: "classes" type: "Softmax" bottom: "d" top: "classes" }
+layer { name: "product" type: "Eltwise" bottom: "classes" bottom: "d" top: "product" eltwise_param { operation: PROD } }
+"""
+    + _unit("e", "product", 10, 3, 2)
+    + """
+layer { name: "mean" type: "Reduction" bottom: "e" top: "mean" reduction_param { operation: MEAN axis: 2 } }
+layer { name: "ip" type: "InnerProduct" bottom: "mean" top: "ip"
+  inner_product_param { num_output: 7 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+)
+"""Convolutions over three axes, between images and volumes."""
+NETS = {
+    "convolutions": CONVOLUTIONS, "residual": RESIDUAL, "separable": SEPARABLE, "unusual": UNUSUAL, "volumes": VOLUMES,
+}  # fmt: skip
 SHAPES = [(8, 3, 20, 20), (5, 1, 13, 11), (1, 7, 12, 12), (6, 33, 9, 15)]
 KINDS = ("FLOAT", "FLOAT16", "BFLOAT16")
 EAGER = ExecutionOptions(eager=True, fuse=False, share=False)

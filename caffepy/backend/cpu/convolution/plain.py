@@ -40,7 +40,7 @@ def turn(  # noqa: PLR0913 -- a kernel
 
 
 class PlainConvolution:
-    """A planned convolution of arrays with the channels before the spatial axes.
+    """A planned convolution of arrays with the channels before the spatial axes: one, or more than three.
 
     Args:
         threads: of the backend.

@@ -7,7 +7,6 @@ slower still.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -27,9 +26,6 @@ CHANNELS = 128
 
 BLOCKS = 4
 """Blocks for each multiprocessor; more would only load weights again."""
-
-RESIDENT = int(os.environ.get("CAFFEPY_DEPTHWISE_RESIDENT", "2"))
-"""Blocks of a multiprocessor that compute both gradients: registers for 512 threads."""
 
 TILES = ("depthwise_tiles",)
 """Files that the kernels' texts begin with."""
@@ -136,17 +132,19 @@ class DepthwiseGradients(DepthwiseConvolution):
         problem: the convolution.
         relu: whether its bottom is rectified.
         tile: of the bottom, that a thread computes.
+        resident: blocks of a multiprocessor at a time, whose registers must do.
         resources: scratch memory.
     """
 
-    def __init__(self, problem: Problem, relu: bool, tile: Tile, resources: Resources) -> None:
+    def __init__(self, problem: Problem, relu: bool, tile: Tile, resident: int, resources: Resources) -> None:
         super().__init__(Task(problem, Direction.DATA, relu=relu), tile, resources)
         self._finish: Any = None
-        self._blocks = int(os.environ.get("CAFFEPY_DEPTHWISE_BLOCKS", "4"))
+        self._resident = resident
+        self._blocks = 2 * resident
         self.prepare()
 
     def prepare(self) -> bool:
-        text, parts = defines(RESIDENT=RESIDENT) + self._settings(), ("split_k", *TILES)
+        text, parts = defines(RESIDENT=self._resident) + self._settings(), ("split_k", *TILES)
         self._kernel = library_kernel("depthwise_gradients", "depthwise_gradients", text, parts)
         self._finish = library_kernel("depthwise_gradients", "finish_gradients", text, parts)
         return True

@@ -107,9 +107,9 @@ class CudaConvolution:
         )
         x = self._as_operand(bottom.x, self.problem.x, "converted third input", dtype)
         if bottom.relu not in self._gradients:
-            tile = gradients_tile(self.problem)
-            assert tile is not None
-            self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, tile, self._resources)
+            chosen = gradients_tile(self.problem)
+            assert chosen is not None
+            self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, *chosen, self._resources)
         self._gradients[bottom.relu].run_all(replace(bottom, x=x), operands, dweights)
         if operands.out is not dx:
             write_result(operands.out, Operands(dy, weights, dx))
