@@ -81,6 +81,13 @@ class DeviceScalars(Protocol):
         """Set the numbers for the work that is queued from now on."""
 
 
+class NormalisedForward(Protocol):
+    """Computes a convolution behind a batch normalisation, whose result it need not read."""
+
+    def __call__(self, bottom: NormalisedBottom, weights: Array, y: Array, sums: Array | None) -> None:
+        """y and its sums as `Convolution.forward` gives them where x was `bottom`, before any rounding to its dtype."""
+
+
 class NormalisedGradients(Protocol):
     """Computes both gradients of a convolution behind a batch normalisation, whose result it need not read."""
 
@@ -116,6 +123,10 @@ class Convolution(Protocol):
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
         """dweights (+)= correlation of x with dy, summed over the batch."""
+
+    @property
+    def forward_normalised(self) -> NormalisedForward | None:
+        """The forward pass behind a normalisation, None where its result had better be written first."""
 
     @property
     def backward_normalised(self) -> NormalisedGradients | None:

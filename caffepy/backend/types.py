@@ -115,13 +115,14 @@ class NormalisedBottom:
         x: what is normalised, of the bottom's shape.
         n: statistics and parameters of the normalisation.
         relu: whether the bottom is max(normal, 0).
-        sums: where the gradients of scale and bias go, float32 (C,) each: `Backend.batch_norm_backward_sums`.
+        sums: where in a backward pass the gradients of scale and bias go, float32 (C,) each:
+            `Backend.batch_norm_backward_sums`.
     """
 
     x: Array
     n: BatchNormState
     relu: bool
-    sums: tuple[Array, Array]
+    sums: tuple[Array, Array] | None = None
 
 
 def convolution_workspace(own: int) -> int:

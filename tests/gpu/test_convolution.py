@@ -253,6 +253,34 @@ def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotun
         arrays.close(dweights, 2 * arrays.dweights, tolerance, "gradient to weights")
 
 
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("depthwise") and "large" not in case])
+def test_a_forward_pass_behind_a_normalisation(
+    make: Callable[..., Any], case: str, dtype: str, relu: bool, summed: bool
+) -> None:
+    from caffepy.backend.types import NormalisedBottom
+
+    backend = make(autotune=False)
+    with backend.activate():
+        arrays = Arrays(backend, case, dtype)
+        problem, tolerance, channels = arrays.problem, TOLERANCE[dtype], arrays.problem.x[1]
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, dtype)
+        s = statistics(backend, channels)
+        x, weights, dy = (numbers(a.get()) for a in (arrays.x, arrays.weights, arrays.dy))
+        normal = s.before_relu(x)
+        expected, _, _ = reference.convolution(np.maximum(normal, 0) if relu else normal, weights, dy, problem.geometry)
+        y, bottom = arrays.output(problem.y), NormalisedBottom(arrays.x, s.device, relu)
+        sums = arrays.output((2, channels), "float32") if summed else None
+        plan.forward_normalised(bottom, arrays.weights, y, sums)
+        arrays.close(y, expected, tolerance, "forward")
+        if sums is not None:
+            off = np.abs(sums[0].get() - expected.sum((0, 2, 3))).max()
+            assert off <= 1e-5 * np.abs(expected).sum((0, 2, 3)).max()
+            arrays.close(sums[1], (expected**2).sum((0, 2, 3)), 3e-5, "squares")
+
+
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", STORAGES)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("depthwise") and "large" not in case])

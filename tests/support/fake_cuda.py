@@ -403,7 +403,9 @@ def run_gradients(backend: Any, dtype: str) -> None:
         x, dy = backend.zeros(x_shape, dtype), backend.zeros((2, channels, size, size), dtype)
         n = BatchNormState(*(backend.zeros((channels,)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
         bottom = NormalisedBottom(x, n, relu, (n.scale, n.bias))
-        assert plan.backward_normalised is not None
+        assert plan.forward_normalised is not None and plan.backward_normalised is not None
+        for sums in (None, backend.zeros((2, channels))):
+            plan.forward_normalised(bottom, backend.zeros(weights_shape, dtype), dy, sums)
         plan.backward_normalised(bottom, dy, backend.zeros(weights_shape, dtype), x, backend.zeros(weights_shape), relu)
 
 

@@ -223,6 +223,7 @@ class MetaConvolution:
     """
 
     gives_sums = True
+    forward_normalised = None
     backward_normalised = None
     """By themselves they read the bottom as well, so memory that is shared by this plan suits both ways."""
 

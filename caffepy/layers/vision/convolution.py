@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caffepy.backend import Array, Convolution
-from caffepy.backend.handles import NormalisedGradients
+from caffepy.backend.handles import NormalisedForward, NormalisedGradients
 from caffepy.backend.types import NormalisedBottom
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, register_layer
@@ -84,6 +84,13 @@ class ConvolutionLayer(BaseConvolutionLayer):
     def gradients(self) -> NormalisedGradients | None:
         """What computes the gradients of weights and bottom in one pass, if both are wanted and it can."""
         return self._plan.backward_normalised if self._x.is_same and self.propagate_to_params[0] else None
+
+    def compute_normalised(
+        self, forward: NormalisedForward, bottom: NormalisedBottom, y: Blob, sums: Array | None
+    ) -> None:
+        """The top's data by `forward`, and their sums."""
+        forward(bottom, self._filters(self.weights()), self._y.target(y.data), sums)
+        self._y.push(y.data)
 
     def propagate_normalised(
         self, gradients: NormalisedGradients, bottom: NormalisedBottom, dy: Array, dx: Array

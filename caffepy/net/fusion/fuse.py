@@ -251,4 +251,4 @@ class Fusion:
                 continue
             norm, wanted = source.layer, source.need_backward and source.propagate_down[0]
             if isinstance(norm, FusedNormalisation) and norm.is_plain and source.tops == node.bottoms and wanted:
-                node.layer.source = (norm, source.bottoms[0])
+                node.layer.source, norm.reader = (norm, source.bottoms[0]), node.layer

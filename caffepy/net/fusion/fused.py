@@ -102,6 +102,8 @@ class FusedNormalisation(FusedLayer):
         self._gradient_tops = list(gradient_tops)
         self.sums: Array | None = None
         """Where the convolution before adds up its output."""
+        self.reader: MeasuredConvolution | None = None
+        """The only reader of the only top, if it may work the top out by itself."""
         self._measured = False
         self._mask: ScratchBuffer | None = None
         self._added: tuple[Array, Array] | None = None
@@ -119,9 +121,10 @@ class FusedNormalisation(FusedLayer):
         """Whether the only top is the normalised bottom, perhaps rectified, with statistics of this pass."""
         return not (self._adds or self.uses_stored) and self._gradient_tops == [True]
 
-    def as_bottom(self, x: Array) -> NormalisedBottom:
-        """The only top as its reader's bottom; who asks adds up its gradient before this layer's backward pass."""
-        self._added = self._gradient_targets()
+    def as_bottom(self, x: Array, backward: bool) -> NormalisedBottom:
+        """The only top as its reader's bottom; in a backward pass, who asks adds up its gradient before this layer."""
+        if backward:
+            self._added = self._gradient_targets()
         return NormalisedBottom(x, self._normalisation(), self._relu, self._added)
 
     def sums_for(self, channels: int) -> Array:
@@ -161,6 +164,8 @@ class FusedNormalisation(FusedLayer):
         else:
             self._norm.compute_statistics(x.data, n)
         self._measured, self._added = False, None
+        if self.reader is not None and self.reader.normalises:
+            return
         residual = bottom[1].data if self._adds else None
         y = top[0].data
         mask = None if self._mask is None else self._mask.array
@@ -223,7 +228,7 @@ class FusedNormalisation(FusedLayer):
 class MeasuredConvolution(FusedLayer):
     """A Convolution that adds up its output for the BatchNorm behind it, where its plan can do so for nothing.
 
-    Likewise its bottom's gradient for a BatchNorm before it.
+    Likewise its bottom's gradient for a BatchNorm before it. Such a bottom is worked out in both passes and not filled.
     """
 
     def __init__(self, convolution: ConvolutionLayer, norm: FusedNormalisation) -> None:
@@ -233,6 +238,12 @@ class MeasuredConvolution(FusedLayer):
         self.source: tuple[FusedNormalisation, Blob] | None = None
         """The only writer of the bottom, which has no other reader, and what that one normalises."""
 
+    @property
+    def normalises(self) -> bool:
+        """Whether neither pass reads the bottom."""
+        first = self._convolution
+        return self.source is not None and first.gradients is not None and first.plan.forward_normalised is not None
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._convolution.reshape(bottom, top)
 
@@ -240,7 +251,12 @@ class MeasuredConvolution(FusedLayer):
         first = self._convolution
         single_device = self.context.all_reduce_mean is None
         sums = self._normalisation.sums_for(top[0].shape[1]) if single_device and first.plan.gives_sums else None
-        first.compute(bottom[0], top[0], sums=sums)
+        forward = first.plan.forward_normalised
+        if self.source is None or forward is None or not self.normalises:
+            first.compute(bottom[0], top[0], sums=sums)
+            return
+        norm, x = self.source
+        first.compute_normalised(forward, norm.as_bottom(x.data, False), top[0], sums)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         gradients = self._convolution.gradients if propagate_down[0] else None
@@ -248,4 +264,4 @@ class MeasuredConvolution(FusedLayer):
             self._convolution.backward(top, propagate_down, bottom)
             return
         norm, x = self.source
-        self._convolution.propagate_normalised(gradients, norm.as_bottom(x.data), top[0].diff, bottom[0].diff)
+        self._convolution.propagate_normalised(gradients, norm.as_bottom(x.data, True), top[0].diff, bottom[0].diff)

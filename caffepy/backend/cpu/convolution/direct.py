@@ -39,6 +39,7 @@ class TileConvolution:
     """
 
     gives_sums = False
+    forward_normalised = None
     backward_normalised = None
 
     def __init__(

@@ -52,6 +52,7 @@ class PlainConvolution:
     """
 
     gives_sums = False
+    forward_normalised = None
     backward_normalised = None
 
     def __init__(

@@ -27,6 +27,9 @@ CHANNELS = 128
 BLOCKS = 4
 """Blocks for each multiprocessor; more would only load weights again."""
 
+NOTHING = np.uint64(0)
+"""A pointer that is not used."""
+
 TILES = ("depthwise_tiles",)
 """Files that the kernels' texts begin with."""
 
@@ -50,10 +53,13 @@ class DepthwiseConvolution:
         resources: scratch memory.
     """
 
+    rectified: bool | None = None
+    """Of a bottom that is normalised while it is loaded, whether it is rectified as well."""
+
     def __init__(self, task: Task, tile: Tile, resources: Resources) -> None:
         self.name = tile.name
+        self.tile = tile
         self._task = task
-        self._tile = tile
         self._resources = resources
         self._kernel: Any = None
         self._blocks = BLOCKS
@@ -70,11 +76,11 @@ class DepthwiseConvolution:
     def _lay_out(self) -> None:
         """The grid: as many packs of channels side by side as the channels divide into evenly."""
         images, channels, height, width = self._result
-        packs = channels // self._tile.channels
-        self._across = -(-packs * self._tile.channels // CHANNELS)
+        packs = channels // self.tile.channels
+        self._across = -(-packs * self.tile.channels // CHANNELS)
         side = -(-packs // self._across)
         self._block = (side, THREADS // side)
-        rows, columns = -(-height // self._tile.rows), -(-width // self._tile.columns)
+        rows, columns = -(-height // self.tile.rows), -(-width // self.tile.columns)
         self._tiles = images * rows * columns
         self._arguments = (
             height, width, *self._source[2:], packs, self._tiles, rows, divider(rows), columns, divider(columns),
@@ -92,10 +98,10 @@ class DepthwiseConvolution:
         pairs = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), (g.kernel, g.stride, g.pad, g.dilation), strict=True)
         geometry = {f"{name}_{axis}": n for name, pair in pairs for axis, n in zip("HW", pair, strict=True)}
         return defines(
-            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], WIDTH=self._tile.channels,
-            TILE_H=self._tile.rows, TILE_W=self._tile.columns, DATA=int(task.direction is Direction.DATA),
+            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], WIDTH=self.tile.channels,
+            TILE_H=self.tile.rows, TILE_W=self.tile.columns, DATA=int(task.direction is Direction.DATA),
             BIAS=int(task.bias), RELU=int(task.relu), SUMS=int(task.sums), THREADS=THREADS, CHANNELS=CHANNELS,
-            **geometry,
+            NORMALISED=int(self.rectified is not None), RECTIFIED=int(bool(self.rectified)), **geometry,
         )  # fmt: skip
 
     def run(self, operands: Operands) -> None:
@@ -106,10 +112,14 @@ class DepthwiseConvolution:
             self._launch(number, raw(operands.first), raw(operands.second), parts)
             sum_parts(parts, raw(operands.out), number, operands.accumulate)
             return
-        nothing = np.uint64(0)
-        bias = nothing if operands.bias is None else raw(operands.bias)
-        parts = nothing if operands.sums is None else self._parts(number, operands.sums)
-        self._launch(number, raw(operands.first), raw(operands.second), bias, raw(operands.out), parts)
+        self._convolve(number, operands, (NOTHING,) * 4)
+
+    def _convolve(self, number: int, operands: Operands, per_channel: tuple[Any, ...]) -> None:
+        """Results that are no gradient to weights; `per_channel`: what the bottom is normalised with."""
+        bias = NOTHING if operands.bias is None else raw(operands.bias)
+        parts = NOTHING if operands.sums is None else self._parts(number, operands.sums)
+        arrays = (raw(operands.first), raw(operands.second), bias, *per_channel, raw(operands.out), parts)
+        self._launch(number, *arrays)
         if operands.sums is not None:
             sum_parts(parts, raw(operands.sums), number, False)
 
@@ -123,6 +133,27 @@ class DepthwiseConvolution:
 
     def _launch(self, number: int, *arrays: Any) -> None:
         launch_blocks(self._kernel, (self._across, number), self._block, (*arrays, *self._arguments))
+
+
+class DepthwiseNormalised(DepthwiseConvolution):
+    """A forward pass that normalises its bottom while it loads it.
+
+    Args:
+        task: the convolution's forward pass.
+        rectified: whether the bottom is rectified.
+        tile: of the top, that a thread computes.
+        resources: scratch memory.
+    """
+
+    def __init__(self, task: Task, rectified: bool, tile: Tile, resources: Resources) -> None:
+        super().__init__(task, tile, resources)
+        self.rectified = rectified
+        self.prepare()
+
+    def run_normalised(self, bottom: NormalisedBottom, operands: Operands) -> None:
+        """One launch, and one more that adds up the blocks' sums; `operands.first` is what is normalised."""
+        n = bottom.n
+        self._convolve(self._down(), operands, tuple(map(raw, (n.mean, n.inverse, n.scale, n.bias))))
 
 
 class DepthwiseGradients(DepthwiseConvolution):
@@ -157,6 +188,7 @@ class DepthwiseGradients(DepthwiseConvolution):
             operands: dy, the weights and dx; whether dweights are added to.
             dweights: float32.
         """
+        assert bottom.sums is not None
         n, number, channels = bottom.n, self._down(), self._task.problem.x[1]
         size = dweights.size + 2 * channels
         parts = self._resources.scratch.get("parts of sums", number * size)

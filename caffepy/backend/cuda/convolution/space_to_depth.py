@@ -100,7 +100,7 @@ def pad_channels(problem: Problem, channels: int, outputs: int) -> EquivalentPro
     x_padded, w_padded = (x[0], channels, *x[2:]), (outputs, channels, *w[2:])
     inner = Problem(x_padded, w_padded, problem.geometry, problem.dtype)
     pairs = ((x, x_padded), (w, w_padded), (y, (y[0], outputs, *y[2:])))
-    return EquivalentProblem(inner, *(SpaceToDepth(*map(_as_planes, pair)) for pair in pairs))
+    return EquivalentProblem(inner, *(SpaceToDepth(_as_planes(old), _as_planes(new)) for old, new in pairs))
 
 
 def _as_planes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,11 +18,8 @@ depthwise_gradients(const STORED *x, const STORED *dy, const STORED *weights, co
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.x * channels + thread, all = packs * WIDTH;
     const bool holds = thread < channels && channel < all;
     load_weights(w, weights, packs);
-    if (holds) {  // the same bits as `fold` of columns.cu
-        factors[thread] = __fmul_rn(inverse[channel], scale[channel]);
-        shifts[thread] = __fmaf_rn(-mean[channel], factors[thread], bias[channel]);
-        means[thread] = mean[channel];
-    }
+    load_normalisation(factors, shifts, mean, inverse, scale, bias, packs);
+    if (holds) means[thread] = mean[channel];
     __syncthreads();
     Values gradients[AREA] = {}, first = {}, second = {};
     for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; pack < packs && tile < tiles;

@@ -56,6 +56,16 @@ __device__ __forceinline__ void load_row(Raw (&row)[Across::LENGTH], const STORE
     }
 }
 
+// The batch normalisation of each of the block's channels as factor * x + shift: the same bits as `fold` of columns.cu.
+__device__ __forceinline__ void load_normalisation(float *factors, float *shifts, const float *mean, const float *inverse,
+                                                   const float *scale, const float *beta, int packs) {
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
+    const int channel = blockIdx.x * channels + thread;
+    if (thread >= channels || channel >= packs * WIDTH) return;
+    factors[thread] = __fmul_rn(inverse[channel], scale[channel]);
+    shifts[thread] = __fmaf_rn(-mean[channel], factors[thread], beta[channel]);
+}
+
 // Adds up a number of each of a thread's channels over the threads of a block that have the same channels, always in the
 // same order. The first blockDim.x * WIDTH threads get the sums of the block's channels, one each.
 __device__ __forceinline__ float sum_of_block(const Values &values, float *shared) {

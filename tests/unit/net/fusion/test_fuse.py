@@ -12,6 +12,7 @@ from caffepy.backend import create_backend
 from caffepy.backend.types import NormalisedBottom
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
+from caffepy.net.fusion.fused import FusedNormalisation
 from caffepy.proto import caffe_pb2
 
 CPU = create_backend(None, 1)
@@ -405,10 +406,17 @@ class GradientsInOnePass:
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
-        self.calls = 0
+        self.calls = self.forward_calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plan, name)
+
+    def forward_normalised(self, bottom: NormalisedBottom, weights: Any, y: Any, sums: Any) -> None:
+        assert sums is None
+        self.forward_calls += 1
+        x = CPU.zeros(bottom.x.shape)
+        CPU.batch_norm_forward(bottom.x, bottom.n, x, None, bottom.relu, None)
+        self._plan.forward(x, weights, None, y)
 
     def backward_normalised(
         self, bottom: NormalisedBottom, dy: Any, weights: Any, dx: Any, dweights: Any, accumulate: bool
@@ -447,9 +455,20 @@ def test_gradients_in_one_pass_are_those_of_the_single_layers(
     in_one_pass: list[GradientsInOnePass], between: str, passes: int
 ) -> None:
     ours = run(build(SEPARABLE % between, True), passes)
-    assert [plan.calls for plan in in_one_pass] == [0, passes]
+    assert [(plan.calls, plan.forward_calls) for plan in in_one_pass] == [(0, 0), (passes, passes)]
     for key, values in run(build(SEPARABLE % between, False), passes).items():
         np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
+
+
+def test_a_bottom_that_is_normalised_while_it_is_loaded_is_not_written(in_one_pass: list[GradientsInOnePass]) -> None:
+    net = build(SEPARABLE % relu("a"), True)
+    written = []
+    for node in net.schedule:
+        if isinstance(node.layer, FusedNormalisation):
+            net.backend.fill(node.tops[0].data, 7.0)
+            net.forward()
+            written.append(bool((node.tops[0].data != 7.0).any()))
+    assert written == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -467,6 +486,6 @@ def test_gradients_are_computed_by_themselves_where_more_is_asked_for(
 ) -> None:
     text = (SEPARABLE % relu("a")).replace("pad: 1 group: 8", "pad: 1").replace(*change)
     ours = run(build(text, True), 1)
-    assert not any(plan.calls for plan in in_one_pass)
+    assert not any(plan.calls or plan.forward_calls for plan in in_one_pass)
     for key, values in run(build(text, False), 1).items():
         np.testing.assert_allclose(ours[key], values, rtol=2e-4, atol=2e-5, err_msg=key)
