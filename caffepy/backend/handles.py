@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from caffepy.backend.types import Array, Counter
+from caffepy.backend.types import Array, Counter, NormalisedBottom
 
 
 class Graph(Protocol):
@@ -81,6 +81,22 @@ class DeviceScalars(Protocol):
         """Set the numbers for the work that is queued from now on."""
 
 
+class NormalisedForward(Protocol):
+    """Computes a convolution behind a batch normalisation, whose result it need not read."""
+
+    def __call__(self, bottom: NormalisedBottom, weights: Array, y: Array, sums: Array | None) -> None:
+        """y and its sums as `Convolution.forward` gives them where x was `bottom`, before any rounding to its dtype."""
+
+
+class NormalisedGradients(Protocol):
+    """Computes both gradients of a convolution behind a batch normalisation, whose result it need not read."""
+
+    def __call__(
+        self, bottom: NormalisedBottom, dy: Array, weights: Array, dx: Array, dweights: Array, accumulate: bool
+    ) -> None:
+        """dx and dweights (+)= what both backward passes give where x was `bottom`, and `bottom.sums` of dx."""
+
+
 class Convolution(Protocol):
     """A convolution of fixed shapes, planned once (algorithm, workspace) and run many times.
 
@@ -107,3 +123,11 @@ class Convolution(Protocol):
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
         """dweights (+)= correlation of x with dy, summed over the batch."""
+
+    @property
+    def forward_normalised(self) -> NormalisedForward | None:
+        """The forward pass behind a normalisation, None where its result had better be written first."""
+
+    @property
+    def backward_normalised(self) -> NormalisedGradients | None:
+        """Both gradients in one pass, None where they had better be computed by themselves."""

@@ -5,10 +5,10 @@ A layer says what is computed, a backend how. A backend belongs to one device an
 knows which of them it runs on. What primitives are given is in `types.py`, what a backend hands out in `handles.py`;
 primitives that move elements by index are in `row_primitives.py`, those of input in `input_ring.py`.
 
-Arrays are NumPy's or CuPy's. Their logical order is Caffe's (N, C, H, W); in memory a 4-D array that the
-backend allocated is channels last (N, H, W, C), all others are C-contiguous. Two arrays of one shape from
-one backend therefore have the same strides, and a primitive may treat them as flat in memory order; an array that is a
-slice of another (Concat, Slice) may only be given to `copy` and `add`.
+Arrays are NumPy's or CuPy's. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W); in memory such an image
+that the backend allocated is channels last, (N, H, W, C) or (N, D, H, W, C), all others are C-contiguous. Two arrays of
+one shape from one backend therefore have the same strides, and a primitive may treat them as flat in memory order; an
+array that is a slice of another (Concat, Slice) may only be given to `copy` and `add`.
 
 Elements are float32, or where a net asks for it float16 or bfloat16 (`DTYPES`); a bfloat16 array has the dtype uint16
 and holds the upper halves of float32 numbers. Whatever the dtype, primitives compute and sum in float32 or
@@ -163,7 +163,7 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
         """The elements in logical (C) order under another shape: a view if memory order allows, else a copy.
 
-        The result is C-contiguous when `shape` is not 4-D; for 4-D it has this backend's order.
+        An image has the backend's order, all else is C-contiguous.
         """
 
     @abstractmethod

@@ -1,19 +1,21 @@
 """How arrays lie in memory: which order their axes have there, and what they are aligned to.
 
-A 4-D array (N, C, H, W) is channels last: it lies in memory as (N, H, W, C). All others are C-contiguous.
+Images, (N, C, H, W) or (N, C, D, H, W), are channels last: they lie in memory as (N, H, W, C) or (N, D, H, W, C).
+Arrays of other numbers of axes are C-contiguous.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from caffepy.backend.types import Array
 
-CHANNELS_LAST = (0, 2, 3, 1)
-"""Axes of an (N, C, H, W) array in the order in which they lie in memory."""
+CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+"""For each number of axes of an image their order in memory."""
 
-CHANNELS_FIRST = (0, 3, 1, 2)
-"""Axes of an (N, H, W, C) array in the order N, C, H, W."""
+CHANNELS_FIRST = {4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
+"""Axes of the same with the channels last, in the order N, C, D, H, W."""
 
 ARENA_ALIGNMENT = 512
 """Arrays that share an arena begin at multiples of so many bytes, as those that CUDA allocates."""
@@ -37,25 +39,29 @@ def aligned_bytes(size: int) -> int:
 
 def memory_axes(ndim: int) -> tuple[int, ...]:
     """Logical axes in the order in which they lie in memory, outermost first."""
-    return CHANNELS_LAST if ndim == 4 else tuple(range(ndim))
+    return CHANNELS_LAST.get(ndim) or tuple(range(ndim))
 
 
 def memory_order(array: Array) -> Array:
     """The array with its axes in the order in which they lie in memory; a view."""
-    return array.transpose(CHANNELS_LAST) if array.ndim == 4 else array
+    return array.transpose(CHANNELS_LAST[array.ndim]) if array.ndim in CHANNELS_LAST else array
 
 
 def view(flat: Array, shape: tuple[int, ...]) -> Array:
     """The elements of a 1-D array in memory order as an array of a logical shape."""
-    if len(shape) != 4:
+    if len(shape) not in CHANNELS_LAST:
         return flat.reshape(shape)
-    n, c, h, w = shape
-    return flat.reshape(n, h, w, c).transpose(CHANNELS_FIRST)
+    return flat.reshape([shape[axis] for axis in CHANNELS_LAST[len(shape)]]).transpose(CHANNELS_FIRST[len(shape)])
 
 
 def is_plain(shape: tuple[int, ...]) -> bool:
     """Whether memory order and logical (C) order are the same for a shape."""
-    return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
+    return len(shape) not in CHANNELS_LAST or shape[1] == 1 or math.prod(shape[2:]) == 1
+
+
+def channels_and_pixels(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(C, pixels) of an image's samples; of other arrays each element is a channel."""
+    return (shape[1], math.prod(shape[2:])) if len(shape) in CHANNELS_LAST else (math.prod(shape[1:]), 1)
 
 
 @lru_cache(maxsize=4096)

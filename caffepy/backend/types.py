@@ -107,6 +107,24 @@ class BatchNormState:
     fraction: float
 
 
+@dataclass(frozen=True)
+class NormalisedBottom:
+    """The bottom of a convolution, as the batch normalisation that it comes from.
+
+    Args:
+        x: what is normalised, of the bottom's shape.
+        n: statistics and parameters of the normalisation.
+        relu: whether the bottom is max(normal, 0).
+        sums: where in a backward pass the gradients of scale and bias go, float32 (C,) each:
+            `Backend.batch_norm_backward_sums`.
+    """
+
+    x: Array
+    n: BatchNormState
+    relu: bool
+    sums: tuple[Array, Array] | None = None
+
+
 def convolution_workspace(own: int) -> int:
     """Bytes that a convolution on a GPU may use beside its arrays of `own` bytes: small nets should stay small."""
     return min(2**30, 2**25 + 4 * own)

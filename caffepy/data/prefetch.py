@@ -77,7 +77,7 @@ class Batch:
         self._memory = memory
 
     def array(self, top: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The array of a top, of the given logical shape; 4-D ones are channels last in memory, as on the devices."""
+        """The array of a top, of the given logical shape; images are channels last in memory, as on the devices."""
         if self.arrays[top].shape != shape:
             flat = self._memory(4 * math.prod(shape)).view(np.float32)
             self.arrays[top] = view(flat, shape)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from caffepy.backend.interface import Backend
+from caffepy.backend.layout import is_plain
 from caffepy.backend.types import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.errors import ConfigError
@@ -168,16 +169,11 @@ class ParameterTable:
             raise layer.error(f"{message}; shape mismatch: {shapes} (share_mode: PERMISSIVE compares counts only)")
         if layer.blobs[index].count != owner.blob.count:
             raise layer.error(f"{message}; count mismatch: {shapes}")
-        if not (_in_logical_order(shape) and _in_logical_order(owner.blob.shape)):
+        if not (is_plain(shape) and is_plain(owner.blob.shape)):
             raise layer.error(
                 f"{message}: {shapes}; sharing across shapes is possible only where memory order is the logical order, "
                 "not for convolution weights"
             )
-
-
-def _in_logical_order(shape: tuple[int, ...]) -> bool:
-    """Whether a backend stores the elements of such an array in logical order (4-D arrays are channels last)."""
-    return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
 
 
 class ParameterBuffer:

@@ -10,6 +10,7 @@ from typing import Any
 import convolution_reference as reference
 import numpy as np
 import pytest
+from normalise_checks import spread, statistics
 
 from caffepy.backend import Geometry
 
@@ -44,7 +45,9 @@ CASES = {
     "LeNet": ((8, 20, 12, 12), 50, window(5)),
     "cifar10": ((4, 32, 8, 8), 64, window(5, 1, 2)),
     "one axis": ((2, 3, 12), 4, Geometry((3,), (2,), (1,), (1,))),
-    "three axes": ((2, 4, 5, 6, 7), 6, Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 2)),
+    "three axes, odd channels": ((2, 3, 5, 6, 7), 10, Geometry((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)),
+    "three axes / 2": ((2, 16, 6, 10, 9), 24, Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3)),
+    "three axes, two groups": ((2, 4, 5, 6, 7), 6, Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 2)),
 }
 
 
@@ -225,7 +228,8 @@ def check_candidate(arrays: Arrays, task: Any, candidate: Any) -> None:
 
 @pytest.mark.parametrize("autotune", [False, True])
 @pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet"])
+@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet",
+                                  "three axes / 2"])  # fmt: skip
 def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotune: bool) -> None:
     backend = make(autotune=autotune, deterministic=False)
     with backend.activate():
@@ -247,6 +251,70 @@ def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotun
         plan.backward_weights(arrays.x, arrays.dy, dweights, accumulate=False)
         plan.backward_weights(arrays.x, arrays.dy, dweights, accumulate=True)
         arrays.close(dweights, 2 * arrays.dweights, tolerance, "gradient to weights")
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("depthwise") and "large" not in case])
+def test_a_forward_pass_behind_a_normalisation(
+    make: Callable[..., Any], case: str, dtype: str, relu: bool, summed: bool
+) -> None:
+    from caffepy.backend.types import NormalisedBottom
+
+    backend = make(autotune=False)
+    with backend.activate():
+        arrays = Arrays(backend, case, dtype)
+        problem, tolerance, channels = arrays.problem, TOLERANCE[dtype], arrays.problem.x[1]
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, dtype)
+        s = statistics(backend, channels)
+        x, weights, dy = (numbers(a.get()) for a in (arrays.x, arrays.weights, arrays.dy))
+        normal = s.before_relu(x)
+        expected, _, _ = reference.convolution(np.maximum(normal, 0) if relu else normal, weights, dy, problem.geometry)
+        y, bottom = arrays.output(problem.y), NormalisedBottom(arrays.x, s.device, relu)
+        sums = arrays.output((2, channels), "float32") if summed else None
+        plan.forward_normalised(bottom, arrays.weights, y, sums)
+        arrays.close(y, expected, tolerance, "forward")
+        if sums is not None:
+            off = np.abs(sums[0].get() - expected.sum((0, 2, 3))).max()
+            assert off <= 1e-5 * np.abs(expected).sum((0, 2, 3)).max()
+            arrays.close(sums[1], (expected**2).sum((0, 2, 3)), 3e-5, "squares")
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("depthwise") and "large" not in case])
+def test_both_gradients_behind_a_normalisation(make: Callable[..., Any], case: str, dtype: str, relu: bool) -> None:
+    from caffepy.backend.types import NormalisedBottom
+
+    backend = make(autotune=False)
+    with backend.activate():
+        arrays = Arrays(backend, case, dtype)
+        problem, tolerance, channels = arrays.problem, TOLERANCE[dtype], arrays.problem.x[1]
+        plan = backend.plan_convolution(problem.x, problem.weights, problem.geometry, dtype)
+        s = statistics(backend, channels)
+        x, weights, dy = (numbers(a.get()) for a in (arrays.x, arrays.weights, arrays.dy))
+        normal = s.before_relu(x)
+        _, dx, dweights = reference.convolution(
+            np.maximum(normal, 0) if relu else normal, weights, dy, problem.geometry
+        )
+        g = np.where(normal > 0, dx, 0) if relu else dx
+        centred = (x - spread(s.host["mean"], 4)) * spread(s.host["inverse"], 4)
+        results = []
+        for accumulate in (False, True):
+            found = [arrays.output(problem.x), *(arrays.output((channels,), "float32") for _ in "ab")]
+            results.append(found)
+            if not accumulate:
+                sums = arrays.output(problem.weights, "float32")
+            bottom = NormalisedBottom(arrays.x, s.device, relu, (found[1], found[2]))
+            plan.backward_normalised(bottom, arrays.dy, arrays.weights, found[0], sums, accumulate)
+        for first, second in zip(*results, strict=True):
+            assert np.array_equal(first.get(), second.get())
+        arrays.close(results[0][0], dx, tolerance, "gradient to data")
+        arrays.close(sums, 2 * dweights, 1e-5, "gradient to weights")
+        for found, expected in ((results[0][1], g * centred), (results[0][2], g)):
+            off = np.abs(found.get() - expected.sum((0, 2, 3))).max()
+            assert off <= 1e-5 * np.abs(expected).sum((0, 2, 3)).max()
 
 
 def test_arrays_of_another_storage_are_converted(make: Callable[..., Any]) -> None:

@@ -77,7 +77,8 @@ def test_slices(backend: Backend, old: str, new: str, axis: int, shape: tuple[in
 
 @dtypes
 @pytest.mark.parametrize(
-    "shape", [(4, 50, 4, 4), (2, 256, 6, 6), (3, 3, 20, 30), (1, 40, 1, 33), (2, 17, 33, 5), (2, 4, 3, 2)]
+    "shape",
+    [(4, 50, 4, 4), (2, 256, 6, 6), (3, 3, 20, 30), (1, 40, 1, 33), (2, 17, 33, 5), (2, 4, 3, 2), (3, 8, 4, 5, 6)],
 )
 def test_channels_last_to_c_order_and_back(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
     array, values = stored(backend, 5, shape, dtype)

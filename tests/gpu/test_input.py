@@ -100,7 +100,8 @@ def test_images_are_the_cpus(backend, shape, whole_mean, dtype):
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (3, 5), (2, 3, 4, 5), (1, 2, 3, 4, 5), (33, 3, 9, 9)])
 def test_values_are_rounded_once(backend, shape, dtype):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 100
-    in_memory = np.ascontiguousarray(values.transpose(0, 2, 3, 1) if len(shape) == 4 else values).reshape(-1)
+    last = (0, *range(2, len(shape)), 1) if len(shape) in (4, 5) else tuple(range(len(shape)))
+    in_memory = np.ascontiguousarray(values.transpose(last)).reshape(-1)
     ring = backend.input_ring(256 + aligned_size(4 * values.size), 1, 4)
     source = pinned(backend, in_memory.view(np.uint8))
     ring.put(3, 1, [(256, source)], lambda: None)

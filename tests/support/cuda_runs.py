@@ -160,6 +160,9 @@ def run_windows(backend: Any, dtype: str) -> None:
             backend.pool_max_backward(y, mask, x, geometry)
         backend.pool_average_forward(x, y, geometry)
         backend.pool_average_backward(y, x, geometry)
+        y, mask = zeros((2, channels, 1, 1)), zeros((2, channels, 1, 1), "int32")
+        backend.pool_max_forward(x, y, mask, Geometry((12, 12), (1, 1), (0, 0), (1, 1)))
+        backend.pool_average_forward(x, y, Geometry((12, 12), (1, 1), (0, 0), (1, 1)))
         for size in (3, 40):
             backend.lrn_across_forward(x, x, None, LrnWindow(size, 0.1, 0.75))
             backend.lrn_across_backward(x, None, None, x, x, LrnWindow(size, 0.1, 0.75))
@@ -205,6 +208,24 @@ def run_batch_norm(backend: Any, dtype: str) -> None:
             backend.relu_backward(x, x, x, bias, False)
         for count in (2, 3, 5, 11):
             backend.add_n([backend.zeros(shape, dtype) for _ in range(count)], x)
+
+
+def run_gradients(backend: Any, dtype: str) -> None:
+    """Both gradients of depthwise convolutions behind a batch normalisation, in one pass."""
+    from caffepy.backend import Geometry
+    from caffepy.backend.types import BatchNormState, NormalisedBottom
+
+    for channels, stride, relu in itertools.product((16, 5), (1, 2), (True, False)):
+        x_shape, weights_shape, size = (2, channels, 8, 8), (channels, 1, 3, 3), 8 // stride
+        geometry = Geometry((3, 3), (stride, stride), (1, 1), (1, 1), channels)
+        plan = backend.plan_convolution(x_shape, weights_shape, geometry, dtype)
+        x, dy = backend.zeros(x_shape, dtype), backend.zeros((2, channels, size, size), dtype)
+        n = BatchNormState(*(backend.zeros((channels,)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
+        bottom = NormalisedBottom(x, n, relu, (n.scale, n.bias))
+        assert plan.forward_normalised is not None and plan.backward_normalised is not None
+        for sums in (None, backend.zeros((2, channels))):
+            plan.forward_normalised(bottom, backend.zeros(weights_shape, dtype), dy, sums)
+        plan.backward_normalised(bottom, dy, backend.zeros(weights_shape, dtype), x, backend.zeros(weights_shape), relu)
 
 
 def run_copies(backend: Any) -> None:
@@ -287,6 +308,7 @@ def main() -> int:
     for dtype in BLOB_DTYPES.values():
         run_windows(backend, dtype)
         run_batch_norm(backend, dtype)
+        run_gradients(backend, dtype)
     run_softmax(backend)
     run_copies(backend)
     run_recurrent(backend)

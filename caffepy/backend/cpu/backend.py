@@ -30,7 +30,7 @@ from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.handles import AsyncCopy, Convolution
-from caffepy.backend.layout import is_plain, memory_order
+from caffepy.backend.layout import CHANNELS_LAST, is_plain, memory_order
 from caffepy.backend.types import Array, Counter, Geometry, LrnWindow, RandomStream
 from caffepy.errors import DeviceError, OutOfMemoryError
 
@@ -126,7 +126,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         if array.flags.c_contiguous and is_plain(shape):
             return self.view(array.reshape(-1), shape)
         result = self.zeros(shape, array.dtype.name)
-        if len(shape) == 4:
+        if len(shape) in CHANNELS_LAST:
             result[...] = array.reshape(shape)
         else:
             result.reshape(array.shape)[...] = array
@@ -157,13 +157,13 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     def _extents(self, shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, int] | None:
         """(outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if not adjacent there."""
-        last = len(shape) == 4
-        if axes == 0 or (axis == 0 and axes in (1, 4) if last else axes != 4):
+        last = len(shape) in CHANNELS_LAST
+        if axes == 0 or (axis == 0 and axes in (1, len(shape)) if last else axes not in CHANNELS_LAST):
             return (
                 math.prod(shape[:axis]), math.prod(shape[axis : axis + axes]), math.prod(shape[axis + axes :])
             )  # fmt: skip
         if last and axis == 1 and axes == 1:
-            return shape[0] * shape[2] * shape[3], shape[1], 1
+            return shape[0] * math.prod(shape[2:]), shape[1], 1
         return None
 
     def _spread(self, channel: Array, shape: tuple[int, ...], axis: int) -> Array:

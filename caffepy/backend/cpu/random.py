@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel
+from caffepy.backend.layout import channels_and_pixels
 from caffepy.backend.types import RandomStream
 
 _WORD = np.uint64(0xFFFFFFFF)
@@ -63,7 +64,7 @@ def random_uniform(threads: int, out: Any, stream: RandomStream, pass_number: in
     """See `Backend.random_uniform`."""
     samples = out.shape[0] if out.ndim else 1
     count = out.size // max(1, samples)
-    channels, pixels = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (1, count)
+    channels, pixels = channels_and_pixels(out.shape)
     quads = -(-count // 4)
     key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
     uniform.run(threads, samples * quads, 1024, out, count, pixels, channels, quads, first_sample, pass_number, *key)

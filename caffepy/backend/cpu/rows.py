@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu import roi
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, kernel
-from caffepy.backend.layout import memory_order
+from caffepy.backend.layout import CHANNELS_LAST, memory_order
 from caffepy.backend.row_primitives import RowPrimitives, SparseMatrix
 from caffepy.backend.types import Array, Geometry
 
@@ -99,7 +99,8 @@ def product(  # noqa: PLR0913 -- a kernel
 def spatial_product(threads: int, matrix: SparseMatrix, x: Any, y: Any) -> None:
     """See `RowPrimitives.spatial_product`."""
     rows, width = matrix.shape
-    outer, inner = (x.shape[0], x.shape[1]) if x.ndim == 4 else (x.shape[0] * x.shape[1], 1)
+    last = x.ndim in CHANNELS_LAST
+    outer, inner = (x.shape[0], x.shape[1]) if last else (x.shape[0] * x.shape[1], 1)
     grain = max(1, GRAIN // max(inner, 1))
     product.run(threads, outer * rows, grain, matrix.begins, matrix.columns, matrix.weights, x, y, rows, width, inner)
 

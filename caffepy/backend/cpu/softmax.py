@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel
+from caffepy.backend.layout import is_plain
 
 GRAIN = 2048
 """Elements below which a second thread costs more than it saves."""
@@ -136,12 +137,10 @@ def ranks(  # noqa: PLR0913 -- a kernel
 
 def _extents(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
     """(outer, classes, inner) in memory order, with positions in logical order; None if the two disagree."""
-    if len(shape) == 4:
-        if axis == 1 or shape[2] * shape[3] == 1:
-            shape = (shape[0] * shape[2] * shape[3], shape[1]) if axis == 1 else (shape[0], shape[1], *shape[2:])
-            axis = 1 if axis == 1 else axis
-        elif shape[1] != 1:
+    if not is_plain(shape):
+        if axis != 1:
             return None
+        shape = (shape[0] * math.prod(shape[2:]), shape[1])
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 

@@ -24,6 +24,15 @@ MOST_WINDOWS = 9
 SMALL_AREA = 9
 """Elements of a window up to which overlapping windows are computed two at a time."""
 
+LARGE_PLANE = 16
+"""Pixels of a window from which on many threads share it, where it is the whole plane."""
+
+MOST_IMAGES = 65535
+"""Blocks of a grid along its second axis."""
+
+FULL = 132
+"""Blocks with which most multiprocessors have work."""
+
 FEW_CHANNELS = 4
 """Channels of a thread up to which it has registers for that."""
 
@@ -45,7 +54,8 @@ class Launch(NamedTuple):
     """A kernel ready to be launched for any arrays of the same description."""
 
     kernel: Any
-    blocks: int
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
     arguments: tuple[Any, ...]
 
 
@@ -63,7 +73,7 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
         every = (first, last) if mask is None else (first, last, raw(mask))
         if mask is not None and name.endswith("backward"):
             every = (first, raw(mask), last)
-        plan.kernel((plan.blocks,), (THREADS,), (*every, *plan.arguments))
+        plan.kernel(plan.grid, plan.block, (*every, *plan.arguments))
 
 
 @lru_cache(maxsize=1024)
@@ -82,9 +92,29 @@ def _plan(case: Pooling) -> Launch | None:
         return None
     text = _geometry_text(g) + defines(STORED=case.element, WIDTH=case.width, TILES=int(tiles))
     text += defines(MASK=case.mask, TOGETHER=_together(case)) if case.mask else ""
+    if _is_whole_plane(case):
+        return _plan_whole(case, text)
     walk = [argument for n in (packs, columns, rows) for argument in (np.uint32(n), divider(n))]
     sizes = tuple(np.int32(n) for n in (*case.image[2:], *case.pooled[2:]))
-    return Launch(library_kernel("pooling", case.name, text), -(-count // THREADS), (*sizes, *walk, np.uint32(count)))
+    kernel = library_kernel("pooling", case.name, text)
+    return Launch(kernel, (-(-count // THREADS),), (THREADS,), (*sizes, *walk, np.uint32(count)))
+
+
+def _is_whole_plane(case: Pooling) -> bool:
+    """Whether a forward pass has one large window, the whole plane, for which a thread would take long."""
+    g, plane = case.geometry, case.image[2:]
+    few = case.image[0] <= MOST_IMAGES and math.prod(plane) >= LARGE_PLANE
+    return few and case.name.endswith("forward") and g.kernel == plane and case.pooled[2:] == (1, 1) and not any(g.pad)
+
+
+def _plan_whole(case: Pooling, text: str) -> Launch:
+    """Fewer packs side by side, and more threads for each, until there are blocks for all multiprocessors."""
+    images, packs, pixels = case.image[0], case.image[1] // case.width, math.prod(case.image[2:])
+    side = 8
+    while side > 2 and (side > packs or images * -(-packs // side) < FULL):
+        side //= 2
+    kernel = library_kernel("pooling", case.name.replace("forward", "whole"), text)
+    return Launch(kernel, (-(-packs // side), images), (side, THREADS // side), (np.uint32(pixels), np.uint32(packs)))
 
 
 def _rows_and_columns(case: Pooling, tiles: bool) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy as np
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, divider, library_kernel
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import raw
+from caffepy.backend.layout import channels_and_pixels
 from caffepy.backend.types import Array, Counter, RandomStream
 
 LOW = 0xFFFFFFFF
@@ -34,7 +35,7 @@ def _run(arrays: tuple[Array, ...], numbers: tuple[Any, ...], stream: RandomStre
     if out.size == 0:
         return
     elements = out.size // out.shape[0]
-    channels, pixels = (out.shape[1], out.shape[2] * out.shape[3]) if out.ndim == 4 else (elements, 1)
+    channels, pixels = channels_and_pixels(tuple(out.shape))
     axes: tuple[Any, ...]
     quads = False
     if channels > 1 and pixels > 1:

@@ -223,6 +223,9 @@ class MetaConvolution:
     """
 
     gives_sums = True
+    forward_normalised = None
+    backward_normalised = None
+    """By themselves they read the bottom as well, so memory that is shared by this plan suits both ways."""
 
     def __init__(self, backend: MetaBackend, own: int) -> None:
         self._backend = backend

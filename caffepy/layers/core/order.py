@@ -1,6 +1,6 @@
 """Elements of an array under another shape, in logical order, whatever the order in memory.
 
-The only module where layers depend on 4-D arrays being channels last: Flatten, Reshape, InnerProduct, convolutions
+The only module where layers depend on images being channels last: Flatten, Reshape, InnerProduct, convolutions
 whose channels are not axis 1, and losses whose bottoms have different shapes of one count.
 """
 
@@ -10,11 +10,7 @@ import math
 from functools import cached_property
 
 from caffepy.backend import Array, Backend
-
-
-def memory_is_logical(shape: tuple[int, ...]) -> bool:
-    """Whether arrays of this shape lie in logical order: all but 4-D ones with several channels and pixels."""
-    return len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1
+from caffepy.backend.layout import is_plain
 
 
 def by_samples(backend: Backend, array: Array) -> Array:
@@ -44,7 +40,7 @@ class Reordered:
         self._backend = backend
         self._dtype = dtype
         self._other = other
-        self.is_view = shape == other or (memory_is_logical(shape) and memory_is_logical(other))
+        self.is_view = shape == other or (is_plain(shape) and is_plain(other))
 
     def pull(self, array: Array) -> Array:
         """The elements of `array` under the other shape; where it is a copy, the next pull overwrites it."""
@@ -66,9 +62,9 @@ class Reordered:
     def transfer(self, source: Array, destination: Array) -> None:
         """Copy between arrays of the two shapes, either way."""
         backend = self._backend
-        if memory_is_logical(source.shape):
+        if is_plain(source.shape):
             backend.copy(backend.flat(source).reshape(destination.shape), destination)
-        elif memory_is_logical(destination.shape):
+        elif is_plain(destination.shape):
             backend.copy(source, backend.flat(destination).reshape(source.shape))
         else:
             backend.copy(source, self._row.reshape(source.shape))

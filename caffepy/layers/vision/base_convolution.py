@@ -32,21 +32,21 @@ class Operand:
     """
 
     def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
-        self._is_same = shape == larger
+        self.is_same = shape == larger
         self._reordered = Reordered(backend, shape, planned, dtype)
         self._extended = Extended(backend, planned, larger, dtype)
 
     def pull(self, array: Array) -> Array:
         """What an array holds; where it is a copy, the next pull overwrites it."""
-        return array if self._is_same else self._extended.pull(self._reordered.pull(array))
+        return array if self.is_same else self._extended.pull(self._reordered.pull(array))
 
     def target(self, array: Array) -> Array:
         """The array to write the elements of `array` to; call `push` afterwards."""
-        return array if self._is_same else self._extended.target(self._reordered.target(array))
+        return array if self.is_same else self._extended.target(self._reordered.target(array))
 
     def push(self, array: Array) -> None:
         """Copy from `target(array)` to `array`, unless it is a view of it."""
-        if not self._is_same:
+        if not self.is_same:
             self._extended.push(self._reordered.target(array))
             self._reordered.push(array)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from caffepy.backend import Array, Convolution
+from caffepy.backend.handles import NormalisedForward, NormalisedGradients
+from caffepy.backend.types import NormalisedBottom
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, Shape
@@ -77,6 +79,25 @@ class ConvolutionLayer(BaseConvolutionLayer):
         self._bias_gradient([y.diff for y in top])
         for x, y, wanted in zip(bottom, top, propagate_down, strict=True):
             self.propagate(x, y.diff, wanted)
+
+    @property
+    def gradients(self) -> NormalisedGradients | None:
+        """What computes the gradients of weights and bottom in one pass, if both are wanted and it can."""
+        return self._plan.backward_normalised if self._x.is_same and self.propagate_to_params[0] else None
+
+    def compute_normalised(
+        self, forward: NormalisedForward, bottom: NormalisedBottom, y: Blob, sums: Array | None
+    ) -> None:
+        """The top's data by `forward`, and their sums."""
+        forward(bottom, self._filters(self.weights()), self._y.target(y.data), sums)
+        self._y.push(y.data)
+
+    def propagate_normalised(
+        self, gradients: NormalisedGradients, bottom: NormalisedBottom, dy: Array, dx: Array
+    ) -> None:
+        """`gradients` of the weights and the bottom, and what the normalisation that the bottom comes from needs."""
+        filters, dweights = self._filters(self.weights()), self._filters(self.blobs[0].diff)
+        gradients(bottom, self._y.pull(dy), filters, dx, dweights, self.accumulate(0))
 
     def propagate(self, x: Blob, dy: Array, down: bool) -> None:
         """The gradients of the weights and, if `down`, of the bottom, given that of the top."""

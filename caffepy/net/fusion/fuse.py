@@ -1,8 +1,9 @@
 """Rewrites a net's list of layers so that neighbours are computed as one.
 
 Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise
-sum, ReLU and Split behind it, its statistics added up by the convolution before it. The layers themselves stay as they
-are, with their parameters; only the net's schedule changes. `fused.py` has the fused layers.
+sum, ReLU and Split behind it, its statistics added up by the convolution before it, its gradient by the depthwise
+convolution right behind it. The layers themselves stay as they are, with their parameters; only the net's schedule
+changes. `fused.py` has the fused layers.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Fusion:
             if index not in self._claimed and node.layer.type in ("Convolution", "InnerProduct"):
                 self._fuse_activation(index)
         order = range(len(self._nodes))
+        self._add_up_in_convolutions()
         return [self._result.get(i, self._nodes[i]) for i in order if i in self._result or i not in self._claimed]
 
     # -- who reads what ------------------------------------------------------------------------------
@@ -240,3 +242,13 @@ class Fusion:
         if isinstance(first, ConvolutionLayer) and first.axis == 1 and len(node.tops) == 1 and first.bias is None:
             measured = MeasuredConvolution(first, norm)
             self._claim([writer], Node(measured, node.bottoms, node.tops, node.propagate_down, node.need_backward))
+
+    def _add_up_in_convolutions(self) -> None:
+        """Tell convolutions which normalisation stands right before them and has no other reader."""
+        for index, node in self._result.items():
+            source = self._result.get(index - 1)
+            if source is None or not isinstance(node.layer, MeasuredConvolution):
+                continue
+            norm, wanted = source.layer, source.need_backward and source.propagate_down[0]
+            if isinstance(norm, FusedNormalisation) and norm.is_plain and source.tops == node.bottoms and wanted:
+                node.layer.source, norm.reader = (norm, source.bottoms[0]), node.layer

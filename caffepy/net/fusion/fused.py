@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, expression
-from caffepy.backend.types import BatchNormState, mask_bytes
+from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
+from caffepy.blob import Blob
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.buffer import ScratchBuffer
@@ -101,8 +102,12 @@ class FusedNormalisation(FusedLayer):
         self._gradient_tops = list(gradient_tops)
         self.sums: Array | None = None
         """Where the convolution before adds up its output."""
+        self.reader: MeasuredConvolution | None = None
+        """The only reader of the only top, if it may work the top out by itself."""
         self._measured = False
         self._mask: ScratchBuffer | None = None
+        self._added: tuple[Array, Array] | None = None
+        """The sums over the top's gradient, if the layer that computed that added them up."""
         channels = norm.blobs[0].shape
         self._sum_dy_x, self._sum_dy = (self.backend.zeros(channels) for _ in range(2))
 
@@ -110,6 +115,17 @@ class FusedNormalisation(FusedLayer):
     def uses_stored(self) -> bool:
         """Whether mean and variance are the stored ones."""
         return self._norm.uses_stored
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the only top is the normalised bottom, perhaps rectified, with statistics of this pass."""
+        return not (self._adds or self.uses_stored) and self._gradient_tops == [True]
+
+    def as_bottom(self, x: Array, backward: bool) -> NormalisedBottom:
+        """The only top as its reader's bottom; in a backward pass, who asks adds up its gradient before this layer."""
+        if backward:
+            self._added = self._gradient_targets()
+        return NormalisedBottom(x, self._normalisation(), self._relu, self._added)
 
     def sums_for(self, channels: int) -> Array:
         """A buffer for sums of the bottom by channel, (2, C); the next forward pass takes its statistics from it."""
@@ -147,7 +163,9 @@ class FusedNormalisation(FusedLayer):
             self._norm.keep_statistics()
         else:
             self._norm.compute_statistics(x.data, n)
-        self._measured = False
+        self._measured, self._added = False, None
+        if self.reader is not None and self.reader.normalises:
+            return
         residual = bottom[1].data if self._adds else None
         y = top[0].data
         mask = None if self._mask is None else self._mask.array
@@ -160,9 +178,11 @@ class FusedNormalisation(FusedLayer):
         wanted = [blob for blob, comes in zip(top, self._gradient_tops, strict=True) if comes] or list(top[:1])
         dys = [blob.diff for blob in wanted]
         total = self._total(dys, bottom, propagate_down)
-        scale, bias = self._gradient_targets()
-        mask = None if self._mask is None else self._mask.array
-        self.backend.batch_norm_backward_sums(x, dys, n, (scale, bias), self._relu, mask, total)
+        scale, bias = self._added or self._gradient_targets()
+        if self._added is None:
+            mask = None if self._mask is None else self._mask.array
+            self.backend.batch_norm_backward_sums(x, dys, n, (scale, bias), self._relu, mask, total)
+        self._added = None
         self._add_to_parameters(scale, bias)
         if propagate_down[0]:
             dy = dys[0] if total is None else total
@@ -206,12 +226,23 @@ class FusedNormalisation(FusedLayer):
 
 
 class MeasuredConvolution(FusedLayer):
-    """A Convolution that adds up its output for the BatchNorm behind it, where its plan can do so for nothing."""
+    """A Convolution that adds up its output for the BatchNorm behind it, where its plan can do so for nothing.
+
+    Likewise its bottom's gradient for a BatchNorm before it. Such a bottom is worked out in both passes and not filled.
+    """
 
     def __init__(self, convolution: ConvolutionLayer, norm: FusedNormalisation) -> None:
         super().__init__([convolution])
         self._convolution = convolution
         self._normalisation = norm
+        self.source: tuple[FusedNormalisation, Blob] | None = None
+        """The only writer of the bottom, which has no other reader, and what that one normalises."""
+
+    @property
+    def normalises(self) -> bool:
+        """Whether neither pass reads the bottom."""
+        first = self._convolution
+        return self.source is not None and first.gradients is not None and first.plan.forward_normalised is not None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._convolution.reshape(bottom, top)
@@ -220,7 +251,17 @@ class MeasuredConvolution(FusedLayer):
         first = self._convolution
         single_device = self.context.all_reduce_mean is None
         sums = self._normalisation.sums_for(top[0].shape[1]) if single_device and first.plan.gives_sums else None
-        first.compute(bottom[0], top[0], sums=sums)
+        forward = first.plan.forward_normalised
+        if self.source is None or forward is None or not self.normalises:
+            first.compute(bottom[0], top[0], sums=sums)
+            return
+        norm, x = self.source
+        first.compute_normalised(forward, norm.as_bottom(x.data, False), top[0], sums)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        self._convolution.backward(top, propagate_down, bottom)
+        gradients = self._convolution.gradients if propagate_down[0] else None
+        if self.source is None or gradients is None:
+            self._convolution.backward(top, propagate_down, bottom)
+            return
+        norm, x = self.source
+        self._convolution.propagate_normalised(gradients, norm.as_bottom(x.data, True), top[0].diff, bottom[0].diff)

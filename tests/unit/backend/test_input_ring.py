@@ -72,7 +72,8 @@ def test_images_are_those_of_the_plain_formula(shape, more, whole_mean, mirror, 
 def test_values_have_the_order_of_the_memory(shape):
     backend = create_backend()
     values = np.random.default_rng(0).random(shape, np.float32)
-    in_memory = np.ascontiguousarray(values.transpose(0, 2, 3, 1) if len(shape) == 4 else values).reshape(-1)
+    last = (0, *range(2, len(shape)), 1) if len(shape) in (4, 5) else tuple(range(len(shape)))
+    in_memory = np.ascontiguousarray(values.transpose(last)).reshape(-1)
     ring = backend.input_ring(2048, 1, 4)
     ring.put(0, 1, [(0, np.zeros(256, np.uint8)), (256, in_memory.view(np.uint8))], lambda: None)
     out = backend.zeros(shape)

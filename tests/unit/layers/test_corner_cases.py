@@ -294,6 +294,41 @@ CASES: dict[str, tuple[Any, ...]] = {
     "slices of the batch by the old name": (
         layer("Slice", "slice_param", "slice_dim: 0"), [X4], lambda x: tuple(np.split(x, 2)), {"tops": 2},
     ),
+    "concatenated volumes": (
+        layer("Concat"), [X5, X5[:, :1]], lambda *xs: np.concatenate(xs, 1),
+    ),
+    "slices of volumes": (
+        layer("Slice", "slice_param", "slice_point: 1"), [X5], lambda x: tuple(np.split(x, [1], 1)), {"tops": 2},
+    ),
+    "volumes scaled by channel": (
+        layer("Scale", "scale_param", f"bias_term: true filler {RANDOM} bias_filler {RANDOM}"), [X5],
+        lambda x, a, b: x * a[:, None, None, None] + b[:, None, None, None],
+    ),
+    "volumes scaled by position": (
+        layer("Scale", "scale_param", f"axis: 2 num_axes: 3 filler {RANDOM}"), [X5], lambda x, a: x * a,
+    ),
+    "volumes scaled by element": (
+        layer("Scale", "scale_param", f"axis: 1 num_axes: -1 filler {RANDOM}"), [X5], lambda x, a: x * a,
+    ),
+    "softmax over the channels of volumes": (
+        layer("Softmax"), [X5], lambda x: np.exp(x) / np.exp(x).sum(1, keepdims=True),
+    ),
+    "softmax over the rows of volumes": (
+        layer("Softmax", "softmax_param", "axis: 3"), [X5], lambda x: np.exp(x) / np.exp(x).sum(3, keepdims=True),
+    ),
+    "inner product of volumes": (
+        layer("InnerProduct", "inner_product_param", f"num_output: 3 {W}"), [X5],
+        lambda x, w, b: x.reshape(2, -1) @ w.T + b,
+    ),
+    "volumes as images": (
+        layer("Reshape", "reshape_param", "axis: 1 num_axes: 2 shape { dim: 12 }"), [X5],
+        lambda x: x.reshape(2, 12, 3, 5),
+    ),
+    "images as volumes": (
+        layer("Reshape", "reshape_param", "axis: 1 num_axes: 1 shape { dim: 2 dim: 2 }"), [X4],
+        lambda x: x.reshape(2, 2, 2, 5, 6),
+    ),
+    "sums of volumes": (layer("Reduction", "reduction_param", "axis: 2"), [X5], lambda x: x.sum((2, 3, 4))),
     "three coefficients": (
         layer("Eltwise", "eltwise_param", "coeff: 2 coeff: 0 coeff: -1"), [X3, X3 + 1, X3 * 2],
         lambda a, b, c: 2 * a - c + 0 * b,

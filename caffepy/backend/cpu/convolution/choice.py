@@ -8,6 +8,7 @@ from caffepy.backend.cpu.convolution.plain import PlainConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution, is_product
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.handles import Convolution
+from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Geometry
 
 
@@ -20,6 +21,6 @@ def plan_convolution(
         kind = NarrowConvolution
     elif is_product(x_shape, weights_shape, geometry):
         kind = ProductConvolution
-    if len(x_shape) == 4:
+    if len(x_shape) in CHANNELS_LAST:
         return kind(threads, workspace, x_shape, weights_shape, geometry)
     return PlainConvolution(threads, workspace, x_shape, weights_shape, geometry, kind)

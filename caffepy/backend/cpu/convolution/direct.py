@@ -41,6 +41,8 @@ class TileConvolution:
     """
 
     gives_sums = False
+    forward_normalised = None
+    backward_normalised = None
 
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],

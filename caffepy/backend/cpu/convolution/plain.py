@@ -49,7 +49,7 @@ def turn(  # noqa: PLR0913 -- a kernel
 
 
 class PlainConvolution:
-    """A planned convolution of arrays with the channels before the spatial axes.
+    """A planned convolution of arrays with the channels before the spatial axes: one, or more than three.
 
     Args:
         threads: of the backend.
@@ -61,6 +61,8 @@ class PlainConvolution:
     """
 
     gives_sums = False
+    forward_normalised = None
+    backward_normalised = None
 
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],

@@ -24,7 +24,7 @@ from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.memory import Scratch
-from caffepy.backend.layout import view
+from caffepy.backend.layout import CHANNELS_LAST, view
 from caffepy.backend.types import Array
 
 ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
@@ -118,7 +118,7 @@ def rounds_bias(task: Task) -> bool:
 def cudnn_candidates(
     task: Task, resources: Resources, kind: Plans = Plans.READY, rounded: bool | None = None
 ) -> Iterator[CudnnPlan]:
-    """Plans over the blobs as they lie: channels last for two spatial axes, C order otherwise.
+    """Plans over the blobs as they lie: channels last for two and three spatial axes.
 
     Args:
         task: what to compute.
@@ -129,7 +129,7 @@ def cudnn_candidates(
     problem = task.problem
     if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
         return
-    last = len(problem.x) == 4
+    last = len(problem.x) in CHANNELS_LAST
     if rounds_bias(task) and kind is Plans.READY and rounded is not False:
         yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{ROUNDED_BIAS} ")
     if rounded is not True:
@@ -142,7 +142,8 @@ def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
     item = 4 if problem.dtype == "float32" else 2
     groups = problem.geometry.group
     sizes = (problem.x[1] // groups, problem.weights[0] // groups)
-    if len(problem.x) == 4 and 1 < groups <= MOST_SPLIT_GROUPS and all(size * item % 16 == 0 for size in sizes):
+    aligned = all(size * item % 16 == 0 for size in sizes)
+    if len(problem.x) in CHANNELS_LAST and 1 < groups <= MOST_SPLIT_GROUPS and aligned:
         graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounds_bias(task))
         yield from _plans(graph, Plans.READY, "split cuDNN ")
 

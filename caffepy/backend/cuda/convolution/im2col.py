@@ -19,7 +19,7 @@ COLUMNS_LIMIT = 2**26
 
 
 def _channels_last(array: Array) -> Array:
-    """The array as (N, spatial..., C), contiguous: a view for 4-D blobs, a copy for others."""
+    """The array as (N, spatial..., C), contiguous: a view for images, a copy for others."""
     return cupy.ascontiguousarray(array.transpose(0, *range(2, array.ndim), 1))
 
 

@@ -19,12 +19,14 @@ from caffepy.backend.cuda.convolution.algorithm import (
     identity,
     write_result,
 )
-from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
+from caffepy.backend.cuda.convolution.depthwise import DepthwiseConvolution, DepthwiseGradients, DepthwiseNormalised
+from caffepy.backend.cuda.convolution.depthwise_tiling import gradients_tile, suits_depthwise, tiles
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
 from caffepy.backend.cuda.elementwise.launch import apply
+from caffepy.backend.handles import NormalisedForward, NormalisedGradients
 from caffepy.backend.layout import view
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, NormalisedBottom
 from caffepy.errors import RunError
 
 
@@ -40,6 +42,8 @@ class CudaConvolution:
         self.problem = problem
         self._resources = resources
         self._chosen: dict[Task, Candidate | None] = {}
+        self._gradients: dict[bool, DepthwiseGradients] = {}
+        self._normalised: dict[tuple[Task, bool], DepthwiseNormalised] = {}
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
         """The candidate for a task, None if there is none; `operands` are arrays to time candidates on, if at hand."""
@@ -85,6 +89,51 @@ class CudaConvolution:
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
         task = Task(self.problem, Direction.WEIGHTS)
         self._convolve(task, Operands(x, dy, dweights, accumulate=accumulate))
+
+    @cached_property
+    def backward_normalised(self) -> NormalisedGradients | None:
+        possible = math.prod(self.problem.y) > 0 and gradients_tile(self.problem) is not None
+        return self._both_gradients if possible else None
+
+    @cached_property
+    def forward_normalised(self) -> NormalisedForward | None:
+        return None if self.backward_normalised is None else self._forward_normalised
+
+    def _forward_normalised(self, bottom: NormalisedBottom, weights: Array, y: Array, sums: Array | None) -> None:
+        dtype, task = self.problem.array_dtype, Task(self.problem, Direction.FORWARD, sums=sums is not None)
+        operands = Operands(
+            self._as_operand(bottom.x, self.problem.x, "converted input", dtype),
+            self._as_operand(weights, self.problem.weights, "converted second input", dtype),
+            y if fits(y, dtype) else view(self._resources.scratch.get("converted output", y.size, dtype), y.shape),
+            sums=sums,
+        )
+        if (task, bottom.relu) not in self._normalised:
+            chosen = self.candidate(task, None)  # its tile is the fastest with a bottom that is normalised before
+            tile = chosen.tile if isinstance(chosen, DepthwiseConvolution) else tiles(task)[0]
+            self._normalised[task, bottom.relu] = DepthwiseNormalised(task, bottom.relu, tile, self._resources)
+        self._normalised[task, bottom.relu].run_normalised(bottom, operands)
+        if operands.out is not y:
+            write_result(operands.out, Operands(bottom.x, weights, y))
+
+    def _both_gradients(
+        self, bottom: NormalisedBottom, dy: Array, weights: Array, dx: Array, dweights: Array, accumulate: bool
+    ) -> None:
+        dtype, scratch = self.problem.array_dtype, self._resources.scratch
+        given = Operands(dy, weights, dx, accumulate=accumulate)
+        operands = replace(
+            given,
+            first=self._as_operand(dy, self.problem.y, "converted input", dtype),
+            second=self._as_operand(weights, self.problem.weights, "converted second input", dtype),
+            out=dx if fits(dx, dtype) else view(scratch.get("converted output", dx.size, dtype), self.problem.x),
+        )
+        x = self._as_operand(bottom.x, self.problem.x, "converted third input", dtype)
+        if bottom.relu not in self._gradients:
+            chosen = gradients_tile(self.problem)
+            assert chosen is not None
+            self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, *chosen, self._resources)
+        self._gradients[bottom.relu].run_all(replace(bottom, x=x), operands, dweights)
+        if operands.out is not dx:
+            write_result(operands.out, Operands(dy, weights, dx))
 
     def _convolve(self, task: Task, given: Operands) -> None:
         """Bring the arrays into the problem's dtype, run, and bring the result into its own."""

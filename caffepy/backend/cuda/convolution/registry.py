@@ -28,6 +28,7 @@ from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.elementwise.reduce import reduce
 from caffepy.backend.elementwise import Channel, Each, expression
+from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array
 
 MOST_GROUPS = 4
@@ -145,7 +146,8 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
     if task != task.plain:
         return [*families, unfused]
     families.append(_cudnn(task, resources, Plans.FALLBACK))
-    copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=True)
+    # Over three axes few engines take channels that are no multiple of a load's.
+    copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
     preferred = _prefers_products(task, resources)
     unrolling = not (preferred or is_pointwise(task.problem.geometry))
     products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=unrolling)
@@ -168,7 +170,7 @@ def _cudnn(task: Task, resources: Resources, kind: Plans) -> AlgorithmFamily:
 
 
 def _copied(task: Task, resources: Resources) -> list[Candidate]:
-    return [CopiedCudnn(task, resources)] if len(task.problem.x) == 4 else []
+    return [CopiedCudnn(task, resources)] if len(task.problem.x) in CHANNELS_LAST else []
 
 
 def _prefers_products(task: Task, resources: Resources) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from caffepy.backend.cuda.convolution.problem import Direction, Problem
-from caffepy.backend.layout import round_up
+from caffepy.backend.layout import CHANNELS_LAST, round_up
 from caffepy.backend.types import Geometry, convolution_workspace
 
 MAX_CHANNELS = 64
@@ -25,7 +25,7 @@ class SpaceToDepth:
     """How one array is rearranged.
 
     Args:
-        source: shape (N, C, H, W) of the array.
+        source: shape (N, C, H, W) of the array, of which a third spatial axis is part of H.
         target: shape (N, C', H', W') afterwards.
         block: side of the block of pixels that becomes one pixel.
         pad: rows and columns of zeros before the first.
@@ -66,14 +66,14 @@ class EquivalentProblem:
 
 def equivalent_problems(problem: Problem, direction: Direction) -> Iterator[tuple[str, EquivalentProblem]]:
     """Prefixes of candidates' names, and problems: with gathered rows or blocks if C is small, padded if C is odd."""
-    if len(problem.x) != 4 or problem.geometry.group != 1:
+    if len(problem.x) not in CHANNELS_LAST or problem.geometry.group != 1:
         return
     item = 4 if problem.dtype == "float32" else 2
     unit = 16 // item
     channels, outputs = problem.x[1], round_up(problem.weights[0], unit)
     step = problem.geometry.stride[0]
     inner = round_up(channels * step * step, unit)
-    if _has_blocks(problem) and inner <= MAX_CHANNELS:
+    if len(problem.x) == 4 and _has_blocks(problem) and inner <= MAX_CHANNELS:
         blocks = space_to_depth(problem, inner, outputs)
         if direction is not Direction.DATA and channels < unit and blocks.problem.geometry.kernel[1] > 1:
             rows = gather_rows(blocks)
@@ -99,9 +99,13 @@ def pad_channels(problem: Problem, channels: int, outputs: int) -> EquivalentPro
     x, w, y = problem.x, problem.weights, problem.y
     x_padded, w_padded = (x[0], channels, *x[2:]), (outputs, channels, *w[2:])
     inner = Problem(x_padded, w_padded, problem.geometry, problem.dtype)
-    return EquivalentProblem(
-        inner, SpaceToDepth(x, x_padded), SpaceToDepth(w, w_padded), SpaceToDepth(y, (y[0], outputs, *y[2:]))
-    )
+    pairs = ((x, x_padded), (w, w_padded), (y, (y[0], outputs, *y[2:])))
+    return EquivalentProblem(inner, *(SpaceToDepth(_as_planes(old), _as_planes(new)) for old, new in pairs))
+
+
+def _as_planes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(N, C, H, W), with all spatial axes but the last as H."""
+    return (*shape[:2], math.prod(shape[2:-1]), shape[-1])
 
 
 def space_to_depth(problem: Problem, channels: int, outputs: int) -> EquivalentProblem:

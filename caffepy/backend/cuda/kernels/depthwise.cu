@@ -1,87 +1,17 @@
-// Convolutions of each channel by a window of its own, over channels-last arrays. What limits them is memory, so a thread
-// computes a tile of TILE_H x TILE_W results of WIDTH neighbouring channels: it loads a pixel once for all windows over it.
+// Convolutions of each channel by a window of its own, put after depthwise_tiles.cu.
 //
-// A block is blockDim.x packs of WIDTH channels by blockDim.y tiles; gridDim.x covers the channels, gridDim.y takes turns at the
-// tiles, so that blocks that run together read neighbouring rows.
-//
-// The text before defines STORED, WIDTH, TILE_H, TILE_W, the geometry (KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W,
-// DILATION_H, DILATION_W), DATA (1 for the gradient to data: results are dx, sources dy; tiles are multiples of the strides),
-// BIAS, RELU,
-// SUMS (1: the results' sums and sums of squares by channel are wanted as well), THREADS of a block and CHANNELS, the most that a
-// block has, at most THREADS.
-
-typedef Words<STORED, WIDTH> Raw;
-typedef Pack<float, WIDTH> Values;
-
-constexpr int AREA = KERNEL_H * KERNEL_W;
-
-__device__ constexpr int floor_of(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
-
-// One axis: which pixel of the source, counted from the tile's own, result i needs for weight k.
-template <int KERNEL, int STRIDE, int PAD, int DILATION, int TILE>
-struct Axis {
-    static constexpr int FIRST = DATA ? -floor_of((KERNEL - 1) * DILATION - PAD, STRIDE) : -PAD;
-    static constexpr int LAST =
-        DATA ? floor_of(TILE - 1 + PAD, STRIDE) : (TILE - 1) * STRIDE + (KERNEL - 1) * DILATION - PAD;
-    static constexpr int LENGTH = LAST - FIRST + 1;
-    static __device__ __forceinline__ int source(int result) { return DATA ? result / STRIDE : result * STRIDE; }
-    static __device__ __forceinline__ constexpr bool meet(int i, int k, int offset) {
-        return DATA ? i + PAD - k * DILATION == offset * STRIDE : i * STRIDE + k * DILATION - PAD == offset;
-    }
-};
-
-typedef Axis<KERNEL_H, STRIDE_H, PAD_H, DILATION_H, TILE_H> Rows;
-typedef Axis<KERNEL_W, STRIDE_W, PAD_W, DILATION_W, TILE_W> Columns;
-
-__device__ __forceinline__ bool within(int i, int size) { return (unsigned int)i < (unsigned int)size; }
-
-// Arguments that say where tiles lie: planes of tile_rows x tile_columns tiles, `tiles` in all images together.
-#define TILES_OF int packs, unsigned int tiles, unsigned int tile_rows, Divider by_rows, unsigned int tile_columns, \
-    Divider by_columns
-#define FIND_TILE                                                                                                    \
-    const unsigned int over_column = by_columns(tile), n = by_rows(over_column);                                     \
-    const int top = (over_column - n * tile_rows) * TILE_H, left = (tile - over_column * tile_columns) * TILE_W;
-
-// A row of a source around a tile; zeros beyond its edges.
-template <typename Across>
-__device__ __forceinline__ void load_row(Raw (&row)[Across::LENGTH], const STORED *from, unsigned int line, bool inside,
-                                         int left, int width, int packs, int pack) {
-#pragma unroll
-    for (int q = 0; q < Across::LENGTH; ++q) {
-        const int column = left + q + Across::FIRST;
-        if (inside && within(column, width)) {
-            row[q].load(from + ((size_t)(line + column) * packs + pack) * WIDTH);
-        } else {
-            row[q].clear();
-        }
-    }
-}
-
-// Adds up a number of each of a thread's channels over the threads of a block that have the same channels, always in the
-// same order. The first blockDim.x * WIDTH threads get the sums of the block's channels, one each.
-__device__ __forceinline__ float sum_of_block(const Values &values, float *shared) {
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
-#pragma unroll
-    for (int v = 0; v < WIDTH; ++v) shared[threadIdx.y * channels + threadIdx.x * WIDTH + v] = values[v];
-    __syncthreads();
-    float sum = 0.0f;
-    if (thread < channels)
-        for (int row = 0; row < blockDim.y; ++row) sum += shared[row * channels + thread];
-    __syncthreads();
-    return sum;
-}
+// Standing before, beside what that needs: BIAS, RELU and SUMS (1: the results' sums and sums of squares by channel are wanted as
+// well); NORMALISED (1: the convolution is of a batch normalisation of the source) and RECTIFIED (1: that is rectified).
 
 // y of x, or with DATA dx of dy. With SUMS `parts` gets those of each of the gridDim.y blocks of a channel: (gridDim.y, 2, C).
 extern "C" __global__ void __launch_bounds__(THREADS)
-depthwise(const STORED *source, const STORED *weights, const float *bias, STORED *results, float *parts, int height,
-          int width, int source_height, int source_width, TILES_OF) {
-    // For each weight of the window those of the block's channels.
-    __shared__ alignas(16) float w[AREA * CHANNELS];
+depthwise(const STORED *source, const STORED *weights, const float *bias, const float *mean, const float *inverse,
+          const float *scale, const float *beta, STORED *results, float *parts, int height, int width, int source_height,
+          int source_width, TILES_OF) {
+    __shared__ alignas(16) float w[AREA * CHANNELS], factors[NORMALISED ? CHANNELS : 1], shifts[NORMALISED ? CHANNELS : 1];
     const int pack = blockIdx.x * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
-    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < AREA * channels; i += blockDim.x * blockDim.y) {
-        const int channel = blockIdx.x * channels + i / AREA;
-        w[i % AREA * channels + i / AREA] = channel < packs * WIDTH ? to_float(weights[channel * AREA + i % AREA]) : 0.0f;
-    }
+    load_weights(w, weights, packs);
+    if (NORMALISED) load_normalisation(factors, shifts, mean, inverse, scale, beta, packs);
     __syncthreads();
     Values sum = {}, squares = {};
     for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; pack < packs && tile < tiles;
@@ -92,9 +22,24 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, STORED
 #pragma unroll
         for (int p = 0; p < Rows::LENGTH; ++p) {
             const int line = source_top + p + Rows::FIRST;
-            Raw row[Columns::LENGTH];
-            load_row<Columns>(row, source, (n * source_height + line) * source_width, within(line, source_height),
+            Raw loaded[Columns::LENGTH];
+            load_row<Columns>(loaded, source, (n * source_height + line) * source_width, within(line, source_height),
                               source_left, source_width, packs, pack);
+#if NORMALISED
+            const Values factor = load<WIDTH>(factors, threadIdx.x), shift = load<WIDTH>(shifts, threadIdx.x);
+            Values row[Columns::LENGTH];
+#pragma unroll
+            for (int q = 0; q < Columns::LENGTH; ++q) {
+                const bool inside = within(line, source_height) && within(source_left + q + Columns::FIRST, source_width);
+#pragma unroll
+                for (int v = 0; v < WIDTH; ++v) {
+                    const float normal = __fmaf_rn(factor[v], loaded[q][v], shift[v]);
+                    row[q][v] = !inside || (RECTIFIED && normal <= 0.0f) ? 0.0f : normal;
+                }
+            }
+#else
+            const auto &row = loaded;
+#endif
 #pragma unroll
             for (int k = 0; k < KERNEL_H; ++k)
 #pragma unroll

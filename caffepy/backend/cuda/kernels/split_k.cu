@@ -1,8 +1,8 @@
 // The sum of arrays of one size that lie behind one another, always in the same order. Blocks of (32, 8) threads.
 
-extern "C" __global__ void __launch_bounds__(256) sum_parts(const float *parts, float *out, int count, int number, int accumulate) {
+// The sum of element `i` of so many parts, for threads with threadIdx.y == 0.
+__device__ __forceinline__ float sum_of_parts(const float *parts, int i, int count, int number) {
     __shared__ float shared[8][32];
-    const int i = blockIdx.x * 32 + threadIdx.x;
     float sum = 0.0f;
     if (i < count) {
 #pragma unroll 8
@@ -10,8 +10,13 @@ extern "C" __global__ void __launch_bounds__(256) sum_parts(const float *parts, 
     }
     shared[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y != 0 || i >= count) return;
 #pragma unroll
     for (int k = 1; k < 8; ++k) sum += shared[k][threadIdx.x];
-    out[i] = accumulate ? out[i] + sum : sum;
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256) sum_parts(const float *parts, float *out, int count, int number, int accumulate) {
+    const int i = blockIdx.x * 32 + threadIdx.x;
+    const float sum = sum_of_parts(parts, i, count, number);
+    if (threadIdx.y == 0 && i < count) out[i] = accumulate ? out[i] + sum : sum;
 }

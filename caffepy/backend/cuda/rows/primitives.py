@@ -8,6 +8,7 @@ from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, 
 from caffepy.backend.cuda.copy import copy, in_c_order
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import Scratch, fill, raw
+from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.row_primitives import RowPrimitives, SparseMatrix
 from caffepy.backend.types import Array, Geometry
 
@@ -44,7 +45,7 @@ class CudaRows(RowPrimitives):
         _run("rows", "one_hot", out.size, raw(labels), raw(out), bad, out.shape[1])
 
     def spatial_product(self, matrix: SparseMatrix, x: Array, y: Array) -> None:
-        inner = x.shape[1] if x.ndim == 4 else 1
+        inner = x.shape[1] if x.ndim in CHANNELS_LAST else 1
         arrays = (matrix.begins, matrix.columns, matrix.weights, raw(x), raw(y))
         assert x.dtype == y.dtype, "a sparse map keeps the dtype"
         _run("rows", "spatial_product", y.size, *arrays, *matrix.shape, inner, stored=c_type(x))

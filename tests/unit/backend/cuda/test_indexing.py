@@ -40,6 +40,7 @@ def test_common_cases_have_a_period() -> None:
     assert find_period((8, 3, 5, 7), (3,), 1) == Period(8 * 5 * 7, 3, 1)
     assert find_period((8, 3), (3,), 1) == Period(8, 3, 1)
     assert find_period((8, 3, 5), (3,), 1) == Period(8, 3, 5)
+    assert find_period((8, 3, 5, 7, 2), (3,), 1) == Period(8 * 5 * 7 * 2, 3, 1)
     assert find_period((8, 3, 5, 7), (8,), 0) == Period(1, 8, 105)
     assert find_period((8, 3, 5, 7), (), 1) == Period(840, 1, 1)
 

@@ -90,6 +90,28 @@ def test_results_are_the_same(dtype: str, case: str) -> None:
                 np.testing.assert_allclose(restored(other.weights, dw), dw_expected, atol=1e-9)
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_volumes_are_padded_as_planes(direction: Direction) -> None:
+    geometry = Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1))
+    plain = Problem((2, 3, 4, 5, 6), (6, 3, 3, 2, 3), geometry)
+    [(_, other)] = equivalent_problems(plain, direction)
+    rng = np.random.default_rng(1)
+    inner = other.problem
+    assert (inner.x, inner.weights) == ((2, 4, 4, 5, 6), (8, 4, 3, 2, 3))
+    pairs = ((plain.x, other.x, inner.x), (plain.weights, other.weights, inner.weights), (plain.y, other.y, inner.y))
+    given = [rng.standard_normal(shape) for shape, _, _ in pairs]
+    changed = [
+        rearranged(change, array.reshape(change.source)).reshape(shape)
+        for array, (_, change, shape) in zip(given, pairs, strict=True)
+    ]
+    wanted = reference.convolution(*given, geometry)
+    for result, expected, (shape, change, _) in zip(
+        reference.convolution(*changed, geometry), wanted, (pairs[2], pairs[0], pairs[1]), strict=True
+    ):
+        found = restored(change, result.reshape(change.target)).reshape(shape)
+        np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_right(case: str) -> None:
     x_shape, outputs, geometry = CASES[case]
