@@ -9,7 +9,7 @@ import numpy as np
 from backend_checks import close, dirty, normal, to_device
 
 from caffepy.backend import Backend
-from caffepy.backend.layout import memory_order
+from caffepy.backend.layout import memory_order, view
 from caffepy.backend.types import BatchNormState, mask_bytes
 
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -54,10 +54,7 @@ def pack(bits: Any) -> Any:
 def unpack(mask: Any, shape: tuple[int, ...]) -> Any:
     """The bits of a mask as booleans in logical order."""
     bits = np.unpackbits(mask, bitorder="little")[: int(np.prod(shape))].astype(bool)
-    if len(shape) != 4:
-        return bits.reshape(shape)
-    n, c, h, w = shape
-    return bits.reshape(n, h, w, c).transpose(0, 3, 1, 2)
+    return view(bits, shape)
 
 
 @dataclass

@@ -59,9 +59,12 @@ class StalledReader:
         monkeypatch: undoes it.
         device: whose.
         number: the pass.
+        iteration: which this pass belongs to.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int, number: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int, number: int, iteration: int) -> None:
+        self.iteration = iteration
+        self.syncs: list[P2PSync] = []
         self.waited = threading.Event()
         self.end = threading.Event()
         read = DatumLoader.load_bytes
@@ -76,8 +79,10 @@ class StalledReader:
         monkeypatch.setattr(DatumLoader, "load_bytes", stalling)
 
     def wanted(self) -> tuple[Action, ...]:
-        """What the devices hear while they wait for data."""
-        return (Action.SNAPSHOT, Action.STOP) if self.waited.is_set() else ()
+        """What the devices hear while they wait for data: nothing before all are in that iteration."""
+        solvers = [sync.solver for sync in self.syncs]
+        arrived = all(solver is not None and solver.iteration == self.iteration for solver in solvers)
+        return (Action.SNAPSHOT, Action.STOP) if self.waited.is_set() and arrived else ()
 
 
 def train(
@@ -102,6 +107,7 @@ def train(
         syncs.append(P2PSync(spec, options, make_communicator, lambda: Action.NONE, lambda sync: None))
         if reader is not None:
             syncs[-1].stop_wanted = reader.wanted
+            reader.syncs = syncs
     for sync in syncs:
         sync.start()
     for sync in syncs:
@@ -155,7 +161,7 @@ def test_a_stop_ends_one_devices_wait_for_data_and_leaves_the_last_whole_iterati
         expected = files(folder, stalled)
     passes = 2 if "iter_size" in solver else 1
     with monkeypatch.context() as patches:
-        reader = StalledReader(patches, device, stalled * passes + passes - 1)
+        reader = StalledReader(patches, device, stalled * passes + passes - 1, stalled)
         syncs = train(patches, texts_of_run, captured, 12, reader)
     for sync in syncs:
         assert sync.solver is not None

@@ -28,17 +28,11 @@ PRUNE_RATIO = 1.6
 PATIENCE = 1.0
 """Seconds that a candidate's very first run, with the loading of its kernel, may take."""
 
-LOSERS = 5
-"""Candidates of a family, likely best first, that may fail to be faster one after the other before the rest is left."""
-
 DELAY = 40_000
 """Nanoseconds of idling put before timed work for each run, so that its launches wait in line behind it."""
 
 FINALISTS = 4
 """How many of the fastest candidates are timed once more."""
-
-CLOSE = 1.25
-"""A candidate that took so many times the fastest one's time is not timed once more."""
 
 TOLERANCE = 0.02
 """How far two candidates' results may differ, relative to the largest: several roundings to eight bits."""
@@ -148,32 +142,22 @@ class Trial:
         self._expected: list[Array] | None = None
 
     def add(self, family: AlgorithmFamily) -> None:
-        """Time a family's candidates until LOSERS in a row were not faster than the family's best."""
         if family.last_resort and self._times:
             return
-        own, losers = float("inf"), 0
         for candidate in family.candidates():
             best = min((time for time, _ in self._times), default=float("inf"))
             time = _attempt(candidate, self._operands, best)
-            if time is None:
-                continue
-            losers = 0 if time < own else losers + 1
-            own = min(own, time)
-            if time < float("inf"):
+            if time is not None:
                 self._times.append((time, candidate))
                 self._trusted += [] if family.checked else [candidate]
-            if losers == LOSERS:
-                return
 
     def best(self) -> tuple[Candidate | None, float]:
-        """The fastest whose result is right, after the first few, where they are close, were timed with more care."""
+        """The fastest whose result is right, after the first few were timed with more care."""
         remaining = sorted(self._times, key=lambda pair: pair[0])
         while remaining:
-            first = [pair for pair in remaining[:FINALISTS] if pair[0] <= CLOSE * remaining[0][0]]
-            remaining = remaining[len(first) :]
-            if len(first) > 1:
-                first = [(measure(candidate, self._operands, time), candidate) for time, candidate in first]
-            for time, candidate in sorted(first, key=lambda pair: pair[0]):
+            first, remaining = remaining[:FINALISTS], remaining[FINALISTS:]
+            again = [(measure(candidate, self._operands, time), candidate) for time, candidate in first]
+            for time, candidate in sorted(again, key=lambda pair: pair[0]):
                 if candidate in self._trusted or self._is_right(candidate):
                     return candidate, time
         return None, 0.0
@@ -219,7 +203,7 @@ class Trial:
 
 
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | None:
-    """Microseconds of a candidate, infinitely many if it takes much longer than the best; None if it fails."""
+    """Microseconds of a candidate; None if it fails or takes much longer than the best."""
     try:
         if not candidate.prepare():
             return None
@@ -227,10 +211,10 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | N
         candidate.run(operands)
         cupy.cuda.get_current_stream().synchronize()
         if monotonic() - begin > PATIENCE and best < PATIENCE * 1e6:
-            return float("inf")
+            return None
         time = elapsed(lambda: candidate.run(operands), 1)
         if time > max(PRUNE_RATIO * best, best + 10):
-            return float("inf")
+            return None
         time = elapsed(lambda: candidate.run(operands), max(2, min(10, int(300 / time))))
         logger.debug("%s takes %.1f us", candidate.name, time)
         return time
