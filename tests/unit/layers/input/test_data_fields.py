@@ -142,6 +142,17 @@ def test_devices_see_the_windows_that_one_sees(folder):
         assert found[1].tolist() == wanted[1].tolist() == [0, 0, 1, 1]
 
 
+def test_noise_changes_encoded_records_alone(folder, caplog):
+    """As in SSD's Caffe."""
+    text = "type: 'Data' data_param {{ source: '{}/{}' batch_size: 2 }} "
+    text += "transform_param {{ noise_param {{ inverse: true }} }}"
+    inputs = np.stack([image(n).transpose(2, 0, 1) for n in range(2)])
+    np.testing.assert_array_equal(run(text.format(folder, "png"), 1)[0][0], 255 - inputs)
+    assert "noise_param" not in caplog.text
+    np.testing.assert_array_equal(run(text.format(folder, "raw"), 1)[0][0], inputs)
+    assert "layer 'd' (Data): noise_param changes encoded records alone, as in Caffe" in caplog.text
+
+
 @pytest.mark.parametrize("transform", ["", "force_gray: true"])
 def test_force_encoded_color_has_no_effect(tmp_path, transform, caplog):
     """Both Caffes have the field and do not read it; the log names the one that acts."""
