@@ -191,13 +191,15 @@ def test_coco_file(files: Path) -> None:
     assert found[3] == {"image_id": "b", "category_id": 7, "bbox": [0, 25, 18, 25], "score": pytest.approx(0.65)}
 
 
-def test_files_are_written_each_time_the_images_are_through(files: Path) -> None:
+@pytest.mark.parametrize(("kind", "name", "whole"), [("ILSVRC", "det_.txt", 4), ("VOC", "det_cat.txt", 2)])
+def test_files_are_written_each_time_the_images_are_through(files: Path, kind: str, name: str, whole: int) -> None:
+    """And stay until the next time, VOC's too."""
     device = backend_named("cpu")
     inputs = {name: value[:1] for name, value in _two_images().items()}
-    net = build(SAVE.format("ILSVRC", ""), inputs, device)
-    for number, lines in enumerate([0, 4, 4, 4]):
+    net = build(SAVE.format(kind, ""), inputs, device)
+    for number, lines in enumerate([0, whole, whole, whole]):
         net.forward()
-        path = files / "out/det_.txt"
+        path = files / "out" / name
         assert (len(path.read_text().splitlines()) if path.exists() else 0) == lines, number
 
 
