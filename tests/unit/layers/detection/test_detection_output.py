@@ -203,6 +203,19 @@ def test_files_are_written_each_time_the_images_are_through(files: Path, kind: s
         assert (len(path.read_text().splitlines()) if path.exists() else 0) == lines, number
 
 
+def test_a_resumed_run_goes_on_with_the_name_of_its_first_image(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The test's data go on where they were, so the names do; the first round lacks the images before."""
+    inputs = {name: value[:1] for name, value in _two_images().items()}
+    net = build(SAVE.format("ILSVRC", ""), inputs, backend_named("cpu"))
+    net.context.first_sample = lambda number: 3 + number
+    names = []
+    for _ in range(3):
+        net.forward()
+        names.append([line.split()[0] for line in (files / "out/det_.txt").read_text().splitlines()])
+    assert names == [["b", "b"], ["b", "b"], ["000123", "000123", "b", "b"]]
+    assert caplog.text.count("the result files lack 1 images that were tested before the run was resumed") == 1
+
+
 def test_num_test_image(files: Path) -> None:
     detect(SAVE.format("ILSVRC", "num_test_image: 1"), _two_images())
     assert {line.split()[0] for line in (files / "out/det_.txt").read_text().splitlines()} == {"000123"}
