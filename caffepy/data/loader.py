@@ -63,6 +63,7 @@ class ImageLoader(ABC):
         self._record = 0
         self._workers = Workers(threads, f"read for {where}")
         self._knows_the_mean = False
+        self._said: set[str] = set()
 
     @abstractmethod
     def parse(self, number: int) -> tuple[Image, float]:
@@ -136,10 +137,14 @@ class ImageLoader(ABC):
     def _prepared(self, number: int, sample: int) -> tuple[Image, float]:
         """The image of record `number` as the global sample that it is, in its random size; and the label."""
         image, label = self.parse(number)
-        if self._transformer.prepares:
-            seed = self._transformer.seed(self._seed)
-            image = self._transformer.prepare(image, Draws(seed, self._stream, sample))
-        return image, label
+        return self._prepared_image(image, sample, True), label
+
+    def _prepared_image(self, image: Image, sample: int, encoded: bool) -> Image:
+        """The image of a global sample, in its random size and with noise if its record was encoded."""
+        if not self._transformer.prepares:
+            return image
+        draws = Draws(self._transformer.seed(self._seed), self._stream, sample)
+        return self._transformer.prepare(image, draws, encoded)
 
     # -- batches of floats ---------------------------------------------------------------------------
 
@@ -235,8 +240,6 @@ class ImageLoader(ABC):
 class DatumLoader(ImageLoader):
     """Records are Datums: bytes, floats, or an encoded image."""
 
-    _warned = False
-
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
@@ -260,20 +263,30 @@ class DatumLoader(ImageLoader):
         datum, data = parse_datum(self._source.read(number))
         return self.image_of(datum, data), datum.label
 
+    def _prepared(self, number: int, sample: int) -> tuple[Image, float]:
+        datum, data = parse_datum(self._source.read(number))
+        return self._prepared_image(self.image_of(datum, data), sample, datum.encoded), datum.label
+
     def image_of(self, datum: caffe_pb2.Datum, data: bytes | memoryview) -> Image:
         """The image of a Datum whose `data` are given separately."""
         transformer = self._transformer
         if datum.encoded:
             return decode_image(data, transformer.force_color, transformer.force_gray, transformer.nvidia)
-        if (transformer.force_color or transformer.force_gray) and not self._warned:
-            self._warned = True
-            logger.warning("%s: force_color and force_gray only change encoded images", self._where)
+        if transformer.force_color or transformer.force_gray:
+            self._warn_once("force_color and force_gray only change encoded images")
+        if transformer.damages:
+            self._warn_once("noise_param changes encoded records alone, as in Caffe")
         if len(data):
             pixels = np.frombuffer(data, np.uint8).reshape(datum_shape(datum, len(data), "bytes"))
             # NVIDIA Caffe resizes such images as floats, without rounding
             return pixels.astype(np.float32) if transformer.nvidia and transformer.resizes_randomly else pixels
         shape = datum_shape(datum, len(datum.float_data), "floats")
         return np.array(datum.float_data, np.float32).reshape(shape)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s: %s", self._where, text)
 
 
 class ImageFileLoader(ImageLoader):

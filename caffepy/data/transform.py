@@ -124,8 +124,9 @@ class Transformer:
         self.resizes_randomly = resizes_randomly(param)
         """Whether a field of NVIDIA Caffe's random resize is given."""
         self._ssd = annotated or not nvidia
-        damages = self._ssd and (param.HasField("resize_param") or param.HasField("noise_param"))
-        self.prepares = self.resizes_randomly or damages
+        self.damages = self._ssd and param.HasField("noise_param")
+        """Whether `prepare` applies noise."""
+        self.prepares = self.resizes_randomly or self.damages or (self._ssd and param.HasField("resize_param"))
         """Whether `prepare` changes images."""
         self.centers_mean = False
         """Whether mean_file is cut at its own centre, wherever the image is cut: NVIDIA Caffe does so with decoded and
@@ -167,12 +168,13 @@ class Transformer:
         self._last = shape, output  # at once: several threads may ask
         return output
 
-    def prepare(self, image: Image, draws: Draws) -> Image:
+    def prepare(self, image: Image, draws: Draws, encoded: bool = True) -> Image:
         """The image in the size and with the noise that chance decides, before it is cut.
 
         Args:
             image: (C, H, W), uint8 or float32.
             draws: the sample's.
+            encoded: whether its record held JPEG or the like; Caffe damages no other images.
 
         Raises:
             DataError: OpenCV cannot do it, or the image would be too large or too small.
@@ -184,7 +186,7 @@ class Transformer:
             pixels = random_resize(pixels, self._param, (self._height, self._width), draws)
         if self._ssd and self._param.HasField("resize_param"):
             pixels = apply_resize(pixels, self._param.resize_param, draws)
-        if self._ssd and self._param.HasField("noise_param"):
+        if encoded and self.damages:
             pixels = apply_noise(pixels, self._param.noise_param, draws)
         return to_image(pixels)
 

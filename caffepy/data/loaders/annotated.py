@@ -103,7 +103,7 @@ class AnnotatedLoader(DatumLoader):
     def _first_image(self) -> tuple[Image, Shape]:
         try:
             sample = self._sample_of(0)
-            sample = replace(sample, image=self._transformer.prepare(sample.image, self._draws(0)))
+            sample = replace(sample, image=self._transformer.prepare(sample.image, self._draws(0), sample.encoded))
             return sample.image, self._transformer.output_shape(sample.image.shape)
         except DataError as error:
             raise self._named(error, 0) from error
@@ -125,7 +125,7 @@ class AnnotatedLoader(DatumLoader):
                 labels[index] = sample.label
                 image, height, width = sample.image, *sample.image.shape[1:]
                 draws = self._draws(first + index, stage=1)
-                sample = replace(sample, image=self._transformer.prepare(image, draws))
+                sample = replace(sample, image=self._transformer.prepare(image, draws, sample.encoded))
                 self._put(sample, index, count, choices, batch, out)
                 results[index] = self._transformed(sample, index, choices, height, width)
             except DataError as error:
@@ -182,12 +182,18 @@ class AnnotatedLoader(DatumLoader):
         sample = self._sample_of(number)
         transform = self._settings.transform
         if transform.HasField("distort_param"):
-            changed = to_image(distort(to_pixels(sample.image), transform.distort_param, draws))
-            sample = self._kept(replace(sample, image=changed))
+            sample = self._distorted(sample, draws)
         if transform.HasField("expand_param"):
             sample = self._expanded(sample, draws)
         patch = sample_patch(self._settings.samplers, sample.found.boxes, draws) if self._settings.samplers else None
         return sample if patch is None else self._cropped(sample, clip(patch))
+
+    def _distorted(self, sample: Sample, draws: Draws) -> Sample:
+        if not sample.encoded:
+            self._warn_once("distort_param changes encoded records alone, as in Caffe")
+            return sample
+        image = to_image(distort(to_pixels(sample.image), self._settings.transform.distort_param, draws))
+        return self._kept(replace(sample, image=image))
 
     def _kept(self, sample: Sample) -> Sample:
         """The sample after one more change: an encoded record is written as JPEG again, as in Caffe."""

@@ -85,16 +85,20 @@ def _on_brightness(pixels: Pixels, function: object) -> Pixels:
 
 
 def _jpeg(pixels: Pixels, quality: int) -> Pixels:
+    """A gray image stays one: Caffe decodes three channels, but reads as many as the top has, one."""
     cv2 = opencv()
-    return call("imdecode", np.asarray(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]), 1)
+    flag = cv2.IMREAD_GRAYSCALE if pixels.shape[2] == 1 else cv2.IMREAD_COLOR
+    return call("imdecode", np.asarray(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]), flag)
 
 
 def _salt_and_pepper(pixels: Pixels, param: caffe_pb2.SaltPepperParameter, draws: Draws) -> Pixels:
-    """So many pixels, some perhaps hit twice, get the values."""
+    """So many pixels, some perhaps hit twice, get the values; as in Caffe only images of one or three channels."""
     rows, columns, channels = pixels.shape
     values = list(param.value)
     if len(values) not in (1, channels):
         raise DataError(f"has {channels} channels, but saltpepper_param has {len(values)} value; give 1 or {channels}")
+    if channels not in (1, 3):
+        return pixels
     count = int(np.floor(np.float32(param.fraction) * np.float32(columns) * np.float32(rows)))
     changed: Pixels = pixels.copy()
     places = draws.integers(columns, count), draws.integers(rows, count)

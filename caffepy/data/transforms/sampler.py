@@ -1,7 +1,6 @@
 """SSD's batch samplers: random patches of an image that fit its boxes.
 
-Defined by NVIDIA Caffe's `sampler.cpp`. One box must meet all the constraints of a sampler; there a box that meets the
-first of several is enough.
+Defined by NVIDIA Caffe's `sampler.cpp`.
 """
 
 from __future__ import annotations
@@ -77,22 +76,26 @@ def random_patches(sampler: caffe_pb2.Sampler, count: int, draws: Draws) -> Floa
 
 
 def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleConstraint) -> NDArray[np.bool_]:
-    """Whether each patch meets all the constraints with one of the objects; True without constraints."""
+    """Whether each patch meets the constraint with one of the objects; True without a constraint.
+
+    Of several measures that are limited the first decides, in the order jaccard_overlap, sample_coverage and
+    object_coverage: Caffe's SatisfySampleConstraint does not take back what it found by the first.
+    """
     pairs = patches[:, None], objects[None]
     measures: dict[str, Callable[[], Floats]] = {
         "jaccard_overlap": lambda: overlaps(*pairs),
         "sample_coverage": lambda: coverages(*pairs),
         "object_coverage": lambda: coverages(pairs[1], pairs[0]),
     }
-    meets = np.ones((len(patches), len(objects)), np.bool_)
-    constrained = False
     for name, measure in measures.items():
         least, most = f"min_{name}", f"max_{name}"
         if not (constraint.HasField(least) or constraint.HasField(most)):
             continue
-        constrained, values = True, measure()
+        values = measure()
+        meets = np.ones(values.shape, np.bool_)
         if constraint.HasField(least):
             meets &= values >= _f32(getattr(constraint, least))
         if constraint.HasField(most):
             meets &= values <= _f32(getattr(constraint, most))
-    return np.asarray(meets.any(1)) if constrained else np.ones(len(patches), np.bool_)
+        return np.asarray(meets.any(1))
+    return np.ones(len(patches), np.bool_)

@@ -50,7 +50,7 @@ class DetectionEvaluateLayer(Layer):
         self._sizes: list[ImageSize] = []
         if param.name_size_file and self.backend.holds_values:
             self._sizes = read_image_sizes(self, param.name_size_file)
-        self._next = 0
+        self._next, self._begun = 0, False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for blob, columns in zip(bottom, (_FOUND_COLUMNS, TRUTH_COLUMNS), strict=True):
@@ -119,9 +119,12 @@ class DetectionEvaluateLayer(Layer):
             )
 
     def _begin_pass(self) -> None:
-        """Where several devices share a test, each goes on with the line of its own first image."""
-        if self._sizes and self.context.shard.world_size > 1:
-            self._next = self.first_sample() % len(self._sizes)
+        """The first pass, of a resumed run perhaps, begins with the line of its first image.
+
+        Where several devices share a test, each pass does.
+        """
+        if self._sizes and (self.context.shard.world_size > 1 or not self._begun):
+            self._next, self._begun = self.first_sample() % len(self._sizes), True
 
     def _score(self, found: Rows, truth: GroundTruth, objects: NDArray[np.intp]) -> Rows:
         """The rows of one image's detections of one class (K, 7), given the objects of that class in it."""

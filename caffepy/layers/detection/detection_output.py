@@ -105,6 +105,8 @@ class DetectionOutputLayer(Layer):
         scores = conf.reshape(images, count, self._all_classes)
         order, counts = suppress_classes(host_threads(self), boxes, box_sizes(boxes), scores, self._classes, self._how)
         found = []
+        if self._files is not None:
+            self._files.begin(self.first_sample())
         for image in range(images):
             labels = np.repeat(self._classes, counts[image])
             numbers = np.concatenate(

@@ -11,6 +11,7 @@ from caffepy.config.text import decode_text, parse_text
 from caffepy.files import atomic_write, read_regular
 from caffepy.layers.core.base import Layer
 from caffepy.layers.detection.boxes import Rows
+from caffepy.layers.detection.host import warn
 from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.proto import caffe_pb2
 
@@ -80,7 +81,7 @@ class ResultFiles:
             )
         self._folder = Path(self._param.output_directory)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._next = 0
+        self._next, self._missing, self._begun = 0, 0, False
         self._found: list[_Found] = []
 
     def _check(self, param: caffe_pb2.DetectionOutputParameter) -> None:
@@ -98,6 +99,16 @@ class ResultFiles:
             if "/" in name or "\0" in name:
                 raise self._layer.data_error(f"label_map_file: the name '{name}' cannot be part of a file's name")
 
+    def begin(self, first_sample: int) -> None:
+        """Let the first pass, of a resumed run perhaps, begin with the name of its first image; later passes go on.
+
+        Args:
+            first_sample: the pass's first, among all that are tested.
+        """
+        if not self._begun:
+            self._next = self._missing = first_sample % self._count
+        self._begun = True
+
     def add(self, rows: Rows) -> None:
         """Take the detections (K, 7) of the next image; writes the files if it is the last."""
         image = self._images[self._next]
@@ -109,7 +120,12 @@ class ResultFiles:
         self._next += 1
         if self._next == self._count:
             self._write()
-            self._next = 0
+            if self._missing:
+                warn(
+                    self._layer,
+                    f"the result files lack {self._missing} images that were tested before the run was resumed",
+                )
+            self._next = self._missing = 0
             self._found.clear()
 
     def _write(self) -> None:

@@ -46,9 +46,7 @@ class AnnotatedDataLayer(DataLayer):
 
     def make_transformer(self) -> Transformer:
         param, context = self.param.transform_param, self.context
-        transformer = Transformer(param, context.phase, context.resolve, self.where, context.nvidia, annotated=True)
-        transformer.force_color = transformer.force_color or self.param.data_param.force_encoded_color
-        return transformer
+        return Transformer(param, context.phase, context.resolve, self.where, context.nvidia, annotated=True)
 
     def byte_images(self, count: int) -> ByteImages | None:
         return None

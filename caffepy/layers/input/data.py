@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from caffepy.data.order import RecordOrder
 from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.source import RecordSource
-from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.images import ImagesLayer
 from caffepy.layers.input.prefetching import Source
 from caffepy.proto import caffe_pb2
+
+logger = logging.getLogger(__name__)
 
 
 @register_layer("Data")
@@ -38,6 +40,10 @@ class DataLayer(ImagesLayer):
         param = self.param.data_param
         if not param.source:
             raise self.error("data_param.source must name an LMDB or a LevelDB")
+        if param.force_encoded_color:
+            logger.warning(
+                "%s: force_encoded_color has no effect, as in Caffe; use transform_param's force_color", self.where
+            )
         self._transformer = self.make_transformer()
         self._records: RecordSource = self._open_records(self.context.resolve(param.source))
         try:
@@ -49,11 +55,6 @@ class DataLayer(ImagesLayer):
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of one sample of each top; the records are open."""
         return [self.image_loader(0, 0).sample_shape(), ()]
-
-    def make_transformer(self) -> Transformer:
-        transformer = super().make_transformer()
-        transformer.force_color = transformer.force_color or self.param.data_param.force_encoded_color
-        return transformer
 
     def _open_records(self, path: Path) -> RecordSource:
         """The default of `backend` is LevelDB, so an LMDB is taken as one whatever the prototxt says."""

@@ -147,6 +147,22 @@ def test_encoded_records_are_written_as_jpeg_again_after_each_change():
     np.testing.assert_array_equal(load(loader([record(0)], text), 0, 1)[0][0], pixels(0))
 
 
+def test_raw_records_keep_their_colors(caplog):
+    """As in Caffe, which distorts and damages decoded images alone."""
+    text = (
+        "distort_param { brightness_prob: 1 brightness_delta: 90 random_order_prob: 1 } noise_param { inverse: true }"
+    )
+    subject = loader([record(0)], text)
+    for sample in range(3):
+        np.testing.assert_array_equal(load(subject, sample, 1)[0][0], pixels(0))
+    assert caplog.text.count("layer 'd': distort_param changes encoded records alone, as in Caffe") == 1
+    assert caplog.text.count("layer 'd': noise_param changes encoded records alone, as in Caffe") == 1
+    caplog.clear()
+    found = load(loader([record(0, encoded=True)], text), 0, 1)[0][0]
+    assert abs(found - (255.0 - pixels(0))).mean() > 5
+    assert not caplog.records
+
+
 def plain_emitted(box, left, right, least):
     """Whether a box stays that is cut at two columns, in parts of the width; `least`: of its area, None: its centre."""
     xmin, _, xmax, _ = box

@@ -75,6 +75,18 @@ def test_salt_and_pepper(values):
     assert (pixels == 100).all()
 
 
+def test_jpeg_leaves_a_gray_image_its_channel():
+    gray = image(1)
+    wanted = cv2.imdecode(cv2.imencode(".jpg", gray, [cv2.IMWRITE_JPEG_QUALITY, 40])[1], cv2.IMREAD_GRAYSCALE)
+    np.testing.assert_array_equal(noisy("jpeg: 40", gray), wanted[:, :, None])
+
+
+def test_salt_and_pepper_pass_over_transparent_images():
+    """As in Caffe, which knows one and three channels."""
+    text = "saltpepper: true saltpepper_param { fraction: 0.5 value: 255 }"
+    np.testing.assert_array_equal(noisy(text, image(4)), image(4))
+
+
 def test_what_cannot_be_done():
     with pytest.raises(DataError, match="cannot be transformed: OpenCV's cvtColor says"):
         noisy("decolorize: true", image(1))

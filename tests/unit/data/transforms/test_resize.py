@@ -133,6 +133,16 @@ def test_a_ratio_is_given_to_the_longer_side():
     assert 120 < (square[:, 0] == 100).sum() < 280
 
 
+def test_a_square_becomes_wide_or_high_by_chance():
+    """The pixels are those of one of the two resized images, and both occur."""
+    square = pixels(10, 10)
+    either = [cv2.resize(square, size, interpolation=NEAREST) for size in ((12, 10), (10, 12))]
+    text = "rand_resize_ratio_lower: 1.18 rand_resize_ratio_upper: 1.18 allow_upscale: true "
+    text += "interpolation_algo_up: INTER_NEAREST"
+    found = [random_resize(square, param(text), (8, 8), Draws(1, 2, n)) for n in range(20)]
+    assert {tuple(np.array_equal(one, other) for other in either) for one in found} == {(True, False), (False, True)}
+
+
 def test_stretches_are_of_each_side():
     text = "vertical_stretch_lower: 0.5 vertical_stretch_upper: 0.9 horizontal_stretch_lower: 0.25 "
     found = np.array(sizes(text + "horizontal_stretch_upper: 0.25", 1000, 100))

@@ -139,6 +139,19 @@ def test_each_limit_parts_the_patches_at_its_value(field, value):
     assert (below.item(), above.item()) == ((True, False) if field.startswith("min") else (False, True))
 
 
+@pytest.mark.parametrize("first", range(3))
+def test_the_first_measure_that_is_limited_decides(first):
+    """As in Caffe's loop over the objects, which never takes back what it found by the first measure."""
+    kinds = ["jaccard_overlap", "sample_coverage", "object_coverage"][first:]
+    patches = random_patches(text_format.Parse("min_scale: 0.2 max_scale: 0.8", Sampler()), 300, Draws(1, 2, 3))
+    alone = satisfies(patches, OBJECTS, SampleConstraint(**{f"min_{kinds[0]}": 0.2}))
+    more = satisfies(
+        patches, OBJECTS, SampleConstraint(**{f"min_{kind}": 0.2 + 0.6 * n for n, kind in enumerate(kinds)})
+    )
+    np.testing.assert_array_equal(more, alone)
+    assert 0 < alone.sum() < 300
+
+
 def test_without_objects_only_a_sampler_without_constraints_finds_patches():
     none = np.empty((0, 4), np.float32)
     text = "sampler { min_scale: 0.5 } "

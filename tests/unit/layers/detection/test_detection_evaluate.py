@@ -122,6 +122,13 @@ def test_sizes_are_taken_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         net.forward()
         hits.append(int(net.blobs["y"].host_data()[0, 0, 1, 3]))
     assert hits == [0, 1, 0, 1]
+    resumed = build(text, FOUND, OBJECT, device)
+    resumed.context.first_sample = lambda number: 3 + number
+    hits.clear()
+    for _ in range(3):
+        resumed.forward()
+        hits.append(int(resumed.blobs["y"].host_data()[0, 0, 1, 3]))
+    assert hits == [1, 0, 1]
     second = build(text, FOUND, OBJECT, device, Shard(1, 2))
     second.context.first_sample = lambda number: 2 * number + 1
     for _ in range(2):  # the second of two devices has the second image of each pair

@@ -191,14 +191,29 @@ def test_coco_file(files: Path) -> None:
     assert found[3] == {"image_id": "b", "category_id": 7, "bbox": [0, 25, 18, 25], "score": pytest.approx(0.65)}
 
 
-def test_files_are_written_each_time_the_images_are_through(files: Path) -> None:
+@pytest.mark.parametrize(("kind", "name", "whole"), [("ILSVRC", "det_.txt", 4), ("VOC", "det_cat.txt", 2)])
+def test_files_are_written_each_time_the_images_are_through(files: Path, kind: str, name: str, whole: int) -> None:
+    """And stay until the next time, VOC's too."""
     device = backend_named("cpu")
     inputs = {name: value[:1] for name, value in _two_images().items()}
-    net = build(SAVE.format("ILSVRC", ""), inputs, device)
-    for number, lines in enumerate([0, 4, 4, 4]):
+    net = build(SAVE.format(kind, ""), inputs, device)
+    for number, lines in enumerate([0, whole, whole, whole]):
         net.forward()
-        path = files / "out/det_.txt"
+        path = files / "out" / name
         assert (len(path.read_text().splitlines()) if path.exists() else 0) == lines, number
+
+
+def test_a_resumed_run_goes_on_with_the_name_of_its_first_image(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The test's data go on where they were, so the names do; the first round lacks the images before."""
+    inputs = {name: value[:1] for name, value in _two_images().items()}
+    net = build(SAVE.format("ILSVRC", ""), inputs, backend_named("cpu"))
+    net.context.first_sample = lambda number: 3 + number
+    names = []
+    for _ in range(3):
+        net.forward()
+        names.append([line.split()[0] for line in (files / "out/det_.txt").read_text().splitlines()])
+    assert names == [["b", "b"], ["b", "b"], ["000123", "000123", "b", "b"]]
+    assert caplog.text.count("the result files lack 1 images that were tested before the run was resumed") == 1
 
 
 def test_num_test_image(files: Path) -> None:

@@ -43,6 +43,12 @@ def annotated(number):
     return made
 
 
+def gray_boxes():
+    made = annotated(0)
+    made.datum.data = png(image(0, channels=1))
+    return made
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("data")
@@ -136,12 +142,35 @@ def test_devices_see_the_windows_that_one_sees(folder):
         assert found[1].tolist() == wanted[1].tolist() == [0, 0, 1, 1]
 
 
-def test_force_encoded_color(folder, tmp_path):
+def test_noise_changes_encoded_records_alone(folder, caplog):
+    """As in SSD's Caffe."""
+    text = "type: 'Data' data_param {{ source: '{}/{}' batch_size: 2 }} "
+    text += "transform_param {{ noise_param {{ inverse: true }} }}"
+    inputs = np.stack([image(n).transpose(2, 0, 1) for n in range(2)])
+    np.testing.assert_array_equal(run(text.format(folder, "png"), 1)[0][0], 255 - inputs)
+    assert "noise_param" not in caplog.text
+    np.testing.assert_array_equal(run(text.format(folder, "raw"), 1)[0][0], inputs)
+    assert "layer 'd' (Data): noise_param changes encoded records alone, as in Caffe" in caplog.text
+
+
+@pytest.mark.parametrize("transform", ["", "force_gray: true"])
+def test_force_encoded_color_has_no_effect(tmp_path, transform, caplog):
+    """Both Caffes have the field and do not read it; the log names the one that acts."""
     gray = [(record_key(n), Datum(data=png(image(n, channels=1)), encoded=True)) for n in range(2)]
     write_datums(tmp_path / "gray", gray)
-    for more, channels in (("", 1), ("force_encoded_color: true", 3)):
-        text = f"type: 'Data' data_param {{ source: '{tmp_path}/gray' batch_size: 2 {more} }}"
-        assert run(text, 1)[0][0].shape[1] == channels
+    text = f"type: 'Data' data_param {{ source: '{tmp_path}/gray' batch_size: 2 %s }} transform_param {{ {transform} }}"
+    wanted = run(text % "", 1)[0][0]
+    assert "force_encoded_color" not in caplog.text
+    np.testing.assert_array_equal(run(text % "force_encoded_color: true", 1)[0][0], wanted)
+    assert wanted.shape[1] == 1
+    assert "layer 'd' (Data): force_encoded_color has no effect, as in Caffe; use transform_param" in caplog.text
+
+
+def test_force_encoded_color_of_boxes_has_no_effect(tmp_path, caplog):
+    write_datums(tmp_path / "gray", [(record_key(0), gray_boxes())])
+    text = f"type: 'AnnotatedData' data_param {{ source: '{tmp_path}/gray' batch_size: 1 force_encoded_color: true }}"
+    assert run(text, 1)[0][0].shape[1] == 1
+    assert "layer 'd' (AnnotatedData): force_encoded_color has no effect" in caplog.text
 
 
 def image_layer(folder, more, transform=""):
