@@ -33,6 +33,7 @@ import numpy as np
 
 from caffepy.backend.cpu.jit.cache import compile_c_function, file_stamp, kernels_stamp
 from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints, octets, words
+from caffepy.backend.cpu.jit.recording import CURRENT
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
 
 Int = Any
@@ -154,6 +155,10 @@ class Entry:
         block = self._block.from_buffer_copy(self._pack(*words))
         address = ctypes.addressof(block)
         pieces = min(threads, max(1, items // max(1, grain)))
+        recording = CURRENT.recording
+        if recording is not None:
+            recording.commands.append((self.address, address, items, pieces))
+            recording.kept.append((self, block, arguments))
         if pieces == 1:
             self._serial(address, 0, items)
         else:
