@@ -49,6 +49,9 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     captures: bool = False
     """Whether work can be captured into graphs."""
 
+    records: bool = False
+    """Whether `record` can make repeated work cheaper."""
+
     capturing: bool = False
     """Whether work is being captured now."""
 
@@ -85,6 +88,10 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
             RunError: something in it cannot be captured.
         """
         raise AssertionError(f"{self.name} captures no graphs")
+
+    def record(self, works: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Do works that touch arrays by primitives alone; calls that do the same again while no array moves."""
+        raise AssertionError(f"{self.name} records nothing")
 
     def trim(self) -> None:
         """Give the system back what is allocated and not used; nothing changes for what is."""

@@ -1,22 +1,34 @@
 """Forward passes of a net that is only tested: folded and captured once for the present shapes, then replayed.
 
+On the CPU the calls of kernels are written down instead of captured, and made again without Python between layers.
 Solvers' tests, `caffepy test` and `caffepy.load` run their nets by it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 
+from caffepy.backend import Array
 from caffepy.backend.handles import DeviceScalars
 from caffepy.errors import RunError
 from caffepy.net.capture import GraphSegments, Segment
 from caffepy.net.net import Net
-from caffepy.net.wiring import capture_blockers
+from caffepy.net.wiring import Node, capture_blockers
 
 log = logging.getLogger(__name__)
+
+MOST_MOVES = 3
+"""Passes in which tops may move before all later ones run layer by layer."""
+RECORDED = {
+    "BatchNorm", "Bias", "Concat", "Convolution", "ConvolutionDepthwise", "Crop", "Deconvolution",
+    "DepthwiseConvolution", "Dropout", "Eltwise", "InnerProduct", "Input", "LRN", "Pooling", "ReLU", "Scale", "Slice",
+    "Softmax", "Split",
+}  # fmt: skip
+"""Layers that do the same in each pass of the TEST phase, by primitives of the backend alone."""
 
 
 class ForwardRunner:
@@ -38,6 +50,8 @@ class ForwardRunner:
         self._warm = False
         self._segments = GraphSegments(net.backend, [])
         self._random: DeviceScalars | None = None
+        recorded = can_record(net) and not eager and not net.debug_info
+        self._recorded = RecordedPass(net) if recorded else None
 
     @property
     def wanted(self) -> bool:
@@ -63,7 +77,10 @@ class ForwardRunner:
             return
         self.net.folds_parameters = False
         try:
-            self.net.forward()
+            if self._recorded is None or observed or not self._warm:
+                self.net.forward()
+            else:
+                self._recorded.run()
         finally:
             self.net.folds_parameters = True  # for whoever runs the net without this object
         self._warm = True
@@ -72,6 +89,8 @@ class ForwardRunner:
         if self._stale:
             self.net.prepare()
             self._stale = False
+            if self._recorded is not None:
+                self._recorded.drop()
 
     def capture(self) -> bool:
         """Make graphs of a pass like the last one; whether there are any now.
@@ -140,6 +159,8 @@ class ForwardRunner:
     def drop(self) -> None:
         """Free the graphs."""
         self._segments.drop()
+        if self._recorded is not None:
+            self._recorded.drop()
         self._warm = False
         self._random = None
 
@@ -147,3 +168,80 @@ class ForwardRunner:
         """Free the graphs and close the net. Callable twice."""
         self.drop()
         self.net.close()
+
+
+def can_record(net: Net) -> bool:
+    """Whether passes can be written down: the device can do that, and all inputs are written to arrays that stay."""
+    given = all(node.layer.type == "Input" for node in net.schedule if not node.bottoms)
+    return given and net.backend.records and not net.backend.captures
+
+
+def is_recorded(node: Node) -> bool:
+    """Whether the layer, or each of those that were made one, is among RECORDED."""
+    return all(kind in RECORDED for kind in node.layer.type.split(" + "))
+
+
+class RecordedPass:
+    """A forward pass that is recorded the first time.
+
+    A layer that gives its top other memory in later passes ends that: the layers behind it were recorded for the old.
+
+    Args:
+        net: as `can_record` wants it; it has run once before.
+    """
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+        self._calls: list[Callable[[], None]] = []
+        self._tops: dict[int, list[Array]] = {}
+        self._moved: int | None = None
+        self._moves = 0
+
+    def run(self) -> None:
+        """One pass."""
+        if not self._calls or self._net.shapes_changed():
+            self._record()
+        else:
+            self._replay()
+        self._net.context.passes.number += 1
+
+    def drop(self) -> None:
+        """Let the next pass be recorded."""
+        self._calls = []
+
+    def _replay(self) -> None:
+        for call in self._calls:
+            call()
+            if self._moved is not None:
+                self._finish(self._moved)
+                return
+
+    def _finish(self, moved: int) -> None:
+        """Run the nodes behind the one whose tops moved."""
+        self._moves, self._moved = self._moves + 1, None
+        self.drop()
+        for node in self._net.schedule[moved + 1 :]:
+            self._net.forward_node(node)
+
+    def _record(self) -> None:
+        net = self._net
+        self.drop()
+        self._tops.clear()
+        works = [partial(self._forward, index) for index in range(len(net.schedule))]
+        for recorded, group in groupby(enumerate(works), key=lambda pair: is_recorded(net.schedule[pair[0]])):
+            calls = [work for _, work in group]
+            if recorded and self._moves < MOST_MOVES:
+                self._calls += net.backend.record(calls)
+            else:
+                for call in calls:
+                    call()
+                self._calls += calls
+
+    def _forward(self, index: int) -> None:
+        """Run a node, and see whether its tops are where they were when the pass was recorded."""
+        node = self._net.schedule[index]
+        self._net.forward_node(node)
+        tops = [top.data for top in node.tops]
+        before = self._tops.setdefault(index, tops)
+        if any(top is not old for top, old in zip(tops, before, strict=True)) and self._moves < MOST_MOVES:
+            self._moved = index

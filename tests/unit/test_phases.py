@@ -85,5 +85,5 @@ def test_silence_is_broken_until_the_first_iteration(caplog: pytest.LogCaptureFi
             assert lines_after(0.2 + SILENCE) == 1
         phases.begun()
         assert lines_after(10.0) == 0
-    said = [record.getMessage() for record in caplog.records if record.name == "caffepy.phases"]
+    said = [record.getMessage() for record in caplog.records if record.name == "caffepy.phases.start"]
     assert said[:2] == ["Building the nets ...", "Building the nets ..."]

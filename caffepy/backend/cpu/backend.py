@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
 from caffepy.backend.cpu.convolution.choice import plan_convolution
 from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.copying import copy_images, is_images
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work, record_all
 from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.memory import available_memory
 from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
@@ -67,6 +69,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     name = "cpu"
     asynchronous = False
+    records = True
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
@@ -89,6 +92,9 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
         return HostAsyncCopy(array)
+
+    def record(self, works: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        return record_all(works)
 
     def device_description(self) -> str:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -125,6 +131,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
             return array
         if array.flags.c_contiguous and is_plain(shape):
             return self.view(array.reshape(-1), shape)
+        note_host_work()
         result = self.zeros(shape, array.dtype.name)
         if len(shape) in CHANNELS_LAST:
             result[...] = array.reshape(shape)
@@ -133,21 +140,28 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         return result
 
     def fill(self, array: Array, value: float) -> None:
+        note_host_work()
         array[...] = value
 
     def copy(self, source: Array, destination: Array) -> None:
+        if is_images(source, destination):
+            copy_images(self.threads, source, destination)
+            return
+        note_host_work()
         destination[...] = source
 
     def add(self, source: Array, destination: Array) -> None:
         if self._dense(source) and self._dense(destination) and source.dtype == np.float32:
             _add.run(self.threads, source.size, 16384, source, destination)
         else:
+            note_host_work()
             destination += source
 
     def from_host(self, host: Any, destination: Array) -> None:
-        destination[...] = host
+        self.copy(host, destination)
 
     def to_host(self, array: Array) -> Any:
+        note_host_work()
         return np.array(array, order="C", copy=True)
 
     def _dense(self, array: Array) -> bool:
@@ -168,6 +182,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     def _spread(self, channel: Array, shape: tuple[int, ...], axis: int) -> Array:
         """A `Channel` argument as an array of the full shape."""
+        note_host_work()
         full = self.zeros(shape)
         full[...] = channel.reshape(channel.shape + (1,) * (len(shape) - axis - channel.ndim))
         return full
@@ -207,6 +222,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         axis: int = 1,
         accumulate: bool = False,
     ) -> None:
+        note_host_work()  # adds up what blocks have
         kinds = expression.kinds
         inputs = [float(a) if k is Kind.SCALAR else a for a, k in zip(inputs, kinds, strict=True)]
         shape = next(a.shape for a, k in zip(inputs, kinds, strict=True) if k is Kind.EACH)
@@ -359,11 +375,13 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
         self._check_dense(out)
+        note_host_work()  # the counter is another in each pass
         cpu_random.random_uniform(self.threads, out, stream, *counter)
 
     # -- health -------------------------------------------------------------------------------------
 
     def all_finite(self, array: Array) -> bool:
+        note_host_work()
         if not self._dense(array):
             return bool(np.isfinite(array).all())
         block = 1 << 16

@@ -12,10 +12,11 @@ from google.protobuf import text_format
 from replaying import Replaying
 
 from caffepy.backend import Backend
+from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.errors import RunError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner
+from caffepy.net.forward_runner import ForwardRunner, can_record
 from caffepy.proto import caffe_pb2
 
 NET = """
@@ -198,3 +199,89 @@ def test_a_net_that_shows_its_blobs_is_not_captured() -> None:
     net = build()
     net.debug_info = True
     assert not ForwardRunner(net).wanted
+
+
+WRITTEN_DOWN = (
+    NET
+    + """
+layer { name: "p" type: "Pooling" bottom: "out" top: "p" pooling_param { kernel_size: 2 stride: 1 } }
+layer { name: "join" type: "Concat" bottom: "p" bottom: "p" top: "join" }
+layer { name: "lrn" type: "LRN" bottom: "join" top: "lrn" }
+layer { name: "fc" type: "InnerProduct" bottom: "lrn" top: "fc"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "prob" type: "Softmax" bottom: "fc" top: "prob" }
+"""
+)
+MOVING = (
+    WRITTEN_DOWN
+    + """
+layer { name: "flat" type: "Flatten" bottom: "join" top: "flat" }
+layer { name: "last" type: "InnerProduct" bottom: "flat" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+"""
+)
+
+
+def outputs(runner: ForwardRunner, seed: int) -> list[Any]:
+    give(runner.net, seed)
+    runner.forward()
+    return [blob.host_data() for blob in runner.net.outputs.values()]
+
+
+@pytest.mark.parametrize("text", [WRITTEN_DOWN, MOVING])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_passes_on_the_cpu_that_are_written_down_give_the_same(text: str, fuse: bool) -> None:
+    runner = ForwardRunner(build(text=text, fuse=fuse, backend=CpuBackend(2)))
+    eager = ForwardRunner(build(text=text, fuse=fuse, backend=CpuBackend(1)), eager=True)
+    for seed in range(8):
+        for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert runner.net.context.passes.number == eager.net.context.passes.number
+
+
+def test_layers_are_not_called_once_a_pass_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, called = ForwardRunner(build(text=WRITTEN_DOWN, backend=CpuBackend(2))), []
+    forward = Net.forward_node
+    monkeypatch.setattr(Net, "forward_node", lambda net, node: called.append(node.layer.name) or forward(net, node))
+    counts = []
+    for seed in range(4):
+        outputs(runner, seed)
+        counts.append(len(called))
+        called.clear()
+    assert counts[0] == counts[1] == len(runner.net.schedule)
+    assert counts[2:] == [0, 0]
+
+
+def test_parameters_are_taken_over_by_passes_that_are_written_down() -> None:
+    runner = ForwardRunner(build(text=WRITTEN_DOWN, backend=CpuBackend(2)))
+    eager = ForwardRunner(build(text=WRITTEN_DOWN, backend=CpuBackend(2)), eager=True)
+    for change in range(2):
+        for one in (runner, eager):
+            one.net.backend.copy(one.net.layers[1].blobs[0].data * 2, one.net.layers[1].blobs[0].data)
+            one.parameters_changed()
+        for seed in range(3):
+            for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
+                np.testing.assert_array_equal(found, expected, err_msg=str(change))
+
+
+def test_a_layer_that_moves_its_top_ends_the_pass_that_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, eager = (ForwardRunner(build(text=WRITTEN_DOWN, backend=CpuBackend(2)), eager=e) for e in (False, True))
+    monkeypatch.setattr("caffepy.net.forward_runner.RECORDED", {"LRN", "InnerProduct", "Softmax"})
+    node = next(n for n in runner.net.schedule if n.layer.name == "join")
+    forward = node.layer.forward
+
+    def move(bottom: Any, top: Any) -> None:
+        top[0].bind(data=runner.net.backend.zeros(top[0].shape))
+        forward(bottom, top)
+
+    monkeypatch.setattr(node.layer, "forward", move)
+    for seed in range(8):
+        for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_data_layers_keep_passes_from_being_written_down() -> None:
+    net = build(text=HOST, backend=CpuBackend(2))
+    assert not can_record(net)
+    assert can_record(build(backend=CpuBackend(2)))
+    assert not can_record(build())

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.backend.cpu.convolution.division import Division, divide
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 
-BLOCK = 192
-"""Output pixels that one item of work covers: their part of the image stays in the first or second cache."""
 SPARE = 8
 """Entries that tables have beyond the last, as a tile reads whole."""
 
@@ -284,6 +283,7 @@ class Correlation:
         self._cutting = padding.needed and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
+        self._divisions: dict[tuple[int, int], Division] = {}
 
     @property
     def packed_size(self) -> int:
@@ -295,24 +295,17 @@ class Correlation:
         packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
         pack_weights(threads, self.panels, weights, packing, packed)
 
-    def _division(self, threads: int, images: int) -> tuple[int, int]:
-        """Pixels of a block and parts of the panels: where there is little else to share out, threads share these.
-
-        Panels are divided where weights are the larger factor, which each thread then reads a part of; else pixels.
-        """
-        pieces = max(1, -(-4 * threads // (images * self._groups)))
-        if pieces > 1 and self.panels.count >= 2 * threads and self.panels.columns > self._pixels:
-            blocks = -(-self._pixels // BLOCK)
-            return -(-self._pixels // (24 * blocks)) * 24, min(self.panels.count, pieces)
-        return min(BLOCK, max(24, -(-self._pixels // pieces // 24) * 24)), 1
+    def _division(self, threads: int, images: int) -> Division:
+        if (threads, images) not in self._divisions:
+            self._divisions[threads, images] = divide(self.panels, self._pixels, threads, images * self._groups)
+        return self._divisions[threads, images]
 
     def run(
         self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
     ) -> None:
         """Compute y of some images from x, which is padded."""
         addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
-        block, parts = self._division(threads, images)
-        blocks = -(-self._pixels // block)
+        block, blocks, parts = self._division(threads, images)
         correlate.run(
             threads, images * self._groups * parts * blocks, 1, x, self.padding.elements, self._group_channels,
             self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,

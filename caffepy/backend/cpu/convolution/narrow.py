@@ -27,11 +27,12 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel, address_of
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
-GRAIN = 32768
+GRAIN = 8192
 """Multiplications of vectors below which a second thread costs more than it saves."""
 BLOCKS = 8
 """Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
@@ -303,6 +304,7 @@ class NarrowConvolution(TileConvolution):
         packed = self._packed(weights, table, size) if packed is None else packed
         plan.run(self.threads, x.shape[0], x, packed, start, y, relu and residual is None)
         if residual is not None:  # tiles overlap, so they cannot add it
+            note_host_work()
             y += residual
             if relu:
                 np.maximum(y, 0, out=y)

@@ -9,6 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.gemm.product import Gemm
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Geometry
@@ -44,6 +45,7 @@ class ProductConvolution(TileConvolution):
             super().forward(x, weights, bias, y, relu, sums, residual)
             return
         assert sums is None, "gives no sums"
+        note_host_work()
         shape = self.shape
         out = self._matrix(y, shape.outputs)
         self._gemm(self._matrix(x, shape.depth), self._matrix(weights, shape.depth).T, out, accumulate=False)

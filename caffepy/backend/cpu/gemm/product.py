@@ -14,6 +14,7 @@ import numpy as np
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -168,6 +169,7 @@ class Gemm:
         if not c.size:
             return
         if depth == 0:
+            note_host_work()
             c[...] = c if accumulate else 0
         elif columns > rows and _strides(b)[1] != 1:
             self._turned(a, b, c, accumulate)

@@ -35,6 +35,7 @@ from numba import types
 from caffepy.backend.cpu.jit.cache import compile_c_function, compile_kernel, file_stamp, kernels_stamp
 from caffepy.backend.cpu.jit.intrinsics import PLAIN, as_double, doubles, floats, ints, octets, words
 from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
+from caffepy.backend.cpu.jit.recording import CURRENT
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
 from caffepy.phases import phase
 
@@ -158,6 +159,10 @@ class Entry:
         block = self._block.from_buffer_copy(self._pack(*words))
         address = ctypes.addressof(block)
         pieces = min(threads, max(1, items // max(1, grain)))
+        recording = CURRENT.recording
+        if recording is not None:
+            recording.commands.append((self.address, address, items, pieces))
+            recording.kept.append((self, block, arguments))
         if pieces == 1:
             self._serial(address, 0, items)
         else:

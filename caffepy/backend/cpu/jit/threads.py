@@ -5,23 +5,34 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import platform
 import threading
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from caffepy.backend.cpu.jit.cache import compile_c_function
 from caffepy.backend.cpu.jit.intrinsics import intrinsic, words
 
+CHUNKS = 4
+"""Chunks of a call for each thread: what a thread that is late leaves to the others."""
+LINE_WORDS = 8
+"""Words of a cache line."""
+LOOKS = 1000
+"""How often a thread looks whether the others are done before it lets other programs have its core."""
+Command = tuple[int, int, int, int]
+"""A kernel call: function, argument block, items, pieces."""
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 """Of the C function that each kernel is: argument block, begin, end."""
-
-
-_TASK = ctypes.c_int64 * 7
-"""What `_parallel_loop` needs, and the one array that the pool is told of: address, length, distance of elements."""
+_OPTIONS = {"error_model": "numpy"}
+_TASK, _PROGRAM = ctypes.c_int64 * 7, ctypes.c_int64 * 8
+"""What `_parallel_loop` and `_make_calls` need, and behind it the one array that the pool is told of: address, length,
+distance of elements."""
 _POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 """The type of numba's `parallel_for`: function, arrays, lengths, steps, data, inner dimensions, arrays, threads."""
 
@@ -49,6 +60,74 @@ def _parallel_loop(first: Any, count: Any, steps: Any, task: Any) -> None:
         _call(words(task)[0], words(task)[1], piece * size, min(items, (piece + 1) * size))
 
 
+@intrinsic
+def _add(typing_context: Any, address: Any, number: Any) -> Any:
+    """Add to a word that several threads change; what was there before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", word, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _look(typing_context: Any, address: Any) -> Any:
+    """A word that other threads change, and all that they wrote before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _pause(typing_context: Any) -> Any:
+    """Leave a shared core to its other thread for some cycles, where the processor has an instruction for that."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_constant(types.int64, 0)
+
+    return types.int64(), generate
+
+
+def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
+    """What numba's pool calls in each thread: makes the calls together with the other threads.
+
+    The task is the address of the calls, their number, where they are counted, the threads, and `_rest_address`. Each
+    thread begins with the chunks of its own share, whose results of the call before are in its caches, then takes what
+    others have not begun. It waits only for chunks that another thread is computing: threads that have no core, or
+    come one after another, hold nobody up.
+    """
+    given = words(task)
+    table, calls, state, threads, rest = words(given[0]), given[1], given[2], given[3], given[4]
+    line = 8 * LINE_WORDS
+    begin = words(first)[0]
+    for me in range(begin, begin + words(count)[0]):
+        for i in range(calls):
+            function, block, items, pieces = table[4 * i], table[4 * i + 1], table[4 * i + 2], table[4 * i + 3]
+            chunks = 1 if pieces == 1 else min(items, pieces * CHUNKS)
+            counters = state + i * (threads + 1) * line
+            done = counters + threads * line
+            for other in range(threads):
+                owner = (me + other) % threads
+                share, stop = (owner * chunks + threads - 1) // threads, ((owner + 1) * chunks + threads - 1) // threads
+                chunk = share + _add(counters + owner * line, 1)
+                while chunk < stop:
+                    _call(function, block, chunk * items // chunks, (chunk + 1) * items // chunks)
+                    _add(done, 1)
+                    chunk = share + _add(counters + owner * line, 1)
+            looks = 0
+            while _look(done) < chunks:
+                _pause()
+                looks += 1
+                if looks > LOOKS and rest != 0:
+                    _call(rest, 0, 0, 0)
+
+
 def cpu_count() -> int:
     """How many CPUs this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -74,6 +153,7 @@ class _Threads:
         self._one_loop: threading.Lock | None = None
         self._loop: Any = None
         self._address = 0
+        self._program = 0
 
     def _choose_layer(self) -> str:
         if numba.config.THREADING_LAYER != "default":  # the user's choice, NUMBA_THREADING_LAYER
@@ -101,22 +181,58 @@ class _Threads:
         layer = numba.threading_layer()
         if layer == "workqueue":
             self._one_loop = threading.Lock()
-        word = types.int64
-        self._address = compile_c_function(_parallel_loop, types.void(word, word, word, word), {}).address
+        signature = types.void(*[types.int64] * 4)
+        self._address = compile_c_function(_parallel_loop, signature, {}).address
         pool = importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
         self._loop = _POOL(pool.parallel_for)
 
-    def run(self, function: int, block: int, items: int, pieces: int) -> None:
-        """Call function(block, begin, end) on `pieces` threads that share out `items`."""
+    def _started(self, pieces: int) -> int:
+        """Start the threads; `pieces`, or how many threads there are if that is less."""
         if self._loop is None:
             with self._lock:
                 if self._loop is None:
                     self._start()
-        pieces = min(pieces, numba.config.NUMBA_NUM_THREADS)
+        return min(pieces, int(numba.config.NUMBA_NUM_THREADS))
+
+    def run(self, function: int, block: int, items: int, pieces: int) -> None:
+        """Call function(block, begin, end) on `pieces` threads that share out `items`."""
+        pieces = self._started(pieces)
         task = _TASK(function, block, items, (items + pieces - 1) // pieces, 0, pieces, 1)
         at = ctypes.addressof(task)
         with self._one_loop or nullcontext():
             self._loop(self._address, at + 32, at + 40, at + 48, at, 0, 1, pieces)
+
+    def run_program(self, commands: Any, state: Any, threads: int) -> None:
+        """Make the calls that the rows of an int64 array (calls, 4) name, one after another; see `Command`.
+
+        `state` has `state_words` int64, all 0.
+        """
+        pieces = self._started(threads)
+        if not self._program:
+            with self._lock:
+                self._program = compile_c_function(_make_calls, types.void(*[types.int64] * 4), _OPTIONS).address
+        table, counts = (array.__array_interface__["data"][0] for array in (commands, state))
+        task = _PROGRAM(table, len(commands), counts, threads, _rest_address(), 0, threads, 1)
+        at = ctypes.addressof(task)
+        with self._one_loop or nullcontext():
+            self._loop(self._program, at + 40, at + 48, at + 56, at, 0, 1, pieces)
+
+
+def state_words(calls: int, threads: int) -> int:
+    """How many words `run_program` counts in: lines of a cache for each thread's chunks, and for those done."""
+    return calls * (threads + 1) * LINE_WORDS
+
+
+@cache
+def _rest_address() -> int:
+    """Where the C library's function is that lets other programs have the core; 0 where there is none.
+
+    It is called with a kernel's arguments, which it does not look at.
+    """
+    try:
+        return int(ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0)
+    except (AttributeError, OSError, TypeError):
+        return 0
 
 
 THREADS = _Threads()

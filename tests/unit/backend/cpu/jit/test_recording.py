@@ -1,0 +1,117 @@
+"""Kernel calls that are written down and made again together, by threads that take what others have not begun."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
+from caffepy.backend.cpu.jit.recording import Program, record, record_all
+
+
+@kernel
+def _add_one(begin: Int, end: Int, x: Floats) -> None:
+    for i in range(begin, end):
+        x[i] += 1
+
+
+@kernel
+def _add_neighbour(begin: Int, end: Int, x: Floats, y: Floats, size: Int) -> None:
+    """y[i] += x[size - 1 - i]: what other threads have written in the call before."""
+    for i in range(begin, end):
+        y[i] += x[size - 1 - i]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 5)), min_size=1, max_size=6))
+def test_a_program_computes_each_item_of_each_call_once(sizes: list[tuple[int, int]]) -> None:
+    arrays = [np.zeros(size, np.float32) for size, _ in sizes]
+
+    def work() -> None:
+        for array, (size, threads) in zip(arrays, sizes, strict=True):
+            _add_one.run(threads, size, 1, array)
+
+    program = Program([record(work)])
+    for passes in range(2, 5):
+        program.launch()
+        assert all(np.array_equal(array, np.full(len(array), passes)) for array in arrays)
+
+
+def test_a_call_reads_all_that_the_one_before_wrote() -> None:
+    size, calls = 4096, 40
+    arrays = [np.zeros(size, np.float32) for _ in range(calls + 1)]
+
+    def work() -> None:
+        _add_one.run(3, size, 1, arrays[0])
+        for x, y in zip(arrays, arrays[1:], strict=False):
+            y[...] = 0
+            _add_neighbour.run(3, size, 1, x, y, size)
+
+    program = Program([record(work)])
+    for array in arrays[1:]:
+        array[...] = 0
+    for _ in range(50):
+        arrays[0][...] = np.arange(size)
+        for array in arrays[1:]:
+            array[...] = 0
+        program.launch()
+        expected = np.arange(1, size + 1)
+        np.testing.assert_array_equal(arrays[-1], expected if calls % 2 == 0 else expected[::-1])
+
+
+def test_what_kernels_do_not_do_is_done_in_its_turn() -> None:
+    backend, image = CpuBackend(2), np.zeros((1, 3, 4, 4), np.float32)
+    y, z, total = (backend.zeros((1, 3, 4, 4)) for _ in range(3))
+    flat = [np.zeros(3, np.float32) for _ in range(2)]
+    works = [
+        lambda: backend.copy(image, y),
+        lambda: backend.copy(flat[0], flat[1]),  # NumPy's
+        lambda: backend.copy(y, z),
+        lambda: backend.add(z, total),
+    ]
+    calls = record_all(works)
+    programs = [call.__self__ for call in calls if hasattr(call, "__self__")]
+    assert [program.calls for program in programs] == [1, 2]
+    assert len(calls) == 3
+    assert calls[1] is works[1]
+    image[...], flat[0][...] = 5, 7
+    for call in calls:
+        call()
+    assert (z == 5).all()
+    assert (total == 5).all()
+    assert (flat[1] == 7).all()
+
+
+def test_a_program_keeps_what_its_kernels_work_on() -> None:
+    result = np.zeros(64, np.float32)
+
+    def work() -> None:
+        _add_neighbour.run(2, 64, 1, np.ones(64, np.float32), result, 64)
+
+    program = Program([record(work)])
+    program.launch()
+    np.testing.assert_array_equal(result, 2)
+
+
+def test_programs_of_several_python_threads_run_at_the_same_time() -> None:
+    arrays = [np.zeros(1000, np.float32) for _ in range(3)]
+    programs = [Program([record(lambda x=x: _add_one.run(2, 1000, 1, x))]) for x in arrays]  # type: ignore[misc]
+
+    def repeat(program: Any) -> None:
+        for _ in range(200):
+            program.launch()
+
+    threads = [threading.Thread(target=repeat, args=(program,), daemon=True) for program in programs]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - start < 60
+    assert all((array == 201).all() for array in arrays)
