@@ -13,6 +13,7 @@ from training import build_solver
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
+from caffepy.net.wiring import Node
 from caffepy.solvers import Solver
 from caffepy.solvers.callbacks import SingleDevice
 from caffepy.solvers.io.testing import run_test
@@ -47,26 +48,24 @@ FIRST = 1 / 3 + 1 / 3 + (3 / 5) / 3
 SECOND = 1 / 3 + (2 / 4) / 3
 
 
-def _play(solver: Solver, monkeypatch: pytest.MonkeyPatch, rank: int = 0, devices: int = 1) -> None:
+def _play(solver: Solver, rank: int = 0, devices: int = 1) -> None:
     """Let the test net's data layers give the batches above, those of this device."""
     net = solver.test_nets[0]
-    forward, batch = net.forward, iter(range(rank, 3, devices))
+    first, batch = net.schedule[0], iter(range(rank, 3, devices))
 
-    def filled() -> None:
-        number = next(batch)
-        solver.backend.from_host(np.array(DETECTIONS[number])[None, None], net.blobs["det"].data)
-        solver.backend.from_host(np.array(OBJECTS[number])[None, None], net.blobs["gt"].data)
-        forward()
+    def fill(node: Node) -> None:
+        if node is first:
+            number = next(batch)
+            solver.backend.from_host(np.array(DETECTIONS[number])[None, None], net.blobs["det"].data)
+            solver.backend.from_host(np.array(OBJECTS[number])[None, None], net.blobs["gt"].data)
 
-    monkeypatch.setattr(net, "forward", filled)
+    net.before_forward.append(fill)
 
 
-def test_the_mean_over_all_classes_and_batches(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_over_all_classes_and_batches(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy")
     with build_solver(DETECTION + 'ap_version: "Integral" show_per_class_result: true', NET) as solver:
-        _play(solver, monkeypatch)
+        _play(solver)
         scores = solver.test_all()
     assert float(scores[0]["detection_eval"]) == pytest.approx((FIRST + SECOND) / 2)
     lines = [record.getMessage() for record in caplog.records]
@@ -80,7 +79,7 @@ def test_a_class_that_is_never_found_counts_as_0(monkeypatch: pytest.MonkeyPatch
         f"{__name__}.DETECTIONS", [[row if row[1] == 1 else (-1,) * 7 for row in b] for b in DETECTIONS]
     )
     with build_solver(DETECTION, NET.replace("num_classes: 3", "num_classes: 4")) as solver:
-        _play(solver, monkeypatch)
+        _play(solver)
         scores = solver.test_all()
     assert float(scores[0]["detection_eval"]) == pytest.approx(FIRST / 3)
 
@@ -103,13 +102,13 @@ class _Shared(SingleDevice):
         return total
 
 
-def test_several_devices_give_the_same_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_give_the_same_score() -> None:
     devices = 2
     shared = _Shared(devices)
 
     def score(rank: int) -> float:
         with build_solver(DETECTION, NET) as solver:
-            _play(solver, monkeypatch, rank, devices)
+            _play(solver, rank, devices)
             solver.state.shard, solver.state.callback = Shard(rank, devices), shared
             scores = run_test(solver.state, 0, lambda: False)
             assert scores is not None
