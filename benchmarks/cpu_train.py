@@ -28,9 +28,19 @@ by layer and fused are runs of one profiling program, minutes apart; the same it
     resnet18 8          1000           996    764 /  697
     resnet50 8          2743          2424   2572 / 2076
 
-Beside PyTorch 2.13 (plain and channels last, not compiled) there is one round from before the fusion, by this program:
-mobilenet 1171 / 1252 = 0.94, resnet18 1008 / 1007 = 1.00, resnet50 2957 / 2650 = 1.12; PyTorch's memory 1143, 752 and
-1491 MiB. Not measured since: the ratio with fusion, two threads, AVX2, the three old nets.
+Beside PyTorch 2.13 (plain and channels last, not compiled), two cores of an AMD EPYC (Zen 4) with nothing else to do,
+two threads, one round; ratios of the median, of the least time and of the least CPU time:
+
+    net              caffepy   PyTorch   ratios               memory, MiB
+    mobilenet 16       457       650     0.70  0.92  0.91     1520 / 1205
+    resnet18 8         486       493     0.99  1.02  1.02      710 /  743
+    resnet50 8        1237      1350     0.92  0.92  0.92     2076 / 1545
+    lenet                9.2      11.6   0.79  0.85  0.86      201 /  320
+    cifar10_quick       45.8      52.1   0.88  0.82  0.83      226 /  347
+    caffenet           262       512     0.51  0.51  0.52      989 / 1269
+
+Before the fusion ResNet-50 had 1.12 with one thread. On a loaded Xeon (an H200's host) MobileNet had 0.86, 0.89, 0.84
+and ResNet-18 1.01, 0.96, 0.95. AVX2 has not been measured since.
 
 The rest is convolutions: about nine tenths of either ResNet. In ResNet-18 the 3x3 ones of stride 1 alone take 750 of
 996 ms.
