@@ -51,6 +51,11 @@ def iteration(number: int) -> int:
     return _FIRST + number % (_ITERATIONS - _FIRST - 5)
 
 
+def delay(number: int) -> float:
+    """Seconds from the beginning of that iteration to the fault: other moments of it, and not after the last one."""
+    return 0.004 * (number % 4)
+
+
 def unfailing(place: Place, laboratory: Laboratory, iterations: int) -> Outcome:
     """A run with as many devices that never failed."""
     key = place.ranks, place.solvers, laboratory, iterations
@@ -79,7 +84,7 @@ def check_trained(place: Place, laboratory: Laboratory, outcome: Outcome, restar
 
 def begins_again(kind: str, place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:
     """A fault of `program.py` that comes once."""
-    later = 0.004 * (number % 16) if kind == "kill" else 0.0  # before the training ends
+    later = delay(number) if kind == "kill" else 0.0
     fault = f"{kind} {place.device} {iteration(number)} {later:.4f}"
     return ends_trained(place, laboratory, start(place, laboratory, "--timeout", _TIMEOUT, FAULT=fault, **settings))
 
@@ -136,7 +141,7 @@ def parent_signalled(number_of_signal: int, place: Place, laboratory: Laboratory
 
 def rank_signalled(name: str, place: Place, laboratory: Laboratory, number: int) -> float:
     """A signal to one rank alone stops all of them."""
-    fault = f"{name} {place.device} {iteration(number)} {0.004 * number:.4f}"
+    fault = f"{name} {place.device} {iteration(number)} {delay(number):.4f}"
     started = start(place, laboratory, FAULT=fault, DELAY="0.01")
     return stops_and_goes_on(place, laboratory, laboratory.finish(started))
 
