@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.layout import is_plain
 
 GRAIN = 2048
@@ -157,7 +158,10 @@ class _ClassView:
 
     def of(self, array: Any) -> Any:
         """The array, or a C-ordered copy."""
-        return np.ascontiguousarray(array) if self.plain else array
+        if not self.plain:
+            return array
+        note_host_work()
+        return np.ascontiguousarray(array)
 
     def back(self, result: Any, array: Any) -> None:
         """Write a result that `of` made for `array` to it."""

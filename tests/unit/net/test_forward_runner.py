@@ -16,7 +16,7 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.errors import RunError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner, can_record
+from caffepy.net.forward_runner import RECORDED, ForwardRunner, can_record
 from caffepy.proto import caffe_pb2
 
 NET = """
@@ -237,6 +237,52 @@ def test_passes_on_the_cpu_that_are_written_down_give_the_same(text: str, fuse: 
         for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
             np.testing.assert_array_equal(found, expected)
     assert runner.net.context.passes.number == eager.net.context.passes.number
+
+
+ALONE = [
+    ("BatchNorm", "batch_norm_param { use_global_stats: false }"),
+    ("BatchNorm", ""),
+    ("Bias", "bias_param { filler { type: 'gaussian' } }"),
+    ("Concat", "bottom: 'data' concat_param { axis: 2 }"),
+    *[(kind, f"convolution_param {{ num_output: 3 kernel_size: 3 stride: 2 pad: 1 {groups} "
+       "weight_filler { type: 'xavier' } bias_filler { type: 'gaussian' } }")
+      for kind in ("Convolution", "Deconvolution", "DepthwiseConvolution", "ConvolutionDepthwise")
+      for groups in (["", "group: 3"] if "Depthwise" not in kind else ["group: 3"])],
+    ("Crop", "bottom: 'small' crop_param { axis: 2 offset: 1 }"),
+    ("Dropout", ""),
+    *[("Eltwise", f"bottom: 'data' eltwise_param {{ operation: {kind} }}") for kind in ("SUM", "PROD", "MAX")],
+    ("Eltwise", "bottom: 'data' eltwise_param { coeff: 2 coeff: -0.5 }"),
+    *[("InnerProduct", f"inner_product_param {{ num_output: 4 {more} weight_filler {{ type: 'xavier' }} }}")
+      for more in ("", "axis: 2", "transpose: true bias_term: false")],
+    *[("LRN", f"lrn_param {{ local_size: 3 norm_region: {region} beta: {beta} }}")
+      for region in ("ACROSS_CHANNELS", "WITHIN_CHANNEL") for beta in (0.75, 0.6)],
+    *[("Pooling", f"pooling_param {{ pool: {kind} {more} }}") for kind in ("MAX", "AVE")
+      for more in ("kernel_size: 3 stride: 2 pad: 1", "global_pooling: true")],
+    *[("ReLU", f"relu_param {{ negative_slope: {slope} }}") for slope in (0, 0.1)],
+    ("Scale", "scale_param { bias_term: true filler { type: 'gaussian' } }"),
+    ("Scale", "bottom: 'small' scale_param { axis: 0 }"),
+    ("Slice", "top: 'other' slice_param { axis: 2 slice_point: 2 }"),
+    *[("Softmax", f"softmax_param {{ axis: {axis} }}") for axis in (1, 2, -1)],
+    ("Split", "top: 'other'"),
+]  # fmt: skip
+INPUTS = """
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 5 dim: 5 } } }
+layer { name: "small" type: "Input" top: "small" input_param { shape { %s } } }
+"""
+
+
+@pytest.mark.parametrize(("kind", "settings"), ALONE)
+def test_each_layer_that_is_written_down_computes_new_inputs(kind: str, settings: str) -> None:
+    small = "dim: 2" if kind == "Scale" else "dim: 2 dim: 3 dim: 3 dim: 3"
+    text = INPUTS % small + f"layer {{ name: 'l' type: '{kind}' bottom: 'data' top: 'out' {settings} }}"
+    runner, eager = (ForwardRunner(build(text=text, fuse=False, backend=CpuBackend(2)), eager=e) for e in (False, True))
+    for seed in range(5):
+        for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_each_layer_that_is_written_down_is_tried() -> None:
+    assert {kind for kind, _ in ALONE} | {"Input"} == RECORDED
 
 
 def test_layers_are_not_called_once_a_pass_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:

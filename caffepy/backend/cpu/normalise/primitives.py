@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.composite import Composite
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.normalise.kernels import (
     MOST_GRADIENTS,
     Gate,
@@ -70,6 +71,7 @@ class Rows:
 
     def spread(self, values: Any) -> Any:
         """One number for each column of a row."""
+        note_host_work()
         return np.tile(np.asarray(values, np.float32), self.period // self.channels)
 
     def counts(self) -> Any:
@@ -119,6 +121,7 @@ class CpuNormalisation(Composite):
         self.batch_norm_finish((around.sum(axis=0) / elements).astype(np.float32), elements, n)
 
     def _sum_arrays(self, rows: Rows, sums: int) -> tuple[Any, Any]:
+        note_host_work()  # who asks combines what blocks have
         shape = (rows.blocks, sums, rows.period)
         return np.zeros(shape, np.float32), np.zeros(shape)
 
