@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, add_engine_option, positive, record_shape
-from caffepy.cli.tools.prepare import (
-    add_model_options,
-    add_preparation_options,
-    counted,
-    preparation,
-    quiet_net,
-)
+from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
 from caffepy.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:

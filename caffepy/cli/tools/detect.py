@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, add_engine_option, natural
-from caffepy.cli.tools.prepare import (
-    add_model_options,
-    add_preparation_options,
-    counted,
-    preparation,
-    quiet_net,
-)
+from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The primitives of batch normalisation and ReLU's gradient: lays out arrays for the kernels and combines sums.
 
 Owns how an array is dealt out to blocks of rows. Arrays whose channels are not neighbours in memory, as those of three
-or five axes, are left to `Composite`.
+axes, are left to `Composite`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from caffepy.backend.cpu.normalise.kernels import (
     measure_kernel,
 )
 from caffepy.backend.cpu.normalise.steps import LANES
+from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array, BatchNormState
 
 LEAST_PERIOD = 256
@@ -84,8 +85,8 @@ class Rows:
 
 
 def rows_of(array: Array) -> Rows | None:
-    """How kernels see an array (N, C) or (N, C, H, W); None: not at all."""
-    if array.ndim not in (2, 4) or array.size == 0:
+    """How kernels see a matrix (N, C) or images; None: not at all."""
+    if not (array.ndim == 2 or array.ndim in CHANNELS_LAST) or array.size == 0:
         return None
     channels = array.shape[1]
     pixels = LANES // math.gcd(channels, LANES)

@@ -63,10 +63,11 @@ class Autotuner:
         key = self._key(task, resources)
         with self._decisions.turn(key):
             known = self._decisions.get(key)
-            with phase("tuned plans", "Preparing convolutions"):
-                cached = None if known is None else _find(known.name, families)
-            if cached is not None:
-                return cached
+            if known is not None:
+                with phase("tuned plans", "Preparing convolutions"):
+                    cached = _find(known.name, families)
+                if cached is not None:
+                    return cached
             if is_capturing():
                 return _first(families)
             begin = monotonic()

@@ -56,13 +56,9 @@ class FakePlan:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def module(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """caffepy.backend.cuda.batch_norm, whose kernels are `FakePlan`s; CuPy need not be installed."""
     before = set(sys.modules)
-    try:
-        importlib.import_module("cupy")
-    except ImportError:
-        monkeypatch.setitem(sys.modules, "cupy", MagicMock())
     batch_norm = importlib.import_module("caffepy.backend.cuda.batch_norm")
     monkeypatch.setattr(batch_norm, "find_layout", lambda *_: None)
     monkeypatch.setattr(batch_norm, "flat_layout", lambda *_: None)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -97,13 +96,9 @@ def stream() -> Stream:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch, stream: Stream) -> Iterator[ModuleType]:
+def module(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch, stream: Stream) -> Iterator[ModuleType]:
     """caffepy.backend.cuda.copy on that device; CuPy need not be installed."""
     before = set(sys.modules)
-    try:
-        importlib.import_module("cupy")
-    except ImportError:
-        monkeypatch.setitem(sys.modules, "cupy", MagicMock())
     copy = importlib.import_module("caffepy.backend.cuda.copy")
     cuda = SimpleNamespace(alloc_pinned_memory=bytearray, Event=Event)
     monkeypatch.setattr(copy, "cupy", SimpleNamespace(cuda=cuda))

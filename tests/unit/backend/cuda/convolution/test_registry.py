@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,12 +13,8 @@ from caffepy.backend.types import Geometry
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+def modules(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules of caffepy.backend.cuda.convolution; CuPy need not be installed. Graphs are only noted."""
-    try:
-        importlib.import_module("cupy")
-    except ImportError:
-        monkeypatch.setitem(sys.modules, "cupy", MagicMock())
     names = ("autotune", "cudnn", "problem", "registry")
     found = {name: importlib.import_module(f"caffepy.backend.cuda.convolution.{name}") for name in names}
     graphs: list[bool] = []

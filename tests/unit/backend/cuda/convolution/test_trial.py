@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,12 +14,8 @@ FAILS = None
 
 
 @pytest.fixture
-def autotune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def autotune(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """caffepy.backend.cuda.convolution.autotune; CuPy need not be installed. Candidates are what `_attempt` gives."""
-    try:
-        importlib.import_module("cupy")
-    except ImportError:
-        monkeypatch.setitem(sys.modules, "cupy", MagicMock())
     module = importlib.import_module("caffepy.backend.cuda.convolution.autotune")
     monkeypatch.setattr(module, "_attempt", lambda candidate, operands, best: candidate.time)
     return module
