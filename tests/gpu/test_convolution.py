@@ -44,6 +44,9 @@ CASES = {
     "upsampling's transpose": ((2, 21, 8, 8), 21, window(4, 2, 1)),
     "LeNet": ((8, 20, 12, 12), 50, window(5)),
     "cifar10": ((4, 32, 8, 8), 64, window(5, 1, 2)),
+    "whole image": ((3, 16, 5, 7), 24, window((5, 7))),
+    "many pixels": ((3, 24, 35, 17), 40, window(1)),
+    "a large window": ((2, 3, 24, 20), 5, window(11, 1, 4)),
     "one axis": ((2, 3, 12), 4, Geometry((3,), (2,), (1,), (1,))),
     "three axes, odd channels": ((2, 3, 5, 6, 7), 10, Geometry((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)),
     "three axes / 2": ((2, 16, 6, 10, 9), 24, Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3)),
@@ -169,7 +172,7 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
         for task in tasks:
             plan = CudaConvolution(arrays.problem, backend._resources)
             tried = 0
-            for family in algorithm_families(task, plan.run, backend._resources):
+            for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
                 for candidate in list(family.candidates())[:4]:
                     if candidate.prepare():
                         tried += 1
@@ -367,8 +370,8 @@ def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..
         zeros = operands_for(task, None)
         zeros.first.data.memset_async(0, zeros.first.nbytes, backend.stream)
         trial = Trial(zeros, lambda: operands_for(task, None))
-        run_plain = CudaConvolution(task.problem, backend._resources).run
-        families = algorithm_families(task, run_plain, backend._resources)
+        plan = CudaConvolution(task.problem, backend._resources)
+        families = algorithm_families(task, plan.run, plan.candidate, backend._resources)
         checked = next(family for family in families if family.checked)
         trial.add(next(family for family in families if not family.checked))
         trial.add(checked)

@@ -84,7 +84,8 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
     tried = 0
     for with_bias in (False, True):
         task = Task(problem, Direction.FORWARD, with_bias, True, False)
-        for family in algorithm_families(task, CudaConvolution(problem, backend._resources).run, backend._resources):
+        plan = CudaConvolution(problem, backend._resources)
+        for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
             for candidate in list(family.candidates())[:4]:
                 if not candidate.prepare():
                     continue

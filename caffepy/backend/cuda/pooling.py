@@ -27,6 +27,12 @@ SMALL_AREA = 9
 LARGE_PLANE = 16
 """Pixels of a window from which on many threads share it, where it is the whole plane."""
 
+LARGE_WINDOW = 25
+"""Pixels of a window from which on a thread takes long enough for more threads to be worth narrower loads."""
+
+LEAST_WIDTH = 2
+"""Channels of a thread, at least, where they are made fewer."""
+
 MOST_IMAGES = 65535
 """Blocks of a grid along its second axis."""
 
@@ -63,8 +69,11 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
     every = arrays if mask is None else (*arrays, mask)
     assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the dtype"
     kind = "" if mask is None else c_type(mask)
+    width = vector_width(image.shape[1], every)
+    if name.endswith("forward") and math.prod(g.kernel) >= LARGE_WINDOW:
+        width = _narrowed(width, pooled.size)
     case = Pooling(
-        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, vector_width(image.shape[1], every),
+        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, width,
         cupy.cuda.runtime.getDevice(),
     )  # fmt: skip
     plan = _plan(case)
@@ -74,6 +83,13 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
         if mask is not None and name.endswith("backward"):
             every = (first, raw(mask), last)
         plan.kernel(plan.grid, plan.block, (*every, *plan.arguments))
+
+
+def _narrowed(width: int, count: int) -> int:
+    """Fewer channels for a thread, but two, until there are blocks for all multiprocessors."""
+    while width > LEAST_WIDTH and count < FULL * THREADS * width:
+        width //= 2
+    return width
 
 
 @lru_cache(maxsize=1024)

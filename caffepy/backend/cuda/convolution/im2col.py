@@ -10,7 +10,7 @@ import math
 
 from caffepy.backend.cuda.compiler import C_TYPES, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources
-from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_pointwise
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_product, is_whole_image
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array
 
@@ -46,9 +46,10 @@ class Im2colConvolution:
         self._pixels = math.prod(problem.y[2:])
         self._columns = math.prod(geometry.kernel) * self._channels
         self._defines = _defines(problem)
-        self._pointwise = is_pointwise(geometry)
+        self._whole_image = is_whole_image(problem)
+        self._is_product = is_product(problem)
         limit = COLUMNS_LIMIT // max(self._pixels * self._columns, 1)
-        self._batch = problem.x[0] if self._pointwise else max(1, min(problem.x[0], limit))
+        self._batch = problem.x[0] if self._is_product else max(1, min(problem.x[0], limit))
 
     def prepare(self) -> bool:
         return True
@@ -75,12 +76,17 @@ class Im2colConvolution:
         return windows.reshape(images * self._pixels, self._columns)
 
     def _windows(self, x: Array, group: int) -> Array:
-        """The windows of some images, a row each; the images themselves where a window is one pixel."""
-        if self._pointwise:
-            return _columns_of(x, group, self._channels)
+        """The windows of some images, a row each; the images themselves where a window is one pixel or all of them."""
+        if self._is_product:
+            return self._pixels_or_images(x, group)
         columns = self._scratch_windows(x.shape[0], self._problem.array_dtype)
         self._kernel("im2col", x, columns, group, columns.size)
         return columns
+
+    def _pixels_or_images(self, x: Array, group: int) -> Array:
+        if self._whole_image:
+            return x.reshape(x.shape[0], self._columns)
+        return _columns_of(x, group, self._channels)
 
     def _kernel(self, name: str, source: Array, target: Array, group: int, count: int) -> None:
         kernel = library_kernel("im2col", name, self._defines)
@@ -96,8 +102,8 @@ class Im2colConvolution:
 
     def _backward_data(self, dy: Array, weights: Array, dx: Array, group: int) -> None:
         gradient, own = _columns_of(dy, group, self._outputs), self._weights(weights, group)
-        if self._pointwise:
-            self._blas.gemm(gradient, own, _columns_of(dx, group, self._channels), False, False, False)
+        if self._is_product:
+            self._blas.gemm(gradient, own, self._pixels_or_images(dx, group), False, False, False)
             return
         columns = self._scratch_windows(dx.shape[0], "float32")
         self._blas.gemm(gradient, own, columns, False, False, False)

@@ -48,7 +48,7 @@ class CudaConvolution:
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
         """The candidate for a task, None if there is none; `operands` are arrays to time candidates on, if at hand."""
         if task not in self._chosen:
-            families = algorithm_families(task, self.run, self._resources)
+            families = algorithm_families(task, self.run, self.candidate, self._resources)
             self._chosen[task] = self._resources.tuner.choose(task, families, operands, self._resources)
         return self._chosen[task]
 

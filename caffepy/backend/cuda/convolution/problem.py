@@ -81,3 +81,14 @@ def is_pointwise(geometry: Geometry) -> bool:
     """Whether the convolution is 1x1 with stride 1 and no padding: a matrix product without im2col."""
     g = geometry
     return all(k == 1 and s == 1 and p == 0 for k, s, p in zip(g.kernel, g.stride, g.pad, strict=True))
+
+
+def is_whole_image(problem: Problem) -> bool:
+    """Whether the only window of each image is the image itself, in one group: an inner product of all its numbers."""
+    g = problem.geometry
+    return g.kernel == problem.x[2:] and g.group == 1 and not any(g.pad) and all(d == 1 for d in g.dilation)
+
+
+def is_product(problem: Problem) -> bool:
+    """Whether the convolution is a matrix product of its arrays as they are, without im2col."""
+    return is_pointwise(problem.geometry) or is_whole_image(problem)

@@ -2,7 +2,7 @@
 
 cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or over NCHW
 copies; im2col and matrix products; own kernels for depthwise convolutions, and implicit-GEMM kernels for small
-problems; and any of these followed by a kernel for bias and ReLU.
+problems; data gradients as forward convolutions; and any of these followed by a kernel for bias and ReLU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from caffepy.backend.cuda.convolution.cudnn import (
 from caffepy.backend.cuda.convolution.cudnn_graph import Plans
 from caffepy.backend.cuda.convolution.depthwise import depthwise_candidates
 from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
+from caffepy.backend.cuda.convolution.gradients import (
+    Choose,
+    FlippedForward,
+    SplitKProducts,
+    suits_flipping,
+    suits_split_k,
+)
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm import small_candidates, suits_small_kernels
-from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise
+from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.elementwise.reduce import reduce
@@ -118,12 +125,13 @@ class UnfusedEpilogue:
             apply(formula, (y, residual, operands.bias), (y,), axis=1)
 
 
-def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> list[AlgorithmFamily]:
+def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources: Resources) -> list[AlgorithmFamily]:
     """All families for a task. Without tuning, the first candidate that can be prepared is used.
 
     Args:
         task: what to compute.
         run_plain: computes the task without bias, ReLU and sums, for the unfused epilogue.
+        choose: gives the candidate of another task, where a task is rewritten as that.
         resources: of the backend.
     """
     unfused = AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])
@@ -145,11 +153,15 @@ def algorithm_families(task: Task, run_plain: RunTask, resources: Resources) -> 
     families += space_to_depth_families(task, resources)
     if task != task.plain:
         return [*families, unfused]
+    if suits_split_k(task):
+        families.append(AlgorithmFamily("split-K", lambda: [SplitKProducts(task, resources)]))
+    if suits_flipping(task):
+        families.append(AlgorithmFamily("flipped", lambda: [FlippedForward(task, choose, resources)]))
     families.append(_cudnn(task, resources, Plans.FALLBACK))
     # Over three axes few engines take channels that are no multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
     preferred = _prefers_products(task, resources)
-    unrolling = not (preferred or is_pointwise(task.problem.geometry))
+    unrolling = not (preferred or is_product(task.problem))
     products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=unrolling)
     return [products, *families, copied] if preferred else [*families, copied, products]
 

@@ -73,6 +73,7 @@ class Blas:
         _check(library.cublasSetMathMode(self._handle, mode), "cublasSetMathMode")
         self._sgemm = library.cublasSgemm_v2
         self._gemm_ex = library.cublasGemmEx
+        self._batch = library.cublasGemmStridedBatchedEx
         self._one = ctypes.byref(ctypes.c_float(1.0))
         self._zero = ctypes.byref(ctypes.c_float(0.0))
 
@@ -107,6 +108,26 @@ class Blas:
         call = self._single if a.dtype == "float32" else self._half
         status = call(_operand(a, transpose_a), _operand(b, transpose_b), (rows, columns, depth), beta, out, leading)
         _check(status, f"product of {rows} x {depth} and {depth} x {columns}")
+
+    def gemm_of_parts(self, a: Array, b: Array, out: Array) -> None:
+        """out[p] = a[p]^T @ b[p] for each p, one launch.
+
+        Args:
+            a: C-contiguous (parts, depth, rows).
+            b: (parts, depth, columns), of the same dtype.
+            out: float32 (parts, rows, columns).
+        """
+        parts, depth, rows = a.shape
+        columns = b.shape[2]
+        kind = DATA_TYPES[a.dtype.name]
+        status = self._batch(  # cuBLAS counts in columns: it computes the transposed products
+            self._handle, NO_TRANSPOSE, TRANSPOSE, columns, rows, depth, self._one,
+            ctypes.c_void_p(b.data.ptr), kind, columns, ctypes.c_longlong(depth * columns),
+            ctypes.c_void_p(a.data.ptr), kind, rows, ctypes.c_longlong(depth * rows), self._zero,
+            ctypes.c_void_p(out.data.ptr), DATA_TYPES["float32"], columns, ctypes.c_longlong(rows * columns),
+            parts, COMPUTE_32F, DEFAULT_ALGORITHM,
+        )  # fmt: skip
+        _check(status, f"{parts} products of {rows} x {depth} and {depth} x {columns}")
 
     def _single(self, a: Operand, b: Operand, sizes: tuple[int, int, int], beta: Any, out: Array, leading: int) -> Any:
         return self._sgemm(

@@ -1,0 +1,162 @@
+"""Gradients that are computed as something else, where few engines of cuDNN are fast.
+
+Owns two rewritings. A data gradient with stride 1 is a forward convolution: of dy, padded, with the weights turned
+round, which is faster where windows are large. The weights' gradient of a 1x1 convolution is a matrix product with one
+row for each output, one column for each channel and a sum over all pixels of all images: parts of the pixels have
+products of their own, for one alone leaves most multiprocessors idle where there are few channels, and are added up in
+a fixed order (split-K).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from caffepy.backend.cuda.convolution.algorithm import Candidate, Operands, Resources, sum_parts
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_pointwise
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.memory import raw
+from caffepy.backend.layout import CHANNELS_LAST, memory_order, view
+from caffepy.backend.types import Array
+
+LARGE_WINDOW = 81
+"""Pixels of a window from which on it is tried."""
+
+Choose = Callable[[Task, Operands | None], Candidate | None]
+
+TILE = 64
+"""Side of the result's tile that one block is taken to compute."""
+
+BLOCKS = 264
+"""Blocks that are wanted: two for each multiprocessor of an H200."""
+
+LEAST_DEPTH = 256
+"""Pixels of a part below which adding up costs more than is gained."""
+
+MOST_NUMBERS = 2**22
+"""Of all parts together."""
+
+
+def suits_flipping(task: Task) -> bool:
+    """Whether a task is a data gradient that this may be ahead with."""
+    g = task.problem.geometry
+    return (
+        task.direction is Direction.DATA
+        and len(task.problem.x) in CHANNELS_LAST
+        and g.group == 1
+        and all(step == 1 for step in g.stride)
+        and math.prod(g.kernel) >= LARGE_WINDOW
+        and all(pad >= 0 for pad in _padding(task.problem))
+    )
+
+
+def flipped(problem: Problem) -> Problem:
+    """The forward convolution whose result is the problem's data gradient.
+
+    Its weights (C, num_output, kernel...) are the problem's (num_output, C, kernel...), each spatial axis reversed,
+    its padding is dilation * (kernel - 1) - pad.
+    """
+    outputs, channels, *kernel = problem.weights
+    geometry = replace(problem.geometry, pad=_padding(problem))
+    return Problem(problem.y, (channels, outputs, *kernel), geometry, problem.dtype)
+
+
+def _padding(problem: Problem) -> tuple[int, ...]:
+    g = problem.geometry
+    return tuple(d * (k - 1) - p for k, p, d in zip(g.kernel, g.pad, g.dilation, strict=True))
+
+
+class FlippedForward:
+    """The candidate: the fastest forward convolution of the turned weights.
+
+    Args:
+        task: one that `suits_flipping`.
+        choose: gives the candidate of another task.
+        resources: scratch memory.
+    """
+
+    name = "flipped"
+
+    def __init__(self, task: Task, choose: Choose, resources: Resources) -> None:
+        self._task = Task(flipped(task.problem), Direction.FORWARD)
+        self._choose = choose
+        self._resources = resources
+        self._forward: Candidate | None = None
+
+    def prepare(self) -> bool:
+        """Choose the forward candidate, which may have to be tuned."""
+        self._forward = self._choose(self._task, None)
+        return self._forward is not None
+
+    def run(self, operands: Operands) -> None:
+        """Turn the weights round in scratch memory, then one forward convolution."""
+        assert self._forward is not None
+        self._forward.run(replace(operands, second=self._turned(operands.second)))
+
+    def _turned(self, weights: Array) -> Array:
+        scratch = self._resources.scratch.get("turned weights", weights.size, weights.dtype.name)
+        turned = view(scratch, self._task.problem.weights)
+        cupy.copyto(turned, cupy.flip(weights.swapaxes(0, 1), tuple(range(2, weights.ndim))))
+        return turned
+
+
+def parts_of(problem: Problem) -> tuple[int, int]:
+    """How many parts, and their pixels, which are a multiple of eight; one part where splitting gains nothing."""
+    outputs, channels = problem.weights[:2]
+    pixels = problem.x[0] * math.prod(problem.x[2:])
+    tiles = -(-outputs // TILE) * -(-channels // TILE)
+    number = min(BLOCKS // tiles, pixels // LEAST_DEPTH, MOST_NUMBERS // (outputs * channels))
+    if number < 2:
+        return 1, pixels
+    return number, pixels // number // 8 * 8
+
+
+def suits_split_k(task: Task) -> bool:
+    """Whether the candidate can do a task and may be ahead with it."""
+    problem = task.problem
+    return (
+        task.direction is Direction.WEIGHTS
+        and len(problem.x) in CHANNELS_LAST
+        and problem.geometry.group == 1
+        and is_pointwise(problem.geometry)
+        and parts_of(problem)[0] > 1
+    )
+
+
+class SplitKProducts:
+    """The candidate.
+
+    Args:
+        task: a plain one that `suits_split_k`.
+        resources: cuBLAS and scratch memory.
+    """
+
+    def __init__(self, task: Task, resources: Resources) -> None:
+        self._problem = task.problem
+        self._resources = resources
+        self._parts, self._depth = parts_of(task.problem)
+        self.name = f"split-K {self._parts}"
+
+    def prepare(self) -> bool:
+        return True
+
+    def run(self, operands: Operands) -> None:
+        """One launch for all parts, one for the pixels left over, and one that adds up."""
+        outputs, channels = self._problem.weights[:2]
+        x, dy = _pixels(operands.first), _pixels(operands.second)
+        split = self._parts * self._depth
+        number = self._parts + (split < len(x))
+        parts = self._resources.scratch.get("parts of a weight gradient", number * outputs * channels)
+        parts = parts.reshape(number, outputs, channels)
+        shape = (self._parts, self._depth, -1)
+        blas = self._resources.blas
+        blas.gemm_of_parts(dy[:split].reshape(shape), x[:split].reshape(shape), parts)
+        if split < len(x):
+            blas.gemm(dy[split:], x[split:], parts[-1], True, False, False)
+        sum_parts(parts, raw(operands.out), number, operands.accumulate)
+
+
+def _pixels(images: Array) -> Array:
+    """The images as a matrix with a row for each pixel."""
+    return memory_order(images).reshape(-1, images.shape[1])
