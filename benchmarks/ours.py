@@ -82,7 +82,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """A training iteration."""
     from caffepy.backend import create_backend
 
-    backend = create_backend(0 if job["device"] == "gpu" else None, job.get("threads"))
+    backend = create_backend(0 if job["device"] == "gpu" else None, job.get("threads"), "tf32")
     with alone(job.get("lock", ""), job.get("limit", 280)), backend.activate():
         begin = time.perf_counter()
         solver = make_solver(job["name"], job["dtype"], job["batch"], backend)

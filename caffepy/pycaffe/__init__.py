@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.mode import set_device as set_device
     from caffepy.pycaffe.mode import set_devices as set_devices
     from caffepy.pycaffe.mode import set_layer_by_layer as set_layer_by_layer
+    from caffepy.pycaffe.mode import set_math as set_math
     from caffepy.pycaffe.mode import set_mode_cpu as set_mode_cpu
     from caffepy.pycaffe.mode import set_mode_gpu as set_mode_gpu
     from caffepy.pycaffe.mode import set_multiprocess as set_multiprocess
@@ -64,7 +65,7 @@ _NAMES = {
     "classifier": "Classifier",
     "detector": "Detector",
     "layer": "LayerBase LayerParameter create_layer layer_type_list",
-    "mode": "init_log log set_device set_devices set_layer_by_layer set_mode_cpu set_mode_gpu set_multiprocess "
+    "mode": "init_log log set_device set_devices set_layer_by_layer set_math set_mode_cpu set_mode_gpu set_multiprocess "
     "set_random_seed set_solver_count set_solver_rank solver_count solver_rank",
     "nccl": "NCCL has_nccl",
     "net": "Net",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy.data.schedule import Shard
+from caffepy.defaults import MATH_MODES
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import Device, device_of
@@ -23,6 +24,9 @@ _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 VARIABLE = "CAFFEPY_LAYER_BY_LAYER"
 """With 1 in it `set_layer_by_layer` has been called for scripts that stay as they are."""
+
+MATH_VARIABLE = "CAFFEPY_MATH"
+"""Holds the argument of `set_math` for scripts that stay as they are."""
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Mode:
         solver_rank: this one's number among them.
         multiprocess: whether they are processes, which read different records.
         layer_by_layer: whether nets compute every layer by itself in every pass.
+        math: products of float32 numbers on a GPU, one of MATH_MODES.
     """
 
     gpu: bool = False
@@ -48,6 +53,7 @@ class Mode:
     solver_rank: int = 0
     multiprocess: bool = False
     layer_by_layer: bool = os.environ.get(VARIABLE, "0") not in ("", "0")
+    math: str = os.environ.get(MATH_VARIABLE, "tf32")
 
     def present_device(self) -> Device:
         """The device on which nets are made.
@@ -55,8 +61,9 @@ class Mode:
         Raises:
             DeviceError: it is not there.
             MissingExtraError: CuPy or cuDNN is not installed.
+            ConfigError: CAFFEPY_MATH is none of MATH_MODES.
         """
-        return device_of(self.device if self.gpu else None)
+        return device_of(self.device, self.math) if self.gpu else device_of(None)
 
     def next_seed(self) -> int:
         """The seed of the next net: of the first after `set_random_seed` the very number, of others made of it."""
@@ -125,6 +132,20 @@ def set_layer_by_layer(wanted: bool = True) -> None:
     Otherwise a TEST net whose hidden blobs nobody looks at is folded, and its outputs differ in rounding.
     """
     mode.layer_by_layer = bool(wanted)
+
+
+def set_math(math: str) -> None:
+    """Choose how GPUs multiply float32 numbers in the nets made from now on; caffepy's own, Caffe has no such name.
+
+    Args:
+        math: "tf32", at first and as in `caffepy train`: on tensor cores, factors rounded to 10 bits; "fp32": in full.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if math not in MATH_MODES:
+        raise ArgumentError(f"set_math({math!r}): give one of {', '.join(MATH_MODES)}")
+    mode.math = math
 
 
 def set_random_seed(seed: int) -> None:

@@ -45,6 +45,7 @@ def _on_the_gpu() -> Iterator[None]:
     before = asdict(mode)
     caffe.set_device(0)
     caffe.set_mode_gpu()
+    caffe.set_math("fp32")
     yield
     for name, value in before.items():
         setattr(mode, name, value)
@@ -268,7 +269,9 @@ def agree(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)  # TF32, by kernels of different shapes
 
 
-def test_passes_are_captured_and_hidden_blobs_are_those_of_the_last_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("math", ["fp32", "tf32"])
+def test_passes_are_captured_and_hidden_blobs_are_those_of_the_last_pass(tmp_path: Path, math: str) -> None:
+    caffe.set_math(math)
     net, plain = folded_pair(tmp_path)
     kept = net.blobs["prob"].data
     for seed in range(5):

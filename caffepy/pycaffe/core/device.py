@@ -165,11 +165,15 @@ class Device:
 
 
 @cache
-def device_of(number: int | None) -> Device:
+def device_of(number: int | None, math: str = "tf32") -> Device:
     """The device of a number, None: the CPU; the same object each time.
+
+    Args:
+        number: of a GPU.
+        math: products of float32 numbers there, one of MATH_MODES.
 
     Raises:
         DeviceError: it is not there.
         MissingExtraError: CuPy or cuDNN is not installed.
     """
-    return Device(create_backend(number))
+    return Device(create_backend(number, math=math))

@@ -35,12 +35,25 @@ def test_devices(net_file, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: caffe.set_devices([]), r"set_devices\(\[\]\): give the number of at least one GPU"),
         (lambda: caffe.set_random_seed(-1), r"set_random_seed\(-1\): give a number of 0 or more"),
         (lambda: caffe.set_solver_count(0), r"set_solver_count\(0\): give a number of 1 or more"),
+        (lambda: caffe.set_math("half"), r"set_math\('half'\): give one of fp32, tf32"),
         (lambda: caffe.set_solver_rank(-2), r"set_solver_rank\(-2\): give a number of 0 or more"),
     ],
 )
 def test_mistakes(call, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         call()
+
+
+def test_products_are_rounded_as_in_training_unless_a_script_wants_them_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int | None, str]] = []
+    monkeypatch.setattr("caffepy.pycaffe.mode.device_of", lambda number, math="": made.append((number, math)))
+    caffe.set_mode_gpu()
+    mode.present_device()
+    caffe.set_math("fp32")
+    mode.present_device()
+    assert made == [(mode.device, "tf32"), (mode.device, "fp32")]
 
 
 def test_processes() -> None:
