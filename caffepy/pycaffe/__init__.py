@@ -65,8 +65,8 @@ _NAMES = {
     "classifier": "Classifier",
     "detector": "Detector",
     "layer": "LayerBase LayerParameter create_layer layer_type_list",
-    "mode": "init_log log set_device set_devices set_layer_by_layer set_math set_mode_cpu set_mode_gpu set_multiprocess "
-    "set_random_seed set_solver_count set_solver_rank solver_count solver_rank",
+    "mode": "init_log log set_device set_devices set_layer_by_layer set_math set_mode_cpu set_mode_gpu "
+    "set_multiprocess set_random_seed set_solver_count set_solver_rank solver_count solver_rank",
     "nccl": "NCCL has_nccl",
     "net": "Net",
     "net_spec": "NetSpec layers params to_proto",
