@@ -78,6 +78,8 @@ def our_passes(case: Case, dtype: str, backend: Any) -> Passes:
 
     def backward(down: bool) -> None:
         layer.propagate_to_params = [not down] * len(layer.blobs)
+        for blob in layer.blobs:
+            blob.gradient_started = False  # gradients are written, not added to those of a pass before
         layer.backward([y], [down], [x])
 
     passes: Passes = {"forward": lambda: layer.forward([x], [y]), "data": lambda: backward(True)}

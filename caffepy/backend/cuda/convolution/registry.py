@@ -161,8 +161,9 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
     # Over three axes few engines take channels that are no multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
     preferred = _prefers_products(task, resources)
-    unrolling = not (preferred or is_product(task.problem))
-    products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=unrolling)
+    # Without tensor cores cuDNN leaves most of the device idle where there are few images.
+    tried = is_product(task.problem) or _is_exact(task, resources)
+    products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=not tried)
     return [products, *families, copied] if preferred else [*families, copied, products]
 
 
@@ -185,6 +186,11 @@ def _copied(task: Task, resources: Resources) -> list[Candidate]:
     return [CopiedCudnn(task, resources)] if len(task.problem.x) in CHANNELS_LAST else []
 
 
+def _is_exact(task: Task, resources: Resources) -> bool:
+    """Whether products are those of float32 numbers in full."""
+    return task.problem.dtype == "float32" and not resources.tf32
+
+
 def _prefers_products(task: Task, resources: Resources) -> bool:
     """Whether in full float32 unrolling and cuBLAS beat cuDNN.
 
@@ -193,8 +199,6 @@ def _prefers_products(task: Task, resources: Resources) -> bool:
     windows.
     """
     problem = task.problem
-    if resources.tf32 or problem.dtype != "float32":
-        return False
-    if len(problem.x) != 4 or problem.geometry.group > MOST_GROUPS:
+    if not _is_exact(task, resources) or len(problem.x) != 4 or problem.geometry.group > MOST_GROUPS:
         return False
     return task.direction is not Direction.FORWARD or is_pointwise(problem.geometry)

@@ -181,15 +181,17 @@ __device__ __forceinline__ Values window_sum(const STORED *x, Place p, Sizes s, 
     for (int h = 0; h < KERNEL_H; ++h) {
 #pragma unroll UNROLL
         for (int from = 0; from < KERNEL_W; from += SPAN) {
-            Raw raw[SPAN] = {};
+            Words<STORED, WIDTH> raw[SPAN];
 #pragma unroll
-            for (int c = 0; c < SPAN; ++c)
+            for (int c = 0; c < SPAN; ++c) {
+                raw[c].clear();
                 if (from + c < KERNEL_W && (WHOLE || (within(top + h, s.height) && within(left + from + c, s.width))))
-                    raw[c] = load_raw<WIDTH>(x, s.in(p.n, top + h, left + from + c, p.pack));
+                    raw[c].load(x + (size_t)s.in(p.n, top + h, left + from + c, p.pack) * WIDTH);
+            }
 #pragma unroll
             for (int c = 0; c < SPAN; ++c)
 #pragma unroll
-                for (int k = 0; k < WIDTH; ++k) sum[k] += to_float(raw[c][k]);
+                for (int k = 0; k < WIDTH; ++k) sum[k] += raw[c][k];
         }
     }
     return sum;
