@@ -1,7 +1,7 @@
 """Every net of models/, training and inference, CPU and GPU: ours beside PyTorch and onnxruntime, from the same run.
 
     python benchmarks/zoo.py [--nets resnet50,lenet] [--phases train,test] [--devices cpu,gpu] [--dtypes FLOAT,FLOAT16]
-        [--batches 1,64] [--quick] [--seconds 150] [--torch PYTHON] [--check]
+        [--batches 1,64] [--modes graph,compile] [--quick] [--prepare 5] [--seconds 150] [--torch PYTHON] [--check]
 
 A row is a net, phase, device, dtype and batch. Each measurement has a process of its own with a time limit. PyTorch's
 net is built from the same prototxt (benchmarks/peers) and is refused where its parameters or the shape of any blob
@@ -15,9 +15,11 @@ onnxruntime's has these. Detectors run without DetectionOutput on both sides. A 
 ours while it runs and PyTorch's peak; the CPU's is the process's largest resident set, PyTorch's or caffepy's library
 included.
 
-`--quick` measures shorter, and of PyTorch's ways only the CUDA graph, or channels last on the CPU. On a GPU up to four
-processes start at the same time, and a lock lets one at a time use the device once it has its imports behind it;
-`--seconds` ends what has not begun by then and says which rows are missing.
+`--quick` measures shorter, and of PyTorch's ways only the CUDA graph, or channels last on the CPU; `--modes` chooses
+among them. On a GPU up to four processes start at the same time, and a lock lets one at a time use the device once it
+has its imports behind it; `--seconds` ends what has not begun by then and says which rows are missing. `--prepare 5`
+first runs what PyTorch must compile, five processes at a time, unmeasured: the measurements then find it in PyTorch's
+cache, where each would compile for half a minute with the device to itself.
 
 One H200, `--quick` (of PyTorch's ways the CUDA graph alone), FLOAT16; the other rows have not been run there:
 
@@ -107,8 +109,13 @@ def described(name: str, train: bool, batch: int) -> dict[str, Any]:
     return describe(name, train, batch)
 
 
-def modes(row: Row, quick: bool) -> tuple[str, ...]:
+def modes(row: Row, options: argparse.Namespace) -> tuple[str, ...]:
     """PyTorch's ways that are tried."""
+    possible = _modes(row, options.quick and not options.modes)
+    return tuple(mode for mode in possible if not options.modes or mode in options.modes)
+
+
+def _modes(row: Row, quick: bool) -> tuple[str, ...]:
     if row.device == "gpu":
         if row.name == "lrcn" or not row.train:  # compiled inference makes CUDA graphs of its own
             return ("graph",) if quick else GPU_MODES[:3]
@@ -151,11 +158,21 @@ def patience(row: Row, options: argparse.Namespace) -> int:
     return int(options.limit * (WORKERS if row.device == "gpu" else 1) + 60)
 
 
+def prepare(wanted: list[Row], options: argparse.Namespace) -> None:
+    """Let PyTorch compile what it will need; failures are seen when it is measured."""
+    unlocked = argparse.Namespace(**{**vars(options), "quick": True, "lock": ""})
+    with ThreadPoolExecutor(options.prepare) as pool:
+        for row in wanted:
+            for mode in modes(row, options):
+                if "compile" in mode:
+                    pool.submit(run_torch, row, mode, unlocked)
+
+
 def measurements(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """What is to be called for a row, by who it is."""
     calls: dict[str, Any] = {}
     if not options.ours_only:
-        for mode in modes(row, options.quick):
+        for mode in modes(row, options):
             calls[f"PyTorch {mode}"] = functools.partial(run_torch, row, mode, options)
         if row.device == "cpu" and not row.train:
             calls["onnxruntime"] = functools.partial(run_onnxruntime, row, options)
@@ -207,11 +224,13 @@ def measure_all(options: argparse.Namespace) -> None:
     print(f"{'':41}{'caffepy':>10}{'images/s':>10}{'GiB':>7} {'peer, ms':>10}{'GiB':>7} {'':16}{'ratio':>6}")
     budget, wanted = Budget(options.seconds), list(rows(options))
     ratios, missing = {}, []
+    if options.prepare:
+        prepare(wanted, options)
 
     def guarded(call: Any) -> Found | None:
         return None if budget.spent() else call()
 
-    workers = WORKERS if options.devices == ["gpu"] and options.quick else 1
+    workers = WORKERS if options.devices == ["gpu"] else 1
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(workers) as pool:
         options.lock = lock.name
         futures: list[tuple[Row, dict[str, Future[Found | None]]]] = [
@@ -245,7 +264,9 @@ def main() -> None:
     parser.add_argument("--devices", default="cpu,gpu" if has_gpu() else "cpu")
     parser.add_argument("--dtypes", default="FLOAT,FLOAT16", help="on a GPU")
     parser.add_argument("--batches", default="", help="in inference; otherwise 1, and 64 on a GPU")
+    parser.add_argument("--modes", default="", help="PyTorch's ways, of those that there are for a row")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--prepare", type=int, default=0, help="processes that compile PyTorch's nets beforehand")
     parser.add_argument("--seconds", type=float, default=0, help="after which nothing more begins")
     parser.add_argument("--limit", type=int, default=0, help="seconds of one measurement")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU")
@@ -258,6 +279,7 @@ def main() -> None:
     unknown = set(options.nets) - set(CASES)
     if unknown:
         parser.error(f"unknown nets {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options.modes = [mode for mode in options.modes.split(",") if mode]
     options.batches = [int(batch) for batch in options.batches.split(",") if batch]
     options.limit = options.limit or (40 if options.quick else LIMIT)
     if options.check:
