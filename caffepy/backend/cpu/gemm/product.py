@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.backend.cpu.gemm.dots import MOST_VECTORS, dots
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
@@ -171,12 +172,25 @@ class Gemm:
         if depth == 0:
             note_host_work()
             c[...] = c if accumulate else 0
+        elif min(rows, columns) <= MOST_VECTORS and _strides(a)[1] == 1 and _strides(b)[0] == 1:
+            self._by_dots(a, b, c, accumulate)
         elif columns > rows and _strides(b)[1] != 1:
             self._turned(a, b, c, accumulate)
         elif depth * columns <= SMALL or columns <= rows:
             self._by_rows(a, b, c, _strides(c)[0], accumulate)
         else:
             self._by_columns(a, b, c, accumulate)
+
+    def _by_dots(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        """Each element by itself, as the factors are contiguous in depth and one of them has few rows."""
+        if a.shape[0] < b.shape[1]:
+            a, b, c = b.T, a.T, c.T
+        rows, depth, vectors = *a.shape, b.shape[1]
+        items = min(self._threads, -(-rows // 4))
+        dots.run(
+            self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,
+            _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,
+        )  # fmt: skip
 
     def _turned(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
         """c transposed = b transposed @ a transposed, as b is the larger factor and contiguous in depth."""
