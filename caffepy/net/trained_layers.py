@@ -49,7 +49,12 @@ def copy_trained_layers(
         for index, blob in _stored(source, target).items():
             load_blob(blob, target.blobs[index], _where(origin, target, index))
         target.adopt(len(source.blobs))
-    return [source.name for source, target in pairs if target.blobs]
+    copied = [source.name for source, target in pairs if target.blobs]
+    own = [layer.name for layer in layers if layer.blobs]
+    if own and not copied:
+        log.warning("%s: nothing is copied: the net's layers (%s) are not in it; is it of another net?", origin,
+                    ", ".join(own[:3]) + ", ..." * (len(own) > 3))  # fmt: skip
+    return copied
 
 
 def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
