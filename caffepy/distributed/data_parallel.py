@@ -86,9 +86,9 @@ class DataParallel(SolverExchange):
         on_gpu = solver.backend.asynchronous
         if on_gpu != (self.group.communicator.memory == "gpu"):
             wanted = "nccl" if on_gpu else "mpi' or 'tcp"
-            place = "a GPU" if on_gpu else "the CPU"
+            device = "a GPU" if on_gpu else "the CPU"
             raise UserError(
-                f"the solver is on {place} and the group's backend is '{self.group.backend}': take '{wanted}'"
+                f"the solver is on {device} and the group's backend is '{self.group.backend}': take '{wanted}'"
             )
         return gradient_communicator(self.group)
 

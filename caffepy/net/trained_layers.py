@@ -65,7 +65,7 @@ def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
 def _stored(source: caffe_pb2.LayerParameter, target: Layer) -> dict[int, caffe_pb2.BlobProto]:
     """A stored layer's parameters by the net's index, without those that another layer holds."""
     order = target.stored_order([math.prod(proto_shape(blob)) for blob in source.blobs])
-    return {index: source.blobs[place] for index, place in enumerate(order) if is_stored(source.blobs[place])}
+    return {index: source.blobs[at] for index, at in enumerate(order) if is_stored(source.blobs[at])}
 
 
 def _where(origin: str, target: Layer, index: int) -> str:
