@@ -14,8 +14,8 @@ T = TypeVar("T")
 def suggest(name: str, known: Iterator[str] | list[str]) -> str:
     """A clause that offers the known name nearest to `name`, or lists what is known."""
     names = sorted(known)
-    folded = {candidate.lower(): candidate for candidate in names}
-    near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.6)
+    folded = {candidate.lower().lstrip("-"): candidate for candidate in names}
+    near = difflib.get_close_matches(name.lower().lstrip("-"), list(folded), n=1, cutoff=0.6)
     if near:
         return f"did you mean '{folded[near[0]]}'?"
     return f"known: {', '.join(names)}"

@@ -90,12 +90,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables to stdout.
 
     Raises:
-        ConfigError: not exactly one of --model and --solver.
+        ConfigError: not exactly one of --model and --solver, or a net without layers in the phase.
         CaffepyError: whatever is wrong with the files.
     """
     if (args.model is None) == (args.solver is None):
         raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
+    from caffepy.config.filter import filter_net
+
     subject = _read(args)
+    if not filter_net(subject.param, subject.state).layer:
+        raise ConfigError(f"{args.model or args.solver}: the net has no layers in the {args.phase} phase; give --phase")
     subject.context = replace(subject.context, sample_shapes=_sample_shapes(subject, args.shape))
     if args.memory:
         _print_memory(subject, args)
@@ -226,8 +230,6 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     from caffepy.net.memory.plan import plan_memory
 
     training = args.phase == "TRAIN"
-    if not filter_net(subject.param, subject.state).layer:
-        raise ConfigError(f"{args.model or args.solver}: the net has no layers in the {args.phase} phase; give --phase")
     histories = subject.histories if training else 0
     plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
     batch = written_batch(filter_net(subject.param, subject.state))

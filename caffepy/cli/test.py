@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     fuse, share = not (args.no_fuse or by_runtime), not (args.no_share or by_runtime)
     with open_net(args, caffe_pb2.TEST, args.iterations, fuse, share) as net:
         load_weights(net, args.weights)
+        if net.inputs:
+            names = ", ".join(net.inputs)
+            logger.warning("Nobody fills the inputs of this net (%s): its scores are those of zeros.", names)
         with closing(_runner(net, args, by_runtime)) as runner:
             logger.info("Running for %d iterations.", args.iterations)
             _log_means(net, *_score(runner, args.iterations, args.ap_version), args.iterations)

@@ -42,6 +42,7 @@ MAX_TEXT_BYTES = 2**24
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 LFS_MAGIC = b"version https://git-lfs"
+_GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 ITEM_BYTES = {DOUBLE: 8, FLOAT: 4, FLOAT16: 2}
 """Bytes of one element of ``raw_data``, by its ``Type``."""
 MAX_AXES = 32
@@ -101,7 +102,7 @@ def read_weights(path: Path | str) -> NetParameter:
     with refusing_damage(origin):
         param = read_binary(path, NetParameter())
         if not param.layer and not param.layers:
-            raise SnapshotError(f"{origin}: not a .caffemodel: {_describe(_head(path), path)}")
+            raise SnapshotError(f"{origin}: not a .caffemodel: {describe_content(_head(path))}")
         _check_counts(param, origin)
         adopt_nvidia_fields(param)
         upgrade_net(param, origin)
@@ -119,7 +120,7 @@ def read_solver_state(path: Path | str) -> SolverState:
     with refusing_damage(str(path)):
         state = read_binary(path, SolverState())
         if not state.HasField("iter"):
-            raise SnapshotError(f"{path}: not a .solverstate: {_describe(_head(path), path)}")
+            raise SnapshotError(f"{path}: not a .solverstate: {describe_content(_head(path))}")
         if len(state.history) > _MOST_LAYERS:
             raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
         check_state(state, str(path))
@@ -135,11 +136,11 @@ def read_binary(path: Path | str, message: M) -> M:
     data = _read(path, "file", SnapshotError)
     kind = message.DESCRIPTOR.name
     if data.startswith((HDF5_MAGIC, LFS_MAGIC)) or _is_text(data[:4096]):
-        raise SnapshotError(f"{path}: not a binary {kind}: {_describe(data, path)}")
+        raise SnapshotError(f"{path}: not a binary {kind}: {describe_content(data)}")
     try:
         message.MergeFromString(data)
     except (DecodeError, RecursionError):
-        raise SnapshotError(f"{path}: not a binary {kind}: {_describe(data, path)}") from None
+        raise SnapshotError(f"{path}: not a binary {kind}: {describe_content(data)}") from None
     if isinstance(message, (NetParameter, SolverState)):
         check_whole(message, data, str(path))
     if field := _damaged_text(message):
@@ -319,14 +320,18 @@ def _head(path: Path | str) -> bytes:
     return _read(path, "file", SnapshotError)
 
 
-def _describe(data: bytes, path: Path | str) -> str:
-    """What a file that was refused looks like instead, and what to do about it."""
+def describe_content(data: bytes) -> str:
+    """What the content of a binary file that was refused looks like instead, and what to do about it."""
     if not data:
         return "it is empty; an interrupted copy or a full disk leaves such files, take an older one"
     if data.startswith(HDF5_MAGIC):
         return "it is an HDF5 file; rename it so that it ends in .h5"
     if data.startswith(LFS_MAGIC):
         return "it is a Git LFS pointer; fetch the file itself with 'git lfs pull'"
+    if data.startswith(_GZIP_MAGIC):
+        return "it is packed with gzip; unpack it first, with gunzip"
+    if data.startswith(_ZIP_MAGIC):
+        return "it is a zip archive; unpack it first, with unzip"
     if _is_text(data[:4096]):
         beginning = data[:24].decode("utf-8", "replace").strip().partition("\n")[0]
         return f"it is text ('{beginning}'); give the binary file"

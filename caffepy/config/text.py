@@ -9,6 +9,7 @@ from google.protobuf import text_format
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from caffepy.config.upgrade_v1 import LAYER_TYPES
 from caffepy.errors import ConfigError
 from caffepy.proto import caffe_pb2
 from caffepy.registry import suggest
@@ -22,6 +23,8 @@ _UNKNOWN_FIELD = re.compile(r'Message type "caffepy\.([\w.]+)" has no field name
 _UNKNOWN_VALUE = re.compile(r'Enum type "caffepy\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
 _REPEATED = re.compile(r'Message type "caffepy\.([\w.]+)" should not have multiple "([^"]*)" fields')
 _QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
+_NO_NUMBER = re.compile(r"Couldn't parse (float|integer|number): (.+)")
+_NO_STRING = re.compile(r"[Ee]xpected string but found: ('.*')")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
@@ -91,6 +94,13 @@ def _explain(message: str, root: str) -> str:
     repeated = _REPEATED.search(message)
     if repeated:
         return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
+    no_number = _NO_NUMBER.search(message)
+    if no_number:
+        kind = "whole number" if no_number[1] == "integer" else "number"
+        return f"{no_number[2]} is found where a {kind} is expected; write one, without quotes"
+    no_string = _NO_STRING.search(message)
+    if no_string:
+        return f"{no_string[1]} is found where a text in quotes is expected; {_text_advice(no_string[1])}"
     if 'Expected "}"' in message:
         return "the text ends or continues where a '}' is expected; close the block that is still open"
     if "got }" in message:
@@ -98,6 +108,15 @@ def _explain(message: str, root: str) -> str:
     if "does not have extensions" in message:
         return "extension names in [brackets] are not part of Caffe's format; remove them"
     return message[:1].lower() + message[1:]
+
+
+def _text_advice(found: str) -> str:
+    """What to write instead; the word may be a layer's type as the old format spells it."""
+    old_names = caffe_pb2.V1LayerParameter.LayerType
+    new_name = {old_names.Name(old): new for old, new in LAYER_TYPES.items()}.get(found.strip("'"))
+    if not new_name:
+        return "put it into quotes"
+    return f'in layer {{ }} write type: "{new_name}", or make it layers {{ }}, the old format'
 
 
 def _descriptor(name: str) -> Descriptor:

@@ -59,9 +59,7 @@ class DataParallel(SolverExchange):
         self._communicator = self._choose(solver)
         with solver.backend.activate():
             self._compare(solver)
-            memory = self._connected.allocate_gradients(solver.net.parameters.size)
-            if memory is not None:
-                solver.net.parameters.bind_gradients(memory)
+            self._allocate_gradients(solver)
             self._take_over(solver)
             self._exchange_with_others(solver, sync_bn)
         self.group.releases.append(self.release)
@@ -84,16 +82,15 @@ class DataParallel(SolverExchange):
             yield
 
     def _choose(self, solver: Solver) -> Communicator:
-        """The group's communicator, for NumPy arrays with all-reduces that begin during the backward pass."""
-        communicator = self.group.communicator
+        """The group's communicator, which must carry the solver's arrays."""
         on_gpu = solver.backend.asynchronous
-        if on_gpu != (communicator.memory == "gpu"):
+        if on_gpu != (self.group.communicator.memory == "gpu"):
             wanted = "nccl" if on_gpu else "mpi' or 'tcp"
-            place = "a GPU" if on_gpu else "the CPU"
+            device = "a GPU" if on_gpu else "the CPU"
             raise UserError(
-                f"the solver is on {place} and the group's backend is '{self.group.backend}': take '{wanted}'"
+                f"the solver is on {device} and the group's backend is '{self.group.backend}': take '{wanted}'"
             )
-        return communicator if communicator.asynchronous else connect_alone(communicator, self.group.timeout)
+        return gradient_communicator(self.group)
 
     def _compare(self, solver: Solver) -> None:
         """Take rank 0's seed; refuse solvers that cannot train together."""
@@ -129,3 +126,9 @@ class DataParallel(SolverExchange):
             for layer, position in positions:
                 if position is not None:
                     layer.seek(position)
+
+
+def gradient_communicator(group: ProcessGroup) -> Communicator:
+    """The group's communicator; one over host memory with all-reduces that begin during the backward pass."""
+    communicator = group.communicator
+    return communicator if communicator.asynchronous else connect_alone(communicator, group.timeout)

@@ -92,10 +92,12 @@ class Net:
 
     @property
     def layers(self) -> list[Layer]:
+        """In the prototxt's order, with the Split and Cast layers that were put in; fused or not."""
         return [node.layer for node in self.nodes]
 
     @property
     def layer_names(self) -> list[str]:
+        """Of `layers`, in their order; so are `bottoms` and `tops`."""
         return [node.layer.name for node in self.nodes]
 
     @property

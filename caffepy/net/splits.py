@@ -68,16 +68,23 @@ def find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]
     for i, layer in enumerate(param.layer):
         for j, name in enumerate(layer.bottom):
             if name not in last:
-                raise unknown_bottom(layer, j, list(last))
+                raise unknown_bottom(layer, j, list(last), param.state)
             sources[i, j] = last[name]
         for j, name in enumerate(layer.top):
             last[name] = (i, j)
     return sources
 
 
-def unknown_bottom(layer: caffe_pb2.LayerParameter, index: int, known: list[str]) -> ConfigError:
-    """The error for a bottom that is not there, with the nearest name that is."""
-    offer = suggest(layer.bottom[index], known) if known else "no layer before it produces any"
+def unknown_bottom(
+    layer: caffe_pb2.LayerParameter, index: int, known: list[str], state: caffe_pb2.NetState | None = None
+) -> ConfigError:
+    """The error for a bottom that is not there, with the nearest name that is; `state` chose the layers."""
+    offer = "no layer before it produces any"
+    if known:
+        offer = suggest(layer.bottom[index], known)
+    elif state is not None and state.HasField("phase"):
+        phase = caffe_pb2.Phase.Name(state.phase)
+        offer += f" in phase {phase}; a layer with include {{ phase: {phase} }}, or without include rules, must"
     return ConfigError(
         f"layer '{layer.name}' ({layer.type}): unknown bottom blob '{layer.bottom[index]}' (bottom {index}); {offer}"
     )

@@ -49,7 +49,12 @@ def copy_trained_layers(
         for index, blob in _stored(source, target).items():
             load_blob(blob, target.blobs[index], _where(origin, target, index))
         target.adopt(len(source.blobs))
-    return [source.name for source, target in pairs if target.blobs]
+    copied = [source.name for source, target in pairs if target.blobs]
+    own = [layer.name for layer in layers if layer.blobs]
+    if own and not copied:
+        log.warning("%s: nothing is copied: the net's layers (%s) are not in it; is it of another net?", origin,
+                    ", ".join(own[:3]) + ", ..." * (len(own) > 3))  # fmt: skip
+    return copied
 
 
 def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
@@ -60,7 +65,7 @@ def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
 def _stored(source: caffe_pb2.LayerParameter, target: Layer) -> dict[int, caffe_pb2.BlobProto]:
     """A stored layer's parameters by the net's index, without those that another layer holds."""
     order = target.stored_order([math.prod(proto_shape(blob)) for blob in source.blobs])
-    return {index: source.blobs[place] for index, place in enumerate(order) if is_stored(source.blobs[place])}
+    return {index: source.blobs[at] for index, at in enumerate(order) if is_stored(source.blobs[at])}
 
 
 def _where(origin: str, target: Layer, index: int) -> str:

@@ -21,6 +21,7 @@ from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
 from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.watchdog import Watchdog
@@ -250,7 +251,8 @@ class AllReduceBenchmark:
         connect = DeviceCommunicators(self._world, len(devices), on_gpus, timeout=options.timeout).connect
         for index, device in enumerate(devices):
             self._heartbeats.append(Heartbeat(f"CPU {index}" if device is None else str(device)))
-            own = partial(self._measure, index), f"bench {index}", device, str(device), partial(connect, index)
+            connector = Connector(partial(connect, index))
+            own = partial(self._measure, index), f"bench {index}", device, str(device), connector
             self._threads.append(_BenchmarkThread(*own, partial(self._on_change, index)))
 
     def _measure(self, index: int, backend: Backend, communicator: Communicator) -> None:

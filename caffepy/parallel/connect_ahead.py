@@ -1,7 +1,8 @@
-"""Connects a device to the others while its solver thread builds the nets: NCCL's start takes seconds.
+"""How a device thread gets its communicator: when it asks for it, or ahead, while its solver builds the nets.
 
-NCCL's call returns only when all devices have made it. Where one of them fails before that, its peers' calls are left
-to threads of their own, which the process does not wait for; the solver thread waits with an eye on the others.
+NCCL's start takes seconds. Its call returns only when all devices have made it. Where one of them fails before that,
+its peers' calls are left to threads of their own, which the process does not wait for; the solver thread waits with an
+eye on the others.
 """
 
 from __future__ import annotations
@@ -16,8 +17,34 @@ _POLL = 0.2
 """Seconds between two looks whether the wait is still worth it."""
 
 
-class ConnectAhead:
-    """Makes a communicator in a thread of its own.
+class Connector:
+    """Makes a device thread's communicator, in that thread.
+
+    Args:
+        connect: makes it.
+    """
+
+    def __init__(self, connect: Callable[[], Communicator]) -> None:
+        self._connect = connect
+
+    def begin(self) -> None:
+        """Start to connect, if that can be done ahead of the call."""
+
+    def give_up(self) -> None:
+        """End a wait for the communicator. Callable from any thread."""
+
+    def __call__(self) -> Communicator:
+        """The communicator.
+
+        Raises:
+            AbortedError: training was stopped meanwhile.
+            CaffepyError: what `connect` raised.
+        """
+        return self._connect()
+
+
+class ConnectAhead(Connector):
+    """Makes the communicator in a thread of its own.
 
     Args:
         connect: makes it, in any thread.
@@ -25,7 +52,7 @@ class ConnectAhead:
     """
 
     def __init__(self, connect: Callable[[], Communicator], name: str = "") -> None:
-        self._connect = connect
+        super().__init__(connect)
         self._name = name
         self._done = threading.Event()
         self._begun = False
@@ -35,7 +62,6 @@ class ConnectAhead:
         self._error: BaseException | None = None
 
     def begin(self) -> None:
-        """Start to connect."""
         self._begun = True
         threading.Thread(target=self._run, name=f"connect {self._name}", daemon=True).start()
 
@@ -61,12 +87,7 @@ class ConnectAhead:
             result.abort()
 
     def __call__(self) -> Communicator:
-        """The communicator; waits for it, and makes it here if nobody has begun.
-
-        Raises:
-            AbortedError: training was stopped meanwhile.
-            CaffepyError: what `connect` raised.
-        """
+        """The communicator; waits for it, and makes it here if nobody has begun."""
         if not self._begun:
             return self._connect()
         while not self._done.wait(_POLL):

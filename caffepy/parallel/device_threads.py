@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from caffepy.backend import Backend
 from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.hardware.affinity import bind_near_gpu
 from caffepy.parallel.processes.world import World
 
@@ -33,7 +34,7 @@ class DeviceThread(ABC):
         name: str,
         device: int | None,
         label: str,
-        connect: Callable[[], Communicator],
+        connect: Connector,
         on_change: Callable[[], None],
     ) -> None:
         self.error: BaseException | None = None
@@ -53,6 +54,7 @@ class DeviceThread(ABC):
 
     def abort(self) -> None:
         """Wake the thread from all waits for other devices. Callable from any thread."""
+        self._connect.give_up()
         if self._communicator is not None:
             self._communicator.abort()
 

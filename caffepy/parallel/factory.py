@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
-from caffepy.parallel.connect_ahead import ConnectAhead
+from caffepy.parallel.connect_ahead import ConnectAhead, Connector
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.store import Store
 from caffepy.phases import phase
@@ -53,7 +52,7 @@ class DeviceCommunicators:
             return host
         return connect_gpu(host, self._unique_id, self._compress)
 
-    def connector(self, index: int, device: int | None, label: str) -> Callable[[], Communicator]:
+    def connector(self, index: int, device: int | None, label: str) -> Connector:
         """`connect` for a device, which can begin while the net is built where that takes long: with NCCL.
 
         Args:
@@ -62,7 +61,7 @@ class DeviceCommunicators:
             label: what messages call the device.
         """
         if self._unique_id is None or device is None:
-            return partial(self.connect, index)
+            return Connector(partial(self.connect, index))
         from caffepy.parallel.communicators.nccl import use_gpu
 
         def connect() -> Communicator:

@@ -13,9 +13,8 @@ import numpy as np
 from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, PeerError
-from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import PATIENCE
-from caffepy.parallel.connect_ahead import ConnectAhead
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.device_threads import DeviceThread
@@ -58,7 +57,7 @@ class P2PSync(SolverExchange, DeviceThread):
         self,
         spec: DeviceSpec,
         options: TrainOptions,
-        connect: Callable[[], Communicator],
+        connect: Connector,
         request: Callable[[], Action],
         on_change: Callable[[P2PSync], None],
         names: Sequence[str] = (),
@@ -98,8 +97,6 @@ class P2PSync(SolverExchange, DeviceThread):
     def abort(self) -> None:
         self._cancelled = True
         self._go.set()
-        if isinstance(self._connect, ConnectAhead):
-            self._connect.give_up()
         if self.solver is not None:
             self.solver.requests.cancel()
         super().abort()
@@ -140,8 +137,7 @@ class P2PSync(SolverExchange, DeviceThread):
         self._on_change()
 
     def _train(self, backend: Backend) -> None:
-        if isinstance(self._connect, ConnectAhead):
-            self._connect.begin()
+        self._connect.begin()
         self.solver = self._build(backend)
         with self.heartbeat.collective("the start of training"):
             self.ready.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf import text_format
@@ -31,28 +31,43 @@ class LayerBase:
         layer: caffepy's.
         device: where it computes.
         blobs: its parameters; None: made of the layer's.
+        before_layer: called before caffepy's layer is handed out, through which everything can be changed.
     """
 
-    def __init__(self, layer: CoreLayer, device: Device, blobs: BlobVec | None = None) -> None:
-        self.layer = layer
+    def __init__(
+        self,
+        layer: CoreLayer,
+        device: Device,
+        blobs: BlobVec | None = None,
+        before_layer: Callable[[], None] | None = None,
+    ) -> None:
+        self._layer = layer
         self._device = device
         self._blobs = blobs
+        self._before_layer = before_layer
+
+    @property
+    def layer(self) -> CoreLayer:
+        """caffepy's layer; the net runs layer by layer from then on: a program can change all its numbers."""
+        if self._before_layer is not None:
+            self._before_layer()
+        return self._layer
 
     @property
     def type(self) -> str:
-        return self.layer.type
+        return self._layer.type
 
     @property
     def blobs(self) -> BlobVec:
         """The parameters."""
-        if self._blobs is None or len(self._blobs) != len(self.layer.blobs):
-            self._blobs = BlobVec(Blob(blob, self._device) for blob in self.layer.blobs)
+        if self._blobs is None or len(self._blobs) != len(self._layer.blobs):
+            self._blobs = BlobVec(Blob(blob, self._device) for blob in self._layer.blobs)
         return self._blobs
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """Read the prototxt and make the parameters."""
         with self._device.computing(), as_users_raise(), self._node(bottom, top).named_errors():
-            self.layer.setup(unwrap(bottom), unwrap(top))
+            self._layer.setup(unwrap(bottom), unwrap(top))
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """Give the tops the shapes that follow from the bottoms'."""
@@ -61,9 +76,9 @@ class LayerBase:
 
     def SetUp(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:  # noqa: N802
         """`setup`, the tops' loss weights, and `reshape` (NVIDIA's Caffe)."""
-        written = list(self.layer.param.loss_weight)
-        default = [float(self.layer.is_loss and index == 0) for index in range(len(top))]
-        self.layer.loss_weights = written or default
+        written = list(self._layer.param.loss_weight)
+        default = [float(self._layer.is_loss and index == 0) for index in range(len(top))]
+        self._layer.loss_weights = written or default
         self.setup(bottom, top)
         self.reshape(bottom, top)
 
@@ -76,9 +91,9 @@ class LayerBase:
         self.reshape(bottom, top)
         node = self._node(bottom, top)
         with self._device.computing(), as_users_raise(), node.named_errors():
-            self.layer.forward(node.bottoms, node.tops)
+            self._layer.forward(node.bottoms, node.tops)
             host = self._device.backend.to_host
-            weights = zip(node.tops, self.layer.loss_weights, strict=False)
+            weights = zip(node.tops, self._layer.loss_weights, strict=False)
             return sum(weight * float(host(top.data).sum()) for top, weight in weights if weight)
 
     def Backward(  # noqa: N802
@@ -87,23 +102,26 @@ class LayerBase:
         """Compute the diffs of the bottoms that are marked, and add to the parameters' (NVIDIA's Caffe)."""
         node = self._node(bottom, top)
         with self._device.computing(), as_users_raise(), node.named_errors():
-            for blob in self.layer.blobs:
+            for blob in self._layer.blobs:
                 blob.gradient_started = True
-            self.layer.backward(node.tops, list(propagate_down), node.bottoms)
+            self._layer.backward(node.tops, list(propagate_down), node.bottoms)
 
     def _node(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> Node:
-        return Node(self.layer, unwrap(bottom), unwrap(top))
+        return Node(self._layer, unwrap(bottom), unwrap(top))
 
     def __repr__(self) -> str:
-        return f"<caffe.Layer {self.layer.name!r} of type {self.type}>"
+        return f"<caffe.Layer {self._layer.name!r} of type {self.type}>"
 
 
-def visible_layer(layer: CoreLayer, device: Device, blobs: BlobVec) -> Any:
-    """What `net.layers` holds for a layer: the user's object of a Python layer, which then has `blobs`."""
+def visible_layer(layer: CoreLayer, device: Device, blobs: BlobVec, before_layer: Callable[[], None]) -> Any:
+    """What `net.layers` holds for a layer: the user's object of a Python layer, which then has `blobs`.
+
+    The other arguments are those of `LayerBase`.
+    """
     if isinstance(layer, PythonLayer):
         layer.blobs_between_calls = layer.instance.blobs = blobs
         return layer.instance
-    return LayerBase(layer, device, blobs)
+    return LayerBase(layer, device, blobs, before_layer)
 
 
 class LayerParameter:

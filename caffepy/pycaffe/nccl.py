@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections import deque
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from caffepy.distributed.default import AVG, connect
-from caffepy.distributed.group import Handle
+from caffepy.distributed.data_parallel import gradient_communicator
+from caffepy.distributed.default import connect
 from caffepy.errors import UserError
 from caffepy.net.parameters import bucket_count
-from caffepy.parallel.gradients.buckets import Bucket, cut_buckets
+from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.solver import Solver
+from caffepy.trace import NO_TRACE
 
 _PREFIX = "caffepy-nccl-"
 
@@ -45,10 +45,9 @@ class NCCL:
     """
 
     def __init__(self, solver: Solver, uid: bytes) -> None:
-        self._net = solver.net.net
+        net = solver.net.net
+        self._parameters = net.parameters
         self._device = solver.device
-        self._names: list[str] = list(solver.net._layer_names)
-        self._layer_wise = solver.param.layer_wise_reduce and solver.param.iter_size == 1
         self._group = connect(
             "nccl" if mode.gpu else "tcp",
             _address(uid),
@@ -56,9 +55,14 @@ class NCCL:
             world_size=mode.solver_count,
             device=mode.device if mode.gpu else None,
         )
-        self._pending: deque[Handle] = deque()
-        self._started = 0
-        self._waiting_buckets: deque[Bucket] = deque()
+        in_parts = solver.param.layer_wise_reduce and solver.param.iter_size == 1 and not net.backend.asynchronous
+        buckets = bucket_count(net.param) if in_parts else 1
+        self._communicator = gradient_communicator(self._group)
+        self._called = False
+        """Whether `run` was handed to the net: gradients may be exchanged while the backward pass goes on."""
+        waiting = self._group.bounded
+        with self._device.active():
+            self._reducer = Reducer(net, self._communicator, buckets, lambda: self._called, waiting, NO_TRACE)
         # Children of multiprocessing end without the handlers of atexit.
         Finalize(self, self._group.destroy, exitpriority=10)
 
@@ -73,9 +77,9 @@ class NCCL:
         Raises:
             PeerError: another process failed, left or did not come.
         """
-        with self._device.computing():
-            self._group.broadcast(self._net.parameters.data, root=0)
-            self._net.backend.synchronize()
+        with self._device.computing(), self._group.bounded("the root's weights"):
+            self._communicator.broadcast(self._parameters.data, root=0)
+            self._communicator.wait_on_device()
 
     def on_gradients_ready(self) -> None:
         """Make the gradients the average over all processes; for `solver.add_callback(nccl)`.
@@ -84,39 +88,18 @@ class NCCL:
             PeerError: another process failed, left or did not come.
         """
         with self._device.active():
-            if not self._started:
-                self._group.all_reduce(self._net.parameters.reduced, AVG)
-            for bucket in self._waiting_buckets:
-                self._start(bucket)
-            while self._pending:
-                self._pending.popleft().wait()
-            self._waiting_buckets.clear()
-            self._started = 0
-            self._net.backend.synchronize()
+            self._reducer.finish()
+            with self._group.bounded(self._reducer.describe()):
+                self._communicator.wait_on_device()
 
     def run(self, layer: int) -> None:
-        """Start to exchange the gradients that are complete after a layer; for `solver.net.after_backward(nccl)`.
+        """Let gradients be exchanged as soon as they are complete; for `solver.net.after_backward(nccl)`.
 
         They are exchanged in parts (`reduce_buckets`) while the backward pass goes on. A pass on a GPU, one of several
         in an iteration (`iter_size`) and one with `layer_wise_reduce: false` leave them all to `on_gradients_ready`:
         a GPU that compiles or allocates on its way would wait for a part that waits for a peer that does the same.
         """
-        if not self._layer_wise or self._net.backend.asynchronous:
-            return
-        if layer == len(self._names) - 1:
-            self._waiting_buckets = deque(cut_buckets(self._net, bucket_count(self._net.param)))
-        done = self._index_in_schedule(layer)
-        while self._waiting_buckets and self._waiting_buckets[0].node >= done:
-            self._start(self._waiting_buckets.popleft())
-
-    def _index_in_schedule(self, layer: int) -> int:
-        name = self._names[layer]
-        return next(index for index, node in enumerate(self._net.schedule) if node.layer.name == name)
-
-    def _start(self, bucket: Bucket) -> None:
-        part = self._net.parameters.diff[bucket.start : bucket.stop]
-        self._started += 1
-        self._pending.append(self._group.all_reduce(part, AVG, async_op=True))
+        self._called = True
 
 
 def _address(uid: bytes) -> str:

@@ -16,6 +16,8 @@ from google.protobuf.message import Message
 
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.pycaffe.layer import layer_type_list
+from caffepy.registry import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +191,17 @@ class Function:
         if key not in target.DESCRIPTOR.fields_by_name:
             raise AttributeError(
                 f"layer type {self.type_name} has no parameter '{key}': neither "
-                f"{self.type_name}Parameter nor LayerParameter has a field of this name"
+                f"{self.type_name}Parameter nor LayerParameter has a field of this name; {self._advice(key, layer)}"
             )
         assign_proto(target, key, value)
+
+    def _advice(self, key: str, layer: LayerParameter) -> str:
+        own = f"{_FIELDS.get(self.type_name, '')}_param"
+        types = layer_type_list()
+        if self.type_name not in types:
+            return f"nor is there such a layer type; {suggest(self.type_name, types)}"
+        fields = getattr(layer, own) if own in layer.DESCRIPTOR.fields_by_name else layer
+        return suggest(key, list(fields.DESCRIPTOR.fields_by_name))
 
 
 class NetSpec:

@@ -144,10 +144,10 @@ def _datasets(file: h5py.File) -> Iterator[tuple[tuple[str, ...], h5py.Dataset, 
     waiting: list[tuple[tuple[str, ...], Any]] = [((), file)]
     while waiting:
         path, group = waiting.pop()
-        place = h5py.h5o.get_info(group.id).addr
-        if place in seen or len(path) > _MOST_LEVELS:
+        address = h5py.h5o.get_info(group.id).addr
+        if address in seen or len(path) > _MOST_LEVELS:
             raise ValueError(f"the group '{'/'.join(path)[:200]}' is there twice, in itself or too deep in others")
-        seen.add(place)
+        seen.add(address)
         attributes = frozenset(group.attrs) if path else frozenset()
         items = [
             ((*path, name), find_object(group, name)) for name in sorted(group, key=lambda name: (len(name), name))

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from caffepy.backend.interface import Backend
+from caffepy.errors import ConfigError
 from caffepy.phases import phase
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.base import SOLVERS, Solver
@@ -20,8 +21,10 @@ def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> 
     """The solver of `param.type`; `keywords` are those of `Solver`.
 
     Raises:
-        ConfigError: the type is unknown, or the solver or its nets do not hold together.
+        ConfigError: the type is unknown, the solver or its nets do not hold together, or it is no message at all.
     """
+    if not isinstance(param, SolverParameter):
+        raise ConfigError(f"create_solver needs a SolverParameter; caffepy.read_solver({param!r}) would read one")
     with phase("nets", "Building the nets"):
         return solver_class(param.type)(param, backend, **keywords)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,6 +162,10 @@ class NetFactory:
     def _source(self, field: str, value: str | caffe_pb2.NetParameter) -> NetSource:
         if isinstance(value, str):
             path = self.resolve(value)
+            if not os.path.exists(path):
+                raise ConfigError(
+                    f"solver: {field}: '{value}' does not exist (looked from {Path.cwd()} and beside the solver)"
+                )
             return NetSource(read_net(path), f"{field} file: {path}", PathResolver(path))
         return NetSource(value, field, self.resolve)
 

@@ -13,6 +13,7 @@ from caffepy.config.load import read_net, read_solver
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.registry import suggest
 
 StrPath: TypeAlias = "str | PathLike[str]"
 SolverSource: TypeAlias = "StrPath | SolverParameter | Mapping[str, Any]"
@@ -49,12 +50,22 @@ def solver_of(source: SolverSource, net: NetSource | None = None) -> tuple[Solve
 def _message(source: Any) -> SolverParameter:
     """A message of this package's or of another schema's of that name, or of a mapping's fields."""
     if isinstance(source, Mapping):
-        try:
-            return SolverParameter(**source)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"solver: {error}; the fields are those of a solver's prototxt") from error
+        return _from_fields(source)
     known = "a solver is a prototxt's path, a SolverParameter or a mapping of fields"
     param: SolverParameter = _copied(source, SolverParameter, known)
+    return param
+
+
+def _from_fields(fields: Mapping[str, Any]) -> SolverParameter:
+    param = SolverParameter()
+    for name, value in fields.items():
+        known = list(SolverParameter.DESCRIPTOR.fields_by_name)
+        if name not in known:
+            raise ConfigError(f"solver: unknown field '{name}'; {suggest(str(name), known)}")
+        try:
+            param.MergeFrom(SolverParameter(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"solver: {name} is {value!r}: {error}; give it as a solver's prototxt does") from error
     return param
 
 

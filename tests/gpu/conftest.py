@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +39,30 @@ def backend() -> Iterator[Backend]:
     with made.activate():
         yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of these tests' own."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def make(cache: Path) -> Iterator[Callable[..., Any]]:
+    """Makes backends, active in this thread one at a time, closed at the end."""
+    from caffepy.backend.cuda.backend import CudaBackend
+
+    made: dict[tuple[str, bool, bool], Any] = {}
+
+    def backend(math: str = "tf32", autotune: bool = True, deterministic: bool = True) -> Any:
+        key = (math, autotune, deterministic)
+        if key not in made:
+            made[key] = CudaBackend(0, *key)
+        return made[key]
+
+    yield backend
+    for each in made.values():
+        each.close()

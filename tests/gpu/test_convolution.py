@@ -1,28 +1,18 @@
-"""Convolutions and products on the GPU in every dtype: each candidate, what is chosen, and capture."""
+"""Convolutions on the GPU in every dtype: each candidate, what is chosen, and capture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import convolution_reference as reference
 import numpy as np
 import pytest
 from normalise_checks import spread, statistics
+from stored_numbers import STORAGES, TOLERANCE, bits, numbers, rounded, window
 
 from caffepy.backend import Geometry
-
-STORAGES = ["float32", "float16", "bfloat16"]
-TOLERANCE = {"float32": 2e-3, "float16": 2e-3, "bfloat16": 1.2e-2}
-"""Relative to the largest value: TF32's rounding of factors, or the dtype's rounding of the result."""
-
-
-def window(kernel: Any, stride: int = 1, pad: int = 0, dilation: int = 1, group: int = 1) -> Geometry:
-    sides = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-    return Geometry(sides, (stride,) * 2, (pad,) * 2, (dilation,) * 2, group)
-
 
 CASES = {
     "7x7 / 2 on 3 channels": ((2, 3, 23, 21), 16, window(7, 2, 3)),
@@ -52,57 +42,6 @@ CASES = {
     "three axes / 2": ((2, 16, 6, 10, 9), 24, Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3)),
     "three axes, two groups": ((2, 4, 5, 6, 7), 6, Geometry((3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 2)),
 }
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of these tests' own."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def make(cache: Path) -> Iterator[Callable[..., Any]]:
-    """Makes backends, active in this thread one at a time, closed at the end."""
-    from caffepy.backend.cuda.backend import CudaBackend
-
-    made: dict[tuple[str, bool, bool], Any] = {}
-
-    def backend(math: str = "tf32", autotune: bool = True, deterministic: bool = True) -> Any:
-        key = (math, autotune, deterministic)
-        if key not in made:
-            made[key] = CudaBackend(0, *key)
-        return made[key]
-
-    yield backend
-    for each in made.values():
-        each.close()
-
-
-def rounded(values: Any, dtype: str) -> Any:
-    """The numbers as a dtype keeps them, as float32."""
-    values = np.asarray(values, np.float32)
-    if dtype == "float16":
-        return values.astype(np.float16).astype(np.float32)
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-    return values
-
-
-def bits(values: Any, dtype: str) -> Any:
-    """The numbers in a dtype's dtype."""
-    return (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
-
-
-def numbers(stored: Any) -> Any:
-    """What an array in any dtype holds."""
-    stored = np.asarray(stored)
-    if stored.dtype == np.uint16:
-        stored = (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(float)
 
 
 def spoil(array: Any) -> None:
@@ -356,125 +295,3 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
         backend.synchronize()
         assert np.array_equal(y.get(), expected[0])
         assert np.array_equal(dweights.get(), expected[1])
-
-
-def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..., Any]) -> None:
-    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution
-    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-    from caffepy.backend.cuda.convolution.registry import algorithm_families
-
-    backend = make()
-    with backend.activate():
-        task = Task(Problem((2, 3, 27, 27), (16, 3, 7, 7), window(7, 2), "float16"), Direction.FORWARD)
-        zeros = operands_for(task, None)
-        zeros.first.data.memset_async(0, zeros.first.nbytes, backend.stream)
-        trial = Trial(zeros, lambda: operands_for(task, None))
-        plan = CudaConvolution(task.problem, backend._resources)
-        families = algorithm_families(task, plan.run, plan.candidate, backend._resources)
-        checked = next(family for family in families if family.checked)
-        trial.add(next(family for family in families if not family.checked))
-        trial.add(checked)
-        assert trial._is_right(next(c for c in checked.candidates() if c.prepare()))
-        assert trial.certain
-
-
-def test_a_plain_pass_is_chosen_alike_within_one_with_sums(
-    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    backend = make(deterministic=False)
-    with backend.activate(), caplog.at_level("WARNING", "caffepy"):
-        plan = backend.plan_convolution((3, 3, 23, 21), (16, 3, 7, 7), window(7, 2, 3), "float16")
-        assert plan.gives_sums in (False, True)
-    assert "is not used" not in caplog.text
-
-
-def test_sums_are_not_taken_from_convolutions_where_every_run_must_give_the_same_bits(make: Callable[..., Any]) -> None:
-    for deterministic in (True, False):
-        backend = make(autotune=False, deterministic=deterministic)  # without trials cuDNN's first plan is taken
-        with backend.activate():
-            plan = backend.plan_convolution((4, 64, 8, 8), (64, 64, 1, 1), window(1), "float16")
-            assert plan.gives_sums != deterministic
-
-
-def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from caffepy.backend.cuda.backend import CudaBackend
-    from caffepy.backend.cuda.convolution import autotune as cuda_autotune
-
-    x, w, geometry = (3, 16, 9, 9), (24, 16, 3, 3), window(3, 1, 1)
-
-    def run(backend: Any) -> str:
-        with backend.activate():
-            plan = backend.plan_convolution(x, w, geometry, "float16")
-            images, weights, y = (cuda_autotune.noise(shape, "float16") for shape in (x, w, (3, 24, 9, 9)))
-            plan.forward(images, weights, None, y)
-            return next(iter(plan._chosen.values())).name
-
-    first = run(make())
-    monkeypatch.setattr(cuda_autotune, "_try_all", lambda *_: pytest.fail("tried again"))
-    second = CudaBackend(0, "tf32")
-    try:
-        assert run(second) == first
-    finally:
-        second.close()
-
-
-def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
-    from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily
-    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
-    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-
-    class Fake:
-        def __init__(self, name: str, value: float) -> None:
-            self.name, self.value = name, value
-
-        def prepare(self) -> bool:
-            return True
-
-        def run(self, operands: Any) -> None:
-            for _ in range(20 if self.name == "right" else 1):
-                operands.out.fill(self.value)
-
-    with make().activate():
-        task = Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD)
-        trial = Trial(operands_for(task, None), lambda: pytest.fail("the first arrays tell enough"))
-        trial.add(AlgorithmFamily("right", lambda: [Fake("right", 1.0)]))
-        trial.add(AlgorithmFamily("wrong", lambda: [Fake("wrong", 1.5)], checked=True))
-        trial.add(AlgorithmFamily("nearly", lambda: [Fake("nearly", 1.001)], checked=True))
-        chosen, _ = trial.best()
-    assert chosen is not None and chosen.name == "nearly"
-
-
-@pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize(
-    "sizes", [(64, 500, 800), (64, 10, 500), (7, 33, 40), (1, 1, 64), (70, 300, 100), (512, 640, 96)]
-)
-@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
-def test_products(
-    make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
-) -> None:
-    import cupy
-
-    rows, columns, depth = sizes
-    rng = np.random.default_rng(2)
-    a, b = (rounded(rng.standard_normal(shape), dtype) for shape in ((rows, depth), (depth, columns)))
-    expected = a.astype(float) @ b.astype(float)
-    backend = make()
-    with backend.activate():
-        on_a, on_b = (
-            cupy.asarray(np.ascontiguousarray(bits(host.T if turned else host, dtype)))
-            for host, turned in zip((a, b), transposed, strict=True)
-        )
-        kinds = {"float32", "uint16" if dtype == "bfloat16" else dtype}
-        for kind in sorted(kinds):
-            out = backend.zeros((rows, columns), kind)
-            backend.gemm(on_a, on_b, out, *transposed)
-            backend.gemm(on_a, on_b, out, *transposed, accumulate=True)
-            off = np.abs(numbers(out.get()) - 2 * expected).max() / np.abs(2 * expected).max()
-            assert off <= (1e-3 if kind == "float32" else TOLERANCE[dtype])
-
-
-def test_factors_of_two_storages_are_a_mistake(make: Callable[..., Any]) -> None:
-    backend = make()
-    with backend.activate(), pytest.raises(AssertionError, match="factors of"):
-        backend.gemm(backend.zeros((4, 4)), backend.zeros((4, 4), "float16"), backend.zeros((4, 4)))

@@ -10,6 +10,16 @@ from backend_checks import close, dirty, normal, to_device
 
 from caffepy.backend import Backend, Geometry, SparseMatrix
 
+ROWS = [(7, (5, 4)), (3, (40, 130)), (4, (6, 3, 2, 5)), (1, (9,)), (2000, (300, 3)), (5, (0, 4))]
+PRODUCTS = [((2, 3, 4, 5), (6, 2)), ((2, 3, 20), (7,)), ((2, 4, 2, 3, 2), (3, 2, 2)), ((0, 3, 4), (5,))]
+LARGEST = [
+    ((3, 7), 1, 2), ((2, 600), 1, 600), ((2, 5, 3, 4), 1, 3), ((2, 5, 3, 4), 3, 4), ((6,), 0, 1),
+    ((2, 3, 4, 2, 3), 2, 4), ((4, 3), 0, 4),
+]  # fmt: skip
+UNPOOLED = [((2, 3, 2, 3), (4, 6)), ((1, 20, 5, 5), (3, 3))]
+WINDOWS = [(2, 2), (3, 2), (3, 1), (1, 1)]
+REGIONS = [(1, 1.0), (5, 0.5), (16, 0.3)]
+
 
 def _bad(backend: Backend) -> Any:
     return to_device(backend, np.full(1, -1), "int32")

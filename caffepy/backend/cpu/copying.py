@@ -34,11 +34,11 @@ def copy_rows(  # noqa: PLR0913 -- a kernel
 
 
 def is_images(source: Any, target: Any) -> bool:
-    """Whether `copy_images` can copy them: float32 (N, C, H, W) of one shape whose memory does not overlap."""
+    """Whether `copy_images` can copy them: float32 (N, C, H, W) or (N, C, D, H, W) of one shape, apart in memory."""
     return (
         type(source) is np.ndarray
         and source.shape == target.shape
-        and source.ndim == 4
+        and source.ndim in (4, 5)
         and source.dtype == target.dtype == np.float32
         and target.flags.writeable
         and source.flags.aligned
@@ -47,7 +47,11 @@ def is_images(source: Any, target: Any) -> bool:
 
 
 def copy_images(threads: int, source: Any, target: Any) -> None:
-    """target[...] = source."""
+    """target[...] = source, for what `is_images` allows; volumes one after the other, each as D images."""
+    if source.ndim == 5:
+        for volume, copied in zip(source, target, strict=True):
+            copy_images(threads, volume.swapaxes(0, 1), copied.swapaxes(0, 1))
+        return
     n, channels, height, width = source.shape
     steps, others = _steps(source), _steps(target)
     grain = max(1, GRAIN // max(1, channels * width))

@@ -23,6 +23,8 @@ Say what an image shows: a table of the likeliest classes, or all probabilities 
 The input is an image file, a folder (its files that end in --ext), or an .npy file of images (N, H, W, C) whose values
 are red, green and blue from 0 to 1. Predictions are the average over ten crops, unless --center-only is given."""
 
+_IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Classify, and print or write the probabilities.
 
     Raises:
-        ConfigError: the net takes no images, or the preparation does not fit it.
+        ConfigError: the net takes no images, the preparation does not fit it, or the output is named as images are.
         DataError: an image cannot be read.
         SnapshotError: the weights do not fit.
     """
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.images_dim) != 2:
         raise ConfigError("--images-dim is a height and a width such as 256,256")
     if args.output is not None:
+        _refuse_image(args.output)
         check_writable(args.output)
     names = _names(args.labels)
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
@@ -74,6 +77,14 @@ def run(args: argparse.Namespace) -> int:
     for (path, _), row in zip(images, scores, strict=True):
         _print_best(path, row, names, args.top)
     return 0
+
+
+def _refuse_image(path: Path) -> None:
+    if path.suffix.lower() in _IMAGES:
+        raise ConfigError(
+            f"'{path}' stands where the output is named, and probabilities are no image; name an .npy file, or put "
+            "several images into a folder and give that"
+        )
 
 
 def _names(path: Path | None) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from caffepy.config.load import describe_content
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2
@@ -51,12 +52,15 @@ def read_blob(path: Path, what: str) -> NDArray[np.float32]:
 
 def _read_proto(path: Path, what: str) -> caffe_pb2.BlobProto:
     try:
-        return caffe_pb2.BlobProto.FromString(read_regular(path, _MOST_BYTES))
+        content = read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise DataError(f"{what} '{path}' cannot be read: {error.strerror}") from error
+    try:
+        return caffe_pb2.BlobProto.FromString(content)
     except DecodeError as error:
         raise DataError(
-            f"{what} '{path}' is not a BlobProto ({error}); `caffepy compute_image_mean` writes such files"
+            f"{what} '{path}' is not a BlobProto, as `caffepy compute_image_mean` writes them: "
+            f"{describe_content(content)}"
         ) from error
 
 

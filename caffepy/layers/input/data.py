@@ -60,7 +60,10 @@ class DataLayer(ImagesLayer):
         """The default of `backend` is LevelDB, so an LMDB is taken as one whatever the prototxt says."""
         leveldb = self.param.data_param.backend == caffe_pb2.DataParameter.LEVELDB
         if os.path.exists(path / "data.mdb") or not (leveldb or is_leveldb(path)):
-            return LmdbSource(path)
+            try:
+                return LmdbSource(path)
+            except DataError as error:
+                raise DataError(f"{self.where}: {error}") from error
         if not os.path.lexists(path):
             raise DataError(
                 f"{self.where}: '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from caffepy.config.load import describe_content
 from caffepy.errors import ConfigError
 from caffepy.files import open_regular, read_regular
 
@@ -45,7 +46,7 @@ def read_model(path: Path) -> ModelProto:
     try:
         model.ParseFromString(content)
     except (DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not an ONNX model, or damaged") from error
+        raise ConfigError(f"{path}: not an ONNX model, or damaged: {describe_content(content)}") from error
     if not model.HasField("graph") or not model.graph.node:
         raise ConfigError(f"{path}: not an ONNX model: it has no graph with nodes")
     if len(model.graph.node) > MAX_NODES:

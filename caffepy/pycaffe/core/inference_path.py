@@ -182,7 +182,7 @@ class InferencePath:
             return
         net = self._net
         with self._device.computing():
-            seen = [_Seen(net.blobs[name]) for name in dict.fromkeys([*net.inputs, *net.outputs])]
+            seen = [_KeptBlob(net.blobs[name]) for name in dict.fromkeys([*net.inputs, *net.outputs])]
             try:
                 for name in net.inputs:
                     kept, blob = runner.net.blobs[name], net.blobs[name]
@@ -192,7 +192,7 @@ class InferencePath:
             finally:
                 self._restore(seen)
 
-    def _restore(self, seen: list[_Seen]) -> None:
+    def _restore(self, seen: list[_KeptBlob]) -> None:
         self._own_shapes = _input_shapes(self._net)
         if [each for each in seen if each.restore()]:
             for node in self._net.nodes:
@@ -201,7 +201,7 @@ class InferencePath:
             self._net.reshape()
 
 
-class _Seen:
+class _KeptBlob:
     """A blob's array, which the program may hold, and its numbers."""
 
     def __init__(self, blob: Blob) -> None:

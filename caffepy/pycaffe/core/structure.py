@@ -62,7 +62,8 @@ class NetStructure:
     @cached_property
     def layers(self) -> list[Any]:
         """The layers; of a Python layer the user's object."""
-        return [visible_layer(node.layer, self.device, self._blobs_of(node)) for node in self._nodes]
+        stop = self._inference.stop
+        return [visible_layer(node.layer, self.device, self._blobs_of(node), stop) for node in self._nodes]
 
     def _blobs_of(self, node: Node) -> BlobVec:
         path = self._inference

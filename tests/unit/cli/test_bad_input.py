@@ -96,7 +96,7 @@ def test_a_net_that_is_not_there(run: Run):
     Path("net.prototxt").unlink()
     status, error = train(run)
     assert status == 2
-    assert error.startswith("net.prototxt: no such net")
+    assert error.startswith("solver: net: 'net.prototxt' does not exist (looked from ")
 
 
 @pytest.mark.parametrize("option", ["--weights", "--snapshot"])

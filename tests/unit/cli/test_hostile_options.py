@@ -44,8 +44,8 @@ def test_paths_with_odd_characters(capsys: pytest.CaptureFixture[str], path: str
     assert fails(capsys, "train", "--solver", path)[0] == 2
 
 
-@pytest.mark.parametrize("arguments", [["--memory"], ["--memory", "--phase", "TEST"]])
-def test_a_net_without_layers_takes_no_memory(
+@pytest.mark.parametrize("arguments", [[], ["--memory"], ["--memory", "--phase", "TEST"]])
+def test_a_net_without_layers_has_nothing_to_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     path = tmp_path / "n.prototxt"
@@ -54,13 +54,15 @@ def test_a_net_without_layers_takes_no_memory(
     assert (status, "n.prototxt: the net has no layers in the" in error) == (2, True)
 
 
-@pytest.mark.parametrize("net", ["/dev/zero", "a\\000b"])
-def test_a_net_that_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], net: str) -> None:
+@pytest.mark.parametrize(
+    ("net", "message"), [("/dev/zero", "cannot read the net: "), ("a\\000b", r"solver: net: 'a\x00b' does not exist")]
+)
+def test_a_net_that_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], net: str, message: str) -> None:
     path = tmp_path / "s.prototxt"
     path.write_text(SOLVER.replace('net_param { name: "n" }', f'net: "{net}"'))
     status, error = fails(capsys, "net", "--solver", str(path))
     assert status == 2
-    assert "cannot read the net: " in error
+    assert message in error
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,11 @@ def test_an_unknown_option_offers_the_nearest():
         parse("train", "-sovler=x")
 
 
+def test_the_dashes_make_no_option_near():
+    with pytest.raises(ConfigError, match="unknown option '--phase'; known: --ap-version, --cpu"):
+        parse("test", "--phase", "TEST")
+
+
 def test_options_are_not_abbreviated():
     with pytest.raises(ConfigError, match="unknown option '--sol'"):
         parse("train", "--sol", "x")

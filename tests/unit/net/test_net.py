@@ -134,6 +134,14 @@ def test_layers_of_other_names_are_passed_over() -> None:
     np.testing.assert_array_equal(weights_of(net)["ip_0"], before["ip_0"])
 
 
+def test_weights_of_another_net_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    weights = caffe_pb2.NetParameter()
+    weights.layer.add(name="fc7").blobs.add(data=[1])
+    with caplog.at_level("WARNING"):
+        assert build_net(DATA + IP + LOSS).copy_trained_layers_from(weights, "vgg.caffemodel") == []
+    assert "vgg.caffemodel: nothing is copied: the net's layers (ip) are not in it; is it" in caplog.text
+
+
 def test_old_four_number_shapes_fit() -> None:
     net = build_net(DATA + IP + LOSS)
     weights = caffe_pb2.NetParameter()

@@ -86,6 +86,11 @@ def test_a_bottom_may_not_come_later() -> None:
         split('layer { name: "a" type: "ReLU" bottom: "x" top: "a" }' + DATA)
 
 
+def test_a_bottom_whose_layer_the_phase_leaves_out_names_the_phase() -> None:
+    with pytest.raises(ConfigError, match=r"no layer before it produces any in phase TEST; a layer with include"):
+        split('state { phase: TEST } layer { name: "a" type: "ReLU" bottom: "x" top: "a" }')
+
+
 def test_the_net_given_is_not_changed() -> None:
     text = DATA + 'layer { name: "a" type: "Eltwise" bottom: "data" bottom: "data" top: "a" }'
     param = parse_text(text, caffe_pb2.NetParameter(), "net")

@@ -12,6 +12,7 @@ from fake_world import FakeWorld
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, DeviceError, RunError
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
 
 
@@ -35,8 +36,8 @@ class Worker(DeviceThread):
     """A device's thread that takes part in a barrier of two, or fails."""
 
     def __init__(self, error: BaseException | None = None, create: BaseException | None = None) -> None:
-        connect = lambda: Communicator(LocalGroup(2, 30), 0, self.log)  # noqa: E731
-        super().__init__("worker", None, "CPU", connect, lambda: self.log.append("change"))
+        self.connector = Connector(lambda: Communicator(LocalGroup(2, 30), 0, self.log))
+        super().__init__("worker", None, "CPU", self.connector, lambda: self.log.append("change"))
         self.log: list[str] = []
         self.work_error, self.create_error = error, create
         self.release_error: BaseException | None = None
@@ -95,6 +96,14 @@ def test_abort_wakes_a_thread_from_a_collective() -> None:
     worker.abort()
     assert worker.join(20)
     assert isinstance(worker.error, AbortedError)
+
+
+def test_abort_ends_the_wait_for_a_communicator() -> None:
+    given_up: list[bool] = []
+    worker = Worker()
+    worker.connector.give_up = lambda: given_up.append(True)  # type: ignore[method-assign]
+    worker.abort()
+    assert given_up == [True]
 
 
 def test_a_thread_that_was_not_started_can_be_aborted_and_joined() -> None:

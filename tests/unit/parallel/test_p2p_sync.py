@@ -23,6 +23,7 @@ from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.parallel.options import TrainOptions
@@ -113,7 +114,7 @@ def train(
 
     for index in range(devices):
         spec = DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, devices, devices))
-        syncs.append(P2PSync(spec, options, partial(connect, index), partial(request, index), keep_weights))
+        syncs.append(P2PSync(spec, options, Connector(partial(connect, index)), partial(request, index), keep_weights))
     for sync in syncs:
         sync.start()
     for sync in syncs:
@@ -139,7 +140,8 @@ def test_the_backend_is_made_as_the_options_say(monkeypatch: pytest.MonkeyPatch)
     options = TrainOptions(solver_param(SOLVER, NET), timeout=30, math="tf32", engine=engine)
     spec = DeviceSpec(0, None, "CPU 0", 3, Shard(0, 1, 1))
     group = LocalGroup(1, 30)
-    sync = P2PSync(spec, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
+    connector = Connector(lambda: LocalCommunicator(group, 0))
+    sync = P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None)
     sync.start()
     assert sync.join(30)
     assert isinstance(sync.error, DeviceError)
@@ -185,7 +187,8 @@ def test_a_negative_number_of_parts_is_refused_when_the_net_is_built(devices: in
     options = TrainOptions(solver_param(SOLVER, "reduce_buckets: -1 " + NET), timeout=30)
     group = LocalGroup(1, 30)
     spec = DeviceSpec(0, None, "CPU 0", 1, Shard(0, devices, devices))
-    sync = P2PSync(spec, options, lambda: LocalCommunicator(group, 0), lambda: Action.NONE, lambda sync: None)
+    connector = Connector(lambda: LocalCommunicator(group, 0))
+    sync = P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None)
     sync.start()
     assert sync.join(30)
     assert isinstance(sync.error, ConfigError) and "reduce_buckets is -1" in str(sync.error)

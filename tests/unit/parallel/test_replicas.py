@@ -18,6 +18,7 @@ from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.net import Net
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
@@ -121,8 +122,8 @@ def train(
     monkeypatch.setattr(Solver, "_iterate", change)
     syncs = [
         P2PSync(
-            DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, 2, 2)), options, partial(kind, group, index),
-            lambda: Action.NONE, keep,
+            DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, 2, 2)), options,
+            Connector(partial(kind, group, index)), lambda: Action.NONE, keep,
         )
         for index in range(2)
     ]  # fmt: skip

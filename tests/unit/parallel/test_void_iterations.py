@@ -20,8 +20,8 @@ from caffepy.data.loader import DatumLoader
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.parallel import p2p_sync
-from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
@@ -103,8 +103,8 @@ def train(
     syncs: list[P2PSync] = []
     for index in range(2):
         spec = DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, 2, 2))
-        make_communicator: partial[Communicator] = partial(connect, index)
-        syncs.append(P2PSync(spec, options, make_communicator, lambda: Action.NONE, lambda sync: None))
+        connector = Connector(partial(connect, index))
+        syncs.append(P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None))
         if reader is not None:
             syncs[-1].stop_wanted = reader.wanted
             reader.syncs = syncs

@@ -138,6 +138,7 @@ LOOKS: dict[str, Program] = {
     "numbers": lambda net: net._forward(0, 1),
     "callback": lambda net: net.after_forward(lambda layer: None),
     "core": lambda net: net.net,
+    "core layer": lambda net: net.layers[1].layer,
     "core blob": lambda net: net.blobs["c"].blob,
     "reshape": lambda net: net.blobs["ip"].reshape(1),
     "share": lambda net: net.share_with(net),
@@ -209,6 +210,15 @@ def test_parameters_written_afterwards_count(path: Path) -> None:
         net.params["bn"][1].data[...] *= 3
     agree(nets[0].blobs["c"].data, nets[1].blobs["c"].data)  # of the pass before
     agree(nets[0].blobs["bn"].data, nets[1].blobs["bn"].data)
+    agree(nets[0].forward()["prob"], nets[1].forward()["prob"])
+
+
+def test_parameters_written_through_caffepys_layer_count(path: Path) -> None:
+    nets = make(path), make(path, plain=True)
+    for net in nets:
+        begin(net, 3)
+        layer = net.layers[list(net._layer_names).index("c")].layer
+        layer.blobs[0].data[...] *= 3
     agree(nets[0].forward()["prob"], nets[1].forward()["prob"])
 
 

@@ -100,7 +100,7 @@ def test_gradients_become_the_average(monkeypatch, solver_file, layer_wise):
         solver.net.forward(start="ip1")
         solver.net.backward()
         end.on_gradients_ready()
-        return own, gradients(solver), end._layer_wise
+        return own, gradients(solver), end._reducer.overlaps
 
     results = run_ranks(monkeypatch, solver_file, action, f"layer_wise_reduce: {str(layer_wise).lower()}")
     assert [wise for *_, wise in results] == [layer_wise] * RANKS
@@ -143,12 +143,41 @@ def test_passes_of_one_iteration_are_exchanged_once(monkeypatch, solver_file):
         solver.add_callback(end)
         solver.net.after_backward(end)
         solver.step(1)
-        assert not end._pending
+        assert not end._reducer.overlaps
         return parameters(solver)
 
     first, second = run_ranks(monkeypatch, solver_file, action, "iter_size: 2 ")
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_parts_are_begun_before_the_pass_has_ended(monkeypatch, solver_file):
+    def action(rank, solver, end):
+        begun = []
+        solver.net.after_backward(end)
+        solver.net.after_backward(lambda layer: begun.append(end._reducer._next_bucket))
+        solver.net.forward()
+        solver.net.backward()
+        end.on_gradients_ready()
+        return begun
+
+    for begun in run_ranks(monkeypatch, solver_file, action):
+        assert begun[0] == 0
+        assert begun[-1] == 2
+
+
+def test_a_process_alone_keeps_its_gradients(monkeypatch, solver_file):
+    monkeypatch.setattr(nccl, "mode", SimpleNamespace(gpu=False, solver_count=1, solver_rank=0))
+    solver = SGDSolver(solver_file)
+    end = NCCL(solver, NCCL.new_uid())
+    solver.net.forward()
+    solver.net.backward()
+    own = gradients(solver)
+    end.bcast()
+    end.on_gradients_ready()
+    end._group.destroy()
+    for found, expected in zip(gradients(solver), own, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_uids_are_bytes_and_differ():
@@ -160,7 +189,7 @@ def test_uids_are_bytes_and_differ():
 @pytest.mark.parametrize("uid", [b"", b"x" * 128, b"/etc/passwd", "text", None])
 def test_other_uids_are_refused(uid):
     solver = SimpleNamespace(
-        net=SimpleNamespace(net=None, _layer_names=[]),
+        net=SimpleNamespace(net=SimpleNamespace(parameters=None)),
         device=None,
         param=SimpleNamespace(layer_wise_reduce=True, iter_size=1),
     )

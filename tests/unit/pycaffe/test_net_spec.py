@@ -106,6 +106,10 @@ def test_unknown_parameters_are_named():
         L.Convolution(L.Input(), kernel=3).to_proto()
     with pytest.raises(AttributeError, match="layer type Silence has no parameter 'colour'"):
         L.Silence(L.Input(), ntop=0, colour=3).to_proto()
+    with pytest.raises(AttributeError, match="no parameter 'num_outptu': .*; did you mean 'num_output'"):
+        L.InnerProduct(L.Input(), num_outptu=3).to_proto()
+    with pytest.raises(AttributeError, match="nor is there such a layer type; did you mean 'InnerProduct'"):
+        L.InnerProdct(L.Input(), num_output=3).to_proto()
 
 
 @pytest.mark.parametrize("value", [[1, 2], (1, 2), np.array([1, 2])])

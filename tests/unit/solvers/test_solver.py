@@ -12,7 +12,12 @@ from training import CPU, PLAIN, TESTED, TINY, build_solver, weights_of
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
-from caffepy.solvers import Action, Solver
+from caffepy.solvers import Action, Solver, create_solver
+
+
+def test_a_solvers_file_must_be_read_first() -> None:
+    with pytest.raises(ConfigError, match=r"needs a SolverParameter; caffepy.read_solver\('s.prototxt'\)"):
+        create_solver("s.prototxt", CPU)  # type: ignore[arg-type]
 
 
 def test_the_log_is_caffes(lines: Any) -> None:

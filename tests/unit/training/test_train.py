@@ -193,8 +193,8 @@ def test_snapshots_and_weights_are_started_from(tmp_path: Path, solver_file: Pat
     [
         ({"solver": 3}, "a solver is a prototxt's path, a SolverParameter or a mapping of fields; int is none of"),
         ({"solver": NetParameter()}, "NetParameter is none of these"),
-        ({"solver": {"base_lrr": 1}}, "base_lrr.*the fields are those of a solver's prototxt"),
-        ({"solver": {"base_lr": "high"}}, "solver: .*the fields are those of a solver's prototxt"),
+        ({"solver": {"base_lrr": 1}}, "solver: unknown field 'base_lrr'; did you mean 'base_lr'"),
+        ({"solver": {"base_lr": "high"}}, "solver: base_lr is 'high': .*; give it as a solver's prototxt does"),
         ({"solver": {**FIELDS, "snapshot": 2}}, "snapshots are wanted and snapshot_prefix is missing"),
         ({"solver": FIELDS}, "solver: no net to train"),
         ({"solver": FIELDS, "net": 5}, "a net is a prototxt's path, a NetParameter or a NetSpec; int is none"),

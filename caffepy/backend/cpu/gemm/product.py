@@ -185,7 +185,7 @@ class Gemm:
         """Each element by itself, as the factors are contiguous in depth and one of them has few rows."""
         if a.shape[0] < b.shape[1]:
             a, b, c = b.T, a.T, c.T
-        rows, depth, vectors = *a.shape, b.shape[1]
+        (rows, depth), vectors = a.shape, b.shape[1]
         items = min(self._threads, -(-rows // 4))
         dots.run(
             self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,

@@ -249,7 +249,11 @@ def test_no_threads_are_left(folder):
             DataError,
             r"layer 'd' \(Data\): 'x' does not exist \(looked from .*\); `caffepy data mnist` and",
         ),
-        ("type: 'Data' data_param { source: 'x' batch_size: 1 backend: LMDB }", DataError, "LMDB 'x' does not exist"),
+        (
+            "type: 'Data' data_param { source: 'x' batch_size: 1 backend: LMDB }",
+            DataError,
+            r"layer 'd' \(Data\): LMDB 'x' does not exist",
+        ),
         ("type: 'HDF5Data' hdf5_data_param { source: 'x' }", ConfigError, "batch_size must be given and positive"),
         ("type: 'HDF5Data' hdf5_data_param { batch_size: 1 }", ConfigError, "must name a list of HDF5 files"),
         (

@@ -1,0 +1,96 @@
+"""Which candidates for a convolution are taken, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stored_numbers import window
+
+
+def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..., Any]) -> None:
+    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
+    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.registry import algorithm_families
+
+    backend = make()
+    with backend.activate():
+        task = Task(Problem((2, 3, 27, 27), (16, 3, 7, 7), window(7, 2), "float16"), Direction.FORWARD)
+        zeros = operands_for(task, None)
+        zeros.first.data.memset_async(0, zeros.first.nbytes, backend.stream)
+        trial = Trial(zeros, lambda: operands_for(task, None))
+        plan = CudaConvolution(task.problem, backend._resources)
+        families = algorithm_families(task, plan.run, plan.candidate, backend._resources)
+        checked = next(family for family in families if family.checked)
+        trial.add(next(family for family in families if not family.checked))
+        trial.add(checked)
+        assert trial._is_right(next(c for c in checked.candidates() if c.prepare()))
+        assert trial.certain
+
+
+def test_a_plain_pass_is_chosen_alike_within_one_with_sums(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make(deterministic=False)
+    with backend.activate(), caplog.at_level("WARNING", "caffepy"):
+        plan = backend.plan_convolution((3, 3, 23, 21), (16, 3, 7, 7), window(7, 2, 3), "float16")
+        assert plan.gives_sums in (False, True)
+    assert "is not used" not in caplog.text
+
+
+def test_sums_are_not_taken_from_convolutions_where_every_run_must_give_the_same_bits(make: Callable[..., Any]) -> None:
+    for deterministic in (True, False):
+        backend = make(autotune=False, deterministic=deterministic)  # without trials cuDNN's first plan is taken
+        with backend.activate():
+            plan = backend.plan_convolution((4, 64, 8, 8), (64, 64, 1, 1), window(1), "float16")
+            assert plan.gives_sums != deterministic
+
+
+def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from caffepy.backend.cuda.backend import CudaBackend
+    from caffepy.backend.cuda.convolution import autotune as cuda_autotune
+
+    x, w, geometry = (3, 16, 9, 9), (24, 16, 3, 3), window(3, 1, 1)
+
+    def run(backend: Any) -> str:
+        with backend.activate():
+            plan = backend.plan_convolution(x, w, geometry, "float16")
+            images, weights, y = (cuda_autotune.noise(shape, "float16") for shape in (x, w, (3, 24, 9, 9)))
+            plan.forward(images, weights, None, y)
+            return next(iter(plan._chosen.values())).name
+
+    first = run(make())
+    monkeypatch.setattr(cuda_autotune, "_try_all", lambda *_: pytest.fail("tried again"))
+    second = CudaBackend(0, "tf32")
+    try:
+        assert run(second) == first
+    finally:
+        second.close()
+
+
+def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
+    from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily
+    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+
+    class Fake:
+        def __init__(self, name: str, value: float) -> None:
+            self.name, self.value = name, value
+
+        def prepare(self) -> bool:
+            return True
+
+        def run(self, operands: Any) -> None:
+            for _ in range(20 if self.name == "right" else 1):
+                operands.out.fill(self.value)
+
+    with make().activate():
+        task = Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD)
+        trial = Trial(operands_for(task, None), lambda: pytest.fail("the first arrays tell enough"))
+        trial.add(AlgorithmFamily("right", lambda: [Fake("right", 1.0)]))
+        trial.add(AlgorithmFamily("wrong", lambda: [Fake("wrong", 1.5)], checked=True))
+        trial.add(AlgorithmFamily("nearly", lambda: [Fake("nearly", 1.001)], checked=True))
+        chosen, _ = trial.best()
+    assert chosen is not None and chosen.name == "nearly"

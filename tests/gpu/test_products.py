@@ -1,0 +1,45 @@
+"""Matrix products on the GPU in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from stored_numbers import STORAGES, TOLERANCE, bits, numbers, rounded
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize(
+    "sizes", [(64, 500, 800), (64, 10, 500), (7, 33, 40), (1, 1, 64), (70, 300, 100), (512, 640, 96)]
+)
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+def test_products(
+    make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+) -> None:
+    import cupy
+
+    rows, columns, depth = sizes
+    rng = np.random.default_rng(2)
+    a, b = (rounded(rng.standard_normal(shape), dtype) for shape in ((rows, depth), (depth, columns)))
+    expected = a.astype(float) @ b.astype(float)
+    backend = make()
+    with backend.activate():
+        on_a, on_b = (
+            cupy.asarray(np.ascontiguousarray(bits(host.T if turned else host, dtype)))
+            for host, turned in zip((a, b), transposed, strict=True)
+        )
+        kinds = {"float32", "uint16" if dtype == "bfloat16" else dtype}
+        for kind in sorted(kinds):
+            out = backend.zeros((rows, columns), kind)
+            backend.gemm(on_a, on_b, out, *transposed)
+            backend.gemm(on_a, on_b, out, *transposed, accumulate=True)
+            off = np.abs(numbers(out.get()) - 2 * expected).max() / np.abs(2 * expected).max()
+            assert off <= (1e-3 if kind == "float32" else TOLERANCE[dtype])
+
+
+def test_factors_of_two_storages_are_a_mistake(make: Callable[..., Any]) -> None:
+    backend = make()
+    with backend.activate(), pytest.raises(AssertionError, match="factors of"):
+        backend.gemm(backend.zeros((4, 4)), backend.zeros((4, 4), "float16"), backend.zeros((4, 4)))
