@@ -28,6 +28,7 @@ CASES = {
     "depthwise, large windows": ((1, 12, 17, 16), 12, window(5, 2, 2, 1, 12)),
     "depthwise, unequal sides": ((2, 6, 12, 9), 6, Geometry((2, 3), (3, 1), (0, 2), (1, 3), 6)),
     "depthwise, many channels": ((2, 200, 5, 4), 200, window(3, 1, 1, 1, 200)),
+    "depthwise, dilated": ((2, 10, 13, 15), 10, window(3, 1, 2, 2, 10)),
     "two groups": ((2, 32, 9, 9), 64, window(3, 1, 1, 1, 2)),
     "four groups / 2": ((2, 32, 9, 9), 64, window(3, 2, 1, 1, 4)),
     "dilation": ((1, 8, 13, 13), 8, window(3, 1, 2, 2)),
@@ -54,10 +55,10 @@ def spoil(array: Any) -> None:
 class Arrays:
     """Inputs of one problem on the device, what is expected of them, and outputs full of what must not stay."""
 
-    def __init__(self, backend: Any, case: str, dtype: str) -> None:
+    def __init__(self, backend: Any, case: str | tuple[Any, int, Geometry], dtype: str) -> None:
         from caffepy.backend.cuda.convolution.problem import Problem
 
-        x_shape, outputs, geometry = CASES[case]
+        x_shape, outputs, geometry = CASES[case] if isinstance(case, str) else case
         weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
         self.backend = backend
         self.problem = Problem(x_shape, weights_shape, geometry, dtype)
@@ -195,12 +196,24 @@ def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotun
         arrays.close(dweights, 2 * arrays.dweights, tolerance, "gradient to weights")
 
 
+def random_depthwise(seed: int) -> tuple[Any, int, Geometry]:
+    """Images of other sizes than the strips of threads, of which there are few or many."""
+    draw = np.random.default_rng(seed)
+    stride, channels = 1 + seed % 2, int(draw.choice([2, 5, 16, 32, 66, 130, 256]))
+    height, width = (int(n) for n in draw.integers(1, 60 if channels < 100 else 16, 2))
+    return (int(draw.integers(1, 5)), channels, height, width), channels, window(3, stride, 1, 1, channels)
+
+
+DEPTHWISE: list[Any] = [case for case in CASES if case.startswith("depthwise") and "large" not in case]
+DEPTHWISE += [pytest.param(random_depthwise(seed), id=f"depthwise, random {seed}") for seed in range(8)]
+
+
 @pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("depthwise") and "large" not in case])
+@pytest.mark.parametrize("case", DEPTHWISE)
 def test_a_forward_pass_behind_a_normalisation(
-    make: Callable[..., Any], case: str, dtype: str, relu: bool, summed: bool
+    make: Callable[..., Any], case: Any, dtype: str, relu: bool, summed: bool
 ) -> None:
     from caffepy.backend.types import NormalisedBottom
 
@@ -225,8 +238,8 @@ def test_a_forward_pass_behind_a_normalisation(
 
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("depthwise") and "large" not in case])
-def test_both_gradients_behind_a_normalisation(make: Callable[..., Any], case: str, dtype: str, relu: bool) -> None:
+@pytest.mark.parametrize("case", DEPTHWISE)
+def test_both_gradients_behind_a_normalisation(make: Callable[..., Any], case: Any, dtype: str, relu: bool) -> None:
     from caffepy.backend.types import NormalisedBottom
 
     backend = make(autotune=False)

@@ -1,5 +1,5 @@
-"""Depthwise convolutions, each channel with a window of its own, by own kernels: kernels/depthwise.cu and
-kernels/depthwise_gradients.cu.
+"""Depthwise convolutions, each channel with a window of its own, by own kernels: kernels/depthwise.cu, whose threads
+compute tiles, and kernels/depthwise_walk.cu, whose threads walk down their columns.
 
 cuDNN's plans for so many groups read the image once for every weight of the window, and its gradients to weights are
 slower still.
@@ -7,6 +7,7 @@ slower still.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,15 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, defines, divider, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
-from caffepy.backend.cuda.convolution.depthwise_tiling import Tile, tiles
+from caffepy.backend.cuda.convolution.depthwise_tiling import (
+    Tile,
+    Walk,
+    always_within,
+    source_columns,
+    strip_rows,
+    tiles,
+    walk_of,
+)
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import raw
@@ -22,10 +31,13 @@ from caffepy.backend.types import Array, NormalisedBottom
 
 THREADS = 256
 CHANNELS = 128
-"""The most channels of a block, which has a thread for the sum of each."""
+"""The most channels of a block of tiles, which has a thread for the sum of each."""
+
+WALK_CHANNELS = 64
+"""The most channels of a block that walks: of two a thread, what a warp loads lies together."""
 
 BLOCKS = 4
-"""Blocks for each multiprocessor; more would only load weights again."""
+"""Blocks of tiles for each multiprocessor; more would only load weights again."""
 
 NOTHING = np.uint64(0)
 """A pointer that is not used."""
@@ -35,8 +47,10 @@ TILES = ("depthwise_tiles",)
 
 
 def depthwise_candidates(task: Task, resources: Resources) -> list[DepthwiseConvolution]:
-    """One for each tile."""
-    return [DepthwiseConvolution(task, tile, resources) for tile in tiles(task)]
+    """One for each tile, and one that walks."""
+    walk = None if task.direction is Direction.WEIGHTS else walk_of(task)
+    walking = [] if walk is None else [DepthwiseWalk(task, walk, resources)]
+    return [*(DepthwiseConvolution(task, tile, resources) for tile in tiles(task)), *walking]
 
 
 @cache
@@ -53,16 +67,15 @@ class DepthwiseConvolution:
         resources: scratch memory.
     """
 
-    rectified: bool | None = None
-    """Of a bottom that is normalised while it is loaded, whether it is rectified as well."""
+    _threads, _most_channels, _blocks = THREADS, CHANNELS, BLOCKS
+    """Threads and channels of a block, blocks of a multiprocessor."""
 
     def __init__(self, task: Task, tile: Tile, resources: Resources) -> None:
         self.name = tile.name
-        self.tile = tile
+        self._tile = tile
         self._task = task
         self._resources = resources
         self._kernel: Any = None
-        self._blocks = BLOCKS
         self._result, self._source = self._planes()
         self._lay_out()
 
@@ -76,15 +89,20 @@ class DepthwiseConvolution:
     def _lay_out(self) -> None:
         """The grid: as many packs of channels side by side as the channels divide into evenly."""
         images, channels, height, width = self._result
-        packs = channels // self.tile.channels
-        self._across = -(-packs * self.tile.channels // CHANNELS)
+        packs = channels // self._tile.channels
+        self._across = -(-packs * self._tile.channels // self._most_channels)
         side = -(-packs // self._across)
-        self._block = (side, THREADS // side)
-        rows, columns = -(-height // self.tile.rows), -(-width // self.tile.columns)
+        self._block = (side, self._threads // side)
+        columns = -(-width // self._tile.columns)
+        down, *own = self._rows_of_threads(images * columns)
+        rows = -(-height // down)
         self._tiles = images * rows * columns
-        self._arguments = (
-            height, width, *self._source[2:], packs, self._tiles, rows, divider(rows), columns, divider(columns),
-        )  # fmt: skip
+        divided = (rows, divider(rows), columns, divider(columns))
+        self._arguments = (height, width, *self._source[2:], *own, packs, self._tiles, *divided)
+
+    def _rows_of_threads(self, side_by_side: int) -> tuple[int, ...]:
+        """The rows that a thread takes, with further arguments of the kernel; `side_by_side`: tiles of a row."""
+        return (self._tile.rows,)
 
     def prepare(self) -> bool:
         """Compile."""
@@ -92,30 +110,31 @@ class DepthwiseConvolution:
         self._kernel = library_kernel("depthwise", name, self._settings(), TILES)
         return True
 
-    def _settings(self) -> str:
+    def _settings(self, **more: int) -> str:
         """What the kernels' text needs before it."""
         task, g = self._task, self._task.problem.geometry
         pairs = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), (g.kernel, g.stride, g.pad, g.dilation), strict=True)
         geometry = {f"{name}_{axis}": n for name, pair in pairs for axis, n in zip("HW", pair, strict=True)}
         return defines(
-            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], WIDTH=self.tile.channels,
-            TILE_H=self.tile.rows, TILE_W=self.tile.columns, DATA=int(task.direction is Direction.DATA),
-            BIAS=int(task.bias), RELU=int(task.relu), SUMS=int(task.sums), THREADS=THREADS, CHANNELS=CHANNELS,
-            NORMALISED=int(self.rectified is not None), RECTIFIED=int(bool(self.rectified)), **geometry,
+            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], WIDTH=self._tile.channels,
+            TILE_H=self._tile.rows, TILE_W=self._tile.columns, DATA=int(task.direction is Direction.DATA),
+            BIAS=int(task.bias), RELU=int(task.relu), SUMS=int(task.sums), THREADS=self._threads,
+            CHANNELS=self._most_channels, **geometry, **more,
         )  # fmt: skip
 
     def run(self, operands: Operands) -> None:
         """One launch, and one more that adds up the blocks' parts of a weight gradient or of sums."""
-        number = self._down()
         if self._task.direction is Direction.WEIGHTS:
+            number = self._down()
             parts = self._parts(number, operands.out)
             self._launch(number, raw(operands.first), raw(operands.second), parts)
             sum_parts(parts, raw(operands.out), number, operands.accumulate)
             return
-        self._convolve(number, operands, (NOTHING,) * 4)
+        self._convolve(operands, ())
 
-    def _convolve(self, number: int, operands: Operands, per_channel: tuple[Any, ...]) -> None:
-        """Results that are no gradient to weights; `per_channel`: what the bottom is normalised with."""
+    def _convolve(self, operands: Operands, per_channel: tuple[Any, ...]) -> None:
+        """Results that are no gradient to weights; `per_channel`: further arguments, about the bottom."""
+        number = self._down()
         bias = NOTHING if operands.bias is None else raw(operands.bias)
         parts = NOTHING if operands.sums is None else self._parts(number, operands.sums)
         arrays = (raw(operands.first), raw(operands.second), bias, *per_channel, raw(operands.out), parts)
@@ -125,8 +144,10 @@ class DepthwiseConvolution:
 
     def _down(self) -> int:
         """Blocks that take turns at the tiles of a pack of channels."""
-        most = self._blocks * _multiprocessors(cupy.cuda.runtime.getDevice()) // self._across
-        return max(1, min(-(-self._tiles // self._block[1]), most))
+        return max(1, min(-(-self._tiles // self._block[1]), self._most_down()))
+
+    def _most_down(self) -> int:
+        return max(1, self._blocks * _multiprocessors(cupy.cuda.runtime.getDevice()) // self._across)
 
     def _parts(self, number: int, of: Array) -> Array:
         return self._resources.scratch.get("parts of sums", number * of.size)
@@ -135,49 +156,78 @@ class DepthwiseConvolution:
         launch_blocks(self._kernel, (self._across, number), self._block, (*arrays, *self._arguments))
 
 
-class DepthwiseNormalised(DepthwiseConvolution):
-    """A forward pass that normalises its bottom while it loads it.
+class DepthwiseWalk(DepthwiseConvolution):
+    """A candidate whose threads walk down their columns.
 
     Args:
-        task: the convolution's forward pass.
-        rectified: whether the bottom is rectified.
-        tile: of the top, that a thread computes.
+        task: what to compute, no gradient to weights.
+        walk: how.
         resources: scratch memory.
+        rectified: of a bottom that is normalised while it is loaded, whether it is rectified as well; else None.
     """
 
-    def __init__(self, task: Task, rectified: bool, tile: Tile, resources: Resources) -> None:
-        super().__init__(task, tile, resources)
-        self.rectified = rectified
-        self.prepare()
+    _most_channels = WALK_CHANNELS
+
+    def __init__(self, task: Task, walk: Walk, resources: Resources, rectified: bool | None = None) -> None:
+        self._walk = walk
+        self._threads, self._blocks = walk.threads, walk.resident
+        self._rectified = rectified
+        super().__init__(task, walk.tile, resources)
+        self.name = walk.name
+
+    def _rows_of_threads(self, side_by_side: int) -> tuple[int, ...]:
+        at_once = self._most_down() * self._block[1]
+        rows = strip_rows(self._result[2], self._tile.rows, side_by_side, at_once)
+        return rows, rows
+
+    def prepare(self) -> bool:
+        self._kernel = library_kernel("depthwise_walk", "walk_forward", self._settings(), TILES)
+        return True
+
+    def _settings(self, **more: int) -> str:
+        bottom = {"NORMALISED": int(self._rectified is not None), "RECTIFIED": int(bool(self._rectified))}
+        own = {"GRADIENTS": 0, "AHEAD": self._walk.ahead, "RESIDENT": self._walk.resident}
+        return super()._settings(**{**bottom, **own, **self._always(), **more})
+
+    def _always(self) -> dict[str, int]:
+        """Which of a strip's columns lie within the image everywhere."""
+        columns, width, stride = self._tile.columns, self._result[3], self._task.problem.geometry.stride[1]
+        lefts = range(0, width, columns)
+        first, number = source_columns(self._task, columns)
+        data = self._task.direction is Direction.DATA
+        begins = [(left // stride if data else left * stride) + first for left in lefts]
+        return {
+            "OWN_ALWAYS": always_within(lefts, columns, width),
+            "SOURCE_ALWAYS": always_within(begins, number, self._source[3]),
+        }
+
+    def run(self, operands: Operands) -> None:
+        self._convolve(operands, (NOTHING,) * 4)
 
     def run_normalised(self, bottom: NormalisedBottom, operands: Operands) -> None:
-        """One launch, and one more that adds up the blocks' sums; `operands.first` is what is normalised."""
+        """The same of a bottom that is normalised; `operands.first` is what is."""
         n = bottom.n
-        self._convolve(self._down(), operands, tuple(map(raw, (n.mean, n.inverse, n.scale, n.bias))))
+        self._convolve(operands, tuple(map(raw, (n.mean, n.inverse, n.scale, n.bias))))
 
 
-class DepthwiseGradients(DepthwiseConvolution):
+class DepthwiseGradients(DepthwiseWalk):
     """Both gradients and the sums for the batch normalisation before, which is computed anew, in one pass.
 
     Args:
         problem: the convolution.
         relu: whether its bottom is rectified.
-        tile: of the bottom, that a thread computes.
-        resident: blocks of a multiprocessor at a time, whose registers must do.
+        walk: over the bottom.
         resources: scratch memory.
     """
 
-    def __init__(self, problem: Problem, relu: bool, tile: Tile, resident: int, resources: Resources) -> None:
-        super().__init__(Task(problem, Direction.DATA, relu=relu), tile, resources)
+    def __init__(self, problem: Problem, relu: bool, walk: Walk, resources: Resources) -> None:
+        super().__init__(Task(problem, Direction.DATA, relu=relu), walk, resources)
         self._finish: Any = None
-        self._resident = resident
-        self._blocks = 2 * resident
-        self.prepare()
 
     def prepare(self) -> bool:
-        text, parts = defines(RESIDENT=self._resident) + self._settings(), ("split_k", *TILES)
-        self._kernel = library_kernel("depthwise_gradients", "depthwise_gradients", text, parts)
-        self._finish = library_kernel("depthwise_gradients", "finish_gradients", text, parts)
+        self._kernel = library_kernel("depthwise_walk", "walk_gradients", self._settings(GRADIENTS=1), TILES)
+        area = defines(AREA=math.prod(self._task.problem.geometry.kernel))
+        self._finish = library_kernel("depthwise_finish", "finish_gradients", area, ("split_k",))
         return True
 
     def run_all(self, bottom: NormalisedBottom, operands: Operands, dweights: Array) -> None:

@@ -19,8 +19,8 @@ from caffepy.backend.cuda.convolution.algorithm import (
     identity,
     write_result,
 )
-from caffepy.backend.cuda.convolution.depthwise import DepthwiseConvolution, DepthwiseGradients, DepthwiseNormalised
-from caffepy.backend.cuda.convolution.depthwise_tiling import gradients_tile, suits_depthwise, tiles
+from caffepy.backend.cuda.convolution.depthwise import DepthwiseGradients, DepthwiseWalk
+from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise, walk_of
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -43,7 +43,7 @@ class CudaConvolution:
         self._resources = resources
         self._chosen: dict[Task, Candidate | None] = {}
         self._gradients: dict[bool, DepthwiseGradients] = {}
-        self._normalised: dict[tuple[Task, bool], DepthwiseNormalised] = {}
+        self._normalised: dict[tuple[Task, bool], DepthwiseWalk] = {}
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
         """The candidate for a task, None if there is none; `operands` are arrays to time candidates on, if at hand."""
@@ -65,9 +65,11 @@ class CudaConvolution:
         """Whether sums from the convolution itself are allowed and cost less than reading y once more for them."""
         task = Task(self.problem, Direction.FORWARD, sums=True)
         exact = self.problem.dtype == "float32" and not self._resources.tf32
-        if (self._resources.deterministic or exact) and not suits_depthwise(task):
-            return False
         if len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
+            return False
+        if suits_depthwise(task):
+            return True  # own kernels, which add up what they have in registers
+        if self._resources.deterministic or exact:
             return False
         chosen = self.candidate(task, None)
         return chosen is not None and chosen.name != UNFUSED
@@ -92,7 +94,7 @@ class CudaConvolution:
 
     @cached_property
     def backward_normalised(self) -> NormalisedGradients | None:
-        possible = math.prod(self.problem.y) > 0 and gradients_tile(self.problem) is not None
+        possible = math.prod(self.problem.y) > 0 and walk_of(Task(self.problem, Direction.DATA)) is not None
         return self._both_gradients if possible else None
 
     @cached_property
@@ -108,9 +110,10 @@ class CudaConvolution:
             sums=sums,
         )
         if (task, bottom.relu) not in self._normalised:
-            chosen = self.candidate(task, None)  # its tile is the fastest with a bottom that is normalised before
-            tile = chosen.tile if isinstance(chosen, DepthwiseConvolution) else tiles(task)[0]
-            self._normalised[task, bottom.relu] = DepthwiseNormalised(task, bottom.relu, tile, self._resources)
+            walk = walk_of(task)
+            assert walk is not None
+            chosen = self._normalised[task, bottom.relu] = DepthwiseWalk(task, walk, self._resources, bottom.relu)
+            chosen.prepare()
         self._normalised[task, bottom.relu].run_normalised(bottom, operands)
         if operands.out is not y:
             write_result(operands.out, Operands(bottom.x, weights, y))
@@ -128,9 +131,10 @@ class CudaConvolution:
         )
         x = self._as_operand(bottom.x, self.problem.x, "converted third input", dtype)
         if bottom.relu not in self._gradients:
-            chosen = gradients_tile(self.problem)
-            assert chosen is not None
-            self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, *chosen, self._resources)
+            walk = walk_of(Task(self.problem, Direction.DATA))
+            assert walk is not None
+            chosen = self._gradients[bottom.relu] = DepthwiseGradients(self.problem, bottom.relu, walk, self._resources)
+            chosen.prepare()
         self._gradients[bottom.relu].run_all(replace(bottom, x=x), operands, dweights)
         if operands.out is not dx:
             write_result(operands.out, Operands(dy, weights, dx))

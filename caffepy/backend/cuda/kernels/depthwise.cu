@@ -1,17 +1,15 @@
 // Convolutions of each channel by a window of its own, put after depthwise_tiles.cu.
 //
 // Standing before, beside what that needs: BIAS, RELU and SUMS (1: the results' sums and sums of squares by channel are wanted as
-// well); NORMALISED (1: the convolution is of a batch normalisation of the source) and RECTIFIED (1: that is rectified).
+// well).
 
 // y of x, or with DATA dx of dy. With SUMS `parts` gets those of each of the gridDim.y blocks of a channel: (gridDim.y, 2, C).
 extern "C" __global__ void __launch_bounds__(THREADS)
-depthwise(const STORED *source, const STORED *weights, const float *bias, const float *mean, const float *inverse,
-          const float *scale, const float *beta, STORED *results, float *parts, int height, int width, int source_height,
-          int source_width, TILES_OF) {
-    __shared__ alignas(16) float w[AREA * CHANNELS], factors[NORMALISED ? CHANNELS : 1], shifts[NORMALISED ? CHANNELS : 1];
-    const int pack = blockIdx.x * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
+depthwise(const STORED *source, const STORED *weights, const float *bias, STORED *results, float *parts, int height, int width,
+          int source_height, int source_width, TILES_OF) {
+    __shared__ alignas(16) float w[AREA * CHANNELS];
+    const int pack = blockIdx.x * blockDim.x + threadIdx.x;
     load_weights(w, weights, packs);
-    if (NORMALISED) load_normalisation(factors, shifts, mean, inverse, scale, beta, packs);
     __syncthreads();
     Values sum = {}, squares = {};
     for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; pack < packs && tile < tiles;
@@ -22,24 +20,9 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, const 
 #pragma unroll
         for (int p = 0; p < Rows::LENGTH; ++p) {
             const int line = source_top + p + Rows::FIRST;
-            Raw loaded[Columns::LENGTH];
-            load_row<Columns>(loaded, source, (n * source_height + line) * source_width, within(line, source_height),
-                              source_left, source_width, packs, pack);
-#if NORMALISED
-            const Values factor = load<WIDTH>(factors, threadIdx.x), shift = load<WIDTH>(shifts, threadIdx.x);
-            Values row[Columns::LENGTH];
-#pragma unroll
-            for (int q = 0; q < Columns::LENGTH; ++q) {
-                const bool inside = within(line, source_height) && within(source_left + q + Columns::FIRST, source_width);
-#pragma unroll
-                for (int v = 0; v < WIDTH; ++v) {
-                    const float normal = __fmaf_rn(factor[v], loaded[q][v], shift[v]);
-                    row[q][v] = !inside || (RECTIFIED && normal <= 0.0f) ? 0.0f : normal;
-                }
-            }
-#else
-            const auto &row = loaded;
-#endif
+            Raw row[Columns::LENGTH];
+            load_row<Columns>(row, source, (n * source_height + line) * source_width, within(line, source_height), source_left,
+                              source_width, packs, pack);
 #pragma unroll
             for (int k = 0; k < KERNEL_H; ++k)
 #pragma unroll
@@ -75,13 +58,10 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, const 
             }
     }
     if constexpr (SUMS) {
-        __shared__ float shared[THREADS * WIDTH];
-        const float one = sum_of_block(sum, shared), other = sum_of_block(squares, shared);
-        const int thread = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.x * channels + thread;
-        if (thread < channels && channel < packs * WIDTH) {
-            parts[(size_t)blockIdx.y * 2 * packs * WIDTH + channel] = one;
-            parts[((size_t)blockIdx.y * 2 + 1) * packs * WIDTH + channel] = other;
-        }
+        const Values sums[2] = {sum, squares};
+        sums_of_block(sums, packs, [&](int k, int channel, float total) {
+            parts[((size_t)blockIdx.y * 2 + k) * packs * WIDTH + channel] = total;
+        });
     }
 }
 
@@ -89,7 +69,6 @@ depthwise(const STORED *source, const STORED *weights, const float *bias, const 
 // tiles are of dy, whose planes are height x width.
 extern "C" __global__ void __launch_bounds__(THREADS)
 depthwise_weights(const STORED *x, const STORED *dy, float *parts, int height, int width, int x_height, int x_width, TILES_OF) {
-    __shared__ float shared[THREADS * WIDTH];
     const int pack = blockIdx.x * blockDim.x + threadIdx.x;
     Values sums[AREA] = {};
     for (unsigned int tile = blockIdx.y * blockDim.y + threadIdx.y; pack < packs && tile < tiles;
@@ -132,11 +111,7 @@ depthwise_weights(const STORED *x, const STORED *dy, float *parts, int height, i
                 }
         }
     }
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.x * blockDim.x * WIDTH + thread;
-#pragma unroll
-    for (int k = 0; k < AREA; ++k) {
-        const float sum = sum_of_block(sums[k], shared);
-        if (thread < blockDim.x * WIDTH && channel < packs * WIDTH)
-            parts[((size_t)blockIdx.y * packs * WIDTH + channel) * AREA + k] = sum;
-    }
+    sums_of_block(sums, packs, [&](int k, int channel, float sum) {
+        parts[((size_t)blockIdx.y * packs * WIDTH + channel) * AREA + k] = sum;
+    });
 }

@@ -1,6 +1,6 @@
 // Tiles of convolutions of each channel by a window of its own, over channels-last arrays; put before depthwise.cu and
-// depthwise_gradients.cu. What limits them is memory, so a thread
-// computes a tile of TILE_H x TILE_W results of WIDTH neighbouring channels: it loads a pixel once for all windows over it.
+// depthwise_walk.cu. What limits them is memory, so a thread computes a tile of TILE_H x TILE_W results of WIDTH neighbouring
+// channels: it loads a pixel once for all windows over it.
 //
 // A block is blockDim.x packs of WIDTH channels by blockDim.y tiles; gridDim.x covers the channels, gridDim.y takes turns at the
 // tiles, so that blocks that run together read neighbouring rows.
@@ -66,18 +66,29 @@ __device__ __forceinline__ void load_normalisation(float *factors, float *shifts
     shifts[thread] = __fmaf_rn(-mean[channel], factors[thread], beta[channel]);
 }
 
-// Adds up a number of each of a thread's channels over the threads of a block that have the same channels, always in the
-// same order. The first blockDim.x * WIDTH threads get the sums of the block's channels, one each.
-__device__ __forceinline__ float sum_of_block(const Values &values, float *shared) {
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x, channels = blockDim.x * WIDTH;
+// Adds up numbers[k] of each of a thread's channels over the threads of a block that have the same channels, always in the same
+// order, and calls keep(k, channel, sum).
+template <int NUMBER, typename Keep>
+__device__ __forceinline__ void sums_of_block(const Values (&numbers)[NUMBER], int packs, Keep keep) {
+    constexpr int AT_ONCE = WIDTH <= 2 ? 4 : 1;
+    __shared__ float shared[AT_ONCE * THREADS * WIDTH];
+    const int channels = blockDim.x * WIDTH, threads = blockDim.x * blockDim.y;
 #pragma unroll
-    for (int v = 0; v < WIDTH; ++v) shared[threadIdx.y * channels + threadIdx.x * WIDTH + v] = values[v];
-    __syncthreads();
-    float sum = 0.0f;
-    if (thread < channels)
-        for (int row = 0; row < blockDim.y; ++row) sum += shared[row * channels + thread];
-    __syncthreads();
-    return sum;
+    for (int first = 0; first < NUMBER; first += AT_ONCE) {
+#pragma unroll
+        for (int k = 0; k < AT_ONCE && first + k < NUMBER; ++k)
+#pragma unroll
+            for (int v = 0; v < WIDTH; ++v)
+                shared[(k * blockDim.y + threadIdx.y) * channels + threadIdx.x * WIDTH + v] = numbers[first + k][v];
+        __syncthreads();
+        for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < min(AT_ONCE, NUMBER - first) * channels; i += threads) {
+            const int k = AT_ONCE == 1 ? 0 : i / channels, own = i - k * channels, channel = blockIdx.x * channels + own;
+            float sum = 0.0f;
+            for (int row = 0; row < blockDim.y; ++row) sum += shared[(k * blockDim.y + row) * channels + own];
+            if (channel < packs * WIDTH) keep(first + k, channel, sum);
+        }
+        __syncthreads();
+    }
 }
 
 // For each weight of the window those of the block's channels: (AREA, channels).
