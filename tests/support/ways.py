@@ -21,12 +21,13 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from replaying import Replaying
 from training import solver_param
 from wide_nets import Values, WideNet
 
 from caffepy import pycaffe as caffe
 from caffepy.backend import Backend, create_backend
-from caffepy.errors import ConfigError, UserError
+from caffepy.errors import ConfigError, ShapeError, UserError
 from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
@@ -69,8 +70,9 @@ def distance(found: Any, wanted: Any) -> float:
     return float(apart.max(initial=0) / max(np.abs(wanted[np.isfinite(wanted)]).max(initial=0), 1e-2))
 
 
-def differences(found: Values, wanted: Values, where: str, limit: float = TOLERANCE) -> Differences:
-    """Those beyond the limit; 0 wants the same bits."""
+def differences(found: Values, wanted: Values, where: str, limit: float | None = None) -> Differences:
+    """Those beyond the limit, `TOLERANCE` by default; 0 wants the same bits."""
+    limit = TOLERANCE if limit is None else limit
     apart = dict.fromkeys((f"{where}: {name}" for name in found.keys() ^ wanted.keys()), np.inf)
     for name in found.keys() & wanted.keys():
         same = np.array_equal(found[name], wanted[name], equal_nan=True)
@@ -92,36 +94,45 @@ def outputs(net: Net, values: Values) -> Values:
     return {name: blob.host_data() for name, blob in net.outputs.items()}
 
 
+VARIANTS = [(1, 0), (2, 0), (1, 1), (3, 0), (2, 2), (1, 3)]
+"""How many times as many samples the inputs have, and how much longer their last axes are."""
+
+
 def compare_inference(wide: WideNet, attempt: int = 0, backend: Backend | None = None) -> Differences:
-    """Layer by layer, folded, and recorded or captured passes: new inputs, written parameters, other batches.
+    """Layer by layer, folded, and recorded or captured passes: new inputs, written parameters, other shapes.
 
     Args:
         wide: the net.
         attempt: chooses the inputs.
-        backend: where the fast ways run; None: the CPU with two threads.
+        backend: where all run; None: the CPU, the fast ways with several threads.
     """
-    one = backend or create_backend(None, 1)
-    context = LayerContext(one, phase=caffe_pb2.TEST, seed=1)
-    plain = Net(wide.param(), context)
+    choose = Random(wide.seed)
+    plain = Net(wide.param(), LayerContext(backend or create_backend(None, 1), phase=caffe_pb2.TEST, seed=1))
     give_parameters(plain)
     weights = [(plain.to_proto(), "the plain net")]
-    other = LayerContext(backend or create_backend(None, 2), phase=caffe_pb2.TEST, seed=1)
-    model, eager = Model(wide.param(), other, weights), Model(wide.param(), other, weights, eager=True)
+    other = LayerContext(backend or create_backend(None, choose.randint(1, 4)), phase=caffe_pb2.TEST, seed=1)
+    models = [Model(wide.param(), other, weights, eager=eager) for eager in (False, True)]
+    variants, variant = VARIANTS[: 1 if plain.state() else None], VARIANTS[0]
     found: Differences = {}
-    for number in range(9):
-        if number == 5:
-            for net in (plain, model.net, eager.net):
-                give_parameters(net, 2)
-            model.parameters_changed()
-            eager.parameters_changed()
-        values = wide.values(100 * attempt + number, batch=2 if number == 7 else 1)
+    for number in range(16):
+        if number > 3 and choose.random() < 0.4:
+            variant = choose.choice(variants)
+        if number > 3 and choose.random() < 0.15:
+            for net in (plain, *(model.net for model in models)):
+                give_parameters(net, number)
+            for model in models:
+                model.parameters_changed()
+        values = wide.values(100 * attempt + number, *variant)
         try:
             wanted = outputs(plain, values)
         except UserError as error:
-            return found | _refused(model, values, str(error))
-        got, same = model(**values), eager(**values)
-        found.update(differences(got, wanted, f"pass {number}, folded"))
-        found.update(differences(got, same, f"pass {number}, written down", limit=0))
+            found.update(_refused(models[0], values, str(error)))
+            variants = [one for one in variants if one != variant]
+            variant = VARIANTS[0]
+            continue
+        got, same = (model(**values) for model in models)
+        found.update(differences(got, wanted, f"pass {number} {variant}, folded"))
+        found.update(differences(got, same, f"pass {number} {variant}, written down", limit=0))
     return found
 
 
@@ -159,7 +170,7 @@ class Programs:
 
     def __init__(self, wide: WideNet, folder: Path, attempt: int = 0) -> None:
         self._wide = wide
-        self._random = Random(f"{wide.seed}/{attempt}")
+        self._random = Random(wide.seed)  # other inputs, the same program: a fault must show in each attempt
         self._attempt = attempt
         path = folder / "net.prototxt"
         path.write_text(wide.text)
@@ -200,7 +211,10 @@ class Programs:
             "hold": (0.3, self._hold), "write parameter": (1, self._write_parameter), "save": (0.5, self._save),
             "read parameter": (0.5, self._read_parameter), "reshape": (1, self._reshape), "copy": (0.5, self._copy),
             "share": (0.2, self._share), "part": (0.2, self._part), "shapes": (0.5, self._shapes),
-            "back": (0.1, self._backward), "pass again": (1, self._again),
+            "back": (0.1, self._backward), "pass again": (1, self._again), "release": (0.5, self._release),
+            "write held": (0.5, self._write_held), "hold parameter": (0.4, self._hold_parameter),
+            "hdf5": (0.4, self._hdf5), "names": (1, self._names),
+            "reshape one": (0.5, self._reshape_alone), "write output": (0.5, self._write_output),
         }  # fmt: skip
 
     def _pass(self) -> Differences:
@@ -290,6 +304,48 @@ class Programs:
             return str(error)
         return ""
 
+    def _release(self) -> Differences:
+        self._held.clear()
+        return {}
+
+    def _write_held(self) -> Differences:
+        for pair in self._held[-1:]:
+            for array in pair:
+                array[...] *= 0.5
+        return {}
+
+    def _hold_parameter(self) -> Differences:
+        if chosen := self._parameter():
+            first, second = (net.params[chosen[0]][chosen[1]].data for net in self.nets)
+            self._held.append((first, second))
+        return {}
+
+    def _hdf5(self) -> Differences:
+        for net in self.nets:
+            net.save_hdf5(str(self._folder / "net.h5"))
+            net.load_hdf5(str(self._folder / "net.h5"))
+        return {}
+
+    def _reshape_alone(self) -> Differences:
+        """The program reshapes an input and lets `forward` reshape the rest."""
+        if self.batch != 1:
+            return {}
+        for net in self.nets:
+            net.blobs["data"].reshape(*self._wide.inputs["data"][0])
+        return {}
+
+    def _names(self) -> Differences:
+        """A pass that returns a hidden blob as well."""
+        name, values = self._random.choice(list(self.nets[0].blobs)), self._values()
+        pair = [{n: a.copy() for n, a in net.forward(blobs=[name], **values).items()} for net in self.nets]
+        return differences(*pair, where=f"step {len(self.done)}, pass with {name}")
+
+    def _write_output(self) -> Differences:
+        name = self._random.choice(list(self.nets[0].outputs))
+        for net in self.nets:
+            net.blobs[name].data[...] = 0.25
+        return {}
+
     def _shapes(self) -> Differences:
         shapes = [{name: np.array(blob.shape) for name, blob in net.blobs.items()} for net in self.nets]
         return differences(*shapes, where=f"step {len(self.done)}, shapes", limit=0)
@@ -330,7 +386,7 @@ def compare_programs(wide: WideNet, attempt: int = 0) -> Differences:
     """`caffe.Net` as it runs by itself, and layer by layer."""
     with tempfile.TemporaryDirectory() as folder:
         programs = Programs(wide, Path(folder), attempt)
-        found = programs.run(12)
+        found = programs.run(20)
         return {f"{name} after {', '.join(programs.done)}": error for name, error in found.items()}
 
 
@@ -342,8 +398,11 @@ test_initialization: false snapshot_after_train: false display: 0 random_seed: 5
 snapshot_prefix: "%s"
 """
 RULES = [("SGD", "momentum: 0.9"), ("SGD", ""), ("Nesterov", "momentum: 0.9"), ("Adam", "momentum: 0.9"),
-         ("RMSProp", "rms_decay: 0.9 delta: 1e-2"), ("AdaGrad", "delta: 1e-2"), ("AdaDelta", "momentum: 0.9 delta: 1e-2")]  # fmt: skip
+         ("RMSProp", "rms_decay: 0.9 delta: 1e-2"), ("AdaGrad", "delta: 1e-2"),
+         ("AdaDelta", "momentum: 0.9 delta: 1e-2")]  # fmt: skip
 ITERATIONS = 5
+GROWN = 3
+"""The iteration of twice as many samples, which some nets refuse."""
 
 
 @contextmanager
@@ -368,9 +427,14 @@ def train(wide: WideNet, solver: Solver, attempt: int, first: int = 0, snapshot_
     found: Values = {}
     for number in range(first, ITERATIONS):
         for net in (solver.net, *solver.test_nets):
-            for name, array in wide.values(1000 * attempt + number).items():
+            batch = 2 if number == GROWN and net is solver.net else 1
+            for name, array in wide.values(1000 * attempt + number, batch).items():
+                net.blobs[name].reshape(array.shape)
                 net.backend.from_host(array, net.blobs[name].data)
-        solver.step(1)
+        try:
+            solver.step(1)
+        except ShapeError:
+            return found | {"refused": np.array(number)}
         found[f"loss {number}"] = np.float32(solver.net.loss())
         for name, blob in solver.net.outputs.items():
             found[f"{name} {number}"] = blob.host_data()
@@ -394,6 +458,8 @@ def compare_training(wide: WideNet, attempt: int = 0, backend: Backend | None = 
         attempt: chooses the inputs.
         backend: where; None: the CPU.
     """
+    if wide.overwrites_inputs:
+        return {}  # the tests' second passes would begin with what layer by layer the first ones leave
     plain, fast = backend or create_backend(None, 1), backend or create_backend(None, 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -427,11 +493,22 @@ def trained_differences(got: Values, wanted: Values) -> Differences:
 
 # -- all of them -------------------------------------------------------------------------------------------
 
+
+def compare_replayed(wide: WideNet, attempt: int = 0) -> Differences:
+    """Tests and training as on a device that captures: with shared memory, and on one backend."""
+    backend = Replaying()
+    found = compare_inference(wide, attempt, backend)
+    if "Dropout" in wide.text:
+        return found  # this backend counts the passes of a captured iteration as one
+    return found | compare_training(wide, attempt, backend)
+
+
 WAYS: dict[str, Callable[..., Differences]] = {
     "inference": compare_inference,
     "programs": compare_programs,
     "training": compare_training,
     "onnxruntime": compare_runtime,
+    "replayed": compare_replayed,
 }
 
 

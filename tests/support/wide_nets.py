@@ -20,6 +20,7 @@ from wide_layers import (
     IN_PLACE,
     INPUT_KINDS,
     LOSSES,
+    OUTPUTS,
     PAIR_WEIGHTS,
     PAIRS,
     POSITIVE,
@@ -40,8 +41,10 @@ Shape = tuple[int, ...]
 Values = dict[str, Any]
 
 LARGEST = 3000
-"""Elements of a blob."""
+"""Elements of a blob of most nets."""
 SIZES = (1, 2, 3, 5, 7, 17)
+LARGE_SIZES = (4, 8, 16, 24, 33, 64)
+"""Channels of large nets, whose convolutions run by other kernels."""
 TRIES = 60
 """Layers that are made up before one is added."""
 _CPU = create_backend(None, 1)
@@ -78,6 +81,7 @@ class WideNet:
     def __init__(self, seed: int, layers: int = 9, only: Sequence[str] = ()) -> None:
         self.seed = seed
         self._random = Random(seed)
+        self._large = self._chance(0.2)
         self._only = only
         self._layers: list[str] = []
         self._names: Counter[str] = Counter()
@@ -97,18 +101,32 @@ class WideNet:
         ]
         return "\n".join([f'name: "wide{self.seed}"', *inputs, *self._layers])
 
+    @property
+    def overwrites_inputs(self) -> bool:
+        """Whether a layer works in place on an input."""
+        return any(top in self.inputs for layer in self.param().layer if layer.bottom for top in layer.top)
+
     def param(self, kind: str = "FLOAT") -> caffe_pb2.NetParameter:
         """The net, with its blobs kept as a value of the schema's Type says."""
         param = text_format.Parse(self.text, caffe_pb2.NetParameter())
         param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
         return param
 
-    def values(self, seed: int, batch: int = 1) -> Values:
-        """Numbers for the inputs, `batch` times as many samples."""
+    def values(self, seed: int, batch: int = 1, longer: int = 0) -> Values:
+        """Numbers for the inputs.
+
+        Args:
+            seed: chooses them.
+            batch: so many times as many samples.
+            longer: so much longer the last of four or five axes.
+        """
         generator = np.random.default_rng([self.seed, seed])
         result = {}
         for name, (shape, kind) in self.inputs.items():
-            grown = (shape[0] * batch, *shape[1:]) if kind in ("normal", "positive", "target") else shape
+            grows = kind in ("normal", "target", "unit") or name.startswith("label")
+            grown = (shape[0] * batch, *shape[1:]) if grows else shape
+            if kind == "normal" and len(shape) > 3:
+                grown = (*grown[:-1], grown[-1] + longer)
             what, _, limit = kind.partition(":")
             result[name] = INPUT_KINDS[what](generator, grown, int(limit or 0)).astype(np.float32)
         return result
@@ -117,8 +135,9 @@ class WideNet:
 
     def _build(self, layers: int) -> None:
         choose = self._random.choice
-        spatial = choose([(0, 0), (0, 0), (0, 0), (0, 0), (0, 0, 0), (0,), ()])
-        shape = (choose([1, 2, 3, 4]), choose(SIZES), *(choose([1, 2, 3, 5, 7]) for _ in spatial))
+        axes = choose([2, 2, 2, 2, 3, 1, 0])
+        sizes, lengths = (LARGE_SIZES, [1, 4, 8, 14]) if self._large else (SIZES, [1, 2, 3, 5, 7])
+        shape = (choose([1, 2, 3, 4]), choose(sizes), *(choose(lengths) for _ in range(axes)))
         self._open = [replace(self._input("data", shape, "normal"), free=self._chance(0.05))]
         if self._chance(0.2):
             self._open.append(self._input("more", shape if self._chance(0.6) else (shape[0], 3, 5), "normal"))
@@ -216,7 +235,8 @@ class WideNet:
         count = int(found.group(1)) if (found := re.search(r"tops:(\d)", settings)) else 1
         settings = re.sub(r"tops:\d", "", settings)
         tried = try_layer(f'type: "{kind}" {settings}', [one.shape for one in bottoms], count)
-        if tried is None or any(int(np.prod(shape)) > LARGEST for shape in tried.tops):
+        largest = LARGEST * (16 if self._large else 1)
+        if tried is None or any(int(np.prod(shape)) > largest for shape in tried.tops):
             return False
         bottoms = [self._made_input(one) for one in bottoms]
         in_place = kind in IN_PLACE and stem.free and self._open.count(stem) == 1 and self._chance(0.6)
@@ -245,20 +265,20 @@ class WideNet:
             fixed = [frozen or kind == "BatchNorm" or self._chance(0.1) for _ in names]
             pairs = zip(names, fixed, strict=True)
             params = "".join(f" param {{ {name} {'lr_mult: 0' if fixed else ''} }}" for name, fixed in pairs)
-            if share:
+            if share and kind not in STOPPING:
                 self._again.append((kind, settings, bottoms[0].shape, params))
             text += params
         if not kind.endswith("Loss") and tops == 1 and kind not in STOPPING and self._chance(0.06):
             text += f" loss_weight: {self._random.choice([0.3, -0.2, 1])}"
-        if kind in STOPPING:
-            text += " propagate_down: false" * len(bottoms)
-        elif self._chance(0.03) and not kind.endswith("Loss"):
+        if kind in STOPPING or (self._chance(0.03) and not kind.endswith("Loss")):
             text += " propagate_down: false" * len(bottoms)
         return text
 
     def _fill(self, template: str, stem: Stem) -> str:
         """The template with its choices made, innermost first."""
         names = dict(zip("NCHW", (*stem.shape, 1, 1, 1, 1), strict=False))
+        if self._large:
+            template = template.replace(OUTPUTS, "num_output: <8|16|24|33|64>")
         template = re.sub(r"\$([NCHW])", lambda found: str(names[found.group(1)]), template)
         while True:
             filled = re.sub(r"<([^<>]*)>", lambda found: self._random.choice(found.group(1).split("|")), template)
