@@ -38,6 +38,7 @@ class ShapeRunners:
         self._written = {name: net.blobs[name].shape for name in net.inputs}
         self.kept: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
         """By the inputs' shapes, the one used last at the end."""
+        self._last: ForwardRunner | None = None
 
     def runner(self, shapes: Shapes) -> ForwardRunner:
         """The runner for these shapes of the inputs, in the net's order.
@@ -52,6 +53,10 @@ class ShapeRunners:
                 self.kept.popitem(last=False)[1].close()
             self.kept[shapes] = runner
         self.kept.move_to_end(shapes)
+        if self._last is not runner:
+            if self._last is not None:
+                _hand_on_states(self._last.net, runner.net)
+            self._last = runner
         return runner
 
     def parameters_changed(self) -> None:
@@ -64,6 +69,7 @@ class ShapeRunners:
         for runner in self.kept.values():
             runner.close()
         self.kept.clear()
+        self._last = None
 
     def _make(self, shapes: Shapes) -> ForwardRunner:
         param, backend = self._with_shapes(shapes), self._net.backend
@@ -89,6 +95,15 @@ class ShapeRunners:
                 for top in layer.top:
                     layer.input_param.shape.add(dim=wanted[top])
         return param
+
+
+def _hand_on_states(source: Net, target: Net) -> None:
+    """Give a net the states that another one's last pass left to the next pass; 0 where their shapes differ."""
+    for old, new in zip(source.state(), target.state(), strict=True):
+        if tuple(old.shape) == tuple(new.shape):
+            target.backend.copy(old, new)
+        else:
+            target.backend.fill(new, 0)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -11,11 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from typing import Any
+
+import numpy as np
 
 from caffepy.backend import Array
 from caffepy.backend.handles import DeviceScalars
+from caffepy.blob import Blob
 from caffepy.errors import RunError
 from caffepy.net.capture import GraphSegments, Segment
+from caffepy.net.fusion.fused import FusedLayer
 from caffepy.net.net import Net
 from caffepy.net.wiring import Node, capture_blockers
 
@@ -177,14 +182,18 @@ def can_record(net: Net) -> bool:
 
 
 def is_recorded(node: Node) -> bool:
-    """Whether the layer, or each of those that were made one, is among RECORDED."""
-    return all(kind in RECORDED for kind in node.layer.type.split(" + "))
+    """Whether the layer, or each of those that were made one, is among RECORDED and leaves no later pass anything."""
+    layers = node.layer.members if isinstance(node.layer, FusedLayer) else [node.layer]
+    return all(layer.type in RECORDED and not layer.running_statistics() for layer in layers)
 
 
 class RecordedPass:
-    """A forward pass that is recorded the first time.
+    """A forward pass that is recorded the second time.
 
-    A layer that gives its top other memory in later passes ends that: the layers behind it were recorded for the old.
+    The first time each layer that may be recorded is tried (`Trial`): one whose kernel calls, made again, give other
+    numbers than the layer itself is called in each pass. That is tried again where shapes change: other kernels run
+    then. A layer that gives its top other memory in later passes ends a pass that was recorded: the layers behind it
+    were recorded for the old.
 
     Args:
         net: as `can_record` wants it; it has run once before.
@@ -193,13 +202,16 @@ class RecordedPass:
     def __init__(self, net: Net) -> None:
         self._net = net
         self._calls: list[Callable[[], None]] = []
+        self._tried: list[bool] = []
         self._tops: dict[int, list[Array]] = {}
         self._moved: int | None = None
         self._moves = 0
 
     def run(self) -> None:
         """One pass."""
-        if not self._calls or self._net.shapes_changed():
+        if not self._tried or self._net.shapes_changed():
+            self._try()
+        elif not self._calls:
             self._record()
         else:
             self._replay()
@@ -208,6 +220,24 @@ class RecordedPass:
     def drop(self) -> None:
         """Let the next pass be recorded."""
         self._calls = []
+
+    def _try(self) -> None:
+        self.drop()
+        self._tried = [self._try_node(node) for node in self._net.schedule]
+
+    def _try_node(self, node: Node) -> bool:
+        """Run a node; whether it may be recorded."""
+        if not (is_recorded(node) and node.bottoms):
+            self._net.forward_node(node)
+            return is_recorded(node)
+        fits = Trial(self._net, node).run()
+        if not fits:
+            log.warning(
+                "layer '%s' (%s) does not compute by kernels alone, and is called in each pass: this is a mistake in "
+                "caffepy that costs time, not in the net: please report it with the net's prototxt",
+                node.layer.name, node.layer.type,
+            )  # fmt: skip
+        return fits
 
     def _replay(self) -> None:
         for call in self._calls:
@@ -225,10 +255,9 @@ class RecordedPass:
 
     def _record(self) -> None:
         net = self._net
-        self.drop()
         self._tops.clear()
         works = [partial(self._forward, index) for index in range(len(net.schedule))]
-        for recorded, group in groupby(enumerate(works), key=lambda pair: is_recorded(net.schedule[pair[0]])):
+        for recorded, group in groupby(enumerate(works), key=lambda pair: self._tried[pair[0]]):
             calls = [work for _, work in group]
             if recorded and self._moves < MOST_MOVES:
                 self._calls += net.backend.record(calls)
@@ -245,3 +274,52 @@ class RecordedPass:
         before = self._tops.setdefault(index, tops)
         if any(top is not old for top, old in zip(tops, before, strict=True)) and self._moves < MOST_MOVES:
             self._moved = index
+
+
+class Trial:
+    """A node's pass, and whether its kernel calls alone, made again on other numbers, give what the layer gives.
+
+    They do not where host arrays that are made or filled in each pass take part: their kernels would read old numbers.
+    Tried where it costs two more runs of each layer once; a check in each pass would cost what recording saves.
+
+    Args:
+        net: whose node it is.
+        node: with bottoms whose numbers may be any.
+    """
+
+    def __init__(self, net: Net, node: Node) -> None:
+        self._net = net
+        self._node = node
+
+    def run(self) -> bool:
+        """Run the node on the numbers that its bottoms have; whether it may be recorded."""
+        net, node = self._net, self._node
+        given = [bottom.host_data() for bottom in node.bottoms]
+        work = partial(net.forward_node, node)
+        calls = net.backend.record([work])
+        if calls == [work]:
+            return True  # the backend knows that it is not kernels alone
+        tops, results = [top.data for top in node.tops], [top.host_data() for top in node.tops]
+        others = [np.resize(_OTHERS, bottom.shape) for bottom in node.bottoms]
+        found = self._results(calls, others)
+        wanted = self._results([work], others)
+        moved = any(top.data is not old for top, old in zip(node.tops, tops, strict=True))
+        self._write(node.bottoms, given)
+        self._write(node.tops, results)
+        pairs = zip(found, wanted, strict=True)
+        return not moved and all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
+
+    def _results(self, calls: list[Callable[[], None]], values: list[Any]) -> list[Any]:
+        """What the calls make of values of the bottoms."""
+        self._write(self._node.bottoms, values)
+        for call in calls:
+            call()
+        return [top.host_data() for top in self._node.tops]
+
+    def _write(self, blobs: list[Blob], values: list[Any]) -> None:
+        for blob, numbers in zip(blobs, values, strict=True):
+            self._net.backend.from_host(numbers, blob.data)
+
+
+_OTHERS = np.random.default_rng(4099).uniform(-1.5, 1.5, 4099).astype(np.float32)
+"""What bottoms are filled with, over and over."""

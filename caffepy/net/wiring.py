@@ -253,10 +253,15 @@ class GradientPlan:
 
 
 def prune_backward(nodes: list[Node]) -> None:
-    """Switch off the backward pass of layers that no loss depends on or whose users all pass nothing down."""
+    """Switch off the backward pass of layers that no loss depends on or whose users all pass nothing down.
+
+    Layers without a backward pass of which `propagate_down` asks none are among those that pass nothing down.
+    """
     under_loss: set[Blob] = set()
     skipped: set[Blob] = set()
     for node in reversed(nodes):
+        if not (node.layer.has_backward or any(node.propagate_down)):
+            node.need_backward = False
         contributes = any(node.layer.loss_weights) or any(top in under_loss for top in node.tops)
         if node.need_backward and all(top in skipped for top in node.tops):
             node.need_backward = False

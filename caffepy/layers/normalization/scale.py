@@ -141,7 +141,8 @@ class ScaleLayer(BroadcastLayer):
             self.add_operand(bottom[0].shape, axis if num_axes else 0, num_axes, param.bias_filler)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        self.place_operand(self.operand(bottom), bottom, self.param.scale_param.axis)
+        for operand in (*self.blobs[-1:], self.operand(bottom)):  # the bias, which has a parameter's shape of its own
+            self.place_operand(operand, bottom, self.param.scale_param.axis)
         top[0].reshape(bottom[0].shape)
         self._saved_bottom = self.scratch("kept", bottom[0].shape, self.dtype) if bottom[0] is top[0] else None
 

@@ -12,6 +12,7 @@ from other_arrays import OnlyDlpack
 from replaying import Replaying
 
 import caffepy
+from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.errors import ConfigError, ShapeError, SnapshotError
 from caffepy.inference.model import Model
 from caffepy.inference.runners import MOST_SHAPES
@@ -182,3 +183,33 @@ def test_each_shape_keeps_its_graphs() -> None:
             np.testing.assert_allclose(model(data, other)["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
     assert backend.launches == 4
     model.close()
+
+
+SEQUENCE = """
+layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 3 dim: 2 dim: 4 } } }
+layer { name: "cont" type: "Input" top: "cont" input_param { shape { dim: 3 dim: 2 } } }
+layer { name: "out" type: "LSTM" bottom: "x" bottom: "cont" top: "out"
+  recurrent_param { num_output: 5 weight_filler { type: "uniform" min: -1 max: 1 } } }
+"""
+
+
+def test_a_state_goes_on_in_passes_of_another_length() -> None:
+    param = text_format.Parse(SEQUENCE, caffe_pb2.NetParameter())
+    whole, parts = (Model(param, LayerContext(CpuBackend(1), caffe_pb2.TEST, seed=2), []) for _ in range(2))
+    x = np.random.default_rng(1).standard_normal((12, 2, 4)).astype(np.float32)
+    cont = np.ones((12, 2), np.float32)
+    cont[0] = 0
+    wanted = whole(x, cont)["out"]
+    cuts = [0, 3, 4, 7, 9, 12]
+    found = [parts(x[a:b], cont[a:b])["out"] for a, b in zip(cuts, cuts[1:], strict=False)]
+    np.testing.assert_allclose(np.concatenate(found), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_other_streams_begin_without_a_state() -> None:
+    param = text_format.Parse(SEQUENCE, caffe_pb2.NetParameter())
+    model = Model(param, LayerContext(CpuBackend(1), caffe_pb2.TEST, seed=2), [])
+    x, ones = np.ones((3, 2, 4), np.float32), np.ones((3, 2), np.float32)
+    first = model(x, ones)["out"]
+    assert not np.allclose(model(x, ones)["out"], first)
+    model(np.ones((3, 1, 4)), np.ones((3, 1)))
+    np.testing.assert_array_equal(model(x, ones)["out"], first)

@@ -281,6 +281,34 @@ def test_each_layer_that_is_written_down_computes_new_inputs(kind: str, settings
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(("kind", "settings"), ALONE)
+def test_a_layer_that_uses_the_host_unnoticed_is_called_in_each_pass(
+    kind: str, settings: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unnoticed = property(lambda recording: False, lambda recording, value: None)
+    monkeypatch.setattr("caffepy.backend.cpu.jit.recording.Recording.host_work", unnoticed, raising=False)
+    with caplog.at_level(logging.WARNING):
+        test_each_layer_that_is_written_down_computes_new_inputs(kind, settings)
+    if (kind, settings) == ("Softmax", "softmax_param { axis: 2 }"):
+        assert "layer 'l' (Softmax) does not compute by kernels alone, and is called in each pass" in caplog.text
+
+
+def test_layers_that_only_call_kernels_pass_their_trial(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for kind, settings in ALONE:
+            test_each_layer_that_is_written_down_computes_new_inputs(kind, settings)
+    assert not caplog.text
+
+
+def test_a_trial_leaves_the_numbers_of_the_pass() -> None:
+    runner, eager = (ForwardRunner(build(text=WRITTEN_DOWN, backend=CpuBackend(1)), eager=e) for e in (False, True))
+    for seed in (1, 2):
+        outputs(runner, seed)
+        outputs(eager, seed)
+    for name, blob in runner.net.blobs.items():
+        np.testing.assert_array_equal(blob.host_data(), eager.net.blobs[name].host_data(), err_msg=name)
+
+
 def test_each_layer_that_is_written_down_is_tried() -> None:
     assert {kind for kind, _ in ALONE} | {"Input"} == RECORDED
 
@@ -290,12 +318,13 @@ def test_layers_are_not_called_once_a_pass_is_written_down(monkeypatch: pytest.M
     forward = Net.forward_node
     monkeypatch.setattr(Net, "forward_node", lambda net, node: called.append(node.layer.name) or forward(net, node))
     counts = []
-    for seed in range(4):
+    for seed in range(5):
         outputs(runner, seed)
         counts.append(len(called))
         called.clear()
-    assert counts[0] == counts[1] == len(runner.net.schedule)
-    assert counts[2:] == [0, 0]
+    assert counts[0] == counts[2] == len(runner.net.schedule)
+    assert counts[1] == 2 * len(runner.net.schedule) - 1  # each layer that has a bottom is tried with other numbers
+    assert counts[3:] == [0, 0]
 
 
 def test_parameters_are_taken_over_by_passes_that_are_written_down() -> None:

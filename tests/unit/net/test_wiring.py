@@ -65,6 +65,16 @@ def test_propagate_down_false_ends_the_gradient() -> None:
     assert backward_layers(net) == ["b", "loss"]
 
 
+@pytest.mark.parametrize("phase", [caffe_pb2.TRAIN, caffe_pb2.TEST])
+@pytest.mark.parametrize("layer", ["ArgMax", "Threshold"])
+def test_layers_without_a_backward_pass_are_passed_over(layer: str, phase: int) -> None:
+    stop = f'layer {{ name: "stop" type: "{layer}" bottom: "a" top: "stop" propagate_down: false }}\n'
+    net = build_net(DATA + inner("a", "data") + stop + inner("b", "stop") + loss("b"), phase)
+    net.forward()
+    net.backward()
+    assert backward_layers(net) == ["b", "loss"]
+
+
 def test_propagate_down_where_nothing_is_learned() -> None:
     net = build_net(DATA + inner("a", "data", "propagate_down: true") + loss("a"))
     assert net.nodes[1].propagate_down == [True]

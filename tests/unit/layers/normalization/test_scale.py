@@ -98,3 +98,11 @@ def test_refusals():
         Runner("type: 'Scale'", [gaussian((2, 3, 4)), gaussian((2,))])
     with pytest.raises(ShapeError, match="axis 5 does not exist in shape 2 3"):
         Runner("type: 'Bias' bias_param { axis: 5 }", [gaussian((2, 3))])
+
+
+def test_the_bias_beside_a_second_bottom_keeps_its_shape() -> None:
+    runner = Runner("type: 'Scale' scale_param { axis: 0 bias_term: true }", [gaussian((4, 3)), gaussian((4,))])
+    for blob, shape in zip(runner.bottom, ((8, 3), (8,)), strict=True):
+        blob.reshape(shape)
+    with pytest.raises(ShapeError, match=r"'L\[0\]' must have the shape of the bottom's axes from 0 on"):
+        runner.layer.reshape(runner.bottom, runner.top)

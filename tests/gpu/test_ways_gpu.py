@@ -1,0 +1,47 @@
+"""Random nets of all layer types on a GPU: folded and captured tests, and fused and captured training, give what layer
+by layer gives; the seeds are those of the CPU's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ways
+from ways import compare_inference, compare_training, persistent
+from wide_nets import WideNet
+
+from caffepy.backend import Backend, create_backend
+
+NETS, PARTS = 60, 6
+
+
+@pytest.fixture(scope="module")
+def untuned() -> Iterator[Backend]:
+    """A GPU that tries no ways of computing convolutions, of which each net has others, and multiplies in float32."""
+    made = create_backend(0, math="fp32", autotune=False)
+    with made.activate():
+        yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def allow_other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused and folded kernels add up in another order than cuDNN's; captured ones give the eager ones' bits."""
+    monkeypatch.setattr(ways, "TOLERANCE", 1e-4)
+    monkeypatch.setattr(ways, "TRAINED", 2e-3)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_tests_folded_and_captured(untuned: Backend, part: int) -> None:
+    for seed in range(part, NETS, PARTS):
+        found = persistent(lambda wide, attempt: compare_inference(wide, attempt, untuned), WideNet(seed))
+        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/ways.py --first {seed} " \
+            "--count 1 --show"  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_training_fused_and_captured(untuned: Backend, part: int) -> None:
+    for seed in range(part, NETS, PARTS):
+        found = persistent(lambda wide, attempt: compare_training(wide, attempt, untuned), WideNet(seed))
+        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/ways.py --first {seed} " \
+            "--count 1 --show"  # fmt: skip
