@@ -9,7 +9,8 @@ gradient to data), and how long that took with planning. PyTorch runs channels l
 ReLU in passes of their own.
 
 Depthwise layers behind a normalisation, 128 images in float16 on an H200, microseconds with the launch that adds up
-the blocks' sums: the bytes at 4.3 TB/s, threads with a tile each, and threads that walk down their columns.
+the blocks' sums: the bytes at 4.3 TB/s, threads with a tile each (forward: the first one tried, which tuning may have
+replaced by a faster one), and threads that walk down their columns.
 
     channels, size / stride   gradients: bytes, tiles, walks    forward: bytes, tiles, walks
     32, 112 / 1                          71.7  196.8  115.3              47.8  213.8   91.1

@@ -128,9 +128,9 @@ def walk_of(task: Task) -> Walk | None:
 
     At MobileNet's shapes (H200, 128 images, microseconds of all layers) what is chosen here is the fastest of seven, or
     within 5 % of it, at nearly every layer. Both gradients take 834 instead of the 1187 of threads with a tile each,
-    which load most rows of dy three times, forward passes behind a normalisation 586 instead of 1220; memory alone
-    needs 479 and 297. In float32 it is 1293 instead of 1533 and 912 instead of 1260. With fewer columns, or more rows
-    loaded ahead, each thread's numbers cost more registers than they save.
+    which load most rows of dy three times, forward passes behind a normalisation 586 instead of the 1220 of the first
+    tile of `tiles`; memory alone needs 479 and 297. In float32 it is 1293 instead of 1533 and 912 instead of 1260. With
+    fewer columns, or more rows loaded ahead, each thread's numbers cost more registers than they save.
     """
     g, channels = task.problem.geometry, task.problem.x[1]
     if not suits_depthwise(task) or math.prod(g.kernel) > MOST_SHARED_WEIGHTS or g.dilation[1] > MOST_DILATION:
