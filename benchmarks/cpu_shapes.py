@@ -115,9 +115,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from shape_cases import ALPHA, BETA, CASES, Case, layer_text
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_SECONDS = 0.02
@@ -125,147 +126,7 @@ GROUPS = 3
 Passes = dict[str, Callable[[], Any]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One layer.
-
-    Args:
-        name: of the row.
-        x: the bottom's shape.
-        outputs: num_output of a convolution.
-        kernel: along every axis, as stride, pad and dilation are.
-        group: of a convolution.
-        kind: convolution, deconvolution, max, average, across or within.
-    """
-
-    name: str
-    x: tuple[int, ...]
-    outputs: int = 0
-    kernel: int | tuple[int, ...] = 3
-    stride: int = 1
-    pad: int = 0
-    dilation: int = 1
-    group: int = 1
-    kind: str = "convolution"
-
-    @property
-    def kernels(self) -> tuple[int, ...]:
-        return self.kernel if isinstance(self.kernel, tuple) else (self.kernel,) * (len(self.x) - 2)
-
-
-def _convolutions() -> Iterator[Case]:
-    yield Case("first 7x7/2, batch 8", (8, 3, 224, 224), 64, 7, 2, 3)
-    yield Case("first 3x3/2, batch 1", (1, 3, 224, 224), 32, 3, 2, 1)
-    yield Case("3x3 64, 56, batch 8", (8, 64, 56, 56), 64, 3, 1, 1)
-    yield Case("3x3 256, 14, batch 8", (8, 256, 14, 14), 256, 3, 1, 1)
-    yield Case("3x3 512, 7, batch 1", (1, 512, 7, 7), 512, 3, 1, 1)
-    yield Case("3x3 128/2, 56, batch 8", (8, 128, 56, 56), 128, 3, 2, 1)
-    yield Case("3x3 64, 56, batch 1", (1, 64, 56, 56), 64, 3, 1, 1)
-    yield Case("1x1 256, 14, batch 1", (1, 256, 14, 14), 1024, 1)
-    yield Case("1x1 1024, 7, batch 1", (1, 1024, 7, 7), 1024, 1)
-    yield Case("1x1 512, 14, batch 16", (16, 512, 14, 14), 512, 1)
-    yield Case("1x1 64, 56, batch 8", (8, 64, 56, 56), 256, 1)
-    yield Case("1x1/2 256, 56, batch 8", (8, 256, 56, 56), 512, 1, 2)
-    yield Case("1x1 2048, 1, batch 8", (8, 2048, 1, 1), 1000, 1)
-    yield Case("odd channels 3x3 17 to 31", (8, 17, 35, 37), 31, 3, 1, 1)
-    yield Case("odd channels 1x1 33 to 65", (8, 33, 35, 37), 65, 1)
-    yield Case("one output 3x3", (8, 64, 56, 56), 1, 3, 1, 1)
-    yield Case("one channel 5x5", (64, 1, 28, 28), 20, 5)
-    yield Case("11x11/4", (8, 3, 227, 227), 96, 11, 4)
-    yield Case("large 15x15", (4, 16, 56, 56), 16, 15, 1, 7)
-    yield Case("large 31x31, one channel", (4, 1, 64, 64), 8, 31)
-    yield Case("whole image 7x7", (8, 512, 7, 7), 256, 7)
-    yield Case("1x7", (8, 128, 17, 17), 128, (1, 7), 1, 0)
-    yield Case("7x1", (8, 128, 17, 17), 128, (7, 1), 1, 0)
-    yield Case("dilated 3x3 by 2", (8, 64, 28, 28), 64, 3, 1, 2, 2)
-    yield Case("dilated 3x3 by 6", (2, 256, 28, 28), 256, 3, 1, 6, 6)
-    yield Case("dilated 3x3 by 2, stride 2", (8, 64, 28, 28), 64, 3, 2, 2, 2)
-
-
-def _groups() -> Iterator[Case]:
-    yield Case("group 2 of 48 5x5", (8, 96, 27, 27), 256, 5, 1, 2, 1, 2)
-    yield Case("group 32 of 4 3x3", (8, 128, 56, 56), 128, 3, 1, 1, 1, 32)
-    yield Case("group 32 of 8 3x3/2", (8, 256, 56, 56), 256, 3, 2, 1, 1, 32)
-    yield Case("group 32 of 32 3x3", (8, 1024, 7, 7), 1024, 3, 1, 1, 1, 32)
-    yield Case("group 3 of 80 1x1", (8, 240, 28, 28), 240, 1, 1, 0, 1, 3)
-    yield Case("group 16 of 2 to 1", (8, 32, 56, 56), 16, 3, 1, 1, 1, 16)
-    yield Case("group 8 of 5 to 3", (8, 40, 28, 28), 24, 3, 1, 1, 1, 8)
-    yield Case("group 32 of 4, dilated", (8, 128, 28, 28), 128, 3, 1, 2, 2, 32)
-    yield Case("depthwise 32, 112", (8, 32, 112, 112), 32, 3, 1, 1, 1, 32)
-    yield Case("depthwise 64/2, 112", (8, 64, 112, 112), 64, 3, 2, 1, 1, 64)
-    yield Case("depthwise 512, 14", (8, 512, 14, 14), 512, 3, 1, 1, 1, 512)
-    yield Case("depthwise 1024, 7, batch 1", (1, 1024, 7, 7), 1024, 3, 1, 1, 1, 1024)
-    yield Case("depthwise 5x5 odd", (8, 75, 28, 28), 75, 5, 1, 2, 1, 75)
-    yield Case("depthwise 9x9", (4, 96, 28, 28), 96, 9, 1, 4, 1, 96)
-    yield Case("depthwise dilated", (8, 128, 28, 28), 128, 3, 1, 2, 2, 128)
-    yield Case("depthwise multiplier 2", (8, 64, 56, 56), 128, 3, 1, 1, 1, 64)
-    yield Case("depthwise multiplier 8", (8, 16, 56, 56), 128, 3, 1, 1, 1, 16)
-
-
-def _other_axes() -> Iterator[Case]:
-    yield Case("1-d 64", (16, 64, 1000), 64, 3, 1, 1)
-    yield Case("1-d dilated 32", (8, 32, 4000), 32, 9, 1, 32, 8)
-    yield Case("1-d group 4, stride 2", (16, 64, 1000), 128, 5, 2, 2, 1, 4)
-    yield Case("1-d depthwise", (16, 128, 1000), 128, 7, 1, 3, 1, 128)
-    yield Case("3-d 3 to 32", (2, 3, 16, 56, 56), 32, 3, 1, 1)
-    yield Case("3-d 32", (2, 32, 8, 28, 28), 32, 3, 1, 1)
-    yield Case("3-d 64/2", (2, 64, 8, 28, 28), 64, 3, 2, 1)
-    yield Case("3-d 1x1x1 64", (2, 64, 8, 28, 28), 128, 1)
-    yield Case("3-d 1x3x3", (2, 32, 8, 28, 28), 64, (1, 3, 3))
-    yield Case("3-d group 4", (2, 32, 8, 28, 28), 32, 3, 1, 1, 1, 4)
-    yield Case("3-d depthwise", (2, 64, 8, 28, 28), 64, 3, 1, 1, 1, 64)
-    yield Case("3-d dilated", (2, 16, 8, 28, 28), 16, 3, 1, 2, 2)
-    kind = "deconvolution"
-    yield Case("transposed 4x4/2 64", (8, 64, 28, 28), 64, 4, 2, 1, kind=kind)
-    yield Case("transposed 2x2/2 128 to 64", (4, 128, 28, 28), 64, 2, 2, kind=kind)
-    yield Case("transposed 3x3 64", (8, 64, 28, 28), 64, 3, 1, 1, kind=kind)
-    yield Case("transposed 16x16/8 21", (2, 21, 28, 28), 21, 16, 8, 4, kind=kind)
-    yield Case("transposed 64x64/32 21", (1, 21, 10, 10), 21, 64, 32, kind=kind)
-    yield Case("transposed depthwise 4x4/2", (4, 64, 28, 28), 64, 4, 2, 1, 1, 64, kind)
-    yield Case("transposed depthwise 16x16/8", (2, 21, 28, 28), 21, 16, 8, 4, 1, 21, kind)
-    yield Case("transposed group 4", (8, 64, 28, 28), 64, 4, 2, 1, 1, 4, kind)
-    yield Case("transposed 3-d 2/2", (2, 32, 4, 14, 14), 32, 2, 2, kind=kind)
-    yield Case("transposed 1-d 4/2", (8, 64, 500), 64, 4, 2, 1, kind=kind)
-
-
-def _others() -> Iterator[Case]:
-    for kind in ("max", "average"):
-        yield Case(f"{kind} 2x2/2", (8, 64, 56, 56), 0, 2, 2, kind=kind)
-        yield Case(f"{kind} 3x3/2", (8, 64, 113, 113), 0, 3, 2, kind=kind)
-        yield Case(f"{kind} 3x3/1 pad 1", (8, 192, 28, 28), 0, 3, 1, 1, kind=kind)
-        yield Case(f"{kind} 5x5/3", (8, 75, 56, 56), 0, 5, 3, 1, kind=kind)
-        yield Case(f"{kind} 13x13/1", (1, 256, 20, 20), 0, 13, 1, 6, kind=kind)
-        yield Case(f"{kind} global", (8, 1024, 7, 7), 0, 7, 1, kind=kind)
-        yield Case(f"{kind} global, batch 1", (1, 512, 28, 28), 0, 28, 1, kind=kind)
-        yield Case(f"{kind} one channel", (64, 1, 56, 56), 0, 2, 2, kind=kind)
-        yield Case(f"{kind} batch 1", (1, 64, 112, 112), 0, 3, 2, kind=kind)
-    yield Case("LRN across 5", (8, 96, 55, 55), kernel=5, kind="across")
-    yield Case("LRN across 3, batch 1", (1, 64, 112, 112), kernel=3, kind="across")
-    yield Case("LRN across 9, odd", (8, 33, 28, 28), kernel=9, kind="across")
-    yield Case("LRN within 3", (8, 32, 28, 28), kernel=3, kind="within")
-    yield Case("LRN within 5", (8, 96, 27, 27), kernel=5, kind="within")
-
-
-CASES = [*_convolutions(), *_groups(), *_other_axes(), *_others()]
-ALPHA, BETA = 1e-4, 0.75
-
-
 # -- caffepy --------------------------------------------------------------------------------------------------
-
-
-def layer_text(case: Case) -> str:
-    """The layer as prototxt."""
-    if case.kind in ("across", "within"):
-        region = "ACROSS_CHANNELS" if case.kind == "across" else "WITHIN_CHANNEL"
-        fields = f"norm_region: {region} local_size: {case.kernel} alpha: {ALPHA} beta: {BETA}"
-        return f'type: "LRN" lrn_param {{ {fields} }}'
-    if case.kind in ("max", "average"):
-        fields = f"kernel_size: {case.kernel} stride: {case.stride} pad: {case.pad} round_mode: FLOOR"
-        return f'type: "Pooling" pooling_param {{ pool: {"MAX" if case.kind == "max" else "AVE"} {fields} }}'
-    sizes = " ".join(f"kernel_size: {size}" for size in case.kernels)
-    fields = f"num_output: {case.outputs} {sizes} stride: {case.stride} pad: {case.pad} dilation: {case.dilation}"
-    filler = 'weight_filler { type: "gaussian" std: 0.1 } bias_term: false'
-    return f'type: "{case.kind.capitalize()}" convolution_param {{ {fields} group: {case.group} {filler} }}'
 
 
 def caffepy_passes(case: Case, threads: int) -> Passes:
@@ -303,11 +164,12 @@ def caffepy_passes(case: Case, threads: int) -> Passes:
 def _torch_layer(case: Case) -> Callable[[Any], Any]:
     import torch.nn.functional as F
 
-    size, half = case.kernels[0], (case.kernels[0] - 1) // 2
+    size = case.along(case.kernel)[0]
+    half = (size - 1) // 2
     if case.kind == "max":
-        return lambda x: F.max_pool2d(x, size, case.stride, case.pad)
+        return lambda x: F.max_pool2d(x, size, case.stride, case.pad, ceil_mode=case.ceil)
     if case.kind == "average":
-        return lambda x: F.avg_pool2d(x, size, case.stride, case.pad)
+        return lambda x: F.avg_pool2d(x, size, case.stride, case.pad, case.ceil)
     if case.kind == "across":
         return lambda x: F.local_response_norm(x, size, ALPHA, BETA)
     return lambda x: x * (1 + ALPHA * F.avg_pool2d(x * x, size, 1, half)) ** -BETA
@@ -316,10 +178,11 @@ def _torch_layer(case: Case) -> Callable[[Any], Any]:
 def _torch_convolution(case: Case, x: Any, layout: Any) -> Passes:
     import torch
 
-    axes, transposed = len(case.x) - 2, case.kind == "deconvolution"
+    transposed = case.kind == "deconvolution"
     first, second = (case.x[1], case.outputs) if transposed else (case.outputs, case.x[1])
-    weights = (0.1 * torch.randn(first, second // case.group, *case.kernels)).contiguous(memory_format=layout)
-    moves = ([case.stride] * axes, [case.pad] * axes, [case.dilation] * axes, transposed, [0] * axes, case.group)
+    weights = (0.1 * torch.randn(first, second // case.group, *case.along(case.kernel))).contiguous(memory_format=layout)
+    stride, pad, dilation, more = (case.along(size) for size in (case.stride, case.pad, case.dilation, 0))
+    moves = (stride, pad, dilation, transposed, more, case.group)
 
     def forward() -> Any:
         return torch.ops.aten.convolution(x, weights, None, *moves)
@@ -365,6 +228,19 @@ def serve(threads: int) -> None:
 
 
 # -- the comparison -------------------------------------------------------------------------------------------
+
+
+def narrow_vectors() -> None:
+    """Let this process compute with AVX2 only; before numba or PyTorch is imported."""
+    os.environ |= {"NUMBA_CPU_NAME": "haswell", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    os.environ |= {"OPENBLAS_CORETYPE": "Haswell", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    try:
+        from llvmlite import binding
+    except ModuleNotFoundError:  # the peer's interpreter
+        return
+    features = binding.get_host_cpu_features()
+    features.update((name, False) for name in features if name.startswith("avx512"))
+    binding.get_host_cpu_features = lambda: features
 
 
 def measure(passes: Passes, threads: int) -> dict[str, float]:
@@ -445,8 +321,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.2)
+    parser.add_argument("--avx2", action="store_true", help="vectors of eight on both sides, whatever the processor has")
     parser.add_argument("--serve", action="store_true", help="be the peer")
     options = parser.parse_args()
+    if options.avx2:
+        narrow_vectors()
     if options.serve:
         serve(options.threads)
         return
