@@ -180,7 +180,9 @@ def _torch_convolution(case: Case, x: Any, layout: Any) -> Passes:
 
     transposed = case.kind == "deconvolution"
     first, second = (case.x[1], case.outputs) if transposed else (case.outputs, case.x[1])
-    weights = (0.1 * torch.randn(first, second // case.group, *case.along(case.kernel))).contiguous(memory_format=layout)
+    weights = (0.1 * torch.randn(first, second // case.group, *case.along(case.kernel))).contiguous(
+        memory_format=layout
+    )
     stride, pad, dilation, more = (case.along(size) for size in (case.stride, case.pad, case.dilation, 0))
     moves = (stride, pad, dilation, transposed, more, case.group)
 
@@ -321,7 +323,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.2)
-    parser.add_argument("--avx2", action="store_true", help="vectors of eight on both sides, whatever the processor has")
+    parser.add_argument(
+        "--avx2", action="store_true", help="vectors of eight on both sides, whatever the processor has"
+    )
     parser.add_argument("--serve", action="store_true", help="be the peer")
     options = parser.parse_args()
     if options.avx2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -238,14 +238,29 @@ class Taps:
     length: int
     channels: int
 
+    def _valid(self, padding: Padding, h: Any, w: Any) -> Any:
+        """Whether (window, run) has an element inside the image."""
+        at_w = w[:, None] + self.columns - padding.before[-1]
+        return padding.has_rows(h[:, None] + self.rows) & (at_w + self.length > 0) & (at_w < padding.sizes[-1])
+
+    def met(self, padding: Padding, h: Any, w: Any) -> Any:
+        """Whether any window at (h, w) has an element of each run inside the image.
+
+        Those of no window are zero in every sum: kernels that are larger than the image, or wide dilations, have many.
+        """
+        return self._valid(padding, h, w).any(axis=0)
+
+    def part(self, wanted: Any) -> Taps:
+        """Some of the runs."""
+        return replace(self, rows=self.rows[wanted], columns=self.columns[wanted])
+
     def inside(self, padding: Padding, h: Any, w: Any) -> Any:
         """For each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the image.
 
         What lies outside is zero, so it may be left out of the sum.
         """
         width, at_w = padding.sizes[-1], w[:, None] + self.columns - padding.before[-1]
-        valid = padding.has_rows(h[:, None] + self.rows) & (at_w + self.length > 0) & (at_w < width)
-        count = len(self.rows)
+        valid, count = self._valid(padding, h, w), len(self.rows)
         first, stop = np.argmax(valid, axis=1), count - np.argmax(valid[:, ::-1], axis=1)
         begins = np.clip(-at_w.min(axis=1), 0, self.length)
         ends = np.clip(width - at_w.max(axis=1), 0, self.length)
@@ -326,6 +341,10 @@ class Correlation:
     def __init__(self, padding: Padding, taps: Taps, pixels: Pixels, filters: Filters) -> None:
         self.padding = padding
         h, w = pixels.h, pixels.w
+        if padding.cuts and len(taps.rows):
+            met = taps.met(padding, h, w)
+            filters = replace(filters, rows=np.reshape(filters.rows, (len(taps.rows), -1))[met])
+            taps = taps.part(met)
         self._x_group = padding.group if padding.groups > 1 else taps.channels
         self._pixels = len(h)
         self._pixels_at, self._y_at = extended(padding.offset(h, w)), extended(pixels.offsets)

@@ -11,6 +11,7 @@ from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -99,6 +100,10 @@ class WeightGradient:
         self._slopes = Padding(shape.out, shape.outputs, (0,) * len(shape.out), shape.out, shape.apart)
         self._lines: dict[int, tuple[ConstantTable, ConstantTable, ConstantTable]] = {}
         self._taps_at = p.offset(shape.taps.rows, shape.taps.columns)
+        self._met = np.ones(len(shape.taps.rows), bool)
+        if p.cuts and not self._turned:
+            rows, columns = np.meshgrid(shape.line_rows, np.arange(shape.out_width) * g.stride[-1], indexing="ij")
+            self._met = shape.taps.met(p, rows.reshape(-1), columns.reshape(-1))
         self._rows: list[int] = []
         units = self._turned_units() if self._turned else self._plain_units()
         self._units, self._count = extended(units), len(units)
@@ -138,7 +143,7 @@ class WeightGradient:
         units: list[tuple[int, ...]] = []
         tables = {count: self._row_table(range(count)) for count in range(1, 9)}
         for group, (x_group, dy_group) in enumerate(self._groups()):
-            for tap, at in enumerate(self._taps_at):
+            for tap, at in zip(np.flatnonzero(self._met).tolist(), self._taps_at[self._met], strict=True):
                 for vectors, column, last in self._panels(self._inner, shape.group_outputs):
                     x_at = x_group + int(at) + column
                     for row in range(0, shape.group_outputs, ROWS[vectors]):
@@ -172,6 +177,9 @@ class WeightGradient:
         """Add the images' share; x is padded or, if it needs no padding, as it is."""
         shape = self._shape
         if not self._turned:
+            if not accumulate and not self._met.all():
+                note_host_work()
+                dweights[...] = 0
             self._call(x, dy, dweights, accumulate)
             return
         turned = self._workspace.take("weights", dweights.size)
