@@ -37,6 +37,8 @@ CHUNK = 8 * 2**20
 """Elements of padded images made at a time, so that the workspace does not grow with the batch."""
 CHUNK_GROUPS = 2**18
 """Likewise of images whose groups lie apart, which then are in a cache when they are read."""
+CACHED = 2**18
+"""Elements for each thread of gradients that all phases pass over before the next ones."""
 
 
 class TileConvolution:
@@ -124,9 +126,15 @@ class TileConvolution:
         if self._backward is None:
             self._backward = _plan_backward(self.shape)
         parts = pack_all(self._backward, self.threads, self.workspace, weights, self.shape.group_step)
-        for first, stop, padded in self._padded(dy, self._backward[0].padding):
-            for phase, packed in zip(self._backward, parts, strict=True):
-                phase.run(self.threads, stop - first, padded, packed, self.zeros, dx[first:stop])
+        phases, padding = list(zip(self._backward, parts, strict=True)), self._backward[0].padding
+        step = dx.shape[0] if len(phases) == 1 else max(1, self.threads * CACHED // (dx.size // dx.shape[0]))
+        for first, stop, padded in self._padded(dy, padding):
+            size = (stop - first) * padding.elements
+            images = padded[:size].reshape(stop - first, -1) if padding.needed else padded
+            for at in range(0, stop - first, step):  # phases write the same lines, which stay in a cache
+                some, target = images[at : at + step], dx[first + at : min(stop, first + at + step)]
+                for phase, packed in phases:
+                    phase.run(self.threads, some.shape[0], some, packed, self.zeros, target)
 
     # -- gradient of the weights --------------------------------------------------------------------
 
