@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from caffepy.backend.cpu.convolution.lanes import NUMBERS, WORD, Lanes, LanesWriter, generator
 from caffepy.backend.cpu.convolution.lanes_kernels import gather, named_kernel
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, device_function
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -90,6 +90,22 @@ def run_sums(taps: int) -> Any:
     return intrinsic(typed)
 
 
+@device_function
+def _clear(target: Any, start: Any, count: Any) -> None:
+    for i in range(start, start + count):
+        target[i] = 0
+
+
+@device_function
+def _repeat(source: Any, at: Any, pixels: Any, channels: Any, many: Any, target: Any, to: Any) -> None:
+    """Write each of some pixels `many` times."""
+    for pixel in range(at, at + pixels * channels, channels):
+        for _ in range(many):
+            for c in range(channels):
+                target[to + c] = source[pixel + c]
+            to += channels
+
+
 @cache
 def spread_kernel(taps: int) -> Kernel:
     """The kernel of a `SpreadGradient`."""
@@ -102,15 +118,14 @@ def spread_kernel(taps: int) -> Kernel:
     ) -> None:  # fmt: skip
         """Items are parts of the groups of rows that the same rows of dy reach, of all images.
 
-        `repeated` holds `reach` rows of dy with each pixel `across` times, `taps` - 1 pixels of zeros before them and as
-        many behind as make `blocks`.
+        `repeated` holds `reach` rows of dy with each pixel `across` times, `taps` - 1 pixels of zeros before them and
+        as many behind as make `blocks`.
         """
         run = across * channels
         line = (blocks + taps - 1) * run
         for item in range(begin, end):
             lines, image, newest = ahead(repeated, item * size), -1, 0
-            for i in range(size):
-                lines[i] = 0
+            _clear(lines, 0, size)
             for number in range(item * groups * images // items, (item + 1) * groups * images // items):
                 n, g = number // groups, number % groups
                 if n != image:
@@ -118,12 +133,7 @@ def spread_kernel(taps: int) -> Kernel:
                 for oh in range(max(0, newest + 1), min(out_height, g + 1)):
                     source = (n * out_height + oh) * out_width * channels
                     target = oh % reach * line + (taps - 1) * run
-                    for w in range(min(out_width, blocks)):
-                        for _ in range(across):
-                            for c in range(channels):
-                                lines[target + c] = dy[source + c]
-                            target += channels
-                        source += channels
+                    _repeat(dy, source, min(out_width, blocks), channels, across, lines, target)
                 newest = g
                 for h in range(max(0, g * stride - pad), min(height, (g + 1) * stride - pad)):
                     phase, keep = h + pad - g * stride, 0
@@ -141,8 +151,7 @@ def spread_kernel(taps: int) -> Kernel:
                                 )  # fmt: skip
                             keep = 1
                     if keep == 0:
-                        for i in range(row, row + width * channels):
-                            dx[i] = 0
+                        _clear(dx, row, width * channels)
 
     return named_kernel(spread, [taps])
 

@@ -29,7 +29,7 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Words, units: Words, count: Int, items: Int,
     panels: Floats, panel_size: Int, panel_lines: Words, width: Int,
 ) -> None:  # fmt: skip
-    """c[r, j] (+)= sum over the lines of all images of a * b. Items are parts of the units: tiles of c (`WeightGradient`).
+    """c[r, j] (+)= sum over the lines of all images of a * b. Items are parts of the units, tiles of c.
 
     The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
     power of two, which map to the same few cache lines.

@@ -23,9 +23,9 @@ def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
     return BACKEND.plan_convolution(x_shape, (outputs, x_shape[1] // geometry.group, *geometry.kernel), geometry)
 
 
-@pytest.mark.parametrize(("read", "made"), [(24, 24), (12, 20), (4, 32), (32, 4)])
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(groups=st.integers(2, 6), images=st.integers(1, 3), extra=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR)
+@pytest.mark.parametrize(("read", "made"), [(18, 18), (4, 33), (33, 4)])
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(groups=st.integers(2, 4), images=st.integers(1, 2), extra=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR)
 def test_groups_that_lie_apart(
     read: int, made: int, groups: int, images: int, extra: tuple[int, int], stride: tuple[int, int],
     pad: tuple[int, int], dilation: tuple[int, int],
@@ -37,21 +37,19 @@ def test_groups_that_lie_apart(
     checks.check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
 
 
-@pytest.mark.parametrize("multiplier", [3, 8, 21, 32])
+@pytest.mark.parametrize("multiplier", [9, 32])
 def test_multipliers(multiplier: int) -> None:
     """The gradient of the image is made for each output and added up."""
     geometry = Geometry((3, 3), (2, 1), (1, 1), ONE, 5)
-    assert isinstance(planned((3, 5, 9, 12), 5 * multiplier, geometry), NarrowConvolution)
-    checks.check_convolution(BACKEND, (3, 5, 9, 12), 5 * multiplier, geometry)
+    assert isinstance(planned((2, 5, 5, 8), 5 * multiplier, geometry), NarrowConvolution)
+    checks.check_convolution(BACKEND, (2, 5, 5, 8), 5 * multiplier, geometry)
 
 
 @pytest.mark.parametrize(
     ("channels", "size", "kernel", "stride", "pad", "dilation"),
     [
-        (200, (14, 14), (3, 3), ONE, ONE, ONE),
-        (130, (9, 11), (3, 3), (2, 2), (1, 0), ONE),
-        (140, (9, 11), (3, 3), ONE, (2, 2), (2, 2)),
-        (140, (9, 11), (2, 3), (1, 3), (0, 2), ONE),
+        (140, (3, 7), (3, 3), ONE, ONE, ONE),
+        (130, (4, 9), (3, 3), (2, 2), (1, 0), ONE),
     ],
 )
 def test_planes_of_many_channels(
@@ -65,11 +63,9 @@ def test_planes_of_many_channels(
 @pytest.mark.parametrize(
     ("channels", "size", "kernel", "stride", "pad"),
     [
-        (21, (56, 56), (16, 16), (8, 8), (4, 4)),
-        (40, (9, 10), (5, 4), (3, 2), (2, 1)),
-        (33, (7, 9), ONE, (2, 2), (0, 0)),
-        (33, (7, 9), (2, 2), (3, 3), (1, 0)),
-        (17, (12, 13), (4, 7), (1, 3), (0, 3)),
+        (5, (16, 24), (16, 16), (8, 8), (4, 4)),
+        (19, (7, 8), (5, 3), (3, 2), (2, 1)),
+        (33, (5, 6), (1, 1), (2, 2), (0, 0)),
     ],
 )
 def test_runs_of_pixels(
@@ -110,7 +106,7 @@ def results(threads: int, channels: int, outputs: int, geometry: Geometry) -> li
 
 
 @pytest.mark.parametrize(
-    ("channels", "outputs", "stride", "group"), [(96, 96, 1, 4), (16, 128, 1, 16), (160, 160, 1, 160), (48, 48, 2, 48)]
+    ("channels", "outputs", "stride", "group"), [(96, 96, 1, 4), (160, 160, 1, 160), (48, 48, 2, 48)]
 )
 def test_threads_change_no_bit(channels: int, outputs: int, stride: int, group: int) -> None:
     case = channels, outputs, Geometry((3, 3), (stride, stride), ONE, ONE, group)
