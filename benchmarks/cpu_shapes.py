@@ -1,62 +1,72 @@
 """Convolution, pooling and LRN on the CPU over a grid of shapes: caffepy's time beside PyTorch's.
 
-    python benchmarks/cpu_shapes.py [--torch /path/to/python] [--threads 2] [--rounds 3] [--limit 1.2] [name ...]
+    python benchmarks/cpu_shapes.py [--torch /path/to/python] [--threads 2] [--rounds 3] [--limit 1.2] [--avx2] [name]
 
-Each layer of the grid is run forward, for the gradient of its bottom and for that of its weights, each by itself.
-caffepy runs its layers; PyTorch runs the same shapes in a process of its own, by another interpreter if PyTorch is not
-installed beside caffepy, both in its plain layout and channels last, of which the faster counts. The two sides take
-turns; a figure is the median over the rounds of each round's median, a ratio the median of the rounds' ratios. Names
-are matched by their beginnings. At the end the rows above `--limit` are named, the worst first.
+Each layer of the grid (`shape_cases.py`) is run forward, for the gradient of its bottom and for that of its weights,
+each by itself. caffepy runs its layers; PyTorch runs the same shapes in a process of its own, by another interpreter if
+PyTorch is not installed beside caffepy, both in its plain layout and channels last, of which the faster counts. The two
+sides take turns; a figure is the median over the rounds of each round's median, a ratio the median of the rounds'
+ratios. Names are matched by their beginnings. `--avx2` keeps both sides to vectors of eight. At the end the rows above
+`--limit` are named, the worst first.
 
-Two cores of an AMD EPYC (Zen 4), a virtual machine that others use too, so times of the processor with one thread
-(of the clock in the first column); PyTorch 2.13, vectors of sixteen. 241 ratios, before and after what is named below:
+Two cores of an AMD EPYC (Zen 4), a virtual machine that others use too, so times of the processor with one thread;
+PyTorch 2.13. Whole runs of one commit, 162 layers, 441 ratios; the first while little else ran, the others while the
+machine was busy, which moves a ratio by a tenth or two either way (two rounds with AVX-512, one with AVX2):
 
-                                 before                    after
-    median                       1.28                      1.00
-    worst                        433 (3-d depthwise)       2.7 (depthwise 512, 14, weights)
-    above 10 / 2 / 1.2           14 / 80 / 125             0 / 4 / 55
+                                 AVX-512 before    AVX-512 after     AVX2 after
+    median                       0.96              0.83              0.86
+    worst                        5.74              3.85              5.70
+    above 2 / 1.5 / 1.2          12 / 31 / 85      5 / 18 / 45       10 / 28 / 63
 
-    forward, data, weights       before                    after
-    depthwise 32, 112            3.36   2.49   2.87        1.05   1.07   1.08
-    depthwise 5x5 odd            5.77   3.99   0.59        1.28   0.70   0.27
-    depthwise multiplier 2       2.35   1.83   5.01        0.38   0.33   0.34
-    group 32 of 4 3x3            2.77   3.07   2.45        0.78   0.89   0.25
-    1-d depthwise                51.9   71.0   12.6        1.48   1.62   0.38
-    3-d 32                       4.25   8.68   5.91        1.24   1.28   1.43
-    3-d depthwise                433    29.6   23.1        2.05   0.37   0.32
-    3-d group 4                  34.7   54.8   15.1        1.44   1.78   0.82
-    1x1 2048, 1, batch 8         6.44   1.93   2.64        0.58   0.53   0.75
-    whole image 7x7              7.19   5.94   1.00        1.28   1.28   0.39
-    average one channel          3.65   6.45               0.91   1.70
+    forward, data, weights       before                  after                   AVX2
+    group 32 of 32, 7            1.34   1.43   1.63      1.15   1.13   1.15      0.95   0.75   1.06
+    group 32 of 16, 14           0.97   1.00   1.58      1.04   1.18   1.63      1.25   1.44   1.11
+    group 4 of 24                1.31   1.44   1.40      1.13   1.17   1.14      0.89   0.86   1.06
+    group 8 of 4 to 32           1.11   1.34   3.79      1.20   1.59   1.36      0.63   0.87   0.81
+    3-d group 4                  1.16   1.40   0.61      1.42   1.15   0.79      0.87   1.05   0.56
+    3-d 512, 1, 4                2.85   1.49   1.65      0.48   0.29   0.18      0.44   0.58   0.22
+    depthwise 512, 14            1.18   1.23   1.43      0.54   0.68   0.52      1.67   1.60   1.04
+    depthwise 64/2, 112          1.25   0.40   1.43      1.18   0.94   1.15      1.48   0.96   1.11
+    depthwise multiplier 8       0.70   2.58   0.45      0.69   0.70   0.39      0.93   1.19   2.10
+    depthwise multiplier 32      0.40   4.58   5.74      0.30   1.19   1.42      0.21   1.29   1.71
+    transposed depthwise 16x16/8 2.70   1.64   0.13      0.52   1.33   0.09      0.42   0.75   0.17
+    transposed depthwise 64x64   2.11   1.14   0.16      0.42   1.18   0.19      0.39   1.15   0.19
+    average 2x2/2                1.56   1.53             0.60   0.63             0.58   0.50
+    average 1x1/2                1.89   1.62             0.70   0.70             1.06   0.56
 
-Later changes, measured in turns with what was there before, one thread, shortest of several groups in ms (PyTorch's
-time is that of this program on the same day, the machine busy; this table replaces those rows of the one above, which
-has not been taken anew as a whole):
+Above 1.5 with AVX-512: average global forward 3.85 (three times the time that it takes alone, where it is 1.2) and of
+one image 1.6; 1x1 from one channel to 64 2.1, 3.7 and 2.8; maximum over the plane of 64 images of 2048 channels 2.2;
+depthwise 31x31 forward 1.9; averages 2x2/2 of 33 and of 3 channels for the bottom 1.7 and 1.6; group 32 of 16 weights
+1.6 and with stride 2 for the bottom 1.5; groups of 4 to 32 for the bottom and of 32 to 4 forward 1.6; group 8 of 12
+weights 1.5; 1x1 2048 to 512 and 256 to 1024 weights 1.5; 1x1/2 of 64 channels for the bottom 1.5; dilated by 6 weights
+1.5. Above 2 with AVX2: 1x1 from one channel 3.3, 5.7 and 3.1; averages forward of one channel 2.6 and over the plane
+2.5, of 3 channels for the bottom 2.5; maximum over the plane 2.6; depthwise of 3 channels 2.4 and 2.2; multiplier 8
+weights 2.1.
 
-    forward, data, weights       before                    after                     PyTorch
-    depthwise 512, 14            0.541  0.477  0.909       0.369  0.524  0.547       0.328  0.325  0.292
-    depthwise 64/2, 112                 8.51                      5.95
-    1-d depthwise                4.23   4.28               2.51   2.68               2.6    3.2
-    1-d group 4, stride 2        4.17   3.52               3.02   3.05               4.2    5.9
-    3-d 1x1x1 64                 4.64   5.40   6.09        3.17   3.72   4.06        3.76   4.08   3.16
-    3-d depthwise                1.76   1.52               1.01   1.12               0.93   8.2
-    3-d 32                       7.23   7.12   8.02        6.38   6.23   7.78        6.17   6.24   6.83
-    11x11/4                             98.6                      23.9                      88
-    first 7x7/2, batch 8                97.8                      31.2                      96
-    large 31x31, one channel            12.1                      0.79                      3.5
-    3-d 3 to 32                         29.5                      13.4                      28.6
-    max 3x3/1 pad 1 / 13x13      1.19 / 2.23               0.71 / 0.77
-    max global / batch 1         0.077 / 0.088             0.041 / 0.036
-    average global / batch 1     0.049 / 0.045             0.032 / 0.027
-    LRN within 3 / 5, forward    1.11 / 3.27               0.29 / 0.81
-    LRN within 3 / 5, data       2.20 / 6.36               0.51 / 1.59
+What was learnt, last first:
 
-AVX2 only, one thread, a busy machine, ratios: 11x11/4 1.05, 0.50 and 0.91; large 31x31 0.45, 0.26 and 0.24; depthwise
-32, 112 0.97, 1.03 and 0.43; depthwise 64/2 1.55, 1.24 and 1.00; depthwise 512, 14 0.90, 1.39 and 1.58; depthwise 9x9
-1.68, 1.42 and 0.24 (nine taps do not fit sixteen registers, so pixels share nothing); group 32 of 8 3x3/2 1.50, 0.86
-and 1.71.
+- Groups of 16, 24 or 32 channels: a group's pixels lie 2 or 4 KiB apart, in two sets of the first cache or one. The
+  padded copy, which is made anyway, now holds one group after the other: rows of the kernel are runs that lie together,
+  and zeros at the edges are left out of them (group 32 of 32, 7x7: 2.65, 2.72 and 4.38 ms became 2.17, 2.32 and 2.76).
+- The gradient of weights passed over each image by itself. Small images are shorter than a pass should be, and the sums
+  were read and written for each: it passes over the lines of all images as if they were one.
+- Taps that no window meets inside the image are left out: a volume of one layer and padding has 18 of 27 of them
+  (3-d 512, 1, 4: 1.07, 0.85 and 1.72 ms became 0.48, 0.50 and 0.58), wide dilations on small images all but one.
+- A depthwise layer with eight outputs a channel left twelve of sixteen lanes empty in the gradient of its image. That
+  of each output apart, eight times the memory, then added up, takes a third of the time.
+- The gradient of a depthwise layer with stride, which is bilinear deconvolution's forward pass, wrote the image in
+  strips, one phase of the stride after the other. A pixel repeated `stride` times meets the weights in runs that fill
+  vectors whatever the channels, and a row is written once (64x64/32, 21 channels: 13.3 to 2.1 ms; 64/2, 112: 4.7 to
+  2.9). Where the phases stay, they pass over a few images at a time (2x2/2: 11.5 to 9.9 ms).
+- Eight channels in a group: rows of three taps with their 24 vectors of weights, more than registers hold, still share
+  what they read, as weights spilled to the stack cost no more than reading them (3-d group 4: 2.9 to 1.8 ms).
+- Averages of up to nine elements are faster summed in registers than by lines (2x2/2: 0.45 to 0.12 ms).
+- Bringing the pixels of a vector of channels together (512, 14: 0.43 to 0.38 ms; 1024, 7: 0.09 to 0.05) does not pay
+  for a batch that caches do not hold: memory is fetched ahead only for lines that follow each other.
+- Fetching ahead by software did not help maximum pooling of 2048 channels (7x7, batch 64), whose pixels are 8 KiB
+  apart: PyTorch reads pixel after pixel and keeps the maxima in memory.
 
-What was learnt:
+And before:
 
 - A pixel of a depthwise row meets three taps: eight pixels read ten columns instead of 24. With stride two they read
   17 of 24, which did not pay forward (1.14 of the time). For groups of four channels the gradient of the weights got
@@ -69,9 +79,6 @@ What was learnt:
 - One or three channels fill a fifth of a vector. The columns of the kernel beside them fill it, and the products are
   added up in a second pass: 0.07 to 0.58 of the time for gradients of first layers.
 - Maxima of four vectors at once: neighbouring lines of memory, and four chains of comparisons instead of one.
-
-And before:
-
 - Convolutions over one and three axes were NumPy's im2col. All spatial axes but the last taken as one, they are the
   same tables of taps and windows as two axes have. What is left of their ratio is the way to channels last and back:
   1-d depthwise took 15.6 ms with loops for it, 6.5 with squares turned in registers.
@@ -115,9 +122,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from shape_cases import ALPHA, BETA, CASES, Case, layer_text
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_SECONDS = 0.02
@@ -125,147 +133,7 @@ GROUPS = 3
 Passes = dict[str, Callable[[], Any]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One layer.
-
-    Args:
-        name: of the row.
-        x: the bottom's shape.
-        outputs: num_output of a convolution.
-        kernel: along every axis, as stride, pad and dilation are.
-        group: of a convolution.
-        kind: convolution, deconvolution, max, average, across or within.
-    """
-
-    name: str
-    x: tuple[int, ...]
-    outputs: int = 0
-    kernel: int | tuple[int, ...] = 3
-    stride: int = 1
-    pad: int = 0
-    dilation: int = 1
-    group: int = 1
-    kind: str = "convolution"
-
-    @property
-    def kernels(self) -> tuple[int, ...]:
-        return self.kernel if isinstance(self.kernel, tuple) else (self.kernel,) * (len(self.x) - 2)
-
-
-def _convolutions() -> Iterator[Case]:
-    yield Case("first 7x7/2, batch 8", (8, 3, 224, 224), 64, 7, 2, 3)
-    yield Case("first 3x3/2, batch 1", (1, 3, 224, 224), 32, 3, 2, 1)
-    yield Case("3x3 64, 56, batch 8", (8, 64, 56, 56), 64, 3, 1, 1)
-    yield Case("3x3 256, 14, batch 8", (8, 256, 14, 14), 256, 3, 1, 1)
-    yield Case("3x3 512, 7, batch 1", (1, 512, 7, 7), 512, 3, 1, 1)
-    yield Case("3x3 128/2, 56, batch 8", (8, 128, 56, 56), 128, 3, 2, 1)
-    yield Case("3x3 64, 56, batch 1", (1, 64, 56, 56), 64, 3, 1, 1)
-    yield Case("1x1 256, 14, batch 1", (1, 256, 14, 14), 1024, 1)
-    yield Case("1x1 1024, 7, batch 1", (1, 1024, 7, 7), 1024, 1)
-    yield Case("1x1 512, 14, batch 16", (16, 512, 14, 14), 512, 1)
-    yield Case("1x1 64, 56, batch 8", (8, 64, 56, 56), 256, 1)
-    yield Case("1x1/2 256, 56, batch 8", (8, 256, 56, 56), 512, 1, 2)
-    yield Case("1x1 2048, 1, batch 8", (8, 2048, 1, 1), 1000, 1)
-    yield Case("odd channels 3x3 17 to 31", (8, 17, 35, 37), 31, 3, 1, 1)
-    yield Case("odd channels 1x1 33 to 65", (8, 33, 35, 37), 65, 1)
-    yield Case("one output 3x3", (8, 64, 56, 56), 1, 3, 1, 1)
-    yield Case("one channel 5x5", (64, 1, 28, 28), 20, 5)
-    yield Case("11x11/4", (8, 3, 227, 227), 96, 11, 4)
-    yield Case("large 15x15", (4, 16, 56, 56), 16, 15, 1, 7)
-    yield Case("large 31x31, one channel", (4, 1, 64, 64), 8, 31)
-    yield Case("whole image 7x7", (8, 512, 7, 7), 256, 7)
-    yield Case("1x7", (8, 128, 17, 17), 128, (1, 7), 1, 0)
-    yield Case("7x1", (8, 128, 17, 17), 128, (7, 1), 1, 0)
-    yield Case("dilated 3x3 by 2", (8, 64, 28, 28), 64, 3, 1, 2, 2)
-    yield Case("dilated 3x3 by 6", (2, 256, 28, 28), 256, 3, 1, 6, 6)
-    yield Case("dilated 3x3 by 2, stride 2", (8, 64, 28, 28), 64, 3, 2, 2, 2)
-
-
-def _groups() -> Iterator[Case]:
-    yield Case("group 2 of 48 5x5", (8, 96, 27, 27), 256, 5, 1, 2, 1, 2)
-    yield Case("group 32 of 4 3x3", (8, 128, 56, 56), 128, 3, 1, 1, 1, 32)
-    yield Case("group 32 of 8 3x3/2", (8, 256, 56, 56), 256, 3, 2, 1, 1, 32)
-    yield Case("group 32 of 32 3x3", (8, 1024, 7, 7), 1024, 3, 1, 1, 1, 32)
-    yield Case("group 3 of 80 1x1", (8, 240, 28, 28), 240, 1, 1, 0, 1, 3)
-    yield Case("group 16 of 2 to 1", (8, 32, 56, 56), 16, 3, 1, 1, 1, 16)
-    yield Case("group 8 of 5 to 3", (8, 40, 28, 28), 24, 3, 1, 1, 1, 8)
-    yield Case("group 32 of 4, dilated", (8, 128, 28, 28), 128, 3, 1, 2, 2, 32)
-    yield Case("depthwise 32, 112", (8, 32, 112, 112), 32, 3, 1, 1, 1, 32)
-    yield Case("depthwise 64/2, 112", (8, 64, 112, 112), 64, 3, 2, 1, 1, 64)
-    yield Case("depthwise 512, 14", (8, 512, 14, 14), 512, 3, 1, 1, 1, 512)
-    yield Case("depthwise 1024, 7, batch 1", (1, 1024, 7, 7), 1024, 3, 1, 1, 1, 1024)
-    yield Case("depthwise 5x5 odd", (8, 75, 28, 28), 75, 5, 1, 2, 1, 75)
-    yield Case("depthwise 9x9", (4, 96, 28, 28), 96, 9, 1, 4, 1, 96)
-    yield Case("depthwise dilated", (8, 128, 28, 28), 128, 3, 1, 2, 2, 128)
-    yield Case("depthwise multiplier 2", (8, 64, 56, 56), 128, 3, 1, 1, 1, 64)
-    yield Case("depthwise multiplier 8", (8, 16, 56, 56), 128, 3, 1, 1, 1, 16)
-
-
-def _other_axes() -> Iterator[Case]:
-    yield Case("1-d 64", (16, 64, 1000), 64, 3, 1, 1)
-    yield Case("1-d dilated 32", (8, 32, 4000), 32, 9, 1, 32, 8)
-    yield Case("1-d group 4, stride 2", (16, 64, 1000), 128, 5, 2, 2, 1, 4)
-    yield Case("1-d depthwise", (16, 128, 1000), 128, 7, 1, 3, 1, 128)
-    yield Case("3-d 3 to 32", (2, 3, 16, 56, 56), 32, 3, 1, 1)
-    yield Case("3-d 32", (2, 32, 8, 28, 28), 32, 3, 1, 1)
-    yield Case("3-d 64/2", (2, 64, 8, 28, 28), 64, 3, 2, 1)
-    yield Case("3-d 1x1x1 64", (2, 64, 8, 28, 28), 128, 1)
-    yield Case("3-d 1x3x3", (2, 32, 8, 28, 28), 64, (1, 3, 3))
-    yield Case("3-d group 4", (2, 32, 8, 28, 28), 32, 3, 1, 1, 1, 4)
-    yield Case("3-d depthwise", (2, 64, 8, 28, 28), 64, 3, 1, 1, 1, 64)
-    yield Case("3-d dilated", (2, 16, 8, 28, 28), 16, 3, 1, 2, 2)
-    kind = "deconvolution"
-    yield Case("transposed 4x4/2 64", (8, 64, 28, 28), 64, 4, 2, 1, kind=kind)
-    yield Case("transposed 2x2/2 128 to 64", (4, 128, 28, 28), 64, 2, 2, kind=kind)
-    yield Case("transposed 3x3 64", (8, 64, 28, 28), 64, 3, 1, 1, kind=kind)
-    yield Case("transposed 16x16/8 21", (2, 21, 28, 28), 21, 16, 8, 4, kind=kind)
-    yield Case("transposed 64x64/32 21", (1, 21, 10, 10), 21, 64, 32, kind=kind)
-    yield Case("transposed depthwise 4x4/2", (4, 64, 28, 28), 64, 4, 2, 1, 1, 64, kind)
-    yield Case("transposed depthwise 16x16/8", (2, 21, 28, 28), 21, 16, 8, 4, 1, 21, kind)
-    yield Case("transposed group 4", (8, 64, 28, 28), 64, 4, 2, 1, 1, 4, kind)
-    yield Case("transposed 3-d 2/2", (2, 32, 4, 14, 14), 32, 2, 2, kind=kind)
-    yield Case("transposed 1-d 4/2", (8, 64, 500), 64, 4, 2, 1, kind=kind)
-
-
-def _others() -> Iterator[Case]:
-    for kind in ("max", "average"):
-        yield Case(f"{kind} 2x2/2", (8, 64, 56, 56), 0, 2, 2, kind=kind)
-        yield Case(f"{kind} 3x3/2", (8, 64, 113, 113), 0, 3, 2, kind=kind)
-        yield Case(f"{kind} 3x3/1 pad 1", (8, 192, 28, 28), 0, 3, 1, 1, kind=kind)
-        yield Case(f"{kind} 5x5/3", (8, 75, 56, 56), 0, 5, 3, 1, kind=kind)
-        yield Case(f"{kind} 13x13/1", (1, 256, 20, 20), 0, 13, 1, 6, kind=kind)
-        yield Case(f"{kind} global", (8, 1024, 7, 7), 0, 7, 1, kind=kind)
-        yield Case(f"{kind} global, batch 1", (1, 512, 28, 28), 0, 28, 1, kind=kind)
-        yield Case(f"{kind} one channel", (64, 1, 56, 56), 0, 2, 2, kind=kind)
-        yield Case(f"{kind} batch 1", (1, 64, 112, 112), 0, 3, 2, kind=kind)
-    yield Case("LRN across 5", (8, 96, 55, 55), kernel=5, kind="across")
-    yield Case("LRN across 3, batch 1", (1, 64, 112, 112), kernel=3, kind="across")
-    yield Case("LRN across 9, odd", (8, 33, 28, 28), kernel=9, kind="across")
-    yield Case("LRN within 3", (8, 32, 28, 28), kernel=3, kind="within")
-    yield Case("LRN within 5", (8, 96, 27, 27), kernel=5, kind="within")
-
-
-CASES = [*_convolutions(), *_groups(), *_other_axes(), *_others()]
-ALPHA, BETA = 1e-4, 0.75
-
-
 # -- caffepy --------------------------------------------------------------------------------------------------
-
-
-def layer_text(case: Case) -> str:
-    """The layer as prototxt."""
-    if case.kind in ("across", "within"):
-        region = "ACROSS_CHANNELS" if case.kind == "across" else "WITHIN_CHANNEL"
-        fields = f"norm_region: {region} local_size: {case.kernel} alpha: {ALPHA} beta: {BETA}"
-        return f'type: "LRN" lrn_param {{ {fields} }}'
-    if case.kind in ("max", "average"):
-        fields = f"kernel_size: {case.kernel} stride: {case.stride} pad: {case.pad} round_mode: FLOOR"
-        return f'type: "Pooling" pooling_param {{ pool: {"MAX" if case.kind == "max" else "AVE"} {fields} }}'
-    sizes = " ".join(f"kernel_size: {size}" for size in case.kernels)
-    fields = f"num_output: {case.outputs} {sizes} stride: {case.stride} pad: {case.pad} dilation: {case.dilation}"
-    filler = 'weight_filler { type: "gaussian" std: 0.1 } bias_term: false'
-    return f'type: "{case.kind.capitalize()}" convolution_param {{ {fields} group: {case.group} {filler} }}'
 
 
 def caffepy_passes(case: Case, threads: int) -> Passes:
@@ -303,11 +171,12 @@ def caffepy_passes(case: Case, threads: int) -> Passes:
 def _torch_layer(case: Case) -> Callable[[Any], Any]:
     import torch.nn.functional as F
 
-    size, half = case.kernels[0], (case.kernels[0] - 1) // 2
+    size = case.along(case.kernel)[0]
+    half = (size - 1) // 2
     if case.kind == "max":
-        return lambda x: F.max_pool2d(x, size, case.stride, case.pad)
+        return lambda x: F.max_pool2d(x, size, case.stride, case.pad, ceil_mode=case.ceil)
     if case.kind == "average":
-        return lambda x: F.avg_pool2d(x, size, case.stride, case.pad)
+        return lambda x: F.avg_pool2d(x, size, case.stride, case.pad, case.ceil)
     if case.kind == "across":
         return lambda x: F.local_response_norm(x, size, ALPHA, BETA)
     return lambda x: x * (1 + ALPHA * F.avg_pool2d(x * x, size, 1, half)) ** -BETA
@@ -316,10 +185,13 @@ def _torch_layer(case: Case) -> Callable[[Any], Any]:
 def _torch_convolution(case: Case, x: Any, layout: Any) -> Passes:
     import torch
 
-    axes, transposed = len(case.x) - 2, case.kind == "deconvolution"
+    transposed = case.kind == "deconvolution"
     first, second = (case.x[1], case.outputs) if transposed else (case.outputs, case.x[1])
-    weights = (0.1 * torch.randn(first, second // case.group, *case.kernels)).contiguous(memory_format=layout)
-    moves = ([case.stride] * axes, [case.pad] * axes, [case.dilation] * axes, transposed, [0] * axes, case.group)
+    weights = (0.1 * torch.randn(first, second // case.group, *case.along(case.kernel))).contiguous(
+        memory_format=layout
+    )
+    stride, pad, dilation, more = (case.along(size) for size in (case.stride, case.pad, case.dilation, 0))
+    moves = (stride, pad, dilation, transposed, more, case.group)
 
     def forward() -> Any:
         return torch.ops.aten.convolution(x, weights, None, *moves)
@@ -365,6 +237,19 @@ def serve(threads: int) -> None:
 
 
 # -- the comparison -------------------------------------------------------------------------------------------
+
+
+def narrow_vectors() -> None:
+    """Let this process compute with AVX2 only; before numba or PyTorch is imported."""
+    os.environ |= {"NUMBA_CPU_NAME": "haswell", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    os.environ |= {"OPENBLAS_CORETYPE": "Haswell", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    try:
+        from llvmlite import binding
+    except ModuleNotFoundError:  # the peer's interpreter
+        return
+    features = binding.get_host_cpu_features()
+    features.update((name, False) for name in features if name.startswith("avx512"))
+    binding.get_host_cpu_features = lambda: features
 
 
 def measure(passes: Passes, threads: int) -> dict[str, float]:
@@ -445,8 +330,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.2)
+    parser.add_argument(
+        "--avx2", action="store_true", help="vectors of eight on both sides, whatever the processor has"
+    )
     parser.add_argument("--serve", action="store_true", help="be the peer")
     options = parser.parse_args()
+    if options.avx2:
+        narrow_vectors()
     if options.serve:
         serve(options.threads)
         return

@@ -34,7 +34,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from cpu_shapes import CASES, Case, Passes, layer_text, torch_passes
+from cpu_shapes import Passes, torch_passes
+from shape_cases import CASES, Case, layer_text
 
 CALLS, GROUPS = 10, 3
 MOST_ELEMENTS = 1 << 26

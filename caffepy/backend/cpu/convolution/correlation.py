@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,8 @@ from caffepy.backend.cpu.convolution.division import Division, divide
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
+from caffepy.backend.cpu.workspace import Workspace
 
 SPARE = 8
 """Entries that tables have beyond the last, as a tile reads whole."""
@@ -44,6 +45,37 @@ def pad_images(  # noqa: PLR0913 -- a kernel
                 padded[target + left + i] = x[source + i]
             for i in range(stop, padded_row):
                 padded[target + i] = 0
+
+
+@kernel
+def pad_groups(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, padded: Floats, columns: Int, sources: Words, left: Int, rows: Int,
+    padded_rows: Int, padded_columns: Int, groups: Int, size: Int, width: Int,
+) -> None:  # fmt: skip
+    """As `pad_images`, for padded images in which each group of `size` channels is an image of its own.
+
+    Items are rows of the padded images; `columns`, `left` and `padded_columns` count pixels.
+    """
+    plane = padded_rows * padded_columns * size
+    for item in range(begin, end):
+        h, n = sources[item % padded_rows], item // padded_rows
+        inside = 0 if h < 0 else min(columns, padded_columns - left)
+        first = n * groups * plane + item % padded_rows * padded_columns * size
+        for target in range(first, first + groups * plane, plane):
+            for i in range(left * size):
+                padded[target + i] = 0
+            for i in range((left + inside) * size, padded_columns * size):
+                padded[target + i] = 0
+        for block in range(0, groups, 4):  # groups that share lines of memory, or neighbouring ones
+            for w in range(inside):
+                at = (((n * rows + h) * columns + w) * groups + block) * size
+                for group in range(block, min(groups, block + 4)):
+                    to = first + group * plane + (left + w) * size
+                    for i in range(0, size - width + 1, width):
+                        copy_vectors(ahead(x, at + i), ahead(padded, to + i), 1)
+                    for i in range(size // width * width, size):
+                        padded[to + i] = x[at + i]
+                    at += size
 
 
 @kernel
@@ -107,16 +139,34 @@ class Padding:
         channels: elements of a pixel.
         before: zeros before the image along each axis.
         padded: sizes of the padded image.
+        groups: of channels, each of which lies in the padded image as if it were an image of its own: what a group's
+            windows read lies together, and not as far apart as all channels.
     """
 
     sizes: tuple[int, ...]
     channels: int
     before: tuple[int, ...]
     padded: tuple[int, ...]
+    groups: int = 1
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there are zeros around the image."""
+        return self.sizes != self.padded or any(self.before)
 
     @property
     def needed(self) -> bool:
-        return self.sizes != self.padded or any(self.before)
+        return self.cuts or self.groups > 1
+
+    @property
+    def pixel(self) -> int:
+        """Elements from a pixel of a padded image to the next one."""
+        return self.channels // self.groups
+
+    @property
+    def group(self) -> int:
+        """Elements of a group of a padded image."""
+        return self.rows * self.row
 
     @property
     def rows(self) -> int:
@@ -125,16 +175,16 @@ class Padding:
 
     @property
     def row(self) -> int:
-        """Elements of a row of a padded image."""
-        return self.padded[-1] * self.channels
+        """Elements of a row of a padded image, in one group."""
+        return self.padded[-1] * self.pixel
 
     @property
     def elements(self) -> int:
-        return self.rows * self.row
+        return self.group * self.groups
 
     def offset(self, rows: Any, columns: Any) -> Any:
         """Offset of a pixel of a padded image, or between pixels that are so many rows and columns apart."""
-        return rows * self.row + columns * self.channels
+        return rows * self.row + columns * self.pixel
 
     @cached_property
     def _sources(self) -> ConstantTable:
@@ -151,6 +201,13 @@ class Padding:
 
     def write(self, threads: int, x: Any, padded: Any) -> None:
         """Copy the images x (N, ...) with zeros around them."""
+        if self.groups > 1:
+            pad_groups.run(
+                threads, x.shape[0] * self.rows, max(1, 16384 // (self.row * self.groups)), x, padded, self.sizes[-1],
+                self._sources, self.before[-1], math.prod(self.sizes[:-1]), self.rows, self.padded[-1], self.groups,
+                self.pixel, WIDTH,
+            )  # fmt: skip
+            return
         pad_images.run(
             threads, x.shape[0] * self.rows, max(1, 16384 // self.row), x, padded, self.sizes[-1] * self.channels,
             self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
@@ -181,14 +238,29 @@ class Taps:
     length: int
     channels: int
 
+    def _valid(self, padding: Padding, h: Any, w: Any) -> Any:
+        """Whether (window, run) has an element inside the image."""
+        at_w = w[:, None] + self.columns - padding.before[-1]
+        return padding.has_rows(h[:, None] + self.rows) & (at_w + self.length > 0) & (at_w < padding.sizes[-1])
+
+    def met(self, padding: Padding, h: Any, w: Any) -> Any:
+        """Whether any window at (h, w) has an element of each run inside the image.
+
+        Those of no window are zero in every sum: kernels that are larger than the image, or wide dilations, have many.
+        """
+        return self._valid(padding, h, w).any(axis=0)
+
+    def part(self, wanted: Any) -> Taps:
+        """Some of the runs."""
+        return replace(self, rows=self.rows[wanted], columns=self.columns[wanted])
+
     def inside(self, padding: Padding, h: Any, w: Any) -> Any:
         """For each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the image.
 
         What lies outside is zero, so it may be left out of the sum.
         """
         width, at_w = padding.sizes[-1], w[:, None] + self.columns - padding.before[-1]
-        valid = padding.has_rows(h[:, None] + self.rows) & (at_w + self.length > 0) & (at_w < width)
-        count = len(self.rows)
+        valid, count = self._valid(padding, h, w), len(self.rows)
         first, stop = np.argmax(valid, axis=1), count - np.argmax(valid[:, ::-1], axis=1)
         begins = np.clip(-at_w.min(axis=1), 0, self.length)
         ends = np.clip(width - at_w.max(axis=1), 0, self.length)
@@ -269,7 +341,11 @@ class Correlation:
     def __init__(self, padding: Padding, taps: Taps, pixels: Pixels, filters: Filters) -> None:
         self.padding = padding
         h, w = pixels.h, pixels.w
-        self._group_channels = taps.channels
+        if padding.cuts and len(taps.rows):
+            met = taps.met(padding, h, w)
+            filters = replace(filters, rows=np.reshape(filters.rows, (len(taps.rows), -1))[met])
+            taps = taps.part(met)
+        self._x_group = padding.group if padding.groups > 1 else taps.channels
         self._pixels = len(h)
         self._pixels_at, self._y_at = extended(padding.offset(h, w)), extended(pixels.offsets)
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
@@ -280,7 +356,7 @@ class Correlation:
         self.panels = Panels(np.size(filters.rows), filters.columns, self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
-        self._cutting = padding.needed and self._taps > 0
+        self._cutting = padding.cuts and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
         self._divisions: dict[tuple[int, int], Division] = {}
@@ -307,9 +383,22 @@ class Correlation:
         addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
         block, blocks, parts = self._division(threads, images)
         correlate.run(
-            threads, images * self._groups * parts * blocks, 1, x, self.padding.elements, self._group_channels,
+            threads, images * self._groups * parts * blocks, 1, x, self.padding.elements, self._x_group,
             self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,
             y, self._y_image, self._columns, self._y_at, self._pixels, block, blocks, self._groups, self.panels.table,
             self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1], parts,
             y if addend is None else addend, int(addend is not None), int(relu),
         )  # fmt: skip
+
+
+def pack_all(
+    phases: Sequence[Correlation], threads: int, workspace: Workspace, weights: Any, group_step: int
+) -> list[Any]:
+    """The weights in the order of each of several correlations."""
+    packed = workspace.take("weights", sum(phase.packed_size for phase in phases))
+    parts, start = [], 0
+    for phase in phases:
+        parts.append(packed[start : start + phase.packed_size])
+        phase.pack(threads, weights, group_step, parts[-1])
+        start += phase.packed_size
+    return parts

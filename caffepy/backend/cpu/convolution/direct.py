@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.correlation import (
+    Correlation,
+    Ending,
+    Filters,
+    Padding,
+    Pixels,
+    Taps,
+    pack_all,
+)
 from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, has_few_channels
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
@@ -27,6 +35,10 @@ from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
 """Elements of padded images made at a time, so that the workspace does not grow with the batch."""
+CHUNK_GROUPS = 2**18
+"""Likewise of images whose groups lie apart, which then are in a cache when they are read."""
+CACHED = 2**18
+"""Elements for each thread of gradients that all phases pass over before the next ones."""
 
 
 class TileConvolution:
@@ -93,7 +105,8 @@ class TileConvolution:
     def _padded(self, x: Any, padding: Padding) -> Any:
         """The images in order, a chunk at a time: (first, stop, their padded form)."""
         images = x.shape[0]
-        step = images if not padding.needed else max(1, CHUNK // padding.elements)
+        chunk = CHUNK if padding.groups == 1 else CHUNK_GROUPS
+        step = images if not padding.needed else max(1, chunk // padding.elements)
         for first in range(0, images, step):
             part = x[first : first + step]
             if padding.needed:
@@ -112,11 +125,16 @@ class TileConvolution:
             return
         if self._backward is None:
             self._backward = _plan_backward(self.shape)
-        for first, stop, padded in self._padded(dy, self._backward[0].padding):
-            for phase in self._backward:
-                packed = self.workspace.take("weights", phase.packed_size)
-                phase.pack(self.threads, weights, self.shape.group_step, packed)
-                phase.run(self.threads, stop - first, padded, packed, self.zeros, dx[first:stop])
+        parts = pack_all(self._backward, self.threads, self.workspace, weights, self.shape.group_step)
+        phases, padding = list(zip(self._backward, parts, strict=True)), self._backward[0].padding
+        step = dx.shape[0] if len(phases) == 1 else max(1, self.threads * CACHED // (dx.size // dx.shape[0]))
+        for first, stop, padded in self._padded(dy, padding):
+            size = (stop - first) * padding.elements
+            images = padded[:size].reshape(stop - first, -1) if padding.needed else padded
+            for at in range(0, stop - first, step):  # phases write the same lines, which stay in a cache
+                some, target = images[at : at + step], dx[first + at : min(stop, first + at + step)]
+                for phase, packed in phases:
+                    phase.run(self.threads, some.shape[0], some, packed, self.zeros, target)
 
     # -- gradient of the weights --------------------------------------------------------------------
 
@@ -139,7 +157,7 @@ def _plan_backward(shape: ConvolutionShape) -> list[Correlation]:
     axes = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
     reaches = [reach(phases, size) for phases, size in zip(axes, shape.out, strict=True)]
     before, padded = tuple(zeros for zeros, _ in reaches), tuple(size for _, size in reaches)
-    padding = Padding(shape.out, shape.outputs, before, padded)
+    padding = Padding(shape.out, shape.outputs, before, padded, shape.apart)
     kernel = shape.geometry.kernel
     rows = [
         merged_axes(parts, shape.sizes[:-1], kernel[:-1], before[:-1], padded[:-1])
@@ -151,7 +169,7 @@ def _plan_backward(shape: ConvolutionShape) -> list[Correlation]:
 
 def _plan_phase(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -> Correlation:
     outputs, kernel_w = shape.group_outputs, shape.geometry.kernel[-1]
-    whole = shape.geometry.group == 1 and len(w.shifts) > 0 and bool(np.all(np.diff(w.shifts) == 1))
+    whole = len(w.shifts) > 0 and bool(np.all(np.diff(w.shifts) == 1))
     length = len(w.taps) if whole else 1
     shifts = np.meshgrid(h.shifts, w.shifts[::length], indexing="ij")
     taps = Taps(shifts[0].reshape(-1), shifts[1].reshape(-1), length, outputs)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Padding, Pixels, Taps, pack_all
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
@@ -94,12 +94,7 @@ class FewChannelsGradient:
     def run(self, dy: Any, weights: Any, zeros: Any, dx: Any) -> None:
         """Compute dx; `zeros` are as many as a row of the kernel has elements."""
         step = max(1, CHUNK // max(1, self._image, self._padding.elements))
-        packed = self._workspace.take("weights", sum(phase.packed_size for phase in self._phases))
-        parts, start = [], 0
-        for phase in self._phases:
-            parts.append(packed[start : start + phase.packed_size])
-            phase.pack(self._threads, weights, self._shape.group_step, parts[-1])
-            start += phase.packed_size
+        parts = pack_all(self._phases, self._threads, self._workspace, weights, self._shape.group_step)
         for first in range(0, dy.shape[0], step):
             self._add(dy[first : first + step], parts, zeros, dx[first : first + step])
 

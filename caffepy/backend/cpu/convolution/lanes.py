@@ -86,7 +86,7 @@ class Row:
         return (pixels - 1) * self.step + (self.taps - 1) * self.gap + 1
 
 
-class _LanesWriter(Writer):
+class LanesWriter(Writer):
     """Writes sums over taps for several pixels, or over pixels for several taps."""
 
     def __init__(self, builder: Any, lanes: Lanes) -> None:
@@ -144,7 +144,7 @@ class _LanesWriter(Writer):
 
             return self.loop(column_count, sums, [], over_columns)
 
-        for pixel, total in enumerate(self.loop(row_count, self._zeros(pixels), [], over_rows)):
+        for pixel, total in enumerate(self.loop(row_count, self.zeros(pixels), [], over_rows)):
             address = self.vector_at(y, builder.mul(y_step, self.word(pixel)))
             total = builder.fadd(total, first)
             self.store(builder.select(rectifies, self.rectified(total), total), address, outputs, mask)
@@ -161,7 +161,7 @@ class _LanesWriter(Writer):
             result.append(total)
         return result
 
-    def _zeros(self, count: int) -> list[Any]:
+    def zeros(self, count: int) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
     def _inside(self, columns: Iterable[int], low: Any, high: Any) -> dict[int, Any]:
@@ -201,7 +201,7 @@ class _LanesWriter(Writer):
 
         first = self._load(start, 0, mask)
         rectifies = builder.icmp_signed("!=", relu, self.word(0))
-        for pixel, total in enumerate(self.loop(row_count, self._zeros(pixels), [], over_rows)):
+        for pixel, total in enumerate(self.loop(row_count, self.zeros(pixels), [], over_rows)):
             address = self.vector_at(y, builder.mul(y_step, self.word(pixel)))
             total = builder.fadd(total, first)
             total = builder.select(rectifies, self.rectified(total), total)
@@ -253,7 +253,7 @@ class _LanesWriter(Writer):
             return self.choose(within, lambda: products(at, sums, {}, []), at_edge)
 
         blocks = builder.sdiv(builder.add(count, self.word(PIXELS - 1)), self.word(PIXELS))
-        sums = self.loop(blocks, self._zeros(rows * row.taps * self._lanes.read), [], over_pixels)
+        sums = self.loop(blocks, self.zeros(rows * row.taps * self._lanes.read), [], over_pixels)
         taps = [self.table(columns, self.word(4 * k + 3)) for k in range(row.taps)]
         for number, total in enumerate(sums):
             r, tap, i = np.unravel_index(number, (rows, row.taps, self._lanes.read))
@@ -273,7 +273,7 @@ class _LanesWriter(Writer):
             factors = [f for at, _ in entries for f in self.factors(self.shifted(place, at), masks)]
             return [self.multiply_add(f, slope, total) for f, total in zip(factors, sums, strict=True)]
 
-        sums = self.loop(count, self._zeros(taps * self._lanes.read), [], over_pixels)
+        sums = self.loop(count, self.zeros(taps * self._lanes.read), [], over_pixels)
         for number, total in enumerate(sums):
             tap, i = divmod(number, self._lanes.read)
             address = self.vector_at(self.shifted(totals, entries[tap][1]), self.word(i * WIDTH))
@@ -369,8 +369,14 @@ def tap_sums(lanes: Lanes, taps: int, whole: bool) -> Any:
 
 
 def _generator(lanes: Lanes, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
+    return generator(LanesWriter, lanes, write)
+
+
+def generator(kind: type[LanesWriter], lanes: Lanes, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
+    """What numba calls to have an intrinsic's instructions written."""
+
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        write(_LanesWriter(builder, lanes), list(arguments))
+        write(kind(builder, lanes), list(arguments))
         return context.get_dummy_value()
 
     return generate

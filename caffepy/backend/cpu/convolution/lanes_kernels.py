@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
+
 from caffepy.backend.cpu.convolution.lanes import Lanes, Row, pixel_sums, row_sums, row_tap_sums, tap_sums
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words, kernel
 from caffepy.backend.cpu.jit.vector import ahead, table_at
@@ -29,12 +31,38 @@ def add_blocks(  # noqa: PLR0913 -- a kernel
         target[i] = target[i] + total if accumulate == 1 else total
 
 
+@cache
+def fold_kernel(many: int) -> Kernel:
+    """Adds up the gradients that `many` outputs of each channel make apart (narrow.py)."""
+
+    zero = np.float32(0)
+
+    def fold(begin: Int, end: Int, source: Floats, target: Floats, run: Int) -> None:
+        """target[i] = the sum of `many` elements of source that lie next to each other. Items are `run` of them."""
+        for i in range(begin * run, end * run):
+            first = second = third = fourth = zero
+            at, four = i * many, many // 4 * 4
+            for j in range(at, at + four, 4):
+                first, second = first + source[j], second + source[j + 1]
+                third, fourth = third + source[j + 2], fourth + source[j + 3]
+            for j in range(at + four, at + many):
+                first += source[j]
+            target[i] = (first + second) + (third + fourth)
+
+    return named_kernel(fold, [many])
+
+
 def _named(lanes: Lanes, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
-    """A kernel whose names, by which its machine code is kept and linked, tell the widths apart.
+    return named_kernel(
+        function, [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]
+    )
+
+
+def named_kernel(function: Callable[..., None], numbers: list[int]) -> Kernel:
+    """A kernel whose names, by which its machine code is kept and linked, tell these numbers apart.
 
     Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
     """
-    numbers = [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]
     function.__name__ = function.__qualname__ = "_".join([function.__name__, *map(str, numbers)])
     return Kernel(function)
 

@@ -18,6 +18,7 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.lanes import PIXELS, Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import (
     add_blocks,
+    fold_kernel,
     gather,
     pixel_kernel,
     row_kernel,
@@ -25,7 +26,9 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     tap_kernel,
 )
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
+from caffepy.backend.cpu.convolution.planes import PlanesPass
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.spread import SpreadGradient, is_spread
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel, address_of
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH
@@ -39,7 +42,7 @@ BLOCKS = 8
 MOST_READ = 8
 """Channels of a group that may be read: each has an instruction of its own."""
 
-FACTORS = 16 if WIDTH == 16 else 6
+FACTORS = 24 if WIDTH == 16 else 6
 """Vectors of a row of taps that stay in registers beside the sums of eight pixels."""
 SUMS = 20 if WIDTH == 16 else 9
 """Sums for taps that stay in registers beside what they are made of."""
@@ -59,8 +62,14 @@ def _lanes(weights_shape: tuple[int, ...], group: int) -> tuple[Lanes, Lanes]:
 
 
 def is_narrow(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
-    """Whether several groups fit into a vector, in one direction at least."""
-    return geometry.group > 1 and any(map(_fits, _lanes(weights_shape, geometry.group)))
+    """Whether several groups fit into a vector, in one direction at least, or the gradient of the image is folded."""
+    lanes = _lanes(weights_shape, geometry.group)
+    return geometry.group > 1 and (any(map(_fits, lanes)) or _folds(lanes[1]))
+
+
+def _folds(lanes: Lanes) -> bool:
+    """Whether the gradient of the image is made for each output apart and then added up: it would leave lanes empty."""
+    return lanes.made == 1 and lanes.used < WIDTH
 
 
 def _table(values: Any) -> ConstantTable:
@@ -214,15 +223,30 @@ class _WeightsPass:
         self._bounds = -at, source[-1] - at
         row = _row(column, 0.8) if lanes.read == 1 else None
         self._row = row if row is not None and row.taps <= SUMS else None
+        planes = PlanesPass(lanes, shape, row) if row is not None and len(source) == 2 else None
+        self._planes = planes if planes is not None and planes.pays else None
         self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights :])
 
     def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
         shape, size = self._shape, self._vectors * self._filters
         lines = x.shape[0] * shape.out_height
         block = max(1, -(-lines // BLOCKS))
+        blocks = -(-lines // block) if self._planes is None else self._planes.blocks(x.shape[0])
+        totals = workspace.take("totals", blocks * size)
+        if self._planes is None:
+            self._add_lines(threads, x, dy, totals, block)
+        else:
+            self._planes.run(threads, x, dy, totals, workspace)
+        grain = max(1, 16384 // blocks)
+        add_blocks.run(
+            threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate)
+        )  # fmt: skip
+
+    def _add_lines(self, threads: int, x: Any, dy: Any, totals: Any, block: int) -> None:
+        shape, size = self._shape, self._vectors * self._filters
+        lines = x.shape[0] * shape.out_height
         blocks = -(-lines // block)
         parts = min(self._vectors, -(-4 * threads // blocks))
-        totals = workspace.take("totals", blocks * size)
         work = lines * shape.out_width * size // WIDTH
         kernel, more = self._kernel()
         kernel.run(
@@ -232,10 +256,6 @@ class _WeightsPass:
             shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
             shape.out_height, self._vectors, parts, self._lanes.sources, self._lanes.used, shape.channels,
             shape.outputs, *more,
-        )  # fmt: skip
-        grain = max(1, 16384 // blocks)
-        add_blocks.run(
-            threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate)
         )  # fmt: skip
 
     def _kernel(self) -> tuple[Kernel, tuple[Any, ...]]:
@@ -250,7 +270,7 @@ class _WeightsPass:
 def _forward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
     """For each element (vector, tap, i, lane) of packed weights, which of the weights it is; -1: none."""
     taps = math.prod(shape.geometry.kernel)
-    vectors = -(-shape.geometry.group // lanes.groups)
+    vectors = -(-shape.outputs // lanes.used)
     v, k, i, lane = np.ix_(range(vectors), range(taps), range(lanes.read), range(WIDTH))
     output = v * lanes.used + lane
     return np.where((lane < lanes.used) & (output < shape.outputs), (output * taps + k) * lanes.read + i, -1)
@@ -279,6 +299,7 @@ class NarrowConvolution(TileConvolution):
         self._forward_pass: tuple[_Pass, ConstantTable, int] | None = None
         self._back_passes: tuple[list[_Pass], ConstantTable, int] | None = None
         self._weights_pass: _WeightsPass | None = None
+        self._spread: SpreadGradient | None = None
 
     def _axes(self) -> list[Axis]:
         shape = self.shape
@@ -328,27 +349,47 @@ class NarrowConvolution(TileConvolution):
         self._kept_at = address_of(weights)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        if not _fits(self._back_lanes):
+        if is_spread(self.shape):
+            if self._spread is None:
+                self._spread = SpreadGradient(self.shape, self.threads, self.workspace)
+            self._spread.run(dy, weights, dx)
+            return
+        folds = _folds(self._back_lanes)
+        if not folds and not _fits(self._back_lanes):
             super().backward_data(dy, weights, dx)
             return
         if self._back_passes is None:
             self._back_passes = self._plan_back()
         plans, table, size = self._back_passes
         packed = self._packed(weights, table, size)
-        step = dy.shape[0] if len(plans) == 1 else max(1, self.threads * CACHED // (dy.size // dy.shape[0]))
+        many, image = (self._back_lanes.read if folds else 1), dx.size // dx.shape[0]
+        each = max(dy.size // dy.shape[0], many * image if folds else 0)
+        step = dy.shape[0] if len(plans) == 1 and not folds else max(1, self.threads * CACHED // each)
         for first in range(0, dy.shape[0], step):  # phases read the same numbers, which stay in a cache
             part, target = dy[first : first + step], dx[first : first + step]
+            made = self.workspace.take("folded", target.size * many) if folds else target
             for plan in plans:
-                plan.run(self.threads, part.shape[0], part, packed, self.zeros, target)
+                plan.run(self.threads, part.shape[0], part, packed, self.zeros, made)
+            if folds:
+                items = part.shape[0] * image // self.shape.channels
+                fold_kernel(many).run(
+                    self.threads,
+                    items,
+                    max(1, 16384 // (many * self.shape.channels)),
+                    made,
+                    target,
+                    self.shape.channels,
+                )
 
     def _plan_back(self) -> tuple[list[_Pass], ConstantTable, int]:
-        shape, geometry, lanes = self.shape, self.shape.geometry, self._back_lanes
+        shape, geometry, lanes, groups = self.shape, self.shape.geometry, self._back_lanes, self.shape.geometry.group
+        if _folds(lanes):
+            lanes, groups = Lanes(1, 1), shape.outputs
         phases = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
         plans = [
-            _Pass(lanes, geometry.group, axes, (shape.out, shape.sizes), geometry.kernel)
-            for axes in itertools.product(*phases)
+            _Pass(lanes, groups, axes, (shape.out, shape.sizes), geometry.kernel) for axes in itertools.product(*phases)
         ]
-        order = _backward_order(lanes, shape)
+        order = _forward_order(lanes, shape) if _folds(self._back_lanes) else _backward_order(lanes, shape)
         return plans, _table(order), order.size
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:

@@ -36,3 +36,27 @@ def test_averages_of_whole_images(shape: tuple[int, ...]) -> None:
     x, y = images(shape), BACKEND.zeros((*shape[:2], 1, 1))
     BACKEND.pool_average_forward(x, y, Geometry(shape[2:], (1, 1), (0, 0), (1, 1)))
     np.testing.assert_allclose(y, x.mean(axis=(2, 3), keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 7, 16, 85])
+@pytest.mark.parametrize("kernel", [(2, 2), (3, 2), (4, 5)])
+@pytest.mark.parametrize(("stride", "pad"), [((1, 1), (1, 0)), ((2, 3), (0, 1)), ((5, 4), (1, 1))])
+def test_averages_of_windows(
+    channels: int, kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
+) -> None:
+    """A window's area is that within the padded image; the gradient is the transpose of the forward pass."""
+    geometry = Geometry(kernel, stride, pad, (1, 1))
+    out = tuple(-(-(size + 2 * p - k) // s) + 1 for size, k, s, p in zip((7, 9), kernel, stride, pad, strict=True))
+    out = tuple(o - (s * (o - 1) >= size + p) for o, s, p, size in zip(out, stride, pad, (7, 9), strict=True))
+    x, y, dy, dx = images((2, channels, 7, 9)), *(BACKEND.zeros((2, channels, *out)) for _ in range(2)), None
+    expected, dx = np.zeros(y.shape), BACKEND.zeros(x.shape)
+    for h, w in np.ndindex(*out):
+        top, left = h * stride[0] - pad[0], w * stride[1] - pad[1]
+        area = (min(top + kernel[0], 7 + pad[0]) - top) * (min(left + kernel[1], 9 + pad[1]) - left)
+        part = x[:, :, max(top, 0) : max(top + kernel[0], 0), max(left, 0) : max(left + kernel[1], 0)]
+        expected[:, :, h, w] = part.sum(axis=(2, 3)) / area
+    BACKEND.pool_average_forward(x, y, geometry)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    dy[...] = np.random.default_rng(2).integers(-3, 4, dy.shape)
+    BACKEND.pool_average_backward(dy, dx, geometry)
+    np.testing.assert_allclose((dx * x).sum(), (dy * expected).sum(), rtol=1e-4, atol=1e-3)

@@ -1,0 +1,114 @@
+"""Convolutions in groups that go other ways than those of a few channels: apart, folded, by planes, by runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import backend_checks as checks
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caffepy.backend import Geometry, create_backend
+from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.spread import is_spread
+
+BACKEND = create_backend(None, 2)
+ONE = (1, 1)
+PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
+    return BACKEND.plan_convolution(x_shape, (outputs, x_shape[1] // geometry.group, *geometry.kernel), geometry)
+
+
+@pytest.mark.parametrize(("read", "made"), [(18, 18), (4, 33), (33, 4)])
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(groups=st.integers(2, 4), images=st.integers(1, 2), extra=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR)
+def test_groups_that_lie_apart(
+    read: int, made: int, groups: int, images: int, extra: tuple[int, int], stride: tuple[int, int],
+    pad: tuple[int, int], dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    geometry = Geometry((3, 2), stride, (pad[0] - 1, pad[1] - 1), dilation, groups)
+    size = tuple(d * (k - 1) + e + 2 for d, k, e in zip(dilation, geometry.kernel, extra, strict=True))
+    plan = planned((images, groups * read, *size), groups * made, geometry)
+    assert plan.shape.padding.groups == groups
+    checks.check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
+
+
+@pytest.mark.parametrize("multiplier", [9, 32])
+def test_multipliers(multiplier: int) -> None:
+    """The gradient of the image is made for each output and added up."""
+    geometry = Geometry((3, 3), (2, 1), (1, 1), ONE, 5)
+    assert isinstance(planned((2, 5, 5, 8), 5 * multiplier, geometry), NarrowConvolution)
+    checks.check_convolution(BACKEND, (2, 5, 5, 8), 5 * multiplier, geometry)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "stride", "pad", "dilation"),
+    [
+        (140, (3, 7), (3, 3), ONE, ONE, ONE),
+        (130, (4, 9), (3, 3), (2, 2), (1, 0), ONE),
+    ],
+)
+def test_planes_of_many_channels(
+    channels: int, size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    geometry = Geometry(kernel, stride, pad, dilation, channels)
+    checks.check_convolution(BACKEND, (9, channels, *size), channels, geometry)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "stride", "pad"),
+    [
+        (5, (16, 24), (16, 16), (8, 8), (4, 4)),
+        (19, (7, 8), (5, 3), (3, 2), (2, 1)),
+        (33, (5, 6), (1, 1), (2, 2), (0, 0)),
+    ],
+)
+def test_runs_of_pixels(
+    channels: int, size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
+) -> None:
+    geometry = Geometry(kernel, stride, pad, ONE, channels)
+    assert is_spread(planned((2, channels, *size), channels, geometry).shape)
+    checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "outputs", "geometry"),
+    [
+        ((2, 20, 1, 4, 4), 24, Geometry((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1)),
+        ((2, 20, 5, 5), 24, Geometry((3, 3), ONE, (6, 6), (6, 6), 1)),
+        ((2, 48, 5, 5), 96, Geometry((3, 3), (2, 2), (6, 5), (6, 5), 2)),
+    ],
+)
+def test_taps_that_never_meet_the_image(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> None:
+    """They are left out of all sums; their own gradient is zero."""
+    checks.check_convolution(BACKEND, x_shape, outputs, geometry)
+
+
+def results(threads: int, channels: int, outputs: int, geometry: Geometry) -> list[np.ndarray]:
+    backend = create_backend(None, threads)
+    rng, x_shape = np.random.default_rng(3), (5, channels, 14, 14)
+    weights_shape = (outputs, channels // geometry.group, *geometry.kernel)
+    plan = backend.plan_convolution(x_shape, weights_shape, geometry)
+    size = (14 + 2 * geometry.pad[0] - geometry.kernel[0]) // geometry.stride[0] + 1
+    x, dx, y, dy = (backend.zeros(s) for s in (x_shape, x_shape, (5, outputs, size, size), (5, outputs, size, size)))
+    weights, dweights = backend.zeros(weights_shape), backend.zeros(weights_shape)
+    for array in (x, dy, weights):
+        array[...] = rng.standard_normal(array.shape)
+    plan.forward(x, weights, None, y)
+    plan.backward_data(dy, weights, dx)
+    plan.backward_weights(x, dy, dweights, False)
+    return [y, dx, dweights]
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "stride", "group"), [(96, 96, 1, 4), (160, 160, 1, 160), (48, 48, 2, 48)]
+)
+def test_threads_change_no_bit(channels: int, outputs: int, stride: int, group: int) -> None:
+    case = channels, outputs, Geometry((3, 3), (stride, stride), ONE, ONE, group)
+    for one, three in zip(results(1, *case), results(3, *case), strict=True):
+        assert np.array_equal(one, three)
