@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
@@ -25,6 +27,7 @@ __all__ = [
     "SparseMatrix",
     "create_backend",
     "expression",
+    "foreseeing",
 ]
 
 
@@ -58,3 +61,17 @@ def create_backend(
 
     with phase("CUDA context", "Starting CUDA"):
         return CudaBackend(device, math, autotune, deterministic)
+
+
+def foreseeing(backend: Backend) -> AbstractContextManager[Backend | None]:
+    """Within a `with` block, a backend without memory on which a net is run for the kernels that it will ask for.
+
+    Those that are in no cache are compiled by other processes meanwhile. None where nothing is to be gained, as on the
+    CPU. An error within the block ends it and is logged.
+    """
+    if not backend.captures:
+        return nullcontext(None)
+    from caffepy.backend.cuda.backend import CudaBackend
+    from caffepy.backend.cuda.compilation.foresight import foreseeing_backend
+
+    return foreseeing_backend(backend) if isinstance(backend, CudaBackend) else nullcontext(None)

@@ -80,13 +80,34 @@ class SpaceToDepthCandidate:
         restore(out, result, operands.out, operands.accumulate)
 
 
+class NoConvolution:
+    """A candidate that computes nothing: what is around it shows which kernels it needs."""
+
+    name = "nothing"
+
+    def prepare(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, operands: Operands) -> None:
+        """Nothing."""
+
+
+def foreseen_rearrangements(task: Task, resources: Resources) -> Iterator[Candidate]:
+    """What the families' candidates do before and after cuDNN."""
+    for name, equivalent in _equivalents(task):
+        yield SpaceToDepthCandidate(task, equivalent, NoConvolution(), name, resources)
+
+
 def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     """A family for each equivalent problem: there are some where channels are few or odd in number."""
-    return [
-        _family(name, task, equivalent, resources)
-        for name, equivalent in equivalent_problems(task.problem, task.direction)
-        if task == task.plain or equivalent.y.source == equivalent.y.target
-    ]
+    return [_family(name, task, equivalent, resources) for name, equivalent in _equivalents(task)]
+
+
+def _equivalents(task: Task) -> Iterator[tuple[str, EquivalentProblem]]:
+    for name, equivalent in equivalent_problems(task.problem, task.direction):
+        if task == task.plain or equivalent.y.source == equivalent.y.target:
+            yield name, equivalent
 
 
 def _family(name: str, task: Task, equivalent: EquivalentProblem, resources: Resources) -> AlgorithmFamily:
