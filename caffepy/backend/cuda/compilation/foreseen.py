@@ -128,7 +128,8 @@ class ForeseenArray:
 
     def __getitem__(self, key: Any) -> ForeseenArray:
         keys = key if isinstance(key, tuple) else (key,)
-        return self._part(self._form[(*keys, ...)])  # the last: never an element
+        index = (*keys, ...)  # with the last, NumPy never gives an element
+        return self._part(self._form[index])
 
     def copy(self) -> ForeseenArray:
         """Another array of this shape."""
