@@ -149,7 +149,8 @@ def install(recorder: Recorder) -> None:
         setattr(cupy, name, value)
     cudnn = MagicMock()
     cudnn.backend_version.return_value = 91900
-    sys.modules.update({"cupy": cupy, "cudnn": cudnn})
+    # Without NVRTC's place kernels are left to CuPy, which is the recorder here.
+    sys.modules.update({"cupy": cupy, "cudnn": cudnn, "cuda.pathfinder": None})  # type: ignore[dict-item]
 
 
 class Nothing:
