@@ -63,15 +63,22 @@ def create_backend(
         return CudaBackend(device, math, autotune, deterministic)
 
 
-def foreseeing(backend: Backend) -> AbstractContextManager[Backend | None]:
+def foreseeing(backend: Backend, net: str) -> AbstractContextManager[Backend | None]:
     """Within a `with` block, a backend without memory on which a net is run for the kernels that it will ask for.
 
-    Those that are in no cache are compiled by other processes meanwhile. None where nothing is to be gained, as on the
-    CPU. An error within the block ends it and is logged.
+    Those that are in no cache are compiled by other processes meanwhile. An error within the block ends it and is
+    logged.
+
+    Args:
+        backend: the device that will want them.
+        net: whatever decides which they are.
+
+    Returns:
+        None where nothing is to be gained: on the CPU, and where the same net was foreseen before.
     """
     if not backend.captures:
         return nullcontext(None)
     from caffepy.backend.cuda.backend import CudaBackend
     from caffepy.backend.cuda.compilation.foresight import foreseeing_backend
 
-    return foreseeing_backend(backend) if isinstance(backend, CudaBackend) else nullcontext(None)
+    return foreseeing_backend(backend, net) if isinstance(backend, CudaBackend) else nullcontext(None)

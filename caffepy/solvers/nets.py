@@ -87,7 +87,10 @@ def foresee_kernels(
         fuse: as `Net` takes it.
         update: what follows on the backward pass; None: there is no such pass.
     """
-    with phase("kernels foreseen"), foreseeing(context.backend) as backend:
+    shard = replace(context.shard, rank=0)
+    settings = (state, context.sample_shapes, shard, context.dialect, context.test_iter, fuse, update)
+    net_text = f"{param.SerializeToString(deterministic=True).hex()} {settings}"
+    with phase("kernels foreseen"), foreseeing(context.backend, net_text) as backend:
         if backend is None:
             return
         own = replace(context, backend=backend, passes=PassCounter(), first_sample=None, describe_sample=None)

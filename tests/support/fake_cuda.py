@@ -169,6 +169,8 @@ class Nothing:
 class EveryCandidate:
     """A tuner that runs all candidates there are."""
 
+    enabled = True
+
     def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The last one."""
         from caffepy.backend.cuda.convolution.autotune import difference, elapsed, largest, operands_for
@@ -180,6 +182,10 @@ class EveryCandidate:
         for candidate in candidates:
             elapsed(partial(candidate.run, operands or made), 1)
         return candidates[-1]
+
+    def likely(self, task: Any, families: Sequence[Any], resources: Any) -> Sequence[Any]:
+        """All."""
+        return families
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import logging
 import shutil
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def foresee(text: str, target: Target) -> None:
     """Have a text compiled by another process where it is not in the cache, and other processes can be started."""
     if find_cubin(text, target) is None:
         _pool(target).add(Job(key_of(text, target), text.encode(), target.options))
+
+
+def is_known(net: str, target: Target) -> bool:
+    """Whether the kernels of a net of this description were foreseen before, so that they are in the cache."""
+    return (cubin_folder() / f"{key_of(net, target)}.foreseen").exists()
+
+
+def remember(net: str, target: Target) -> None:
+    """Let `is_known` be true from now on."""
+    with suppress(OSError):
+        (cubin_folder() / f"{key_of(net, target)}.foreseen").touch()
 
 
 def make_cubin(text: str, target: Target) -> Path:

@@ -15,21 +15,24 @@ import numpy as np
 from caffepy.backend.composite import Composite
 from caffepy.backend.cuda.backend import CudaBackend
 from caffepy.backend.cuda.batch_norm import BatchNormKernels
+from caffepy.backend.cuda.compilation.cubins import is_known, remember
 from caffepy.backend.cuda.compilation.foreseen import foreseeing
-from caffepy.backend.cuda.compilation.target import Target, find_target
-from caffepy.backend.cuda.compiler import C_TYPES, library_kernel
+from caffepy.backend.cuda.compilation.target import find_target
+from caffepy.backend.cuda.compiler import c_type, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import (
     UNFUSED,
     AlgorithmFamily,
     Candidate,
     Operands,
     Resources,
+    Tuner,
     identity,
     write_result,
 )
 from caffepy.backend.cuda.convolution.cudnn import rounds_bias
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import NoConvolution, foreseen_rearrangements
+from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.gemm.cublas import Blas
 from caffepy.backend.cuda.memory import Scratch, allocate
@@ -76,31 +79,46 @@ class ForeseenScalars:
 
 
 class ForeseeingTuner:
-    """Runs every candidate of ours that tuning would try."""
+    """Runs every candidate of ours that another tuner would run.
+
+    Args:
+        tuner: the other one.
+    """
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.enabled = tuner.enabled
+        self._tuner = tuner
 
     def choose(
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
         """A candidate that computes nothing; `operands` None: there are no arrays for the task yet."""
-        given = operands or _operands(task)
-        for text in ("", *(f"#define Element {C_TYPES[array.dtype.char]}\n" for array in (given.first, given.out))):
-            library_kernel("tuning", "largest" if text else "idle", text)
-        for candidate in _own(task, families, resources):
+        given, dtype = operands or _operands(task), task.problem.array_dtype
+        likely = self.likely(task, families, resources)
+        if len(likely) > 1:
+            library_kernel("tuning", "idle")
+            for array in (given.first, given.out):
+                library_kernel("tuning", "largest", f"#define Element {c_type(array)}\n")
+        for candidate in _own(task, likely, resources):
             if candidate.prepare():
                 candidate.run(given)
-        dtype = task.problem.array_dtype
         if rounds_bias(task):
             apply(identity, (given.bias,), (allocate((task.problem.weights[0],), dtype),), axis=0)
         if task.direction is Direction.WEIGHTS and dtype != "float32":
             write_result(allocate(task.problem.weights, dtype), given)
         return NoConvolution()
 
+    def likely(
+        self, task: Task, families: Sequence[AlgorithmFamily], resources: Resources
+    ) -> Sequence[AlgorithmFamily]:
+        return self._tuner.likely(task, families, resources)
+
 
 def _own(task: Task, families: Sequence[AlgorithmFamily], resources: Resources) -> Iterator[Candidate]:
     for family in families:
-        if family.name in OWN_FAMILIES and not family.last_resort:
+        if family.name in OWN_FAMILIES and not (family.last_resort and len(families) > 1):
             yield from family.candidates()
-    yield from foreseen_rearrangements(task, resources)
+    yield from foreseen_rearrangements(task, [family.name for family in families], resources)
 
 
 def _operands(task: Task) -> Operands:
@@ -129,12 +147,13 @@ class ForeseeingBackend(Synchronous, CudaBackend):
         Composite.__init__(self)
         self.name, self.math, self.device = like.name, like.math, like.device
         self.stream, self._device = like.stream, like._device
-        tf32, self._scratch = like.math == "tf32", Scratch()
+        self._scratch = Scratch()
         self._batch_norm = BatchNormKernels(self._scratch)
         self._softmax = SoftmaxKernels(self._scratch)
+        others, tf32 = like._resources, like.math == "tf32"
         blas = self._blas = ForeseenBlas(tf32)
-        deterministic = like._resources.deterministic
-        self._resources = Resources(None, None, blas, self._scratch, tf32, ForeseeingTuner(), deterministic)
+        tuner = ForeseeingTuner(others.tuner)
+        self._resources = Resources(None, None, blas, self._scratch, tf32, tuner, others.deterministic)
         self._convolutions = {}
 
     def close(self) -> None:
@@ -151,17 +170,26 @@ class ForeseeingBackend(Synchronous, CudaBackend):
 
 
 @contextmanager
-def foreseeing_backend(like: CudaBackend) -> Iterator[CudaBackend | None]:
-    """Within a `with` block, a backend that foresees what `like` will need; None where NVRTC is left to CuPy.
+def foreseeing_backend(like: CudaBackend, net: str) -> Iterator[CudaBackend | None]:
+    """Within a `with` block, a backend that foresees what `like` will need for a net.
 
-    What goes wrong is logged, no more: then kernels are compiled when they are needed.
+    None where NVRTC is left to CuPy, or the same net was foreseen before. What goes wrong is logged, no more: then
+    kernels are compiled when they are needed.
     """
-    target: Target | None = find_target()
-    if target is None:
+    target = find_target()
+    key = _description(like, net)
+    if target is None or is_known(key, target):
         yield None
         return
     try:
         with foreseeing(target):
             yield ForeseeingBackend(like)
+        remember(key, target)
     except Exception as error:  # whatever is wrong with the net itself shows where it is built
         logger.debug("not all kernels of a net are foreseen: %s: %s", type(error).__name__, error)
+
+
+def _description(like: CudaBackend, net: str) -> str:
+    resources, attributes = like._resources, cupy.cuda.Device().attributes
+    settings = (attributes["MultiProcessorCount"], like.math, resources.deterministic, resources.tuner.enabled)
+    return f"{settings} {net}"

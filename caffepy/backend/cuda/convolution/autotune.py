@@ -50,7 +50,7 @@ class Autotuner:
     """
 
     def __init__(self, enabled: bool, device: str) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._device = device
         self._decisions = decisions(cache_file())
 
@@ -58,7 +58,7 @@ class Autotuner:
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
         """The candidate to use for a task from now on; None if there is none."""
-        if not self._enabled:
+        if not self.enabled:
             return _first(families)
         key = self._key(task, resources)
         with self._decisions.turn(key):
@@ -82,6 +82,14 @@ class Autotuner:
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
+
+    def likely(
+        self, task: Task, families: Sequence[AlgorithmFamily], resources: Resources
+    ) -> Sequence[AlgorithmFamily]:
+        if not self.enabled:
+            return [family for family in families if not family.checked][:1]
+        known = self._decisions.get(self._key(task, resources))
+        return [family for family in families if known is None or known.name.startswith(family.name)]
 
     def _key(self, task: Task, resources: Resources) -> str:
         p, g = task.problem, task.problem.geometry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from caffepy.backend.cuda.compiler import c_type, defines, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
@@ -93,10 +93,11 @@ class NoConvolution:
         """Nothing."""
 
 
-def foreseen_rearrangements(task: Task, resources: Resources) -> Iterator[Candidate]:
-    """What the families' candidates do before and after cuDNN."""
+def foreseen_rearrangements(task: Task, names: Container[str], resources: Resources) -> Iterator[Candidate]:
+    """What the candidates of families of these names do before and after cuDNN."""
     for name, equivalent in _equivalents(task):
-        yield SpaceToDepthCandidate(task, equivalent, NoConvolution(), name, resources)
+        if name in names:
+            yield SpaceToDepthCandidate(task, equivalent, NoConvolution(), name, resources)
 
 
 def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmFamily]:
