@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
@@ -76,7 +77,7 @@ def foreseeing(backend: Backend, net: str) -> AbstractContextManager[Backend | N
     Returns:
         None where nothing is to be gained: on the CPU, and where the same net was foreseen before.
     """
-    if not backend.captures:
+    if "caffepy.backend.cuda.backend" not in sys.modules:
         return nullcontext(None)
     from caffepy.backend.cuda.backend import CudaBackend
     from caffepy.backend.cuda.compilation.foresight import foreseeing_backend

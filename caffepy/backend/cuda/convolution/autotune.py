@@ -14,6 +14,7 @@ from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
 from caffepy.backend.types import Array
@@ -190,7 +191,7 @@ class Trial:
         for operands in choices:
             self._operands = operands()
             self._trusted[0].run(self._operands)
-            kept = [result.copy() for result in map(flat, self._results())]
+            kept = [_copy_of(result) for result in map(flat, self._results())]
             if all(0.0 < largest(result) < float("inf") for result in kept):
                 return kept
         return []
@@ -209,6 +210,13 @@ class Trial:
                 logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, error, limit)
                 return False
         return True
+
+
+def _copy_of(array: Array) -> Array:
+    """CuPy's own copies take a kernel, which it would compile."""
+    result = allocate(array.shape, array.dtype.name)
+    copy(array, result)
+    return result
 
 
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | None:
