@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
@@ -25,6 +28,7 @@ __all__ = [
     "SparseMatrix",
     "create_backend",
     "expression",
+    "foreseeing",
 ]
 
 
@@ -58,3 +62,24 @@ def create_backend(
 
     with phase("CUDA context", "Starting CUDA"):
         return CudaBackend(device, math, autotune, deterministic)
+
+
+def foreseeing(backend: Backend, net: str) -> AbstractContextManager[Backend | None]:
+    """Within a `with` block, a backend without memory on which a net is run for the kernels that it will ask for.
+
+    Those that are in no cache are compiled by other processes meanwhile. An error within the block ends it and is
+    logged.
+
+    Args:
+        backend: the device that will want them.
+        net: whatever decides which they are.
+
+    Returns:
+        None where nothing is to be gained: on the CPU, and where the same net was foreseen before.
+    """
+    if "caffepy.backend.cuda.backend" not in sys.modules:
+        return nullcontext(None)
+    from caffepy.backend.cuda.backend import CudaBackend
+    from caffepy.backend.cuda.compilation.foresight import foreseeing_backend
+
+    return foreseeing_backend(backend, net) if isinstance(backend, CudaBackend) else nullcontext(None)

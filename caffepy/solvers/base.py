@@ -51,7 +51,7 @@ from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
-from caffepy.solvers.nets import NetFactory
+from caffepy.solvers.nets import ForeseenUpdate, NetFactory
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
@@ -136,7 +136,7 @@ class Solver(SolverFace, ABC):
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
-            self._build_nets(trace)
+            self._build_nets(trace, guard)
             self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)
             self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
@@ -146,9 +146,10 @@ class Solver(SolverFace, ABC):
             check_snapshot_folder(snapshot_paths(self.state)[0])
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
 
-    def _build_nets(self, trace: Tracer) -> None:
-        factory = self._factory
+    def _build_nets(self, trace: Tracer, guard: bool) -> None:
+        factory, several = self._factory, self.callback.world_size > 1
         self.net = factory.train_net(trace)
+        factory.foresee(ForeseenUpdate(self.update_rule(), self.histories, self.param.clip_gradients, guard, several))
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)

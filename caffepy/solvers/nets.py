@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caffepy.backend.interface import Backend
+from caffepy.backend import Backend, Expression, foreseeing
 from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
@@ -16,11 +16,13 @@ from caffepy.config.paths import PathResolver
 from caffepy.data.prefetch import wait_on
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import LayerContext
+from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
+from caffepy.phases import phase
 from caffepy.proto import caffe_pb2
+from caffepy.solvers.rules.update import Update
 from caffepy.trace import NO_TRACE, Tracer
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,69 @@ class NetSource:
     param: caffe_pb2.NetParameter
     field: str
     resolve: Resolve
+
+
+@dataclass(frozen=True)
+class ForeseenUpdate:
+    """What follows on a backward pass.
+
+    Args:
+        rule, histories, clip, guard: as `Update` takes them; the number of histories.
+        several: whether several devices train together.
+    """
+
+    rule: Expression
+    histories: int
+    clip: float
+    guard: bool
+    several: bool
+
+    def run(self, net: Net) -> None:
+        """Update a net's parameters once."""
+        history = [net.parameters.new_history() for _ in range(self.histories)]
+        guard = self.guard or "float16" in net.parameters.copies
+        void = (lambda: net.parameters.void) if self.several else None
+        update = Update(net, self.rule, history, self.clip, guard, 0, void=void)
+        # The rule's arguments: data, diff and histories, two multipliers, these three, found_inf, its own.
+        own = len(self.rule.parameters) - self.histories - 8
+        values = net.backend.device_scalars(3 + own, 0).values
+        update.run(values[0], values[1], values[2], values[3:])
+
+
+def foresee_kernels(
+    param: caffe_pb2.NetParameter,
+    context: LayerContext,
+    state: caffe_pb2.NetState | None,
+    fuse: bool,
+    update: ForeseenUpdate | None,
+) -> None:
+    """Let other processes compile what the backend of a net will want and no cache has; returns before they are done.
+
+    Args:
+        param: the net as read.
+        context: the net's, with the shapes of its samples.
+        state: as `Net` takes it.
+        fuse: as `Net` takes it.
+        update: what follows on the backward pass; None: there is no such pass.
+    """
+    shard = replace(context.shard, rank=0)
+    settings = (state, context.sample_shapes, shard, context.dialect, context.test_iter, fuse, update)
+    net_text = f"{param.SerializeToString(deterministic=True).hex()} {settings}"
+    with phase("kernels foreseen"), foreseeing(context.backend, net_text) as backend:
+        if backend is None:
+            return
+        own = replace(context, backend=backend, passes=PassCounter(), first_sample=None, describe_sample=None)
+        net = Net(param, own, state, fuse)
+        try:
+            net.debug_info = False
+            net.prepare()
+            net.forward()
+            if update is not None:
+                net.clear_param_diffs()
+                net.backward()
+                update.run(net)
+        finally:
+            net.close()
 
 
 class NetFactory:
@@ -89,6 +154,11 @@ class NetFactory:
         log.log(self._level, "Creating training net from %s", source.field)
         return self._make(source, state, 1, trace)
 
+    def foresee(self, update: ForeseenUpdate | None = None) -> None:
+        """Have the kernels of the net that was made last compiled, with those of an update; returns at once."""
+        net, param, state = self._made[-1]
+        foresee_kernels(param, replace(net.context, sample_shapes=sample_shapes(net)), state, self.fuse, update)
+
     def train_setup(self) -> tuple[caffe_pb2.NetParameter, LayerContext, caffe_pb2.NetState]:
         """What `train_net` makes its net of, for planning it.
 
@@ -125,6 +195,7 @@ class NetFactory:
             net = self._make(source, state, self.param.test_iter[i])
             net.debug_info = self.param.debug_info
             net.share_trained_layers_with(train_net)
+            self.foresee()
             nets.append(net)
         return nets
 

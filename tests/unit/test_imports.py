@@ -72,6 +72,7 @@ FOLDERS = {
         "backend.cuda.elementwise backend.cuda.gemm backend.cuda.rows",
         "backend.cuda.convolution",
         "backend.cuda.backend",
+        "backend.cuda.compilation.foresight",
         "backend.__init__",
     ),
     "data": (

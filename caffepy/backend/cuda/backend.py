@@ -190,7 +190,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         return cuda_memory.flat(array)
 
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return cuda_memory.reshaped(array, shape)
+        return cuda_copy.reshaped(array, shape)
 
     def fill(self, array: Array, value: float) -> None:
         cuda_memory.fill(array, value)

@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import C_TYPES, argument, compiled, kernel_text, launch, library_kernel
-from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.compiler import (
+    C_TYPES,
+    argument,
+    compiled,
+    device_number,
+    kernel_text,
+    launch,
+    library_kernel,
+)
 from caffepy.backend.cuda.indexing import find_period
 from caffepy.backend.cuda.memory import Scratch, raw
 from caffepy.backend.types import Array, BatchNormState
@@ -132,7 +139,7 @@ def make_plan(
 ) -> Plan:
     """The kernel of kernels/<file>.cu for this layout, the dtype of arrays and further constants of the kernel."""
     dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
-    key = (layout, tuning, dtype, tuple(settings.items()), cupy.cuda.runtime.getDevice())
+    key = (layout, tuning, dtype, tuple(settings.items()), device_number())
     return _plan(file, entry or file, *key)
 
 

@@ -1,6 +1,7 @@
 """Own CUDA kernels: reads the .cu files beside this module, compiles each once in a process, launches them.
 
-Owns launch sizes. Kernels walk their elements with a grid stride, so any size is covered by any grid.
+Owns launch sizes. Kernels walk their elements with a grid stride, so any size is covered by any grid. Where a thread
+only foresees what a net will ask for, kernels are handed to the processes that compile ahead, and nothing is launched.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.backend.cuda.compilation.cubins import foresee, make_cubin
+from caffepy.backend.cuda.compilation.foreseen import ForeseenKernel, foreseen_target
+from caffepy.backend.cuda.compilation.target import OPTIONS, Target, find_target
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.layout import WIDE_LOAD
 from caffepy.backend.types import Array
@@ -20,6 +24,9 @@ from caffepy.phases import phase
 THREADS = 256
 MAX_BLOCKS = 132 * 16
 """Blocks that fill the largest GPU of today several times over; more would only add starts and ends."""
+
+FORESEEN = -1
+"""The number of a device on which kernels are only foreseen."""
 
 _compiling = threading.RLock()
 
@@ -30,21 +37,36 @@ def kernel_text(name: str) -> str:
     return (resources.files("caffepy.backend.cuda") / "kernels" / f"{name}.cu").read_text(encoding="utf-8")
 
 
+def device_number() -> int:
+    """CUDA's number of the present device, `FORESEEN` where kernels are only foreseen: plans depend on it."""
+    return FORESEEN if foreseen_target() is not None else int(cupy.cuda.runtime.getDevice())
+
+
 @cache
-def _module(text: str) -> Any:
-    return cupy.RawModule(code=text, options=("--std=c++17",))
+def _module(text: str, target: Target | None) -> Any:
+    if target is None:
+        return cupy.RawModule(code=text, options=OPTIONS[:1])
+    return cupy.RawModule(path=str(make_cubin(text, target)))
 
 
 @cache
 def _function(text: str, name: str, device: int) -> Any:
     with phase("CUDA kernels", "Compiling CUDA kernels"):
-        return _module(text).get_function(name)
+        return _module(text, find_target()).get_function(name)
 
 
 def compiled(text: str, name: str) -> Any:
-    """A kernel of some CUDA text, compiled on first use; solver threads share what one of them compiled."""
+    """A kernel of some CUDA text, compiled on first use; solver threads share what one of them compiled.
+
+    Raises:
+        RunError: it does not compile.
+    """
+    target = foreseen_target()
+    if target is not None:
+        foresee(text, target)
+        return ForeseenKernel()
     with _compiling:
-        return _function(text, name, cupy.cuda.runtime.getDevice())
+        return _function(text, name, device_number())
 
 
 @cache

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import C_TYPES, THREADS, defines, divider, library_kernel
+from caffepy.backend.cuda.compiler import C_TYPES, THREADS, defines, device_number, divider, library_kernel
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.indexing import Axis, collapse, widest
-from caffepy.backend.cuda.memory import Scratch, is_dense
-from caffepy.backend.layout import memory_order
+from caffepy.backend.cuda.memory import Scratch, allocate, is_dense
+from caffepy.backend.layout import is_plain, memory_order, view
 from caffepy.backend.types import Array
 
 AXES = 4
@@ -84,6 +84,21 @@ def add(source: Array, destination: Array) -> None:
     """See `Backend.add`."""
     if destination.size:
         _move(source, destination, add=True)
+
+
+def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """The elements in logical order under another shape: a view if memory order allows, else a new copy."""
+    if tuple(array.shape) == tuple(shape) and is_dense(array):
+        return array
+    if not array.flags.c_contiguous:
+        ordered = allocate((array.size,), array.dtype.name).reshape(array.shape)
+        copy(array, ordered)
+        array = ordered
+    if is_plain(shape):
+        return view(array.reshape(-1), shape)
+    result = allocate(shape, array.dtype.name)
+    copy(array.reshape(shape), result)
+    return result
 
 
 def upload(host: Any, destination: Array, scratch: Scratch) -> None:
@@ -208,7 +223,7 @@ def _move(source: Array, destination: Array, add: bool) -> None:
     alignments = (math.gcd(int(source.data.ptr), 16), math.gcd(int(destination.data.ptr), 16))
     ends = Ends(
         tuple(source.shape), (source.strides, destination.strides), (source.dtype.char, destination.dtype.char),
-        alignments, add, cupy.cuda.runtime.getDevice(),
+        alignments, add, device_number(),
     )  # fmt: skip
     plan = _plan(ends)
     if plan is not None:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import layout
+from caffepy.backend.cuda.compilation.foreseen import ForeseenArray, foreseen_target
+from caffepy.backend.cuda.compiler import defines, launch, library_kernel
 from caffepy.backend.cuda.device import cupy, device_memory
-from caffepy.backend.layout import aligned_bytes, is_plain, memory_order, view
+from caffepy.backend.layout import aligned_bytes, memory_order, view
 from caffepy.backend.types import Array, element_dtype
 from caffepy.errors import DeviceError
 
@@ -18,6 +20,9 @@ TICKETS = 1024
 
 DLPACK_CUDA = 2
 """kDLCUDA of DLPack's device types."""
+
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int"}
+"""The type in which kernels/fill.cu sets elements of so many bytes."""
 
 LARGE = 2**20
 """Bytes from which `Scratch` looks for a buffer in the leased memory."""
@@ -31,7 +36,16 @@ def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
     """
     size, kind = math.prod(shape), np.dtype(element_dtype(dtype))
     with device_memory(f"an array of shape {shape} ({size * kind.itemsize} bytes)"):
-        return view(cupy.empty(size, kind), shape)
+        return view(_empty(size, kind), shape)
+
+
+def _empty(size: int, dtype: Any) -> Array:
+    return cupy.empty(size, dtype) if foreseen_target() is None else ForeseenArray.flat(size, dtype)
+
+
+def is_array(value: Any) -> bool:
+    """Whether an argument of a primitive is an array, not a number."""
+    return isinstance(value, (cupy.ndarray, ForeseenArray))
 
 
 def is_dense(array: Array) -> bool:
@@ -48,24 +62,6 @@ def raw(array: Array) -> Array:
 def flat(array: Array) -> Array:
     """The elements as 1-D view in memory order."""
     return memory_order(raw(array)).reshape(-1)
-
-
-def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
-    """The elements in logical order under another shape: a view if memory order allows, else a new copy."""
-    if tuple(array.shape) == tuple(shape) and is_dense(array):
-        return array
-    if not array.flags.c_contiguous:
-        array = _in_logical_order(array)
-    if is_plain(shape):
-        return view(array.reshape(-1), shape)
-    result = allocate(shape, array.dtype.name)
-    cupy.copyto(result, array.reshape(shape))
-    return result
-
-
-def _in_logical_order(array: Array) -> Array:
-    with device_memory(f"a copy of an array of shape {array.shape} ({array.nbytes} bytes)"):
-        return cupy.ascontiguousarray(array)
 
 
 def download(array: Array, stream: Any) -> Any:
@@ -93,12 +89,23 @@ def adopt(array: Any, device: int) -> Array | None:
 
 
 def fill(array: Array, value: float) -> None:
-    if is_dense(array):
-        array = flat(array)
-        if value == 0:
-            array.data.memset_async(0, array.nbytes, cupy.cuda.get_current_stream())
-            return
-    array.fill(_bfloat16(value) if array.dtype == np.uint16 else value)
+    """Set all elements to a number."""
+    dense = is_dense(array)
+    if dense and value == 0:
+        array.data.memset_async(0, array.nbytes, cupy.cuda.get_current_stream())
+        return
+    bits = _bits(array, value)
+    if dense and array.itemsize in WORDS:
+        kernel = library_kernel("fill", "fill", defines(Element=WORDS[array.itemsize]))
+        launch(kernel, array.size, (array, bits, np.uint64(array.size)))
+    else:
+        array.fill(bits.view(array.dtype))
+
+
+def _bits(array: Array, value: float) -> Any:
+    """A number as the unsigned integer that holds an element of an array."""
+    word = np.dtype(f"u{array.itemsize}").type
+    return word(_bfloat16(value)) if array.dtype == np.uint16 else np.array(value, array.dtype).view(word)[()]
 
 
 def _bfloat16(value: float) -> int:
@@ -176,7 +183,7 @@ class Scratch:
         if buffer is None or buffer.size < size:
             self._drop(purpose)
             with device_memory(f"{purpose} ({size} bytes)"):
-                buffer = self._buffers[purpose] = cupy.empty(size, "uint8")
+                buffer = self._buffers[purpose] = _empty(size, "uint8")
         view = self._views[purpose, count, dtype] = buffer[:size].view(dtype)[:count]
         return view
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import THREADS, c_type, defines, divider, library_kernel
-from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.compiler import THREADS, c_type, defines, device_number, divider, library_kernel
 from caffepy.backend.cuda.indexing import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.types import Array, Geometry
@@ -73,8 +72,7 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
     if name.endswith("forward") and math.prod(g.kernel) >= LARGE_WINDOW:
         width = _narrowed(width, pooled.size)
     case = Pooling(
-        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, width,
-        cupy.cuda.runtime.getDevice(),
+        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, width, device_number(),
     )  # fmt: skip
     plan = _plan(case)
     if plan is not None:

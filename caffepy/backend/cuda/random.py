@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, divider, library_kernel
-from caffepy.backend.cuda.device import cupy
-from caffepy.backend.cuda.memory import raw
+from caffepy.backend.cuda.memory import is_array, raw
 from caffepy.backend.layout import channels_and_pixels
 from caffepy.backend.types import Array, Counter, RandomStream
 
@@ -61,7 +60,7 @@ def _defines(*types: str, quads: bool) -> str:
 def _sequence(stream: RandomStream, counter: Counter) -> tuple[Any, ...]:
     """Key and position of a sequence; a counter in device memory is read by the kernel."""
     keys = ((stream.seed & LOW) ^ stream.stream, (stream.seed >> 32) & LOW)
-    if isinstance(counter, cupy.ndarray):
+    if is_array(counter):
         assert counter.dtype == np.uint64 and counter.size == 2, counter
         return (*map(np.uint32, keys), np.uint32(0), np.uint64(0), counter)
     pass_number, first_sample = counter

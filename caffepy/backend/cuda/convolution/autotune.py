@@ -14,6 +14,7 @@ from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
 from caffepy.backend.types import Array
@@ -50,7 +51,7 @@ class Autotuner:
     """
 
     def __init__(self, enabled: bool, device: str) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._device = device
         self._decisions = decisions(cache_file())
 
@@ -58,7 +59,7 @@ class Autotuner:
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
         """The candidate to use for a task from now on; None if there is none."""
-        if not self._enabled:
+        if not self.enabled:
             return _first(families)
         key = self._key(task, resources)
         with self._decisions.turn(key):
@@ -82,6 +83,14 @@ class Autotuner:
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
+
+    def likely(
+        self, task: Task, families: Sequence[AlgorithmFamily], resources: Resources
+    ) -> Sequence[AlgorithmFamily]:
+        if not self.enabled:
+            return [family for family in families if not family.checked][:1]
+        known = self._decisions.get(self._key(task, resources))
+        return [family for family in families if known is None or known.name.startswith(family.name)]
 
     def _key(self, task: Task, resources: Resources) -> str:
         p, g = task.problem, task.problem.geometry
@@ -182,7 +191,7 @@ class Trial:
         for operands in choices:
             self._operands = operands()
             self._trusted[0].run(self._operands)
-            kept = [result.copy() for result in map(flat, self._results())]
+            kept = [_copy_of(result) for result in map(flat, self._results())]
             if all(0.0 < largest(result) < float("inf") for result in kept):
                 return kept
         return []
@@ -201,6 +210,13 @@ class Trial:
                 logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, error, limit)
                 return False
         return True
+
+
+def _copy_of(array: Array) -> Array:
+    """CuPy's own copies take a kernel, which it would compile."""
+    result = allocate(array.shape, array.dtype.name)
+    copy(array, result)
+    return result
 
 
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | None:

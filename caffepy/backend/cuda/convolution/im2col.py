@@ -20,7 +20,8 @@ COLUMNS_LIMIT = 2**26
 
 def _channels_last(array: Array) -> Array:
     """The array as (N, spatial..., C), contiguous: a view for images, a copy for others."""
-    return cupy.ascontiguousarray(array.transpose(0, *range(2, array.ndim), 1))
+    turned = array.transpose(0, *range(2, array.ndim), 1)
+    return turned if turned.flags.c_contiguous else cupy.ascontiguousarray(turned)
 
 
 class Im2colConvolution:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from caffepy.backend.cuda.compiler import c_type, defines, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
@@ -80,13 +80,35 @@ class SpaceToDepthCandidate:
         restore(out, result, operands.out, operands.accumulate)
 
 
+class NoConvolution:
+    """A candidate that computes nothing: what is around it shows which kernels it needs."""
+
+    name = "nothing"
+
+    def prepare(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, operands: Operands) -> None:
+        """Nothing."""
+
+
+def foreseen_rearrangements(task: Task, names: Container[str], resources: Resources) -> Iterator[Candidate]:
+    """What the candidates of families of these names do before and after cuDNN."""
+    for name, equivalent in _equivalents(task):
+        if name in names:
+            yield SpaceToDepthCandidate(task, equivalent, NoConvolution(), name, resources)
+
+
 def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     """A family for each equivalent problem: there are some where channels are few or odd in number."""
-    return [
-        _family(name, task, equivalent, resources)
-        for name, equivalent in equivalent_problems(task.problem, task.direction)
-        if task == task.plain or equivalent.y.source == equivalent.y.target
-    ]
+    return [_family(name, task, equivalent, resources) for name, equivalent in _equivalents(task)]
+
+
+def _equivalents(task: Task) -> Iterator[tuple[str, EquivalentProblem]]:
+    for name, equivalent in equivalent_problems(task.problem, task.direction):
+        if task == task.plain or equivalent.y.source == equivalent.y.target:
+            yield name, equivalent
 
 
 def _family(name: str, task: Task, equivalent: EquivalentProblem, resources: Resources) -> AlgorithmFamily:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import C_TYPES, THREADS, compiled, divider, kernel_text
+from caffepy.backend.cuda.compiler import C_TYPES, THREADS, compiled, device_number, divider, kernel_text
 from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.elementwise.codegen import Access, Variant, apply_text, formula_text
 from caffepy.backend.cuda.indexing import Period, find_period
-from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.cuda.memory import Scratch, is_array
 from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.layout import is_dense, view
 from caffepy.backend.types import Array
@@ -58,7 +58,7 @@ class Signature(NamedTuple):
 
 def _signature(value: Argument) -> Signature | None:
     """None for a number."""
-    if not isinstance(value, cupy.ndarray):
+    if not is_array(value):
         return None
     return Signature(value.shape, value.strides, math.gcd(int(value.data.ptr), 16), value.dtype.char)
 
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 def make_call(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> Call:
     """The key of a call of `apply` or `reduce`."""
-    device = cupy.cuda.runtime.getDevice()
+    device = device_number()
     results = tuple(s for s in map(_signature, outputs) if s is not None)
     return Call(expression, tuple(map(_signature, inputs)), results, axis, device)
 
@@ -125,7 +125,7 @@ class Launch:
     def run(self, inputs: Sequence[Argument], outputs: Sequence[Array], *tail: Any) -> None:
         arguments = [*self.head]
         for value, extra in zip(inputs, self.extras, strict=True):
-            arguments.append(value if isinstance(value, cupy.ndarray) else np.float32(value))
+            arguments.append(value if is_array(value) else np.float32(value))
             arguments += extra
         self.kernel(self.grid, self.block, (*arguments, *outputs, *tail))
 
