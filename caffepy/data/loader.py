@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.cpu.jit.deferred import Patience
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
 from caffepy.data.images.cache import ImageCache
@@ -29,6 +30,9 @@ from caffepy.proto import caffe_pb2
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
+
+_LOADING = 4000
+"""Images that are copied one by one in the time that numba takes to be imported, half a second."""
 
 
 class ImageLoader(ABC):
@@ -240,16 +244,22 @@ class ImageLoader(ABC):
 class DatumLoader(ImageLoader):
     """Records are Datums: bytes, floats, or an encoded image."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._patience = Patience(_LOADING)
+
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        from caffepy.data.images.image_bytes import copy_records
-
         index = self._source.index
         if self._transformer.prepares or self._transformer.centers_mean:
             return super()._copy_plain(records, samples, slot, block)
         if index is None or not self._source.concurrent(int(records.max()) + 1):
             return super()._copy_plain(records, samples, slot, block)
+        if not self._patience.ends(records.size):
+            return super()._copy_plain(records, samples, slot, block)
+        from caffepy.data.images.image_bytes import copy_records
+
         pending = copy_records(
             index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads
         )

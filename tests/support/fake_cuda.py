@@ -149,6 +149,9 @@ class Nothing:
         """Always."""
         return True
 
+    def keep(self) -> None:
+        """Nothing."""
+
     def run(self, operands: Any) -> None:
         """Nothing."""
 
@@ -183,7 +186,7 @@ def fake_backend(math_mode: str) -> Iterator[Any]:
     )})  # fmt: skip
     cublas._library = lambda: library  # type: ignore[assignment]
     for module in (registry, space_to_depth_cudnn, cudnn):
-        module.cudnn_candidates = lambda *_: [Nothing()]  # type: ignore[attr-defined]
+        module.cudnn_candidates = lambda *_, **__: [Nothing()]  # type: ignore[attr-defined]
     registry.split_candidates = registry._copied = lambda *_: []  # type: ignore[assignment]
     backend: Any = create_backend(0, math=math_mode, autotune=False)
     backend._resources.tuner = EveryCandidate()

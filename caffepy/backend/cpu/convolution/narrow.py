@@ -26,7 +26,8 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
 )
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel, address_of
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from caffepy.backend.cuda.compiler import c_type, defines, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
-from caffepy.backend.cuda.convolution.cudnn import cudnn_candidates
+from caffepy.backend.cuda.convolution.cudnn import CudnnPlan, cudnn_candidates
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
 from caffepy.backend.cuda.memory import Scratch, raw
@@ -57,7 +57,7 @@ class SpaceToDepthCandidate:
     """
 
     def __init__(
-        self, task: Task, equivalent: EquivalentProblem, inner: Candidate, name: str, resources: Resources
+        self, task: Task, equivalent: EquivalentProblem, inner: CudnnPlan, name: str, resources: Resources
     ) -> None:
         self.name = name
         self._task = task
@@ -65,6 +65,7 @@ class SpaceToDepthCandidate:
         self._inner = inner
         self._resources = resources
         self.prepare = inner.prepare
+        self.keep = inner.keep
 
     def run(self, operands: Operands) -> None:
         first, second, out = self._equivalent.arrays(self._task.direction)
@@ -92,8 +93,9 @@ def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmF
 def _family(name: str, task: Task, equivalent: EquivalentProblem, resources: Resources) -> AlgorithmFamily:
     inner_task = Task(equivalent.problem, task.direction, task.bias, task.relu, task.sums)
 
-    def candidates() -> Iterator[Candidate]:
-        for inner in cudnn_candidates(inner_task, resources):
+    def candidates(kept: str | None = None) -> Iterator[Candidate]:
+        inner_name = None if kept is None else kept.removeprefix(name)
+        for inner in cudnn_candidates(inner_task, resources, kept=inner_name):
             yield SpaceToDepthCandidate(task, equivalent, inner, f"{name}{inner.name}", resources)
 
-    return AlgorithmFamily(name, candidates, checked=True)
+    return AlgorithmFamily(name, candidates, checked=True, kept=candidates)
