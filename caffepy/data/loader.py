@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
 
+_LARGE = 2**16
+"""Bytes of an image that is not compressed from which on reading it takes longer than Python's part."""
 _LOADING = 4000
 """Images that are copied one by one in the time that numba takes to be imported, half a second."""
 
@@ -208,11 +210,16 @@ class ImageLoader(ABC):
         uncopied = np.flatnonzero(pending)
         if uncopied.size:
             choices = self._transformer.choose(self._seed, self._stream, samples)
-            workers = self._workers if self._source.concurrent(int(records.max()) + 1) else Workers(1)
+            together = self._source.concurrent(int(records.max()) + 1) and self._gains_by_threads(slot)
+            workers = self._workers if together else Workers(1)
             workers.run(lambda i: self._copy_one(i, records, samples, choices, slot, block, pending), uncopied.tolist())
             uncopied = np.flatnonzero(pending)
         self._order.prepare()
         return int(uncopied[0]) // count if uncopied.size else len(firsts)
+
+    def _gains_by_threads(self, slot: ImageSlot) -> bool:
+        """Whether more than Python is busy with a record, so that several threads read faster than one."""
+        return True
 
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
@@ -268,6 +275,9 @@ class DatumLoader(ImageLoader):
 
     def decodes(self) -> bool:
         return parse_datum(self._source.read(0))[0].encoded
+
+    def _gains_by_threads(self, slot: ImageSlot) -> bool:
+        return slot.channels * slot.height * slot.width >= _LARGE or self.decodes()
 
     def parse(self, number: int) -> tuple[Image, float]:
         datum, data = parse_datum(self._source.read(number))

@@ -32,6 +32,7 @@ from caffepy.backend.cuda.device import (
     device_names,
     device_properties,
     import_cudnn,
+    load_cudnn_ahead,
 )
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
@@ -86,6 +87,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         super().__init__()
         check_device(device)
         cudnn = import_cudnn()
+        load_cudnn_ahead()
         self.name = f"cuda:{device}"
         self.math = math
         self.device = device
