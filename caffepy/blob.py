@@ -125,7 +125,7 @@ class Blob:
         """The values, zero until written where `fill_with` has not said what they are."""
         if self._data is None:
             self._data = self.backend.zeros(self._shape, self.dtype)
-            self._fill()
+        self.fill()
         return self._data
 
     @property
@@ -136,25 +136,25 @@ class Blob:
         return self._diff
 
     def fill_with(self, values: Callable[[], Any]) -> None:
-        """Take the values from a function when they are first used: an array of the blob's shape in host memory."""
+        """Take the values from a function when they are first used: an array of the blob's shape in host memory.
+
+        Memory for them is allocated now.
+        """
         self.drop_data()
+        _ = self.data
         self._initial = values
 
     def move(self, memory: Array) -> None:
         """Bind the values to `memory`, which they are copied to, or written to if they were not used yet."""
-        if self._data is None and self._initial is not None:
+        if self._initial is not None:
             self._data = memory
-            self._fill()
+            self.fill()
         else:
             self.backend.copy(self.data, memory)
             self.bind(data=memory)
 
     def fill(self) -> None:
         """Take the values that `fill_with` named now."""
-        if self._initial is not None:
-            _ = self.data
-
-    def _fill(self) -> None:
         if self._initial is not None:
             values, self._initial = self._initial, None
             self.backend.from_host(values(), self._data)
@@ -174,6 +174,7 @@ class Blob:
 
     def allocated(self, part: str) -> Array | None:
         """`data` or `diff` by name; None before its first use."""
+        self.fill()
         return self._data if part == "data" else self._diff
 
     def values_as(self, dtype: str) -> Array:
