@@ -24,6 +24,8 @@ from caffepy.errors import AbortedError, CaffepyError, RunError
 logger = logging.getLogger(__name__)
 
 
+_GROWTH = 8
+"""How many times as many passes each of the first batches of bytes has as the one before, up to a whole block."""
 _POLL_SECONDS = 0.1
 """Interval at which a waiting solver checks its timeout, and whether it is to wait any longer."""
 
@@ -266,7 +268,7 @@ class Prefetcher:
     def _fill(self, batch: Batch) -> None:
         if self._slot is not None:
             end = min((self._next // self._block + 1) * self._block, self._next + self._at_once)
-            passes, self._at_once = range(self._next, end), min(2 * self._at_once, self._block)
+            passes, self._at_once = range(self._next, end), min(_GROWTH * self._at_once, self._block)
             firsts = [self._first_sample(number) for number in passes]
             block = batch.reserve(self._slot, self._block)
             batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, block)
