@@ -46,8 +46,19 @@ are foreseen, by a run on arrays without memory, and compiled by eight processes
 they load.
 
 Tuning that left a family of candidates after five in a row that were not faster saved nothing (17 to 25 s in GoogLeNet,
-noise) and chose convolutions that took 2.5 % longer in GoogLeNet, so all are tried. What would move it: cuDNN's plans
-kept in its own serialised form.
+noise) and chose convolutions that took 2.5 % longer in GoogLeNet, so all are tried.
+
+Where a start with full caches went, of ResNet-50 on one H200 (all threads' stacks sampled) and LeNet on two, and what
+was done about it: cuInit 0.28 s and each context 0.13, in which CuPy lets no other thread run (now the driver's own
+calls, in threads from the first line on: two contexts 0.2 s together); numba and what it imports for its first function
+0.4 to 0.9 s (now imported only when reading data, or a layer on the host, gains by it); fillers 0.4 s (now drawn in
+threads, and by test nets only where they do not share); the net's text parsed three times, 0.1 s (once); 59 plans of
+cuDNN 0.57 s, 0.19 of them its libraries (kept in its own form, 3 kB each: 0.41 s one after the other with the loading
+of kernels that their first runs would do, 0.17 by cuDNN's own calls; the libraries are loaded ahead); up to sixteen
+threads that read LeNet's records by Python, each keeping the two solver threads waiting (one thread, shorter turns, and
+short batches at first). Of 6.4 s of tuning ResNet-50 with empty caches 2.6 are timed runs of candidates, 2.0 the
+finalists, 1.4 questions to heuristics (half of them for the chosen plan once more, which is now read back) and 0.13 the
+building of 1581 plans: building them in threads would gain nothing, and the binding keeps the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from caffepy.errors import ShapeError
@@ -90,6 +91,8 @@ class Blob:
         self._shape: tuple[int, ...] = ()
         self._data: Array | None = None
         self._diff: Array | None = None
+        self._initial: Callable[[], Any] | None = None
+        """Gives the values that the blob has when they are first used."""
         self.gradient_started = False
         """Whether `diff` already holds a part of this iteration's parameter gradient."""
         self.reshape(shape)
@@ -114,14 +117,15 @@ class Blob:
             return
         check_shape(shape, f"blob '{self.name}'")
         self._shape = shape
-        self._data = None
+        self.drop_data()
         self._diff = None
 
     @property
     def data(self) -> Array:
-        """The values, zero until written."""
+        """The values, zero until written where `fill_with` has not said what they are."""
         if self._data is None:
             self._data = self.backend.zeros(self._shape, self.dtype)
+        self.fill()
         return self._data
 
     @property
@@ -131,21 +135,46 @@ class Blob:
             self._diff = self.backend.zeros(self._shape, self.dtype)
         return self._diff
 
+    def fill_with(self, values: Callable[[], Any]) -> None:
+        """Take the values from a function when they are first used: an array of the blob's shape in host memory.
+
+        Memory for them is allocated now.
+        """
+        self.drop_data()
+        _ = self.data
+        self._initial = values
+
+    def move(self, memory: Array) -> None:
+        """Bind the values to `memory`, which they are copied to, or written to if they were not used yet."""
+        if self._initial is not None:
+            self._data = memory
+            self.fill()
+        else:
+            self.backend.copy(self.data, memory)
+            self.bind(data=memory)
+
+    def fill(self) -> None:
+        """Take the values that `fill_with` named now."""
+        if self._initial is not None:
+            values, self._initial = self._initial, None
+            self.backend.from_host(values(), self._data)
+
     def bind(self, data: Array | None = None, diff: Array | None = None) -> None:
         """Use `data` or `diff` from another owner: views of a flat buffer, or another blob's arrays."""
         for array in (data, diff):
             assert array is None or tuple(array.shape) == self._shape, (array.shape, self._shape)
         if data is not None:
-            self._data = data
+            self._data, self._initial = data, None
         if diff is not None:
             self._diff = diff
 
     def drop_data(self) -> None:
         """Give up the values; they are zero, and allocated anew, when they are used next."""
-        self._data = None
+        self._data = self._initial = None
 
     def allocated(self, part: str) -> Array | None:
         """`data` or `diff` by name; None before its first use."""
+        self.fill()
         return self._data if part == "data" else self._diff
 
     def values_as(self, dtype: str) -> Array:

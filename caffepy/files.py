@@ -122,7 +122,7 @@ def read_private(path: Path, most: int) -> bytes:
 
 
 @contextmanager
-def atomic_write(path: Path, unharmed: str = "") -> Iterator[BinaryIO]:
+def atomic_write(path: Path, unharmed: str = "", durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file beside `path`, open for writing; after the block it is synced and renamed to `path`.
 
     If the block fails, the new file is removed and `path` is unchanged. Its name cannot be foreseen and must be new, so
@@ -132,6 +132,7 @@ def atomic_write(path: Path, unharmed: str = "") -> Iterator[BinaryIO]:
     Args:
         path: the file to write.
         unharmed: for the error's message, what the failure leaves as it was.
+        durable: whether it must outlive a failure of the system right after; syncing takes milliseconds.
 
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
@@ -142,9 +143,11 @@ def atomic_write(path: Path, unharmed: str = "") -> Iterator[BinaryIO]:
             try:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
                 os.replace(temporary, path)
-                _sync_folder(path.parent)
+                if durable:
+                    _sync_folder(path.parent)
                 with suppress(OSError):  # the folder may be written and not listed
                     remove_leftovers(path.parent, path.name.__eq__)
             except BaseException:

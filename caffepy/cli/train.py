@@ -180,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: whatever is wrong with the files, the data or the devices.
     """
     _check_options(args)
+    _begin_cuda(args)
     START.add("command line", 0.0)
     START.level = logging.INFO if args.profile_start else logging.DEBUG
     from caffepy.progress import progress_bar
@@ -202,6 +203,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _begin_cuda(args: argparse.Namespace, device: int | None = None) -> None:
+    """Start CUDA beside what follows, if GPUs are asked for: by the options, or by the solver, which names one."""
+    from caffepy.parallel.processes.launcher import find_launcher
+    from caffepy.training import early_cuda
+
+    if args.cpu or (args.gpus is None and device is None):
+        return
+    early_cuda.begin()
+    if isinstance(args.gpus, str) or find_launcher() is not None:
+        return  # which ones this process takes is not known yet
+    early_cuda.begin([device] if args.gpus is None and device is not None else args.gpus)
+
+
 def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.cli.devices import shares_gpus, train_devices
     from caffepy.config.paths import PathResolver
@@ -213,6 +227,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     param = _read_solver(args)
     prepare_solver(param, str(args.solver), bool(args.weights or args.snapshot), args.level, args.stage)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
+    _begin_cuda(args, param.device_id if gpu_mode else None)
     resolve = PathResolver(args.solver)
     return TrainOptions(
         solver=param,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.cpu.jit.deferred import Patience
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
 from caffepy.data.images.cache import ImageCache
@@ -29,6 +30,11 @@ from caffepy.proto import caffe_pb2
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
+
+_LARGE = 2**16
+"""Bytes of an image that is not compressed from which on reading it takes longer than Python's part."""
+_LOADING = 4000
+"""Images that are copied one by one in the time that numba takes to be imported, half a second."""
 
 
 class ImageLoader(ABC):
@@ -204,11 +210,16 @@ class ImageLoader(ABC):
         uncopied = np.flatnonzero(pending)
         if uncopied.size:
             choices = self._transformer.choose(self._seed, self._stream, samples)
-            workers = self._workers if self._source.concurrent(int(records.max()) + 1) else Workers(1)
+            together = self._source.concurrent(int(records.max()) + 1) and self._gains_by_threads(slot)
+            workers = self._workers if together else Workers(1)
             workers.run(lambda i: self._copy_one(i, records, samples, choices, slot, block, pending), uncopied.tolist())
             uncopied = np.flatnonzero(pending)
         self._order.prepare()
         return int(uncopied[0]) // count if uncopied.size else len(firsts)
+
+    def _gains_by_threads(self, slot: ImageSlot) -> bool:
+        """Whether more than Python is busy with a record, so that several threads read faster than one."""
+        return True
 
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
@@ -240,16 +251,22 @@ class ImageLoader(ABC):
 class DatumLoader(ImageLoader):
     """Records are Datums: bytes, floats, or an encoded image."""
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._patience = Patience(_LOADING)
+
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        from caffepy.data.images.image_bytes import copy_records
-
         index = self._source.index
         if self._transformer.prepares or self._transformer.centers_mean:
             return super()._copy_plain(records, samples, slot, block)
         if index is None or not self._source.concurrent(int(records.max()) + 1):
             return super()._copy_plain(records, samples, slot, block)
+        if not self._patience.ends(records.size):
+            return super()._copy_plain(records, samples, slot, block)
+        from caffepy.data.images.image_bytes import copy_records
+
         pending = copy_records(
             index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads
         )
@@ -258,6 +275,9 @@ class DatumLoader(ImageLoader):
 
     def decodes(self) -> bool:
         return parse_datum(self._source.read(0))[0].encoded
+
+    def _gains_by_threads(self, slot: ImageSlot) -> bool:
+        return slot.channels * slot.height * slot.width >= _LARGE or self.decodes()
 
     def parse(self, number: int) -> tuple[Image, float]:
         datum, data = parse_datum(self._source.read(number))

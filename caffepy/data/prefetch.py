@@ -24,6 +24,8 @@ from caffepy.errors import AbortedError, CaffepyError, RunError
 logger = logging.getLogger(__name__)
 
 
+_GROWTH = 8
+"""How many times as many passes each of the first batches of bytes has as the one before, up to a whole block."""
 _POLL_SECONDS = 0.1
 """Interval at which a waiting solver checks its timeout, and whether it is to wait any longer."""
 
@@ -157,6 +159,8 @@ class Prefetcher:
         self._where = where
         self._slot = slot
         self._block = block
+        self._at_once = 1
+        """Passes of the next batch of bytes, at most: few at first, so that the first one comes soon."""
         self._memory = memory
         self.waited = 0.0
         """Seconds that `get` has waited for batches."""
@@ -263,7 +267,8 @@ class Prefetcher:
 
     def _fill(self, batch: Batch) -> None:
         if self._slot is not None:
-            passes = range(self._next, (self._next // self._block + 1) * self._block)
+            end = min((self._next // self._block + 1) * self._block, self._next + self._at_once)
+            passes, self._at_once = range(self._next, end), min(_GROWTH * self._at_once, self._block)
             firsts = [self._first_sample(number) for number in passes]
             block = batch.reserve(self._slot, self._block)
             batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, block)

@@ -74,6 +74,7 @@ class Net:
         self.outputs = built.outputs
         self._table = built.table
         self._buffer: ParameterBuffer | None = None
+        self._filled = False
         rewrite = fold_nodes if self.phase == caffe_pb2.TEST else fuse_nodes
         self.schedule = rewrite(self.nodes) if fuse else self.nodes
         """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
@@ -191,13 +192,21 @@ class Net:
         self.context.passes.number += 1
 
     def prepare(self) -> None:
-        """Allocate the flat buffers and refresh the half-precision copies of the parameters. Called before a pass."""
+        """Allocate the flat buffers, fill parameters, refresh their half-precision copies. Called before a pass."""
         if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._dtypes):
             self._buffer = self.parameters
+        if not self._filled:
+            self._fill_parameters()
         if self._dtypes and self.keeps_copies:
             self.parameters.refresh(self._dtypes)
         if self.folds_parameters:
             self.fold_parameters()
+
+    def _fill_parameters(self) -> None:
+        """Fill the parameters that nothing has used yet: in a pass that is captured it would be too late."""
+        for blob in (blob for layer in self.layers for blob in layer.blobs):
+            blob.fill()
+        self._filled = True
 
     def fold_parameters(self) -> None:
         """Compute the weights that folded layers make of the present parameters."""

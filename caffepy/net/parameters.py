@@ -231,8 +231,7 @@ class ParameterBuffer:
 
     def _move(self, parameter: Parameter) -> None:
         view = self.view(self.data, parameter)
-        self.backend.copy(parameter.blob.data, view)
-        parameter.blob.bind(data=view)
+        parameter.blob.move(view)
         for blob in parameter.sharers:
             blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
 

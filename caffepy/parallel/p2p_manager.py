@@ -13,7 +13,6 @@ from functools import partial
 
 from caffepy.defaults import TIMEOUT
 from caffepy.errors import RunError
-from caffepy.layers.core.base import import_layer_types
 from caffepy.parallel.agreed_options import agree_on_options
 from caffepy.parallel.agreement import agree_on_start
 from caffepy.parallel.control.connect import connect_training
@@ -166,7 +165,6 @@ class P2PManager:
     def _start(self) -> SolverState | None:
         """Start the threads, each of which builds its solver; what the root's has restored, once all are ready."""
         self._syncs.start()
-        import_layer_types()  # numba's part of it takes as long as the threads wait for CUDA
         self._syncs.wait(lambda sync: sync.ready.is_set(), self._world, self._failures.raise_first)
         errors = (_as_exception(sync.error) for sync in self._syncs if sync.error is not None)
         self._world.raise_on_all(next(errors, None))

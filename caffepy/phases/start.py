@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ SILENCE = 1.0
 """Seconds without a line of the log after which there is one."""
 _LOOK = 0.1
 """Seconds between two looks."""
+_TURN = 0.0005
+"""Seconds that a thread may keep others waiting until then, for Python's 0.005: each of a start's many short calls of
+CUDA would wait so long for the threads that read data."""
 
 
 @dataclass
@@ -138,7 +142,10 @@ class _LastLine(logging.Handler):
 
 @contextmanager
 def announcing(phases: Phases) -> Iterator[None]:
-    """Until the first iteration is done or a `with` block is left, say what is being done where the log is silent."""
+    """Until the first iteration is done or a `with` block is left, say what is being done where the log is silent.
+
+    Until then threads take shorter turns, too.
+    """
     stop = threading.Event()
     package = logging.getLogger("caffepy")
     last = _LastLine(phases.now)
@@ -148,8 +155,11 @@ def announcing(phases: Phases) -> Iterator[None]:
             doing = phases.doing() if phases.now() - last.time >= SILENCE else ""
             if doing:
                 logger.info("%s ...", doing)
+        sys.setswitchinterval(interval)
 
     package.addHandler(last)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN)
     thread = threading.Thread(target=look, name="announcing", daemon=True)
     thread.start()
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from caffepy.layers.core.base import LAYERS, LayerContext, layer_class
+from caffepy.layers.core.base import LAYERS, LayerContext, import_layer_types, layer_class
 from caffepy.layers.core.base import Layer as CoreLayer
 from caffepy.layers.python.python_layer import PythonLayer
 from caffepy.net.wiring import Node
@@ -20,7 +20,7 @@ from caffepy.pycaffe.mode import mode
 
 def layer_type_list() -> list[str]:
     """The types of layers that a prototxt can name, in alphabetical order."""
-    layer_class("Python")  # imports all of them
+    import_layer_types()
     return sorted(LAYERS)
 
 

@@ -308,3 +308,39 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
         backend.synchronize()
         assert np.array_equal(y.get(), expected[0])
         assert np.array_equal(dweights.get(), expected[1])
+
+
+@pytest.mark.parametrize("case", ["odd numbers", "two groups", "7x7 / 2 on 3 channels", "three axes, odd channels"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_kept_plans_give_the_same_bits(make: Callable[..., Any], case: str, dtype: str) -> None:
+    """Every plan of cuDNN for a task, written and read: the same results, and no question to heuristics."""
+    from caffepy.backend.cuda.convolution.autotune import _find, operands_for
+    from caffepy.backend.cuda.convolution.cudnn import CudnnPlan
+    from caffepy.backend.cuda.convolution.cudnn_graph import CudnnGraph
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.registry import algorithm_families
+
+    x, outputs, geometry = CASES[case]
+    problem = Problem(x, (outputs, x[1] // geometry.group, *geometry.kernel), geometry, dtype)
+    backend, tried = make(autotune=False), 0
+    with backend.activate():
+        for direction in Direction:
+            task = Task(problem, direction)
+            families = algorithm_families(task, lambda *_: None, lambda *_: None, backend._resources)
+            operands = operands_for(task, None)
+            for family in families:
+                for built in family.candidates():
+                    if not isinstance(built, CudnnPlan) or not built.prepare():
+                        continue
+                    built.run(operands)
+                    expected = backend.to_host(operands.out)
+                    built.keep()
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(CudnnGraph, "build", lambda *_: pytest.fail("heuristics were asked"))
+                        kept = _find(built.name, [family])
+                    assert isinstance(kept, CudnnPlan)
+                    backend.fill(operands.out, 7)
+                    kept.run(operands)
+                    assert np.array_equal(backend.to_host(operands.out), expected), built.name
+                    tried += 1
+    assert tried > 0

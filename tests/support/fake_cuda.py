@@ -149,6 +149,7 @@ def install(recorder: Recorder) -> None:
         setattr(cupy, name, value)
     cudnn = MagicMock()
     cudnn.backend_version.return_value = 91900
+    cudnn.__version__ = "1.18.0"
     # Without NVRTC's place kernels are left to CuPy, which is the recorder here.
     sys.modules.update({"cupy": cupy, "cudnn": cudnn, "cuda.pathfinder": None})  # type: ignore[dict-item]
 
@@ -161,6 +162,9 @@ class Nothing:
     def prepare(self) -> bool:
         """Always."""
         return True
+
+    def keep(self) -> None:
+        """Nothing."""
 
     def run(self, operands: Any) -> None:
         """Nothing."""
@@ -202,7 +206,7 @@ def fake_backend(math_mode: str) -> Iterator[Any]:
     )})  # fmt: skip
     cublas._library = lambda: library  # type: ignore[assignment]
     for module in (registry, space_to_depth_cudnn, cudnn):
-        module.cudnn_candidates = lambda *_: [Nothing()]  # type: ignore[attr-defined]
+        module.cudnn_candidates = lambda *_, **__: [Nothing()]  # type: ignore[attr-defined]
     registry.split_candidates = registry._copied = lambda *_: []  # type: ignore[assignment]
     backend: Any = create_backend(0, math=math_mode, autotune=False)
     backend._resources.tuner = EveryCandidate()

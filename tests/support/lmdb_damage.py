@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numba  # noqa: F401 (else the loader does without machine code for long)
 import numpy as np
 from damage import damaged
 from numpy.typing import NDArray

@@ -159,7 +159,13 @@ DOORS = {
 }
 """Who, outside of its part, may import a folder or module below a part's root. The roots are open to all above."""
 
-CUPY = ("backend/cuda/*.py", "backend/cuda/*/*.py", "parallel/communicators/nccl*.py", "parallel/hardware/nccl_info.py")
+CUPY = (
+    "backend/cuda/*.py",
+    "backend/cuda/*/*.py",
+    "backend/cuda/*/*/*.py",
+    "parallel/communicators/nccl*.py",
+    "parallel/hardware/nccl_info.py",
+)
 ALLOWED = {
     "cupy": CUPY,
     "cupyx": CUPY,

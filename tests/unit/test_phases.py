@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 
 import pytest
@@ -76,7 +77,9 @@ def test_silence_is_broken_until_the_first_iteration(caplog: pytest.LogCaptureFi
             time.sleep(0.01)
         return len(caplog.records) - before
 
+    turns = sys.getswitchinterval()
     with caplog.at_level(logging.INFO, "caffepy"), announcing(phases):
+        assert sys.getswitchinterval() < turns, "threads take short turns until the first iteration"
         with phases.phase("nets", "Building the nets"):
             assert lines_after(SILENCE + 0.1) == 1
             assert lines_after(SILENCE - 0.5) == 0
@@ -87,3 +90,4 @@ def test_silence_is_broken_until_the_first_iteration(caplog: pytest.LogCaptureFi
         assert lines_after(10.0) == 0
     said = [record.getMessage() for record in caplog.records if record.name == "caffepy.phases.start"]
     assert said[:2] == ["Building the nets ...", "Building the nets ..."]
+    assert sys.getswitchinterval() == turns

@@ -21,9 +21,9 @@ from caffepy.backend.cpu.copying import copy_images, is_images
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
+from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work, record_all
-from caffepy.backend.cpu.jit.threads import cpu_count
 from caffepy.backend.cpu.memory import available_memory
 from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
 from caffepy.backend.cpu.recurrent import CpuRecurrent

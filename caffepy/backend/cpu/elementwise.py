@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.kernel import Entry, address_of
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.kernel import Entry
 from caffepy.backend.cpu.jit.vector import larger_of, select, smaller_of
 from caffepy.backend.elementwise import Expression, Kind
 

@@ -20,6 +20,7 @@ from caffepy.backend.cuda import random as cuda_random
 from caffepy.backend.cuda.batch_norm import BatchNormKernels
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.autotune import Autotuner
+from caffepy.backend.cuda.convolution.kept_plans import KeptPlans
 from caffepy.backend.cuda.convolution.plan import CudaConvolution
 from caffepy.backend.cuda.convolution.problem import Problem
 from caffepy.backend.cuda.device import (
@@ -31,6 +32,7 @@ from caffepy.backend.cuda.device import (
     device_names,
     device_properties,
     import_cudnn,
+    load_cudnn_ahead,
 )
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
@@ -85,6 +87,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         super().__init__()
         check_device(device)
         cudnn = import_cudnn()
+        load_cudnn_ahead()
         self.name = f"cuda:{device}"
         self.math = math
         self.device = device
@@ -99,9 +102,10 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
-        tuner = Autotuner(autotune, f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}")
+        kind = f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}"
+        tuner, plans = Autotuner(autotune, kind), KeptPlans(f"{kind}; frontend {cudnn.__version__}")
         self._resources = Resources(
-            cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic
+            cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic, plans
         )
         self._convolutions: dict[Problem, CudaConvolution] = {}
         self._staging = cuda_copy.Staging(self.stream, self._scratch)

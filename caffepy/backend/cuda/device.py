@@ -5,11 +5,14 @@ Owns the translation of their errors into caffepy's.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from caffepy.errors import DeviceError, MissingExtraError, OutOfMemoryError
@@ -27,6 +30,7 @@ __all__ = [
     "device_properties",
     "free_memory",
     "import_cudnn",
+    "load_cudnn_ahead",
 ]
 
 EXTRA = "cuda13"
@@ -179,6 +183,25 @@ def import_cudnn() -> Any:
     except RuntimeError as error:
         raise MissingExtraError("the cuDNN library", EXTRA, PURPOSE) from error
     return cudnn
+
+
+@cache
+def load_cudnn_ahead() -> None:
+    """Begin to load the libraries that cuDNN takes its convolutions from; they are large, and it would do so later.
+
+    Called when cuDNN itself is loaded: they lie beside it. What cannot be loaded is left to cuDNN.
+    """
+    with suppress(OSError, StopIteration):
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        cudnn = next(line.split(maxsplit=5)[5] for line in maps if "/libcudnn.so" in line)
+        engines = sorted(Path(cudnn).parent.glob("libcudnn_engines_*.so*"))
+        threading.Thread(target=_load, args=(engines,), name="load cuDNN", daemon=True).start()
+
+
+def _load(libraries: Sequence[Path]) -> None:
+    for library in libraries:
+        with suppress(OSError):
+            ctypes.CDLL(str(library))
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Memory:
     def write(self, step: int, part: Box | None) -> None:
         """Note that `part` is overwritten."""
         self._use(step)
-        if part is None or any(_overlap(part, other) for other in self._written):
+        if self.lasting or self._complete or part is None or any(_overlap(part, other) for other in self._written):
             return
         self._written.append(part)
         self._complete = sum(map(_count, self._written)) >= math.prod(self.shape)

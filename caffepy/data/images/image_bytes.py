@@ -11,27 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.deferred import compiled_part
 from caffepy.backend.cpu.jit.intrinsics import copy_bytes
-from caffepy.backend.cpu.jit.kernel import (
-    Bytes,
-    Floats,
-    Int,
-    Ints,
-    Words,
-    address_of,
-    device_function,
-    kernel,
-)
+from caffepy.backend.cpu.jit.kernel import Bytes, Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.cpu.random import philox
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.random import SAMPLE_WORDS, key_of
-from caffepy.data.sources.lmdb_index import LmdbIndex, word
+from caffepy.data.sources import lmdb_index
+from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.transform import Transformer
 
 _GRAIN = 1 << 22
 """Bytes for each thread, at least."""
 _COMPILING = 32_768
 """Images that the loader copies one by one in the time that the kernel takes to be compiled, about a second."""
+word = compiled_part(lmdb_index.word)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 

@@ -11,16 +11,19 @@ import struct
 import threading
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.intrinsics import read_at
-from caffepy.backend.cpu.jit.kernel import Bytes, Int, Words, address_of, device_function, kernel
-from caffepy.backend.cpu.jit.mapped_file import MappedFile
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.deferred import Bytes, Int, Words, deferred_kernel, part, read_at
 from caffepy.data.sources.lmdb_file import Header, read_header, truncated
 from caffepy.errors import DataError
 from caffepy.files import open_regular
+
+if TYPE_CHECKING:
+    from caffepy.backend.cpu.jit.mapped_file import MappedFile
 
 PAGE_HEADER = 16
 """Bytes before an overflow page's data, or a page's nodes."""
@@ -49,11 +52,13 @@ _FIRST_AHEAD = 64
 """As many more than have been found already."""
 _COMPILING = 15_000
 """Records that Python finds in the time that the walk takes to be compiled, about a second."""
+_LOADING = 5000
+"""And in the time that numba takes to be imported and to read the machine code from the cache."""
 _MOST_BYTES = 2**31 - 1
 """Of a record: Protobuf's limit."""
 
 
-@device_function
+@part
 def word(file: Bytes, at: Int, size: Int) -> Int:
     """A number of `size` bytes, the lowest first."""
     value = 0
@@ -62,7 +67,7 @@ def word(file: Bytes, at: Int, size: Int) -> Int:
     return value
 
 
-@device_function
+@part
 def _check_nodes(buffer: Bytes, at: Int, page_size: Int, count: Int, upper: Int, kind: Int, marks: Bytes) -> Int:
     """0 if the nodes of a page fill it from `upper` to its end, each once, as LMDB packs them; else 2.
 
@@ -85,7 +90,7 @@ def _check_nodes(buffer: Bytes, at: Int, page_size: Int, count: Int, upper: Int,
     return 0 if node == page_size else 2
 
 
-@device_function
+@part
 def _enter(
     descriptor: Int, pages: Int, page_size: Int, page: Int, buffer: Bytes, buffer_at: Int, at: Int, kind: Int,
     marks: Bytes,
@@ -106,7 +111,7 @@ def _enter(
     return _check_nodes(buffer, at, page_size, (lower - 16) // 2, upper, kind, marks)
 
 
-@device_function
+@part
 def _is_after(buffer: Bytes, key: Int, size: Int, last: Bytes, last_size: Int) -> bool:
     """Whether a key comes after the last one in the order of their bytes."""
     for i in range(min(size, last_size)):
@@ -115,7 +120,7 @@ def _is_after(buffer: Bytes, key: Int, size: Int, last: Bytes, last_size: Int) -
     return size > last_size
 
 
-@device_function
+@part
 def _take(
     buffer: Bytes, first: Int, node: Int, page: Int, pages: Int, page_size: Int, last: Bytes, last_size: Int,
 ) -> tuple[Int, Int, Int, Int]:  # fmt: skip
@@ -140,7 +145,7 @@ def _take(
     return 0, offset, size, key_size
 
 
-@kernel
+@deferred_kernel
 def _walk(
     begin: Int, end: Int, descriptor: Int, pages: Int, page_size: Int, levels: Int, root: Int, wanted: Int,
     backwards: Int, ordered: Int, state: Words, stack: Words, buffer: Bytes, buffer_at: Int, last: Bytes, marks: Bytes,
@@ -207,7 +212,7 @@ class _Walk:
         if self.state[_FOUND] < wanted and not self.state[_DAMAGE]:
             tables = (self.state, self._stack)
             pages, found = address_of(self._pages), (self.nodes, self.offsets, self.sizes)
-            if _walk.pays(wanted - int(self.state[_FOUND]), _COMPILING):
+            if _walk.pays(wanted - int(self.state[_FOUND]), _COMPILING, _LOADING):
                 _walk.run(
                     1, 1, 1, *self._settings, wanted, *self._ordered, *tables, self._pages, pages, self._last_key,
                     self._marks, *found,
@@ -275,6 +280,8 @@ class LmdbIndex:
 
         What is read there counts only if `check` passes afterwards.
         """
+        from caffepy.backend.cpu.jit.mapped_file import MappedFile
+
         with self._lock:
             if self._mapped is None and self._mappable:
                 try:

@@ -25,6 +25,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.known_types import describe_missing
+from caffepy.layers.core.modules import layer_modules
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -39,10 +40,7 @@ Blobs: TypeAlias = "list[Blob]"
 
 @cache
 def import_layer_types() -> None:
-    """Import all layer types, which register themselves: every module of the folders beside this one.
-
-    `layer_class` does so when it is first called; who knows that it will be may do it before, in any thread.
-    """
+    """Import all layer types, which register themselves: every module of the folders beside this one."""
     layers = importlib.import_module("caffepy.layers")
     for module in pkgutil.walk_packages(layers.__path__, "caffepy.layers."):
         if not module.ispkg:
@@ -50,12 +48,17 @@ def import_layer_types() -> None:
 
 
 def layer_class(type_name: str, where: str = "") -> type[Layer]:
-    """The class of a layer type; the folders of `caffepy.layers` are searched on the first call.
+    """The class of a layer type, whose module is imported now; all are, where the sources do not say which it is.
 
     Raises:
         ConfigError: there is no such type; the message says which Caffe has it, or offers the nearest name.
     """
-    import_layer_types()
+    if type_name not in LAYERS:
+        module = layer_modules().get(type_name)
+        if module is None:
+            import_layer_types()
+        else:
+            importlib.import_module(module)
     if type_name not in LAYERS and (missing := describe_missing(type_name)):
         raise ConfigError(f"{where}: {missing}" if where else missing)
     return LAYERS.get(type_name, where)
@@ -320,15 +323,19 @@ class Layer:
     # -- tools for layer types -----------------------------------------------------------------------
 
     def add_parameter(self, shape: tuple[int, ...], filler: caffe_pb2.FillerParameter) -> Blob:
-        """Make the next parameter and fill it; the numbers depend on the seed, the layer's name and the index alone."""
-        from caffepy.fillers import fill
+        """Make the next parameter and fill it; the numbers depend on the seed, the layer's name and the index alone.
+
+        Numbers are drawn in other threads meanwhile; the parameter has them when it is used.
+        """
+        from caffepy.fillers import ahead, filling
 
         blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
         if self.backend.holds_values and self.context.fills:
             # Its values, what the filler makes of double precision, and its gradient.
             self.check_memory(16 * blob.count, f"its parameter {format_shape(shape)}")
-            values = fill(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
-            self.backend.from_host(values, blob.data)
+            values = filling(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
+            # A test net mostly takes the parameters of another net.
+            blob.fill_with(ahead(values, 4 * blob.count) if self.context.phase == caffe_pb2.TRAIN else values)
         self.blobs.append(blob)
         self.propagate_to_params.append(True)
         return blob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from caffepy.backend.cpu.jit.threads import cpu_count
+from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.layers.core.base import Layer
 
 logger = logging.getLogger(__name__)

@@ -104,7 +104,7 @@ class PrefetchingLayer(Layer):
         """
         if asked:
             return asked
-        from caffepy.backend.cpu.jit.threads import cpu_count
+        from caffepy.backend.cpu.jit.cpus import cpu_count
 
         shared = cpu_count() // max(self.context.shard.devices_per_rank, 1)
         return min(max(shared - 1, 1), _MOST_THREADS) if self.backend.asynchronous else 1

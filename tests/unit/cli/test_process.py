@@ -199,7 +199,7 @@ from caffepy.cli.main import main
 from caffepy.data.loader import DatumLoader
 read = DatumLoader.load_bytes
 def load_bytes(loader, firsts, *others):
-    if firsts[0] > 0:
+    if firsts[0] >= 64 * 4:
         print("stuck", file=sys.stderr, flush=True)
         threading.Event().wait()
     return read(loader, firsts, *others)

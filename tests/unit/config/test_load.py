@@ -210,3 +210,18 @@ def test_a_blob_without_any_shape_has_no_axes() -> None:
     assert same_shape(BlobProto(data=[1]), ())
     assert not same_shape(BlobProto(data=[1]), (1,))
     assert same_shape(BlobProto(num=1, channels=1, height=1, width=1, data=[1]), ())
+
+
+def test_a_net_is_parsed_once_and_each_reader_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    inner = load.parse_text
+    monkeypatch.setattr(load, "parse_text", lambda text, *rest: (parsed.append(text), inner(text, *rest))[1])
+    path = tmp_path / "net.prototxt"
+    path.write_text('name: "once" layer { name: "a" type: "Input" top: "x" }')
+    first, second = load.read_net(path), load.read_net(path)
+    assert first == second
+    first.layer[0].name = "changed"
+    assert load.read_net(path) == second
+    assert len(parsed) == 1
+    path.write_text('name: "twice"')
+    assert load.read_net(path).name == "twice"

@@ -14,6 +14,7 @@ from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.transform import Transformer
+from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
 
@@ -253,3 +254,17 @@ def test_absent_list_and_image(tmp_path):
         DataError, match=r"layer 'i': .*: record 0 \('.*absent\.png'\) cannot be read: No such file.*root_folder"
     ):
         load(subject, 0, 1)
+
+
+@pytest.mark.parametrize(("side", "encoded", "several"), [(8, False, False), (256, False, True), (8, True, True)])
+def test_small_images_that_are_not_compressed_are_read_by_one_thread(side, encoded, several, monkeypatch):
+    """Python does most of the work then, and several threads wait for each other."""
+    threads = []
+    monkeypatch.setattr(Workers, "run", lambda self, function, items: threads.append(self.threads))
+    image = np.zeros((1, side, side), np.uint8)
+    pixels = cv2.imencode(".png", image[0])[1].tobytes() if encoded else image.tobytes()
+    datum = Datum(channels=1, height=side, width=side, data=pixels, encoded=encoded)
+    subject = loader([datum] * 4, threads=3)
+    slot = ImageSlot(4, 1, side, side)
+    subject.load_bytes([0], 4, slot, np.zeros(slot.size, np.uint8))
+    assert threads == [3 if several else 1]

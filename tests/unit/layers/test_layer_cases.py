@@ -12,8 +12,7 @@ from google.protobuf import text_format
 from layer_cases import ELSEWHERE, MORE, build_case, own_cases, pass_once, results, type_of
 from training import CPU
 
-from caffepy.layers import layer_class
-from caffepy.layers.core.base import LAYERS
+from caffepy.layers.core.base import LAYERS, import_layer_types
 from caffepy.proto import caffe_pb2
 
 TESTS = Path(__file__).parents[2]
@@ -23,7 +22,7 @@ GOLDEN = [path for folder in FOLDERS for path in (TESTS / "golden" / folder).glo
 
 
 def registered() -> set[str]:
-    layer_class("ReLU")  # the first call finds all
+    import_layer_types()
     return {name for name in LAYERS if LAYERS.get(name).__module__.startswith("caffepy.")}
 
 

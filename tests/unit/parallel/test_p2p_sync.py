@@ -336,4 +336,5 @@ def test_devices_ask_each_other_once_a_block_of_byte_images(monkeypatch: pytest.
 
     monkeypatch.setattr(P2PSync, "min_over_devices", noted)
     train(monkeypatch, Nccl, text=net, iterations=130)
-    assert asked.count("the form of all devices' data") == 2 * 3, "at the first replay, and where a block of 64 begins"
+    where = "at the first replay, where the first batch of 8 passes ends, and where a block of 64 begins"
+    assert asked.count("the form of all devices' data") == 2 * 4, where

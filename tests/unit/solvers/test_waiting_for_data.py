@@ -46,7 +46,7 @@ class SlowSource:
         read = DatumLoader.load_bytes
 
         def slow(loader: DatumLoader, firsts: Sequence[int], *others: Any) -> int:
-            if firsts[0] > 0 and not self.free.is_set():
+            if firsts[0] >= 64 * 4 and not self.free.is_set():
                 self.waited.set()
                 self.free.wait(seconds)
             return read(loader, firsts, *others)

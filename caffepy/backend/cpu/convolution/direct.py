@@ -28,7 +28,8 @@ from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, ha
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
-from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry

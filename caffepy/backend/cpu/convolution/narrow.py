@@ -29,7 +29,8 @@ from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
 from caffepy.backend.cpu.convolution.planes import PlanesPass
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.spread import SpreadGradient, is_spread
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel, address_of
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Callable
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ
 from typing import Any
@@ -76,18 +74,6 @@ def read_at(typing_context: Any, descriptor: Any, destination: Any, count: Any, 
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
-
-def _read_at(descriptor: int, destination: int, count: int, offset: int) -> int:
-    try:
-        found = os.pread(descriptor, count, offset)
-    except OSError:
-        return -1
-    ctypes.memmove(int(destination), found, len(found))
-    return len(found)
-
-
-PLAIN: dict[str, Callable[..., Any]] = {"read_at": _read_at}
-"""Python's forms of intrinsics."""
 
 _MAP_FIXED = 0x10
 

@@ -20,7 +20,6 @@ import ctypes
 import inspect
 import math
 import struct
-import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -32,8 +31,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.cache import compile_c_function, compile_kernel, file_stamp, kernels_stamp
-from caffepy.backend.cpu.jit.intrinsics import PLAIN, as_double, doubles, floats, ints, octets, words
+from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints, octets, words
 from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
 from caffepy.backend.cpu.jit.recording import CURRENT
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
@@ -64,32 +64,6 @@ _KINDS = {
     "Words": types.CPointer(types.int64),
 }
 _OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
-
-
-_HEADER = object.__basicsize__
-
-
-def _field_address(array: Any) -> int:
-    """Where an array's elements are: the first field of NumPy's array object."""
-    return ctypes.c_ssize_t.from_address(id(array) + _HEADER).value
-
-
-def _documented_address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _choose_address() -> Callable[[Any], int]:
-    # The documented way takes 2 us, as much as a small kernel, and a kernel has up to ten arrays.
-    probes = [np.zeros(3), np.zeros((4, 5))[1:, 2:], np.zeros(())]
-    try:
-        same = all(_field_address(probe) == _documented_address(probe) for probe in probes)
-    except ValueError:
-        same = False
-    return _field_address if same and sys.implementation.name == "cpython" else _documented_address
-
-
-address_of: Callable[[Any], int] = _choose_address()
-"""The address of an array's first element."""
 
 
 class ConstantTable(int):
@@ -199,26 +173,12 @@ class Kernel(Entry):
                     self.__dict__.setdefault("_compiled", self._compile(kept=True))
             return self._asked > compiling or "_compiled" in self.__dict__
 
-    @cached_property
-    def interpret(self) -> Callable[..., None]:
-        """Python's form of it, called with (begin, end, arguments); arrays of bytes had better be memoryviews."""
-        plain: Callable[..., None] = _plain(self._function)
-        return plain
-
     def _compile(self, kept: bool = False) -> Any:
         function = self._function
         code = function.__code__.replace(co_name=self.name)
         named = FunctionType(code, function.__globals__, self.name, function.__defaults__, function.__closure__)
         named.__module__, named.__qualname__ = function.__module__, self.name
         return compile_kernel(named, self._kinds, _OPTIONS, kept)
-
-
-def _plain(function: Any) -> Any:
-    """A function that calls Python's forms of what the compiled one calls."""
-    names = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
-    plain = {name: _plain(value.py_func) for name, value in names.items() if isinstance(value, PartDispatcher)}
-    plain |= {name: PLAIN[name] for name in names if name in PLAIN}
-    return FunctionType(function.__code__, {**function.__globals__, **plain}, function.__name__)
 
 
 kernel = Kernel

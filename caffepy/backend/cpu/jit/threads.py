@@ -128,11 +128,6 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
                     _call(rest, 0, 0, 0)
 
 
-def cpu_count() -> int:
-    """How many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 SPINS = 20000
 """How often an idle thread looks for work before it sleeps, about 0.2 ms: longer than the pause between two kernels."""
 

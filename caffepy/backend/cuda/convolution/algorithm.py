@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from caffepy.backend.cuda.compiler import aligned, launch_blocks, library_kernel
+from caffepy.backend.cuda.convolution.kept_plans import KeptPlans
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.gemm.cublas import Blas
@@ -54,6 +55,14 @@ class Candidate(Protocol):
         """Compute the task on the current stream; `prepare` must have returned True."""
 
 
+@runtime_checkable
+class KeepingCandidate(Candidate, Protocol):
+    """A candidate that takes long to prepare."""
+
+    def keep(self) -> None:
+        """Once it is prepared, keep what took long, for itself and later processes."""
+
+
 @dataclass(frozen=True)
 class AlgorithmFamily:
     """Candidates of one kind. They are listed only when needed, since listing them may ask cuDNN or compile.
@@ -63,12 +72,14 @@ class AlgorithmFamily:
         candidates: all of them, likely best first.
         last_resort: used only if no family before it can do the task.
         checked: a candidate's result must agree with that of an unchecked family before it is used.
+        kept: the candidate of a name, if what takes long to prepare was kept by `KeepingCandidate.keep`.
     """
 
     name: str
     candidates: Callable[[], Iterable[Candidate]]
     last_resort: bool = False
     checked: bool = False
+    kept: Callable[[str], Iterable[Candidate]] | None = None
 
 
 class Tuner(Protocol):
@@ -100,6 +111,7 @@ class Resources:
         tf32: whether products of float32 numbers may round them to TF32.
         tuner: chooses among candidates.
         deterministic: whether every run must give the same bits.
+        plans: those of cuDNN that earlier processes have kept.
     """
 
     cudnn: Any
@@ -109,6 +121,7 @@ class Resources:
     tf32: bool
     tuner: Tuner
     deterministic: bool = True
+    plans: KeptPlans | None = None
 
 
 @expression

@@ -6,12 +6,12 @@ Nothing is timed while a stream is captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import monotonic
 
 from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel
-from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
+from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.copy import copy
@@ -79,6 +79,8 @@ class Autotuner:
                 lasting = certain or resources.deterministic
                 unavailable = None if known is None else known.name
                 kept = self._decisions.put(key, Decision(chosen.name, microseconds), unavailable, lasting)
+                if chosen.name == kept.name:
+                    _keep(chosen)
                 chosen = _find(kept.name, families) or chosen  # a new object, without the plans not chosen
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
@@ -113,10 +115,24 @@ def _find(name: str, families: Sequence[AlgorithmFamily]) -> Candidate | None:
     """The candidate of this name, None if there is none any more."""
     for family in families:
         if name.startswith(family.name):
-            for candidate in family.candidates():
-                if candidate.name == name and candidate.prepare():
+            for candidate in _named(name, family):
+                if candidate.prepare():
+                    _keep(candidate)
                     return candidate
     return None
+
+
+def _named(name: str, family: AlgorithmFamily) -> Iterator[Candidate]:
+    """The candidate of a name: as it was kept, and where it was not or cannot be used, anew."""
+    if family.kept is not None:
+        yield from family.kept(name)
+    yield from (candidate for candidate in family.candidates() if candidate.name == name)
+
+
+def _keep(candidate: Candidate) -> None:
+    """Let later processes have a candidate, which is prepared, sooner."""
+    if isinstance(candidate, KeepingCandidate):
+        candidate.keep()
 
 
 def _try_all(

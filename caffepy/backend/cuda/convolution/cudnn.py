@@ -5,6 +5,7 @@ Owns how a plan is built and run, and its workspace.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 
@@ -27,6 +28,8 @@ from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.layout import CHANNELS_LAST, view
 from caffepy.backend.types import Array
 
+logger = logging.getLogger(__name__)
+
 ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
 """What the names of plans with a rounded bias begin with."""
 
@@ -38,27 +41,40 @@ class CudnnPlan:
     """A candidate: one plan of a graph, run once for each of its groups.
 
     Args:
-        graph: a graph that was built.
+        graph: a graph that was built, or loaded.
         index: the plan's number there.
-        name: the plan's.
+        name: the candidate's.
+        built: whether the plan is, because the graph was loaded with it.
     """
 
-    def __init__(self, graph: CudnnGraph, index: int, name: str) -> None:
+    def __init__(self, graph: CudnnGraph, index: int, name: str, built: bool = False) -> None:
         self.name = name
         self._graph = graph
-        self._index = index
+        self.index = index
+        self._built = built
         self._size = 0
 
     def prepare(self) -> bool:
         """Build the plan; False if it is barred or cannot be built."""
         graph = self._graph.graph
         try:
-            graph.build_plan_at_index(self._index)
+            if not self._built:
+                graph.build_plan_at_index(self.index)
         except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError):
             return False
-        self._size = int(graph.get_workspace_size_plan_at_index(self._index))
+        self._size = int(graph.get_workspace_size_plan_at_index(self.index))
         self._workspace()
         return True
+
+    def keep(self) -> None:
+        """Keep the plan, once prepared, for `kept_plan` of other processes."""
+        plans = self._graph.resources.plans
+        if self._built or plans is None:
+            return
+        try:
+            plans.write(self._graph.kept_as(self.name), self._graph.serialised(self.index))
+        except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError, AttributeError) as error:
+            logger.debug("%s is not kept: %s", self.name, error)
 
     def _workspace(self) -> Array:
         return self._graph.resources.scratch.get("cuDNN workspace", self._size, "uint8")
@@ -94,7 +110,7 @@ class CudnnPlan:
         steps = {uid: self._step(uid) for uid in pointers}
         for group in range(graph.groups):
             addresses = {uid: pointer + group * steps[uid] for uid, pointer in pointers.items()}
-            graph.graph.execute_plan_at_index(addresses, workspace, self._index, handle=graph.resources.handle)
+            graph.graph.execute_plan_at_index(addresses, workspace, self.index, handle=graph.resources.handle)
 
     def _step(self, uid: int) -> int:
         """Bytes from one group's part of a tensor to the next one's."""
@@ -116,7 +132,11 @@ def rounds_bias(task: Task) -> bool:
 
 
 def cudnn_candidates(
-    task: Task, resources: Resources, kind: Plans = Plans.READY, rounded: bool | None = None
+    task: Task,
+    resources: Resources,
+    kind: Plans = Plans.READY,
+    rounded: bool | None = None,
+    kept: str | None = None,
 ) -> Iterator[CudnnPlan]:
     """Plans over the blobs as they lie: channels last for two and three spatial axes.
 
@@ -125,18 +145,19 @@ def cudnn_candidates(
         resources: cuDNN and scratch memory.
         kind: of the plans.
         rounded: those with a rounded bias, or those without; None: both.
+        kept: the one candidate that is wanted, if it was kept.
     """
     problem = task.problem
     if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
         return
     last = len(problem.x) in CHANNELS_LAST
     if rounds_bias(task) and kind is Plans.READY and rounded is not False:
-        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{ROUNDED_BIAS} ")
+        yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{ROUNDED_BIAS} ", kept)
     if rounded is not True:
-        yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ")
+        yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ", kept)
 
 
-def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
+def split_candidates(task: Task, resources: Resources, kept: str | None = None) -> Iterator[CudnnPlan]:
     """Plans that compute one group, run for each: faster than cuDNN's engines for a few large groups."""
     problem = task.problem
     item = 4 if problem.dtype == "float32" else 2
@@ -145,13 +166,23 @@ def split_candidates(task: Task, resources: Resources) -> Iterator[CudnnPlan]:
     aligned = all(size * item % 16 == 0 for size in sizes)
     if len(problem.x) in CHANNELS_LAST and 1 < groups <= MOST_SPLIT_GROUPS and aligned:
         graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounds_bias(task))
-        yield from _plans(graph, Plans.READY, "split cuDNN ")
+        yield from _plans(graph, Plans.READY, "split cuDNN ", kept)
 
 
-def _plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
-    if graph.build(kind):
+def _plans(graph: CudnnGraph, kind: Plans, prefix: str, kept: str | None = None) -> Iterator[CudnnPlan]:
+    if kept is not None:
+        yield from _kept_plan(graph, prefix, kept)
+    elif graph.build(kind):
         for index, name in graph.names(kind):
             yield CudnnPlan(graph, index, prefix + name)
+
+
+def _kept_plan(graph: CudnnGraph, prefix: str, name: str) -> Iterator[CudnnPlan]:
+    plans = graph.resources.plans
+    if plans is not None and name.startswith(prefix):
+        plan = plans.read(graph.kept_as(name))
+        if plan is not None and graph.load(plan):
+            yield CudnnPlan(graph, 0, name, built=True)
 
 
 class CopiedCudnn:
@@ -172,10 +203,19 @@ class CopiedCudnn:
     def prepare(self) -> bool:
         """Build the first plan that can be built."""
         if self._plan is None:
-            graph = CudnnGraph(self._task, self._resources, channels_last=False)
-            plans = (plan for kind in (Plans.READY, Plans.FALLBACK) for plan in _plans(graph, kind, ""))
-            self._plan = next((plan for plan in plans if plan.prepare()), None)
+            self._plan = next((plan for plan in self._plans() if plan.prepare()), None)
         return self._plan is not None
+
+    def _plans(self) -> Iterator[CudnnPlan]:
+        graph = CudnnGraph(self._task, self._resources, channels_last=False)
+        yield from _kept_plan(graph, self.name, self.name)
+        for kind in (Plans.READY, Plans.FALLBACK):
+            yield from (CudnnPlan(graph, plan.index, self.name) for plan in _plans(graph, kind, ""))
+
+    def keep(self) -> None:
+        """Keep the plan, once prepared."""
+        assert self._plan is not None
+        self._plan.keep()
 
     def run(self, operands: Operands) -> None:
         assert self._plan is not None

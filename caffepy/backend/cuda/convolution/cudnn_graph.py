@@ -8,6 +8,7 @@ are for backends that need not be deterministic. Behaviour: NVIDIA's cuDNN front
 
 from __future__ import annotations
 
+import logging
 import math
 from enum import Enum
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import convolution_workspace
+
+logger = logging.getLogger(__name__)
 
 MOST_PLANS = 20
 """Plans of one graph that are candidates; the heuristics' first ten nearly always have the best among them."""
@@ -123,9 +126,47 @@ class CudnnGraph:
             notes = _INEXACT_FOR_TF32 if self.resources.tf32 else _INEXACT
             graph.deselect_engines([] if self.resources.tf32 else _UNDECLARED.get(task.direction, []))
         graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in (*notes, "NONDETERMINISTIC")])
-        item = 4 if task.problem.dtype == "float32" else 2
-        own = sum(math.prod(shape) for shape in task.problem.arrays(task.direction)) * item
-        graph.deselect_workspace_greater_than(convolution_workspace(own))
+        graph.deselect_workspace_greater_than(self._most_workspace())
+
+    def _most_workspace(self) -> int:
+        """Bytes that a plan may use beside its arrays."""
+        problem = self.task.problem
+        item = 4 if problem.dtype == "float32" else 2
+        return convolution_workspace(sum(math.prod(shape) for shape in problem.arrays(self.task.direction)) * item)
+
+    def serialised(self, index: int) -> bytes:
+        """A plan that was built, for `load`.
+
+        Raises:
+            RuntimeError: cuDNN cannot write it.
+        """
+        self.graph.build_plan_at_index(index)  # `serialize` takes the plan that this was last called for
+        return bytes(self.graph.serialize())
+
+    def load(self, plan: bytes) -> bool:
+        """Take one plan that was kept, as number 0, instead of `build`; False if it cannot be used."""
+        cudnn = self.resources.cudnn
+        graph = self.graph = cudnn.pygraph(handle=self.resources.handle)
+        try:
+            graph.deserialize(self.resources.handle, bytearray(plan))
+            return self._is_of_this_task(graph)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            logger.debug("a kept plan of cuDNN cannot be used: %s", error)
+            return False
+
+    def _is_of_this_task(self, graph: Any) -> bool:
+        """Whether a graph that was read has this one's tensors, and a workspace that is allowed."""
+        for position, (uid, shape) in enumerate(zip((FIRST, SECOND, OUT), self._shapes(), strict=True)):
+            tensor = graph.query_tensor_attributes_of_uid(uid)
+            lies = (list(tensor.get_dim()), list(tensor.get_stride()), tensor.get_data_type())
+            if lies != (list(shape), self._strides(shape, position), self._type):
+                return False
+        return 0 <= int(graph.get_workspace_size_plan_at_index(0)) <= self._most_workspace()
+
+    def kept_as(self, name: str) -> str:
+        """What a plan is kept under: all that its graph depends on, and its name."""
+        layout = f"{'NHWC' if self._channels_last else 'NCHW'} parts {self.groups} rounded {self.rounded_bias}"
+        return f"{self.task} tf32 {self.resources.tf32} {layout}; {name}"
 
     def names(self, kind: Plans) -> list[tuple[int, str]]:
         """Number and name of each plan of a kind, those that were proposed twice once."""

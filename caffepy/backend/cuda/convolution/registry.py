@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from caffepy.backend.cuda.convolution.algorithm import UNFUSED, AlgorithmFamily, Candidate, Operands, Resources
 from caffepy.backend.cuda.convolution.cudnn import (
@@ -29,7 +30,7 @@ from caffepy.backend.cuda.convolution.gradients import (
     suits_split_k,
 )
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
-from caffepy.backend.cuda.convolution.implicit_gemm import small_candidates, suits_small_kernels
+from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_candidates, suits_small_kernels
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -143,7 +144,7 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         return [*_ready_cudnn(task, resources), _cudnn(task, resources, Plans.COMPILED), unfused]
     families = _ready_cudnn(task, resources)
     if task.problem.geometry.group > 1 and not task.sums:
-        families.append(AlgorithmFamily("split", lambda: split_candidates(task, resources), checked=True))
+        families.append(_split(task, resources))
     if not task.sums:
         families.append(_cudnn(task, resources, Plans.COMPILED))
     if suits_depthwise(task):
@@ -171,7 +172,8 @@ def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     """Families of their own for plans with a rounded bias and others: which is the faster kind, nobody knows before."""
 
     def family(name: str, rounded: bool) -> AlgorithmFamily:
-        return AlgorithmFamily(name, lambda: cudnn_candidates(task, resources, Plans.READY, rounded))
+        find = partial(cudnn_candidates, task, resources, Plans.READY, rounded)
+        return AlgorithmFamily(name, find, kept=find)
 
     plain = family(Plans.READY.value, False)
     return [family(ROUNDED_BIAS, True), plain] if rounds_bias(task) else [plain]
@@ -179,7 +181,13 @@ def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:
 
 def _cudnn(task: Task, resources: Resources, kind: Plans) -> AlgorithmFamily:
     last_resort = kind is Plans.FALLBACK or (kind is Plans.COMPILED and task.problem.geometry.group == 1)
-    return AlgorithmFamily(kind.value, lambda: cudnn_candidates(task, resources, kind), last_resort)
+    find = partial(cudnn_candidates, task, resources, kind, None)
+    return AlgorithmFamily(kind.value, find, last_resort, kept=find)
+
+
+def _split(task: Task, resources: Resources) -> AlgorithmFamily:
+    find = partial(split_candidates, task, resources)
+    return AlgorithmFamily("split", find, checked=True, kept=find)
 
 
 def _copied(task: Task, resources: Resources) -> list[Candidate]:

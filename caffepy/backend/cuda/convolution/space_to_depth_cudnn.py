@@ -6,7 +6,13 @@ import math
 from collections.abc import Container, Iterator
 
 from caffepy.backend.cuda.compiler import c_type, defines, launch, library_kernel
-from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, Operands, Resources
+from caffepy.backend.cuda.convolution.algorithm import (
+    AlgorithmFamily,
+    Candidate,
+    KeepingCandidate,
+    Operands,
+    Resources,
+)
 from caffepy.backend.cuda.convolution.cudnn import cudnn_candidates
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
@@ -57,7 +63,7 @@ class SpaceToDepthCandidate:
     """
 
     def __init__(
-        self, task: Task, equivalent: EquivalentProblem, inner: Candidate, name: str, resources: Resources
+        self, task: Task, equivalent: EquivalentProblem, inner: KeepingCandidate, name: str, resources: Resources
     ) -> None:
         self.name = name
         self._task = task
@@ -65,6 +71,7 @@ class SpaceToDepthCandidate:
         self._inner = inner
         self._resources = resources
         self.prepare = inner.prepare
+        self.keep = inner.keep
 
     def run(self, operands: Operands) -> None:
         first, second, out = self._equivalent.arrays(self._task.direction)
@@ -92,6 +99,9 @@ class NoConvolution:
     def run(self, operands: Operands) -> None:
         """Nothing."""
 
+    def keep(self) -> None:
+        """Nothing."""
+
 
 def foreseen_rearrangements(task: Task, names: Container[str], resources: Resources) -> Iterator[Candidate]:
     """What the candidates of families of these names do before and after cuDNN."""
@@ -114,8 +124,9 @@ def _equivalents(task: Task) -> Iterator[tuple[str, EquivalentProblem]]:
 def _family(name: str, task: Task, equivalent: EquivalentProblem, resources: Resources) -> AlgorithmFamily:
     inner_task = Task(equivalent.problem, task.direction, task.bias, task.relu, task.sums)
 
-    def candidates() -> Iterator[Candidate]:
-        for inner in cudnn_candidates(inner_task, resources):
+    def candidates(kept: str | None = None) -> Iterator[Candidate]:
+        inner_name = None if kept is None else kept.removeprefix(name)
+        for inner in cudnn_candidates(inner_task, resources, kept=inner_name):
             yield SpaceToDepthCandidate(task, equivalent, inner, f"{name}{inner.name}", resources)
 
-    return AlgorithmFamily(name, candidates, checked=True)
+    return AlgorithmFamily(name, candidates, checked=True, kept=candidates)

@@ -17,20 +17,18 @@ from numba import types
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit import cache as cpu_cache
+from caffepy.backend.cpu.jit.address import _documented_address, _field_address, address_of
+from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.backend.cpu.jit.kernel import (
     Float,
     Floats,
     Int,
     Words,
-    _documented_address,
-    _field_address,
-    address_of,
     device_function,
     exact_function,
     kernel,
 )
 from caffepy.backend.cpu.jit.pipeline import PartDispatcher
-from caffepy.backend.cpu.jit.threads import cpu_count
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -198,12 +196,6 @@ def test_a_kernel_pays_when_it_is_kept_or_has_been_asked_for_enough(
     assert out.tolist() == [0, 2, 4, 6, 8]
     assert all(path.name.startswith(f"test_kernel.{cold.name}-") for path in tmp_path.iterdir())
     assert later.pays(1, 10), "it is in the cache"
-
-
-def test_python_computes_what_the_machine_code_does() -> None:
-    x, out = np.arange(5), np.zeros(5, np.int64)
-    _doubles_of.interpret(1, 4, x.data, out)
-    assert out.tolist() == [0, 2, 4, 6, 0]
 
 
 def test_what_kernels_call_is_compiled_with_them_alone() -> None:

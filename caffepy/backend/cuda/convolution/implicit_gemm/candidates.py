@@ -12,8 +12,8 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
+from caffepy.backend.cuda.convolution.implicit_gemm.tiling import Layout, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Task
-from caffepy.backend.cuda.convolution.tiling import Layout, shape_of, tilings
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import raw
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from caffepy.backend.cuda.convolution.implicit_gemm.tiling import SHARED_LIMIT, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-from caffepy.backend.cuda.convolution.tiling import SHARED_LIMIT, shape_of, tilings
 from caffepy.backend.types import Geometry
 
 MULTIPROCESSORS = 132

@@ -1,0 +1,10 @@
+"""How many processors there are, for those who divide work among threads before numba is imported."""
+
+from __future__ import annotations
+
+import os
+
+
+def cpu_count() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

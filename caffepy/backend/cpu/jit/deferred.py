@@ -1,0 +1,132 @@
+"""Kernels of modules that must be there before numba is: Python does their work until machine code would pay.
+
+numba's import, and what it imports for its first function, take more than half a second, in which no other thread can
+run: as long as the rest of a GPU's start. The functions here are plain ones until then:
+
+    @part
+    def word(file: Bytes, at: Int) -> Int: ...
+
+    @deferred_kernel
+    def walk(begin: Int, end: Int, file: Bytes) -> None: ...
+
+    walk.run(...) if walk.pays(items, compiling=15_000, loading=4_000) else walk.interpret(...)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from functools import cache, cached_property
+from types import FunctionType
+from typing import Any
+
+Int = Any
+"""Annotation: a 64-bit integer."""
+Words = Any
+"""Annotation: the first element of an int64 array."""
+Bytes = Any
+"""Annotation: the first element of a uint8 array."""
+
+_PARTS: set[Any] = set()
+"""The functions that `part` has marked."""
+
+
+def part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that deferred kernels may call, and Python too."""
+    _PARTS.add(function)
+    return function
+
+
+def read_at(descriptor: int, destination: int, count: int, offset: int) -> int:
+    """POSIX's pread to an address, as the intrinsic of this name does it: the bytes read, -1 for an error."""
+    try:
+        found = os.pread(descriptor, count, offset)
+    except OSError:
+        return -1
+    ctypes.memmove(int(destination), found, len(found))
+    return len(found)
+
+
+class Patience:
+    """Counts work that is done without numba until its import would have paid.
+
+    Args:
+        items: of the work, that take as long without machine code as the import does.
+    """
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+        self.asked = 0
+        """Items so far."""
+
+    def ends(self, items: int) -> bool:
+        """Whether numba may be used for this work; where it is there already, it may at once."""
+        self.asked += items
+        return self.asked > self._items or "numba" in sys.modules
+
+
+class DeferredKernel:
+    """A `Kernel` that is made when it is first wanted."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.interpret = function
+        """Python's form of it, called with (begin, end, arguments); arrays of bytes had better be memoryviews."""
+        self._patience: Patience | None = None
+        self.__doc__ = function.__doc__
+
+    def pays(self, items: int, compiling: int, loading: int) -> bool:
+        """Whether machine code should do this work.
+
+        Args:
+            items: of this work.
+            compiling: as for `Kernel.pays`.
+            loading: items that take as long without machine code as numba takes to be imported.
+        """
+        if "kernel" not in self.__dict__:
+            if self._patience is None:
+                self._patience = Patience(loading)
+            if not self._patience.ends(items):
+                return False
+        return bool(self.kernel.pays(items, compiling))
+
+    def run(self, threads: int, items: int, grain: int, *arguments: Any) -> None:
+        """As `Kernel.run`."""
+        self.kernel.run(threads, items, grain, *arguments)
+
+    @cached_property
+    def kernel(self) -> Any:
+        """The `Kernel`; imports numba."""
+        from caffepy.backend.cpu.jit.kernel import Kernel
+
+        return Kernel(_compilable(self.interpret))
+
+
+deferred_kernel = DeferredKernel
+"""Decorator that makes a deferred kernel of a function."""
+
+
+def _compilable(function: Any) -> Any:
+    """A function that calls compiled forms of what the plain one calls."""
+    from caffepy.backend.cpu.jit import intrinsics
+
+    names = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
+    compiled = {name: compiled_part(value) for name, value in names.items() if _is_part(value)}
+    compiled |= {name: intrinsics.read_at for name, value in names.items() if value is read_at}
+    copy = FunctionType(function.__code__, {**function.__globals__, **compiled}, function.__name__)
+    copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
+    copy.__module__, copy.__doc__ = function.__module__, function.__doc__
+    return copy
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, FunctionType) and value in _PARTS
+
+
+@cache
+def compiled_part(function: Any) -> Any:
+    """What `part` has marked, as `device_function` makes it; imports numba."""
+    from caffepy.backend.cpu.jit.kernel import device_function
+
+    return device_function(_compilable(function))

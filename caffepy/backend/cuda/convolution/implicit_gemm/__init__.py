@@ -1,0 +1,1 @@
+"""Convolutions of small problems by own kernels: kernels/small_convolution.cu."""

@@ -1,0 +1,133 @@
+"""Parameters' first values: drawn in other threads, the same bits as before, and only where somebody wants them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy import fillers
+from caffepy.backend import RandomStream
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.blob import Blob
+from caffepy.fillers import ahead, fill, filling
+from caffepy.layers.core.base import LayerContext
+from caffepy.net import Net
+from caffepy.proto import caffe_pb2
+
+NET = """
+layer { name: "data" type: "DummyData" top: "x" dummy_data_param { shape { dim: 2 dim: 40 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "y"
+  inner_product_param { num_output: 300 weight_filler { type: "xavier" } bias_filler { type: "constant" value: 2 } } }
+layer { name: "own" type: "InnerProduct" bottom: "y" top: "z" include { phase: TEST }
+  inner_product_param { num_output: 50 weight_filler { type: "gaussian" } } }
+"""
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads in which numbers are drawn."""
+    threads: list[str] = []
+    for name in ("xavier", "gaussian"):
+        inner = fillers.FILLERS.get(name)
+
+        def spied(*arguments: Any, inner: Any = inner) -> Any:
+            draw = inner(*arguments)
+            return lambda generator: (threads.append(threading.current_thread().name), draw(generator))[1]
+
+        monkeypatch.setitem(fillers.FILLERS._entries, name, spied)
+    return threads
+
+
+def new_net(phase: int) -> Net:
+    param = text_format.Parse(NET, caffe_pb2.NetParameter())
+    return Net(param, LayerContext(CpuBackend(1), phase=phase, seed=3))
+
+
+def test_a_training_nets_numbers_are_drawn_in_other_threads(drawn: list[str]) -> None:
+    net = new_net(caffe_pb2.TRAIN)
+    weights, bias = net.layers[1].blobs
+    expected = fill(
+        caffe_pb2.FillerParameter(type="xavier"), (300, 40), net.layers[1].random_stream(0), "layer 'ip'"
+    )  # fmt: skip
+    assert np.array_equal(weights.host_data(), expected)
+    assert (bias.host_data() == 2).all()
+    own, other = sorted(drawn)
+    assert (own, other.split("_")[0]) == (threading.current_thread().name, "filler")
+
+
+def test_a_test_net_draws_what_it_does_not_share(drawn: list[str]) -> None:
+    train = new_net(caffe_pb2.TRAIN)
+    train.prepare()
+    before = len(drawn)
+    test = new_net(caffe_pb2.TEST)
+    test.share_trained_layers_with(train)
+    assert len(drawn) == before
+    test.prepare()
+    assert len(drawn) == before + 1, "the layer that only the test net has"
+    assert test.layers[2].blobs[0].allocated("data") is not None
+    assert np.array_equal(test.layers[1].blobs[0].host_data(), train.layers[1].blobs[0].host_data())
+
+
+def test_values_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond are drawn when they are used; room comes back with their use."""
+    monkeypatch.setattr(fillers, "MOST_BYTES", 2 * 4 * 10000)
+    waiting = fillers._WAITING.size
+    values = filling(caffe_pb2.FillerParameter(type="uniform"), (10000,), RandomStream(1, 2), "here")
+    first, second, third = (ahead(values, 4 * 10000) for _ in range(3))
+    assert (first is values, second is values, third is values) == (False, False, True)
+    assert np.array_equal(first(), third())
+    assert np.array_equal(second(), third())
+    del first, second
+    gc.collect()
+    assert fillers._WAITING.size == waiting
+
+
+def test_few_values_need_no_thread() -> None:
+    values = filling(caffe_pb2.FillerParameter(type="uniform"), (10,), RandomStream(1, 2), "here")
+    assert ahead(values, 40) is values
+
+
+def counted(calls: list[int]) -> Any:
+    return lambda: (calls.append(1), np.arange(6, dtype=np.float32).reshape(2, 3))[1]
+
+
+@pytest.mark.parametrize("how", ["data", "fill", "move", "move after use"])
+def test_a_blob_takes_its_values_once(how: str) -> None:
+    calls: list[int] = []
+    backend = CpuBackend(1)
+    blob = Blob(backend, (2, 3), "b")
+    blob.fill_with(counted(calls))
+    assert calls == []
+    if how == "fill":
+        blob.fill()
+    if how in ("data", "move after use"):
+        assert blob.data is not None
+    memory = backend.zeros((2, 3))
+    if how.startswith("move"):
+        blob.move(memory)
+        assert blob.data is memory
+    assert calls == [1]
+    assert blob.host_data().tolist() == [[0, 1, 2], [3, 4, 5]]
+    blob.fill()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("how", ["bind", "reshape", "drop"])
+def test_a_blob_that_gets_other_values_does_not_ask_for_its_own(how: str) -> None:
+    calls: list[int] = []
+    backend = CpuBackend(1)
+    blob = Blob(backend, (2, 3), "b")
+    blob.fill_with(counted(calls))
+    if how == "bind":
+        blob.bind(data=backend.zeros((2, 3)))
+    elif how == "reshape":
+        blob.reshape((6,))
+    else:
+        blob.drop_data()
+    assert not blob.host_data().any()
+    assert calls == []
