@@ -38,7 +38,7 @@ LEAST_CHANNELS = 32
 """Channels and outputs from which the fewer products make up for the transforms."""
 LEAST_TILES = 48
 """Tiles of a batch from which they make up for the larger weights."""
-CHUNK = 3 * 2**20
+CHUNK = 2**19
 """Elements of transformed images and gradients that are made at a time."""
 _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
@@ -94,7 +94,7 @@ class _Correlation:
         """Transform the filters into the order in which `run` reads them."""
         total = self.panels.count * (self.channels // WIDTH)
         items = min(threads, total)
-        size = 16 * 3 * WIDTH * WIDTH
+        size = 9 * WIDTH * WIDTH
         outputs, channels = (self.channels, self.outputs) if backward else (self.outputs, self.channels)
         transform_filters.run(
             threads, items, 1, weights, outputs, channels, int(backward), packed, self.plane, self.panels.table,
@@ -149,9 +149,7 @@ class _WeightGradient:
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
         self._shape, self._threads, self._workspace = shape, threads, workspace
         self._tiles = _Tiles(shape.out)
-        image = 16 * self._tiles.count * (shape.channels + shape.outputs)
-        chunks = -(-shape.images // max(1, CHUNK // image))
-        self._chunk = max(1, -(-shape.images // chunks))
+        self._chunk = max(SUM, CHUNK // (16 * (shape.channels + shape.outputs)))
         self._x_vectors, self._dy_vectors = _vectors(shape.channels), _vectors(shape.outputs)
         self._plane = shape.outputs * shape.channels + WIDTH
         self._c_rows = extended(np.arange(8) * shape.channels)
@@ -160,9 +158,11 @@ class _WeightGradient:
 
     def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         products = self._workspace.take("weights", 16 * self._plane)
-        for first in range(0, x.shape[0], self._chunk):
-            part = slice(first, first + self._chunk)
-            self._add(x[part], dy[part], products, first > 0)
+        tiles = x.shape[0] * self._tiles.count
+        chunks = -(-tiles // self._chunk)
+        size = -(-tiles // chunks)
+        for first in range(0, tiles, size):
+            self._add(x, dy, first, min(size, tiles - first), products)
         channels = self._shape.channels
         transform_gradients.run(
             self._threads, self._shape.outputs, max(1, 4096 // channels), products, self._plane, channels, WIDTH,
@@ -176,13 +176,13 @@ class _WeightGradient:
             self._dy_rows[tiles] = extended(k // wide * tiles * wide + k % wide)
         return self._dy_rows[tiles]
 
-    def _add(self, x: Any, dy: Any, products: Any, accumulate: bool) -> None:
-        shape, tiles = self._shape, x.shape[0] * self._tiles.count
+    def _add(self, x: Any, dy: Any, first: int, tiles: int, products: Any) -> None:
+        shape = self._shape
         x_plane, dy_plane = tiles * shape.channels + WIDTH, tiles * shape.outputs + WIDTH
         buffer = self._workspace.take("images", 16 * (x_plane + dy_plane))
         x_tiles, dy_tiles = buffer[: 16 * x_plane], buffer[16 * x_plane :]
         transform_images.run(
-            self._threads, tiles, 8, x, *shape.sizes, shape.channels, *shape.geometry.pad, x_tiles, x_plane,
+            self._threads, tiles, 8, first, x, *shape.sizes, shape.channels, *shape.geometry.pad, x_tiles, x_plane,
             self._x_vectors, dy, *shape.out, shape.outputs, dy_tiles, dy_plane, self._dy_vectors, self._zeros,
             self._tiles.count, self._tiles.line, tiles, WIDTH,
         )  # fmt: skip
@@ -191,7 +191,7 @@ class _WeightGradient:
         multiply_tiles.run(
             self._threads, items, 1, x_tiles, x_plane, self._x_vectors, shape.channels, dy_tiles, dy_plane,
             self._dy_vectors * WIDTH, self._rows(tiles), shape.outputs, tiles, -(-tiles // -(-tiles // SUM)), products,
-            self._plane, self._c_rows, int(accumulate), self._zeros, _NO_OFFSET, WIDTH, total, items,
+            self._plane, self._c_rows, int(first > 0), self._zeros, _NO_OFFSET, WIDTH, total, items,
         )  # fmt: skip
 
 

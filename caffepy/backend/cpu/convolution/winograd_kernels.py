@@ -30,20 +30,16 @@ def transform_filters(  # noqa: PLR0913 -- a kernel
             panel, first = 4 * (number // blocks), number % blocks * width
             vectors, column = table[panel], table[panel + 1]
             wide = vectors * width
-            target = ahead(packed, table[panel + 2] + first * wide)
-            if backward == 1:
+            for v in range(0, wide, width):
+                target = ahead(packed, table[panel + 2] + first * wide + v)
+                source, row, tap = ahead(weights, (first * 9 + 8) * channels + column + v), 9 * channels, -channels
+                if backward == 0:
+                    for i in range(9):
+                        here = ahead(weights, ((column + v) * 9 + i) * channels + first)
+                        turn_square(here, 9 * channels, ahead(square, i * width * width), width)
+                    source, row, tap = square, width, width * width
                 for k in range(width):
-                    for v in range(0, wide, width):
-                        source = ahead(weights, ((first + k) * 9 + 8) * channels + column + v)
-                        filter_tile(source, -channels, ahead(target, k * wide + v), plane)
-            else:
-                for j in range(wide):
-                    source = ahead(weights, (column + j) * 9 * channels + first)
-                    filter_tile(source, channels, ahead(square, j * width), wide * width)
-                for i in range(16):
-                    for v in range(0, wide, width):
-                        here = ahead(square, (i * wide + v) * width)
-                        turn_square(here, width, ahead(target, i * plane + v), wide)
+                    filter_tile(ahead(source, k * row), tap, ahead(target, k * wide), plane)
 
 
 @kernel
@@ -103,15 +99,15 @@ def correlate_tiles(  # noqa: PLR0913 -- a kernel
 
 @kernel
 def transform_images(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, height: Int, width: Int, channels: Int, pad_h: Int, pad_w: Int,
+    begin: Int, end: Int, first: Int, x: Floats, height: Int, width: Int, channels: Int, pad_h: Int, pad_w: Int,
     x_tiles: Floats, x_plane: Int, x_vectors: Int, dy: Floats, out_height: Int, out_width: Int, outputs: Int,
     dy_tiles: Floats, dy_plane: Int, dy_vectors: Int, zeros: Floats, image_tiles: Int, line_tiles: Int, tiles: Int,
     lanes: Int,
 ) -> None:  # fmt: skip
-    """B^T d B of the images and A dy A^T of the gradient, in panels of some vectors. Items are tiles."""
+    """B^T d B of the images and A dy A^T of the gradient, in panels of some vectors. Items are tiles from `first` on."""
     x_wide, dy_wide = x_vectors * lanes, dy_vectors * lanes
     for item in range(begin, end):
-        n, at = item // image_tiles, item % image_tiles
+        n, at = (first + item) // image_tiles, (first + item) % image_tiles
         h, w = 2 * (at // line_tiles), 2 * (at % line_tiles)
         image_tile(
             ahead(x, n * height * width * channels), zeros, h - pad_h, w - pad_w, height, width, channels,
