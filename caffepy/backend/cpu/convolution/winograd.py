@@ -7,12 +7,13 @@ transformed of some tiles stays in the second cache until it is used.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import extended
+from caffepy.backend.cpu.convolution.correlation import Ending, extended
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.winograd_kernels import (
@@ -22,14 +23,17 @@ from caffepy.backend.cpu.convolution.winograd_kernels import (
     transform_gradients,
     transform_images,
 )
+from caffepy.backend.cpu.gemm.microkernel import ROWS
 from caffepy.backend.cpu.gemm.packing import Panels
 from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
+ROWS_OF_ALL = math.lcm(*ROWS.values())
+"""The rows of every tile of a product divide it."""
 BLOCK = 48
-"""Tiles, about, that are transformed and multiplied together: a multiple of the rows of every tile of a product."""
+"""Tiles, about, that are transformed and multiplied together."""
 COLUMNS = 128
 """Output channels, about, whose products are kept until they are transformed."""
 SUM = 128
@@ -49,8 +53,10 @@ def is_winograd(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geomet
     windows = (g.kernel, g.stride, g.dilation, g.group) == ((3, 3), (1, 1), (1, 1), 1)
     if not windows or any(pad > 2 for pad in g.pad):
         return False
-    whole = all(size % WIDTH == 0 and size >= LEAST_CHANNELS for size in weights_shape[:2])
-    return whole and x_shape[0] * _Tiles(ConvolutionShape(x_shape, weights_shape, geometry).out).count >= LEAST_TILES
+    if any(size % WIDTH or size < LEAST_CHANNELS for size in weights_shape[:2]):
+        return False
+    out = tuple(size + 2 * pad - 2 for size, pad in zip(x_shape[2:], g.pad, strict=True))
+    return x_shape[0] * _Tiles(out).count >= LEAST_TILES
 
 
 class _Tiles:
@@ -61,80 +67,80 @@ class _Tiles:
         self.count = -(-out[0] // 2) * self.line
 
 
+class _Images(NamedTuple):
+    """What is read or computed.
+
+    Args:
+        sizes: height and width.
+        channels: of a pixel.
+    """
+
+    sizes: tuple[int, ...]
+    channels: int
+
+
 class _Correlation:
     """y from x, or dx from dy and the filters turned round, planned.
 
     Args:
-        sizes: (height, width) of what is read.
-        out: of what is computed.
+        threads: of the backend.
+        workspace: of the backend.
+        read: the images that are read.
+        made: those that are computed.
         pad: zeros before what is read.
-        channels: of what is read.
-        outputs: channels of what is computed.
-        images: about how many there are.
+        images: how many.
     """
 
     def __init__(
-        self, sizes: tuple[int, ...], out: tuple[int, ...], pad: tuple[int, ...], channels: int, outputs: int,
-        images: int,
-    ) -> None:  # fmt: skip
-        self.sizes, self.out, self.pad, self.channels, self.outputs = sizes, out, pad, channels, outputs
-        self.tiles = _Tiles(out)
-        blocks = -(-images * self.tiles.count // BLOCK)
-        self.block = -(-images * self.tiles.count // (blocks * 12)) * 12
-        self.panels = Panels(channels, outputs, self.block)
-        self.plane = self.panels.size + WIDTH  # planes a power of two apart would share few lines of a cache
-        self.x_rows = extended(np.arange(self.block) * channels)
-        self.zeros = ConstantTable(np.zeros(max(channels, outputs), np.float32))
+        self, threads: int, workspace: Workspace, read: _Images, made: _Images, pad: tuple[int, ...], images: int
+    ) -> None:
+        self._threads, self._workspace = threads, workspace
+        self._read, self._made, self._pad = read, made, pad
+        self._image_tiles = _Tiles(made.sizes)
+        self._tiles = images * self._image_tiles.count
+        self._blocks = -(-self._tiles // BLOCK)
+        self._block = -(-self._tiles // (self._blocks * ROWS_OF_ALL)) * ROWS_OF_ALL
+        self._panels = Panels(read.channels, made.channels, self._block)
+        self._plane = self._panels.size + WIDTH  # planes a power of two apart would share few lines of a cache
+        self._parts = self._divided()
+        bounds = [part * self._panels.count // self._parts for part in range(self._parts)]
+        self._columns = int(np.add.reduceat(self._panels.entries[:, 0], bounds).max()) * WIDTH
+        self._x_rows, self._y_rows = (extended(np.arange(self._block) * row) for row in (read.channels, self._columns))
+        self._zeros = ConstantTable(np.zeros(max(read.channels, made.channels), np.float32))
+
+    def _divided(self) -> int:
+        """Into how many parts the panels are divided: so that products stay in a cache and all threads have work."""
+        parts = max(1, round(self._made.channels / COLUMNS))
+        if self._threads > 1:
+            parts = max(parts, -(-3 * self._threads // self._blocks))
+        return min(parts, self._panels.count)
 
     @property
     def packed_size(self) -> int:
-        return 16 * self.plane
+        return 16 * self._plane
 
-    def pack(self, threads: int, workspace: Workspace, weights: Any, backward: bool, packed: Any) -> None:
+    def pack(self, weights: Any, backward: bool, packed: Any) -> None:
         """Transform the filters into the order in which `run` reads them."""
-        total = self.panels.count * (self.channels // WIDTH)
-        items = min(threads, total)
-        size = 9 * WIDTH * WIDTH
-        outputs, channels = (self.channels, self.outputs) if backward else (self.outputs, self.channels)
+        read, made, panels = self._read.channels, self._made.channels, self._panels
+        total = panels.count * (read // WIDTH)
+        items, size = min(self._threads, total), 9 * WIDTH * WIDTH
         transform_filters.run(
-            threads, items, 1, weights, outputs, channels, int(backward), packed, self.plane, self.panels.table,
-            self.panels.count, WIDTH, self.channels, workspace.take("squares", items * size), size, total, items,
+            self._threads, items, 1, weights, made if backward else read, int(backward), packed, self._plane,
+            panels.table, panels.count, WIDTH, read, self._workspace.take("squares", items * size), size, total, items,
         )  # fmt: skip
 
-    @cached_property
-    def _y_rows(self) -> dict[int, ConstantTable]:
-        return {}
-
-    def _parts(self, threads: int, blocks: int) -> int:
-        """Into how many parts the panels are divided: so that products stay in a cache and all threads have work."""
-        parts = max(1, round(self.outputs / COLUMNS))
-        while parts < self.panels.count and blocks * parts < 3 * threads:
-            parts += 1
-        return min(parts, self.panels.count)
-
-    def _columns(self, parts: int) -> int:
-        """The most columns that a part of the panels has."""
-        bounds = [part * self.panels.count // parts for part in range(parts)]
-        return int(np.add.reduceat(self.panels.entries[:, 0], bounds).max()) * WIDTH
-
-    def run(
-        self, threads: int, workspace: Workspace, x: Any, packed: Any, start: Any, y: Any, addend: Any, relu: bool
-    ) -> None:  # fmt: skip
-        tiles = x.shape[0] * self.tiles.count
-        blocks = -(-tiles // self.block)
-        parts = self._parts(threads, blocks)
-        columns = self._columns(parts)
-        if parts not in self._y_rows:
-            self._y_rows[parts] = extended(np.arange(self.block) * columns)
-        x_plane, y_plane = self.block * self.channels + WIDTH, self.block * columns + WIDTH
-        total = blocks * parts
-        items, size = min(threads, total), 16 * (x_plane + y_plane) + self.outputs
+    def run(self, x: Any, packed: Any, start: Any, y: Any, ending: Ending) -> None:
+        """Compute y; `start` is a number for each channel, or None."""
+        x_plane, y_plane = (self._block * row + WIDTH for row in (self._read.channels, self._columns))
+        total = self._blocks * self._parts
+        items, size = min(self._threads, total), 16 * (x_plane + y_plane) + self._made.channels
         correlate_tiles.run(
-            threads, items, 1, x, *self.sizes, self.channels, *self.pad, self.zeros, packed, self.plane,
-            self.panels.table, self.panels.count, parts, WIDTH, _NO_OFFSET, workspace.take("images", items * size), size,
-            x_plane, self.x_rows, y_plane, columns, self._y_rows[parts], self.zeros if start is None else start, y,
-            *self.out, self.outputs, y if addend is None else addend, int(addend is not None), int(relu),
-            self.tiles.count, self.tiles.line, tiles, self.block, total, items,
+            self._threads, items, 1, x, *self._read.sizes, self._read.channels, *self._pad, self._zeros, packed,
+            self._plane, self._panels.table, self._panels.count, self._parts, WIDTH, _NO_OFFSET,
+            self._workspace.take("images", items * size), size, x_plane, self._x_rows, y_plane, self._columns,
+            self._y_rows, self._zeros if start is None else start, y, *self._made.sizes, self._made.channels,
+            y if ending.addend is None else ending.addend, int(ending.addend is not None), int(ending.relu),
+            self._image_tiles.count, self._image_tiles.line, self._tiles, self._block, total, items,
         )  # fmt: skip
 
 
@@ -187,10 +193,10 @@ class _WeightGradient:
             self._tiles.count, self._tiles.line, tiles, WIDTH,
         )  # fmt: skip
         total = 16 * (shape.channels // (self._x_vectors * WIDTH))
-        items = min(self._threads, total)
+        items, block = min(self._threads, total), -(-tiles // -(-tiles // SUM))
         multiply_tiles.run(
             self._threads, items, 1, x_tiles, x_plane, self._x_vectors, shape.channels, dy_tiles, dy_plane,
-            self._dy_vectors * WIDTH, self._rows(tiles), shape.outputs, tiles, -(-tiles // -(-tiles // SUM)), products,
+            self._dy_vectors * WIDTH, self._rows(tiles), shape.outputs, tiles, block, products,
             self._plane, self._c_rows, int(first > 0), self._zeros, _NO_OFFSET, WIDTH, total, items,
         )  # fmt: skip
 
@@ -201,45 +207,41 @@ class WinogradConvolution(TileConvolution):
     The error of each pass is stated in tests/unit/backend/cpu/test_winograd.py.
     """
 
-    _gradient: Any
-
-    def _plan_forward(self) -> _Correlation:
+    @cached_property
+    def _ahead(self) -> _Correlation:
         s = self.shape
-        return _Correlation(s.sizes, s.out, s.geometry.pad, s.channels, s.outputs, s.images)
+        read, made = _Images(s.sizes, s.channels), _Images(s.out, s.outputs)
+        return _Correlation(self.threads, self.workspace, read, made, s.geometry.pad, s.images)
+
+    @cached_property
+    def _back(self) -> _Correlation:
+        s = self.shape
+        read, made = _Images(s.out, s.outputs), _Images(s.sizes, s.channels)
+        return _Correlation(self.threads, self.workspace, read, made, tuple(2 - p for p in s.geometry.pad), s.images)
+
+    @cached_property
+    def _of_weights(self) -> _WeightGradient:
+        return _WeightGradient(self.shape, self.threads, self.workspace)
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
     ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
-        plan, packed = self._winograd, self.kept_for(weights)
+        packed = self.kept_for(weights)
         if packed is None:
-            packed = self.workspace.take("weights", plan.packed_size)
-            plan.pack(self.threads, self.workspace, weights, False, packed)
-        plan.run(self.threads, self.workspace, x, packed, bias, y, residual, relu)
-
-    @cached_property
-    def _winograd(self) -> _Correlation:
-        return self._plan_forward()
+            packed = self.workspace.take("weights", self._ahead.packed_size)
+            self._ahead.pack(weights, False, packed)
+        self._ahead.run(x, packed, bias, y, Ending(residual, relu))
 
     def keep(self, weights: Any) -> None:
-        plan = self._winograd
-        self.kept = aligned(plan.packed_size) if self.kept is None else self.kept
-        plan.pack(self.threads, self.workspace, weights, False, self.kept)
+        self.kept = aligned(self._ahead.packed_size) if self.kept is None else self.kept
+        self._ahead.pack(weights, False, self.kept)
         self._kept_at = address_of(weights)
 
-    @cached_property
-    def _turned(self) -> _Correlation:
-        s = self.shape
-        pad = tuple(2 - pad for pad in s.geometry.pad)
-        return _Correlation(s.out, s.sizes, pad, s.outputs, s.channels, s.images)
-
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        plan = self._turned
-        packed = self.workspace.take("weights", plan.packed_size)
-        plan.pack(self.threads, self.workspace, weights, True, packed)
-        plan.run(self.threads, self.workspace, dy, packed, None, dx, None, False)
+        packed = self.workspace.take("weights", self._back.packed_size)
+        self._back.pack(weights, True, packed)
+        self._back.run(dy, packed, None, dx, Ending(None, False))
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        if self._gradient is None:
-            self._gradient = _WeightGradient(self.shape, self.threads, self.workspace)
-        self._gradient.run(x, dy, dweights, accumulate)
+        self._of_weights.run(x, dy, dweights, accumulate)

@@ -16,7 +16,7 @@ from caffepy.backend.cpu.jit.vector import ahead, table_at, turn_square
 
 @kernel
 def transform_filters(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, weights: Floats, outputs: Int, channels: Int, backward: Int, packed: Floats, plane: Int,
+    begin: Int, end: Int, weights: Floats, channels: Int, backward: Int, packed: Floats, plane: Int,
     table: Words, panels: Int, width: Int, depth: Int, squares: Floats, square_size: Int, total: Int, items: Int,
 ) -> None:  # fmt: skip
     """G g G^T of all filters, packed into panels. Items are parts of (panel, `width` of the elements of the sum).
@@ -104,7 +104,7 @@ def transform_images(  # noqa: PLR0913 -- a kernel
     dy_tiles: Floats, dy_plane: Int, dy_vectors: Int, zeros: Floats, image_tiles: Int, line_tiles: Int, tiles: Int,
     lanes: Int,
 ) -> None:  # fmt: skip
-    """B^T d B of the images and A dy A^T of the gradient, in panels of some vectors. Items are tiles from `first` on."""
+    """B^T d B of the images and A dy A^T of the gradient, in panels of some vectors. Items are tiles behind `first`."""
     x_wide, dy_wide = x_vectors * lanes, dy_vectors * lanes
     for item in range(begin, end):
         n, at = (first + item) // image_tiles, (first + item) % image_tiles
@@ -146,7 +146,7 @@ def multiply_tiles(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def transform_gradients(
+def transform_gradients(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, products: Floats, plane: Int, channels: Int, lanes: Int, dweights: Floats, accumulate: Int
 ) -> None:
     """dweights (+)= G^T m G of all filters. Items are output channels."""

@@ -1,9 +1,9 @@
 """The transforms of Winograd's convolution F(2x2, 3x3), written in LLVM's language, a vector of channels at a time.
 
 With B, G and A of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (CVPR 2016), a tile y of 2x2
-outputs is A^T [(G g G^T) * (B^T d B)] A for the 4x4 pixels d around it and the 3x3 weights g, where * multiplies element
-by element. The gradient of g is therefore G^T [(A dy A^T) * (B^T d B)] G. All numbers in B and A are 0, 1 and -1.
-The 16 elements of what is transformed are kept in planes of their own.
+outputs is A^T [(G g G^T) * (B^T d B)] A for the 4x4 pixels d around it and the 3x3 weights g, where * multiplies
+element by element. The gradient of g is therefore G^T [(A dy A^T) * (B^T d B)] G. B and A have elements 0, 1 and -1,
+G has 1/2 as well. The 16 elements of what is transformed are kept in planes of their own.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class _Transforms(Writer):
         `place` is the first row and column, which may be negative, the image's height and width, and its channels.
         """
         h, w, height, width, channels = place
-        b, result = self.builder, []
+        b = self.builder
+        result: list[list[Any]] = []
         columns = self.inside(w, width, count)
         for i, row_there in enumerate(self.inside(h, height, count)):
             row = b.mul(b.add(h, self.word(i)), width)
@@ -193,7 +194,8 @@ def _write_output(  # noqa: PLR0913 -- a kernel
 output_tile = _written(_write_output, "pwpppwwwwwwpww")
 """A^T m A + start (+ addend), perhaps rectified, of one tile.
 
-(source, plane, start, y, scratch for pixels outside, row, column, height, width, channels, vectors, addend, adds, relu).
+Of (source, plane, start, y, scratch for pixels outside, row, column, height, width, channels, vectors, addend, adds,
+relu).
 """
 
 
