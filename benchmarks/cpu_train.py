@@ -52,7 +52,7 @@ and ATEN_CPU_CAPABILITY=avx2):
     resnet50 8         1982      2460    0.81              2399      2918    0.82     2080 / 1473
     caffenet            489       856    0.57                                          983 / 1262
 
-With two threads on that busy machine ratios of wall times say nothing: ResNet-18 had 0.5, 0.6 and 0.3 in three runs,
+With two threads on that busy machine ratios of wall times say nothing: ResNet-18 had 0.6, 0.7 and 0.3 in three runs,
 2.3 in two others, and the version before took as long as this one. They are to be measured on a free machine.
 
 Layers of ResNet-18, 8 images, CPU time of one thread in ms: forward, gradient of the image, of the weights. What has a
