@@ -40,10 +40,33 @@ two threads, one round; ratios of the median, of the least time and of the least
     caffenet           262       512     0.51  0.51  0.52      989 / 1269
 
 Before the fusion ResNet-50 had 1.12 with one thread. On a loaded Xeon (an H200's host) MobileNet had 0.86, 0.89, 0.84
-and ResNet-18 1.01, 0.96, 0.95. AVX2 has not been measured since.
+and ResNet-18 1.01, 0.96, 0.95. These tables are older than Winograd's way of the 3x3 convolutions, below. With it the
+machine was never free, so that wall times say nothing: least CPU time in ms of one thread (the same Zen 4), PyTorch's
+faster layout, and the same with vectors of eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2
+and ATEN_CPU_CAPABILITY=avx2):
 
-The rest is convolutions: about nine tenths of either ResNet. In ResNet-18 the 3x3 ones of stride 1 alone take 750 of
-996 ms.
+    net             caffepy   PyTorch   ratio     AVX2: caffepy   PyTorch   ratio     memory, MiB
+    mobilenet 16        840      1155    0.73               996      1118    0.89     1509 / 1159
+    resnet18 8          670       938    0.71               762      1120    0.68      735 /  732
+      chunks of 2 MiB   629       992    0.63               706      1140    0.62      702 /  743
+    resnet50 8         1982      2460    0.81              2399      2918    0.82     2080 / 1473
+    caffenet            489       856    0.57                                          983 / 1262
+
+With two threads on that busy machine ratios of wall times say nothing: ResNet-18 had 0.6, 0.7 and 0.3 in three runs,
+2.3 in two others, and the version before took as long as this one. They are to be measured on a free machine.
+
+Layers of ResNet-18, 8 images, CPU time of one thread in ms: forward, gradient of the image, of the weights. What has a
+stride of 2 is direct in both:
+
+    layer              direct               Winograd              PyTorch
+    64, 56x56          16.8  16.8  18.7      9.5   9.6  12.6      16.7  17.5  19.6
+    128, 28x28         16.3  16.2  18.2      8.7   8.8  10.3      16.3  16.4  17.9
+    256, 14x14         16.1  16.3  18.6      8.6   8.7   9.5      15.4  15.8  17.5
+    512, 7x7           17.6  17.8  22.7     13.7  13.1  13.5      15.7  15.8  25.2
+    3 to 64, 7x7/2     18.4  34.9  20.0                           18.7  92.8  21.7
+    64 to 128, 3x3/2    8.7   8.6  10.0                            9.2   9.4  10.0
+    128 to 256, 3x3/2   8.5   8.5   9.3                            8.7   8.8  10.3
+    256 to 512, 3x3/2   9.3   9.0  10.3                            8.7   9.3  11.7
 
 What made the difference, in CPU time of one thread:
 
@@ -52,6 +75,13 @@ What made the difference, in CPU time of one thread:
   now; ResNet-50 436 to 234. At 14 to 18 GB/s these are bound by memory.
 - Convolution straight from the image in register tiles (backend/cpu/gemm/microkernel.py) runs at 85 to 93 GFLOP/s on
   a core where a matrix product by OpenBLAS has 92 at best and 56 with 32 output channels, before any im2col.
+- Both sides' direct 3x3 convolutions run at the processor's peak (110 to 118 GFLOP/s of a core), so only fewer products
+  help: Winograd's F(2x2, 3x3) for forward and both gradients, ResNet-18 996 to 629 ms. Its error is that of direct sums
+  (8 images of 7x7x512, of the largest element: 0.9e-6 forward, 0.9e-6 image, 0.4e-6 weights; direct 0.8, 1.1, 0.2e-6).
+- In it, planes that are a power of two apart get one vector more between them; the gradient of the weights works on
+  chunks of 2 MiB of transformed tiles (12 MiB: 16.2 ms for 12.6 at 56x56x64). Shorter sums, so that packed weights stay
+  in the first cache, made 512 channels slower (13.1 to 14.3 ms): the products are written once more. There the images'
+  edge (8x8 computed for 7x7, 1.3 times the products) and the transform of 9 MiB of weights (3 ms) are the rest.
 - Leaving out the padding's zeros: LeNet's conv2, gradient of the image, 6.4 to 4.5 ms.
 - Inner products of a small batch read each weight once, where it lies: fc6 forward 36 ms by OpenBLAS, 14 now; its
   image gradient 52 ms with the weights packed first, 22 without.

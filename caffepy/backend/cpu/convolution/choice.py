@@ -6,6 +6,7 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution, is_product
+from caffepy.backend.cpu.convolution.winograd import WinogradConvolution, is_winograd
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.handles import Convolution
 from caffepy.backend.layout import CHANNELS_LAST
@@ -21,6 +22,8 @@ def plan_convolution(
         kind = NarrowConvolution
     elif is_product(x_shape, weights_shape, geometry):
         kind = ProductConvolution
+    elif is_winograd(x_shape, weights_shape, geometry):
+        kind = WinogradConvolution
     if len(x_shape) in CHANNELS_LAST:
         return kind(threads, workspace, x_shape, weights_shape, geometry)
     return PlainConvolution(threads, workspace, x_shape, weights_shape, geometry, kind)
