@@ -1,6 +1,6 @@
 """Convolutions by 3x3 windows of stride 1, as Winograd computes them: 16 products in the place of 36.
 
-A tile of 2x2 outputs is transformed from 4x4 pixels (`winograd_tiles.py`); each of the 16 elements is a matrix product
+A tile of 2x2 outputs is transformed from 4x4 pixels (`tiles.py`); each of the 16 elements is a matrix product
 of tiles by channels and channels by outputs. A tile's pixels are read from the image without padding. What is
 transformed of some tiles stays in the second cache until it is used.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from caffepy.backend.cpu.convolution.correlation import Ending, extended
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.winograd_kernels import (
+from caffepy.backend.cpu.convolution.winograd.kernels import (
     correlate_tiles,
     multiply_tiles,
     transform_filters,
@@ -25,7 +25,8 @@ from caffepy.backend.cpu.convolution.winograd_kernels import (
 )
 from caffepy.backend.cpu.gemm.microkernel import ROWS
 from caffepy.backend.cpu.gemm.packing import Panels
-from caffepy.backend.cpu.jit.kernel import ConstantTable, address_of
+from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.backend.cpu.convolution.winograd_tiles import (
+from caffepy.backend.cpu.convolution.winograd.tiles import (
     filter_gradient_tile,
     filter_tile,
     gradient_tile,
