@@ -43,7 +43,7 @@ from caffepy.backend.types import Array
 
 logger = logging.getLogger(__name__)
 
-OWN_FAMILIES = ("depthwise", "small", "products", UNFUSED)
+OWN_FAMILIES = ("depthwise", "small", "split-K", "products", UNFUSED)
 """Families of candidates without cuDNN."""
 
 
@@ -59,6 +59,8 @@ class ForeseenBlas(Blas):
 
     def library_gemm(self, *_: Any, **__: Any) -> None:
         """Computes nothing."""
+
+    gemm_of_parts = library_gemm
 
 
 class ForeseenScalars:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from time import monotonic
+from time import monotonic, monotonic_ns
 
 from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
@@ -31,6 +31,12 @@ PATIENCE = 1.0
 
 DELAY = 40_000
 """Nanoseconds of idling put before timed work for each run, so that its launches wait in line behind it."""
+
+LONGEST_DELAY = 20_000_000
+"""Nanoseconds of idling at most, where the host was held up."""
+
+MOST_TRIES = 3
+"""How often the same runs are timed, as long as the host is held up."""
 
 FINALISTS = 4
 """How many of the fastest candidates are timed once more."""
@@ -259,16 +265,34 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | N
 
 
 def elapsed(run: Callable[[], None], runs: int) -> float:
-    """Microseconds of one of several runs that follow each other without a gap."""
+    """Microseconds of one of several runs that follow each other without a gap.
+
+    The device idles before them until they are all launched. Where the host was held up for longer than that, there may
+    be gaps, and they are timed again behind a longer wait.
+    """
+    wait = DELAY * (runs + 1)
+    for _ in range(MOST_TRIES):
+        time, launched = _timed(run, runs, wait)
+        if launched <= wait:
+            break
+        wait = min(2 * launched, LONGEST_DELAY)
+    return time
+
+
+def _timed(run: Callable[[], None], runs: int, wait: int) -> tuple[float, int]:
+    """Microseconds of a run, and the nanoseconds in which all were launched, while the device idled for `wait`."""
     stream = cupy.cuda.get_current_stream()
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    launch_blocks(library_kernel("tuning", "idle"), (1,), (1,), (DELAY * (runs + 1),))
+    idle = library_kernel("tuning", "idle")
+    begin = monotonic_ns()
+    launch_blocks(idle, (1,), (1,), (wait,))
     start.record(stream)
     for _ in range(runs):
         run()
     end.record(stream)
+    launched = monotonic_ns() - begin
     end.synchronize()
-    return float(cupy.cuda.get_elapsed_time(start, end)) * 1e3 / runs
+    return float(cupy.cuda.get_elapsed_time(start, end)) * 1e3 / runs, launched
 
 
 def measure(candidate: Candidate, operands: Operands, about: float) -> float:

@@ -67,9 +67,12 @@ class CudnnPlan:
         return True
 
     def keep(self) -> None:
-        """Keep the plan, once prepared, for `kept_plan` of other processes."""
+        """Keep the plan, once prepared, for other processes.
+
+        Not one with a ReLU: float32 plans that were read hid NaN, which those that were built pass on.
+        """
         plans = self._graph.resources.plans
-        if self._built or plans is None:
+        if self._built or plans is None or self._graph.task.relu:
             return
         try:
             plans.write(self._graph.kept_as(self.name), self._graph.serialised(self.index))

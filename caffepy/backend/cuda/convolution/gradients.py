@@ -146,13 +146,13 @@ class SplitKProducts:
         outputs, channels = self._problem.weights[:2]
         x, dy = _pixels(operands.first), _pixels(operands.second)
         split = self._parts * self._depth
-        number = self._parts + (split < len(x))
+        number = self._parts + (split < x.shape[0])
         parts = self._resources.scratch.get("parts of a weight gradient", number * outputs * channels)
         parts = parts.reshape(number, outputs, channels)
         shape = (self._parts, self._depth, -1)
         blas = self._resources.blas
         blas.gemm_of_parts(dy[:split].reshape(shape), x[:split].reshape(shape), parts)
-        if split < len(x):
+        if split < x.shape[0]:
             blas.gemm(dy[split:], x[split:], parts[-1], True, False, False)
         sum_parts(parts, raw(operands.out), number, operands.accumulate)
 
