@@ -20,6 +20,9 @@ from caffepy.backend.cuda.compilation.target import Target
 _NOWHERE = np.empty(16, np.uint8)
 """Where the forms of `ForeseenArray` begin; no element of them is ever looked at."""
 
+_RESHAPES_WITHOUT_COPY = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+"""Later releases deprecate what earlier ones need."""
+
 _addresses = itertools.count(1 << 40, 1 << 38)
 """One far from the others for each array."""
 
@@ -107,12 +110,8 @@ class ForeseenArray:
         if -1 in sizes:
             known = -int(np.prod(sizes))
             sizes[sizes.index(-1)] = self.size // max(known, 1)
-        form = self._form.view()
-        try:
-            form.shape = tuple(sizes)  # NumPy's `reshape` would copy where it cannot be a view
-        except AttributeError:
-            return ForeseenArray.flat(self.size, self.dtype).reshape(*sizes)
-        return self._part(form)
+        form = _viewed(self._form, tuple(sizes))
+        return ForeseenArray.flat(self.size, self.dtype).reshape(*sizes) if form is None else self._part(form)
 
     def transpose(self, *axes: Any) -> ForeseenArray:
         """As CuPy's."""
@@ -141,3 +140,18 @@ class ForeseenArray:
     def get(self, *_: Any, **__: Any) -> Any:
         """Zeros."""
         return np.zeros(self.shape, self.dtype)
+
+
+def _viewed(form: Any, shape: tuple[int, ...]) -> Any:
+    """The form in another shape; None where that takes a copy, for which there are no elements."""
+    if _RESHAPES_WITHOUT_COPY:
+        try:
+            return np.reshape(form, shape, copy=False)
+        except ValueError:
+            return None
+    view = form.view()
+    try:
+        view.shape = shape
+    except AttributeError:
+        return None
+    return view
