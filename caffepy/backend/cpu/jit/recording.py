@@ -5,13 +5,17 @@ Between two kernels of a net Python needs about 40 us, as long as the kernels of
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.threads import THREADS, Command, state_words
+from caffepy.backend.cpu.jit.threads import THREADS, Command, call_in_turn, state_words
 
 
 class Recording:
@@ -43,28 +47,93 @@ def note_host_work() -> None:
         CURRENT.recording.host_work = True
 
 
+TRIALS = 5
+"""How often a program is timed on one thread and on all before one of the two is chosen."""
+LONG = 0.02
+"""Seconds from which a program is not tried on one thread."""
+
+
 class Program:
-    """The kernel calls of some recordings, made again in one call; arrays must not have moved."""
+    """The kernel calls of some recordings, made again in one call; arrays must not have moved.
+
+    Waking another thread takes as long as a small net's whole pass, so the first launches are timed to see whether one
+    thread is faster than all. Results do not depend on that: a kernel computes its items by themselves.
+    """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._kept = [one.kept for one in recordings]
         commands = [command for one in recordings for command in one.commands]
-        self._table = np.array(commands, np.int64).reshape(-1, 4)
+        self._alone = _table(commands)
+        self._parts = [_table(part) for part in _serial_parts(commands)]
+        self._table = _table([_joined(part) for part in self._parts])
         self._threads = int(self._table[:, 3].max(initial=1))
-        self._state = np.zeros(state_words(len(commands), self._threads), np.int64)
+        self._state = np.zeros(state_words(len(self._table), self._threads), np.int64)
         self._lock = threading.Lock()
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._on_one: bool | None = None if self._threads > 1 else True
 
     @property
     def calls(self) -> int:
         """How many kernel calls it makes."""
+        return len(self._alone)
+
+    @property
+    def steps(self) -> int:
+        """How often threads that share the work wait for each other."""
         return len(self._table)
 
     def launch(self) -> None:
         """Make the calls in order."""
         if self.calls:
             with self._lock:
-                self._state[:] = 0
-                THREADS.run_program(self._table, self._state, self._threads)
+                if self._on_one is None:
+                    self._try()
+                else:
+                    self._run(self._on_one)
+
+    def _run(self, on_one: bool) -> None:
+        if on_one:
+            _serial()(self._alone.ctypes.data, 0, self.calls)
+        else:
+            self._state[:] = 0
+            THREADS.run_program(self._table, self._state, self._threads)
+
+    def _try(self) -> None:
+        """Run on all threads, then on one, then on all again; choose when there are TRIALS of each."""
+        all_threads, one = self._times
+        on_one = len(one) < len(all_threads)
+        begin = time.perf_counter()
+        self._run(on_one)
+        self._times[on_one].append(time.perf_counter() - begin)
+        if len(one) == TRIALS or len(all_threads) > 1 and min(all_threads) > LONG:  # the first may have compiled
+            self._on_one = bool(one) and median(one) < median(all_threads)
+
+
+@cache
+def _serial() -> Any:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(call_in_turn())
+
+
+def _table(commands: Sequence[Command]) -> Any:
+    return np.array(commands, np.int64).reshape(-1, 4)
+
+
+def _serial_parts(commands: Sequence[Command]) -> list[list[Command]]:
+    """The commands in parts: neighbours that are for one thread each together, the others by themselves."""
+    parts: list[list[Command]] = []
+    for command in commands:
+        if parts and command[3] == parts[-1][-1][3] == 1:
+            parts[-1].append(command)
+        else:
+            parts.append([command])
+    return parts
+
+
+def _joined(part: Any) -> Command:
+    """A part's only command, or one that makes all of them on one thread."""
+    if len(part) == 1:
+        return tuple(part[0].tolist())
+    return call_in_turn(), int(part.ctypes.data), len(part), 1
 
 
 def record(work: Callable[[], None]) -> Recording:
