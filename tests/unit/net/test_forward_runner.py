@@ -251,7 +251,8 @@ ALONE = [
     *[("Power", f"power_param {{ power: {power} scale: 0.1 shift: 2 }}") for power in (0, 1, 2, 0.3)],
     *[("PReLU", f"prelu_param {{ {more} filler {{ type: 'gaussian' }} }}") for more in ("", "channel_shared: true")],
     *[("Flatten", f"flatten_param {{ {more} }}") for more in ("", "axis: 2")],
-    *[("Reshape", f"reshape_param {{ shape {{ {dims} }} }}") for dims in ("dim: 0 dim: -1", "dim: 3 dim: 2 dim: 5 dim: 5")],
+    *[("Reshape", f"reshape_param {{ shape {{ {dims} }} }}")
+      for dims in ("dim: 0 dim: -1", "dim: 3 dim: 2 dim: 5 dim: 5")],
     ("Permute", "permute_param { order: 0 order: 2 order: 3 order: 1 }"),
     ("ShuffleChannel", "shuffle_channel_param { group: 3 }"),
     *[("Tile", f"tile_param {{ axis: {axis} tiles: 2 }}") for axis in (0, 1, 3)],
