@@ -195,7 +195,7 @@ class Gemm:
         if a.shape[0] < b.shape[1]:
             a, b, c = b.T, a.T, c.T
         (rows, depth), vectors = a.shape, b.shape[1]
-        items = min(self._threads, -(-rows // 4))
+        items = min(4 * self._threads, -(-rows // 4))  # a thread that is late leaves some to the others
         dots.run(
             self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,
             _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,

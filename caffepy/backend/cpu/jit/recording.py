@@ -6,6 +6,7 @@ Between two kernels of a net Python needs about 40 us, as long as the kernels of
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,13 +52,16 @@ TRIALS = 5
 """How often a program is timed on one thread and on all before one of the two is chosen."""
 LONG = 0.02
 """Seconds from which a program is not tried on one thread."""
+TRUSTED, MOST_TRUSTED = 10, 160
+"""For how many times the time of its trials a choice holds, as what else the machine does may change: at first, and at
+most after it was confirmed again and again."""
 
 
 class Program:
     """The kernel calls of some recordings, made again in one call; arrays must not have moved.
 
-    Waking another thread takes as long as a small net's whole pass, so the first launches are timed to see whether one
-    thread is faster than all. Results do not depend on that: a kernel computes its items by themselves.
+    Waking another thread takes as long as a small net's whole pass, so some launches are timed, now and then, to see
+    whether one thread is faster than all. Results do not depend on that: a kernel computes its items by themselves.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -70,7 +74,8 @@ class Program:
         self._state = np.zeros(state_words(len(self._table), self._threads), np.int64)
         self._lock = threading.Lock()
         self._times: tuple[list[float], list[float]] = ([], [])
-        self._on_one: bool | None = None if self._threads > 1 else True
+        self._on_one, self._trusted = self._threads == 1, TRUSTED
+        self._tried_at = math.inf if self._on_one else 0.0
 
     @property
     def calls(self) -> int:
@@ -86,7 +91,7 @@ class Program:
         """Make the calls in order."""
         if self.calls:
             with self._lock:
-                if self._on_one is None:
+                if time.perf_counter() >= self._tried_at:
                     self._try()
                 else:
                     self._run(self._on_one)
@@ -99,14 +104,22 @@ class Program:
             THREADS.run_program(self._table, self._state, self._threads)
 
     def _try(self) -> None:
-        """Run on all threads, then on one, then on all again; choose when there are TRIALS of each."""
+        """Run TRIALS times on all threads, whose idle ones then stay awake in between, and as often on one; choose."""
         all_threads, one = self._times
-        on_one = len(one) < len(all_threads)
+        on_one = len(all_threads) == TRIALS
         begin = time.perf_counter()
         self._run(on_one)
         self._times[on_one].append(time.perf_counter() - begin)
-        if len(one) == TRIALS or len(all_threads) > 1 and min(all_threads) > LONG:  # the first may have compiled
-            self._on_one = bool(one) and median(one) < median(all_threads)
+        if len(all_threads) == TRIALS and min(all_threads) > LONG:  # the first may have compiled
+            self._on_one, self._tried_at = False, math.inf
+        elif len(one) == TRIALS:
+            self._choose(median(all_threads), median(one))
+            self._times = ([], [])
+
+    def _choose(self, all_threads: float, one: float) -> None:
+        confirmed, self._on_one = self._on_one == (one < all_threads), one < all_threads
+        self._trusted = min(2 * self._trusted, MOST_TRUSTED) if confirmed else TRUSTED
+        self._tried_at = time.perf_counter() + self._trusted * TRIALS * (all_threads + one)
 
 
 @cache
