@@ -32,8 +32,29 @@ Two threads of an Intel Xeon, training, nine nets at a time on 18 cores, before 
 AlexNet 0.47, GoogLeNet 0.61, SqueezeNet 0.80, MobileNet 0.90, VGG-16 1.04, DenseNet-121 1.13, Inception-v3 1.22,
 ResNet-18 1.25, ResNet-50 1.32. PyTorch's compiled nets took longer than 90 s to be made and are not among the peers.
 
+Small nets on two threads of an AMD EPYC (Zen 4, AVX-512), a virtual machine that is never quite idle, `--quick --modes
+last`; runs a quarter of an hour apart differ by 15 %, where two ratios stand by more:
+
+    inference, 1, ms and ratio to onnxruntime   LeNet 0.055, 0.76   siamese net 0.060, 0.82   autoencoder 0.101, 1.08
+        CIFAR-10 quick 0.148, 0.92   full 0.153, 0.73   SqueezeNet 4.3, 1.06   MobileNet 7.3, 1.07   ResNet-50 43, 1.09
+    training, ms and ratio to PyTorch           LeNet, 64: 10.6, 0.92   siamese net, 64: 23.8, 0.81
+        autoencoder, 100: 13.9, 0.88 and 1.08   CIFAR-10 quick, 100: 46, 1.10 and 1.27   full, 100: 43, 0.87
+    GiB of a process in inference, caffepy / onnxruntime / PyTorch: MobileNet 0.23 / 0.12 / 0.32, ResNet-50
+        0.46 / 0.34 / 0.41
+
 What was learnt:
 
+- A small net's pass is lost between kernels: recorded as one program, with neighbours for one thread joined, LeNet's
+  takes 73 us on one thread and 55 on two. Beside another busy program two threads take a millisecond, so a program is
+  timed on one thread and on all, now and then. The trials must not alternate: the threads fall asleep meanwhile.
+- Idle threads that look for work for 0.2 ms rather than 40 us gain nothing on an idle machine and take the core from
+  the thread they wait for on a busy one (LeNet's training: 47 and 23 ms).
+- In the autoencoder's training e^x and log(1 + x) of the C library took 2.5 of 26 ms on one thread, without calls 0.4.
+- In convolutions forward, and in the images' gradients, one thread comes to 110 to 120 GFLOP/s, as PyTorch's; in the
+  weights' gradients of CIFAR-10's 5x5 kernels to 67 to 97, PyTorch's to 80 to 120: that is what is left there.
+- Reading ahead in the weights of inner products, and cutting convolutions into more parts, changed nothing.
+- ResNet-50 holds its convolutions' weights three times: as learned, folded, and packed (90 MiB each). Of MobileNet's
+  memory 0.18 GiB are the process with numba and LLVM.
 - Built from the prototxts, the peers give our outputs within 1e-5 of the largest (VGG-16: 7e-6) and our losses within
   2e-5 (siamese net; the others 1e-6). Gradients agree within 1e-5 in the median where a net has neither batch
   normalisation nor many units; with two images they differ by up to 2.6 % in the median (Inception-v3). Rounding at the

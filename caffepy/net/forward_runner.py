@@ -29,9 +29,11 @@ log = logging.getLogger(__name__)
 MOST_MOVES = 3
 """Passes in which tops may move before all later ones run layer by layer."""
 RECORDED = {
-    "BatchNorm", "Bias", "Concat", "Convolution", "ConvolutionDepthwise", "Crop", "Deconvolution",
-    "DepthwiseConvolution", "Dropout", "Eltwise", "InnerProduct", "Input", "LRN", "Pooling", "ReLU", "Scale", "Slice",
-    "Softmax", "Split",
+    "AbsVal", "BNLL", "BatchNorm", "Bias", "Clip", "Concat", "Convolution", "ConvolutionDepthwise", "Crop",
+    "Deconvolution", "DepthwiseConvolution", "Dropout", "ELU", "Eltwise", "Exp", "Flatten", "HardSwish",
+    "InnerProduct", "Input", "LRN", "Log", "PReLU", "Permute", "Pooling", "Power", "ReLU", "ReLU6", "Reshape",
+    "Scale", "ShuffleChannel", "Sigmoid", "Slice", "Softmax", "Split", "Swish", "TanH", "Threshold",
+    "Tile",
 }  # fmt: skip
 """Layers that do the same in each pass of the TEST phase, by primitives of the backend alone."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.address import address_of
+from caffepy.backend.cpu.jit.functions import exponential, logarithm_plus_one
 from caffepy.backend.cpu.jit.kernel import Entry
 from caffepy.backend.cpu.jit.vector import larger_of, select, smaller_of
 from caffepy.backend.elementwise import Expression, Kind
@@ -28,9 +29,9 @@ LANES = 64
 UNROLLED = 8
 """Values that are added in float32 before they are added to a float64 sum."""
 _FUNCTIONS = {
-    "exp": math.exp,
+    "exp": exponential,
     "log": math.log,
-    "log1p": math.log1p,
+    "log1p": logarithm_plus_one,
     "sqrt": math.sqrt,
     "tanh": math.tanh,
     "fabs": math.fabs,

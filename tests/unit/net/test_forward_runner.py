@@ -210,12 +210,15 @@ layer { name: "lrn" type: "LRN" bottom: "join" top: "lrn" }
 layer { name: "fc" type: "InnerProduct" bottom: "lrn" top: "fc"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
 layer { name: "prob" type: "Softmax" bottom: "fc" top: "prob" }
+layer { name: "row" type: "Reshape" bottom: "fc" top: "row" reshape_param { shape { dim: 0 dim: 1 dim: 3 } } }
+layer { name: "gate" type: "Sigmoid" bottom: "row" top: "gate" }
 """
 )
 MOVING = (
     WRITTEN_DOWN
     + """
-layer { name: "flat" type: "Flatten" bottom: "join" top: "flat" }
+layer { name: "mvn" type: "MVN" bottom: "join" top: "mvn" }
+layer { name: "flat" type: "Flatten" bottom: "mvn" top: "flat" }
 layer { name: "last" type: "InnerProduct" bottom: "flat" top: "last"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
 """
@@ -240,6 +243,19 @@ def test_passes_on_the_cpu_that_are_written_down_give_the_same(text: str, fuse: 
 
 
 ALONE = [
+    *[(kind, "") for kind in ("AbsVal", "BNLL", "HardSwish", "ReLU6", "Sigmoid", "Swish", "TanH", "Threshold")],
+    ("Clip", "clip_param { min: -0.5 max: 0.5 }"),
+    ("ELU", "elu_param { alpha: 0.5 }"),
+    ("Exp", "exp_param { base: 2 scale: 0.5 }"),
+    ("Log", "log_param { shift: 10 }"),
+    *[("Power", f"power_param {{ power: {power} scale: 0.1 shift: 2 }}") for power in (0, 1, 2, 0.3)],
+    *[("PReLU", f"prelu_param {{ {more} filler {{ type: 'gaussian' }} }}") for more in ("", "channel_shared: true")],
+    *[("Flatten", f"flatten_param {{ {more} }}") for more in ("", "axis: 2")],
+    *[("Reshape", f"reshape_param {{ shape {{ {dims} }} }}")
+      for dims in ("dim: 0 dim: -1", "dim: 3 dim: 2 dim: 5 dim: 5")],
+    ("Permute", "permute_param { order: 0 order: 2 order: 3 order: 1 }"),
+    ("ShuffleChannel", "shuffle_channel_param { group: 3 }"),
+    *[("Tile", f"tile_param {{ axis: {axis} tiles: 2 }}") for axis in (0, 1, 3)],
     ("BatchNorm", "batch_norm_param { use_global_stats: false }"),
     ("BatchNorm", ""),
     ("Bias", "bias_param { filler { type: 'gaussian' } }"),

@@ -27,8 +27,6 @@ SMALL = 128 * 1024
 """Elements of a packed factor that stays in the second cache."""
 BLOCK = 240
 """Columns, about, that are packed at a time from a large factor."""
-WHOLE = 6 * WIDTH
-"""Columns that panels of two and of three vectors both fill."""
 _ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
 _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
@@ -143,6 +141,17 @@ def _panels(depth: int, columns: int, rows: int) -> Panels:
     return Panels(depth, columns, rows)
 
 
+@lru_cache(maxsize=1024)
+def even_block(columns: int, panel: int, about: int, threads: int) -> int:
+    """Columns of a block, whole panels, about so many, such that the thread that has most has few more than others."""
+    rounds = -(-columns // (about * threads))
+    blocks = [-(-columns // (count * threads * panel)) * panel for count in range(max(1, rounds - 1), rounds + 3)]
+    return min(
+        (block for block in blocks if block <= about + 2 * panel),
+        key=lambda block: (-(-columns // (block * threads)) * block, abs(block - about)),
+    )
+
+
 def _strides(matrix: Any) -> tuple[int, int]:
     """Strides in elements; an axis of one element may be taken for contiguous."""
     first, second = (stride // matrix.itemsize for stride in matrix.strides)
@@ -186,7 +195,7 @@ class Gemm:
         if a.shape[0] < b.shape[1]:
             a, b, c = b.T, a.T, c.T
         (rows, depth), vectors = a.shape, b.shape[1]
-        items = min(self._threads, -(-rows // 4))
+        items = min(4 * self._threads, -(-rows // 4))  # a thread that is late leaves some to the others
         dots.run(
             self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,
             _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,
@@ -225,8 +234,7 @@ class Gemm:
         # Few rows read a panel once or twice: then it is read without a copy, in long pieces of few rows of b.
         direct = rows <= 2 * ROWS[vectors]
         block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
-        rounds = -(-columns // (block * self._threads))
-        block = -(-columns // (rounds * self._threads * WHOLE)) * WHOLE  # as many for each thread
+        block = even_block(columns, vectors * WIDTH, block, self._threads)
         blocks = -(-columns // block)
         items = min(self._threads, blocks)
         product_by_columns.run(

@@ -5,13 +5,18 @@ Between two kernels of a net Python needs about 40 us, as long as the kernels of
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.threads import THREADS, Command, state_words
+from caffepy.backend.cpu.jit.threads import THREADS, Command, call_in_turn, state_words
 
 
 class Recording:
@@ -43,28 +48,105 @@ def note_host_work() -> None:
         CURRENT.recording.host_work = True
 
 
+TRIALS = 5
+"""How often a program is timed on one thread and on all before one of the two is chosen."""
+LONG = 0.02
+"""Seconds from which a program is not tried on one thread."""
+TRUSTED, MOST_TRUSTED = 10, 160
+"""For how many times the time of its trials a choice holds, as what else the machine does may change: at first, and at
+most after it was confirmed again and again."""
+
+
 class Program:
-    """The kernel calls of some recordings, made again in one call; arrays must not have moved."""
+    """The kernel calls of some recordings, made again in one call; arrays must not have moved.
+
+    Waking another thread takes as long as a small net's whole pass, so some launches are timed, now and then, to see
+    whether one thread is faster than all. Results do not depend on that: a kernel computes its items by themselves.
+    """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._kept = [one.kept for one in recordings]
         commands = [command for one in recordings for command in one.commands]
-        self._table = np.array(commands, np.int64).reshape(-1, 4)
+        self._alone = _table(commands)
+        self._parts = [_table(part) for part in _serial_parts(commands)]
+        self._table = _table([_joined(part) for part in self._parts])
         self._threads = int(self._table[:, 3].max(initial=1))
-        self._state = np.zeros(state_words(len(commands), self._threads), np.int64)
+        self._state = np.zeros(state_words(len(self._table), self._threads), np.int64)
         self._lock = threading.Lock()
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._on_one, self._trusted = self._threads == 1, TRUSTED
+        self._tried_at = math.inf if self._on_one else 0.0
 
     @property
     def calls(self) -> int:
         """How many kernel calls it makes."""
+        return len(self._alone)
+
+    @property
+    def steps(self) -> int:
+        """How often threads that share the work wait for each other."""
         return len(self._table)
 
     def launch(self) -> None:
         """Make the calls in order."""
         if self.calls:
             with self._lock:
-                self._state[:] = 0
-                THREADS.run_program(self._table, self._state, self._threads)
+                if time.perf_counter() >= self._tried_at:
+                    self._try()
+                else:
+                    self._run(self._on_one)
+
+    def _run(self, on_one: bool) -> None:
+        if on_one:
+            _serial()(self._alone.ctypes.data, 0, self.calls)
+        else:
+            self._state[:] = 0
+            THREADS.run_program(self._table, self._state, self._threads)
+
+    def _try(self) -> None:
+        """Run TRIALS times on all threads, whose idle ones then stay awake in between, and as often on one; choose."""
+        all_threads, one = self._times
+        on_one = len(all_threads) == TRIALS
+        begin = time.perf_counter()
+        self._run(on_one)
+        self._times[on_one].append(time.perf_counter() - begin)
+        if len(all_threads) == TRIALS and min(all_threads) > LONG:  # the first may have compiled
+            self._on_one, self._tried_at = False, math.inf
+        elif len(one) == TRIALS:
+            self._choose(median(all_threads), median(one))
+            self._times = ([], [])
+
+    def _choose(self, all_threads: float, one: float) -> None:
+        confirmed, self._on_one = self._on_one == (one < all_threads), one < all_threads
+        self._trusted = min(2 * self._trusted, MOST_TRUSTED) if confirmed else TRUSTED
+        self._tried_at = time.perf_counter() + self._trusted * TRIALS * (all_threads + one)
+
+
+@cache
+def _serial() -> Any:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(call_in_turn())
+
+
+def _table(commands: Sequence[Command]) -> Any:
+    return np.array(commands, np.int64).reshape(-1, 4)
+
+
+def _serial_parts(commands: Sequence[Command]) -> list[list[Command]]:
+    """The commands in parts: neighbours that are for one thread each together, the others by themselves."""
+    parts: list[list[Command]] = []
+    for command in commands:
+        if parts and command[3] == parts[-1][-1][3] == 1:
+            parts[-1].append(command)
+        else:
+            parts.append([command])
+    return parts
+
+
+def _joined(part: Any) -> Command:
+    """A part's only command, or one that makes all of them on one thread."""
+    if len(part) == 1:
+        return tuple(part[0].tolist())
+    return call_in_turn(), int(part.ctypes.data), len(part), 1
 
 
 def record(work: Callable[[], None]) -> Recording:

@@ -14,6 +14,8 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.convolution.division import Division, divide, longest_share
 from caffepy.backend.cpu.gemm.microkernel import ROWS
 from caffepy.backend.cpu.gemm.packing import Panels
+from caffepy.backend.cpu.gemm.product import BLOCK, even_block
+from caffepy.backend.cpu.jit.vector import WIDTH
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,14 @@ def test_one_image_for_all_is_numpys() -> None:
     target = np.zeros((3, 2, 4, 4), np.float32)
     CpuBackend(2).copy(np.full((1, 2, 1, 1), 4, np.float32), target)
     assert (target == 4).all()
+
+
+@pytest.mark.parametrize("columns", [250, 500, 784, 1000, 4096, 9216])
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_columns_of_a_product_are_dealt_evenly(columns: int, threads: int) -> None:
+    panel = 2 * WIDTH
+    block = even_block(columns, panel, BLOCK, threads)
+    share = -(-columns // (block * threads)) * block
+    assert block % panel == 0
+    assert block <= BLOCK + 2 * panel
+    assert share <= max(panel, 1.15 * columns / threads + panel / 2)

@@ -7,12 +7,13 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
-from caffepy.backend.cpu.jit.recording import Program, record, record_all
+from caffepy.backend.cpu.jit.recording import LONG, TRIALS, TRUSTED, Program, record, record_all
 
 
 @kernel
@@ -115,3 +116,59 @@ def test_programs_of_several_python_threads_run_at_the_same_time() -> None:
         thread.join(60)
     assert time.monotonic() - start < 60
     assert all((array == 201).all() for array in arrays)
+
+
+def test_neighbours_for_one_thread_are_one_step() -> None:
+    arrays = [np.zeros(64, np.float32) for _ in range(6)]
+
+    def work() -> None:
+        for array, threads in zip(arrays, (1, 1, 2, 1, 2, 2), strict=True):
+            _add_one.run(threads, 64, 1, array)
+
+    program = Program([record(work)])
+    assert (program.calls, program.steps) == (6, 5)
+    for passes in range(2, 5):
+        program.launch()
+        assert all((array == passes).all() for array in arrays)
+
+
+@pytest.mark.parametrize(("slow_on_one", "chosen"), [(True, False), (False, True)])
+def test_the_faster_of_one_thread_and_all_is_chosen(
+    slow_on_one: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, ways, now, slow = np.zeros(64, np.float32), [], [0.0], [slow_on_one]
+    run = Program._run
+
+    def timed(program: Program, on_one: bool) -> None:
+        ways.append(on_one)
+        now[0] += 2e-3 if on_one == slow[0] else 1e-3
+        run(program, on_one)
+
+    monkeypatch.setattr(Program, "_run", timed)
+    monkeypatch.setattr("caffepy.backend.cpu.jit.recording.time.perf_counter", lambda: now[0])
+    program = Program([record(lambda: _add_one.run(2, 64, 1, array))])
+    for _ in range(2 * TRIALS + 3):
+        program.launch()
+    assert ways == [False] * TRIALS + [True] * TRIALS + [chosen] * 3
+    assert (array == 2 * TRIALS + 4).all()
+    slow[0] = not slow_on_one  # the machine has other things to do now
+    now[0] += 2 * TRUSTED * TRIALS * 3e-3
+    ways.clear()
+    for _ in range(2 * TRIALS + 3):
+        program.launch()
+    assert ways == [False] * TRIALS + [True] * TRIALS + [not chosen] * 3
+
+
+def test_a_long_program_is_not_tried_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, ways, now = np.zeros(64, np.float32), [], [0.0]
+
+    def slow(_: Program, on_one: bool) -> None:
+        ways.append(on_one)
+        now[0] += 2 * LONG
+
+    monkeypatch.setattr(Program, "_run", slow)
+    monkeypatch.setattr("caffepy.backend.cpu.jit.recording.time.perf_counter", lambda: now[0])
+    program = Program([record(lambda: _add_one.run(2, 64, 1, array))])
+    for _ in range(2 * TRIALS):
+        program.launch()
+    assert ways == [False] * 2 * TRIALS
