@@ -24,26 +24,35 @@ The kernels' speed is as before: cifar10_quick on one thread 74.9, 75.8 and 77.0
 the optimisation of modules, half code), numba's lowering and typing 1.5, and the first use of numba's compiler 0.3
 (modules that it imports, SciPy's BLAS with them); caffepy's own imports and the nets are another 1.3 s. Hiding
 functions from the linker altogether made tiles be inlined in every kernel and cost 0.7 s more; compiling in other
-processes gained nothing on two cores. What would move it: machine code, or the modules that LLVM optimises, made when
-the package is built.
+processes gained nothing on two cores. A numba target for kernels alone, without NumPy's functions, and LLVM in threads
+beside Python took 3.9 s in place of 5.6 on a busy machine; it is not used, because it goes around llvmlite's lock and
+numba's public ways. What would move it: machine code, or the modules that LLVM optimises, made when the package is
+built.
 
-Two H200s and 32 cores, seconds until the first iteration's end, with empty caches and with full ones; before is with
-cuDNN's frontend importing PyTorch, softmax compiling eleven kernels where one was wanted, and NCCL connecting last:
+Two H200s and 32 cores, seconds until the first iteration's end, with empty caches and with full ones. Before: cuDNN's
+frontend imported PyTorch, softmax compiled eleven kernels where one was wanted, and NCCL connected last. Then: NVRTC
+compiled one kernel after the other in the process, and cuDNN built each plan anew.
 
-                                    before            now
-    LeNet, one GPU                  16.0    5.7       10.5   2.8
-    LeNet, two GPUs                 18.2    5.9       13.3   4.0 (the first use of the machine)
-    ResNet-50, FLOAT16, 128         17.6    6.0       11.1   3.3
-    GoogLeNet, FLOAT16, 128         33.5    8.4       28.1   5.0
+                                    before            then              now
+    LeNet, one GPU                  16.0    5.7       10.5   2.8         4.2   1.7
+    LeNet, two GPUs                 18.2    5.9       13.3   4.0         7.7   2.6 (the first use of the machine)
+    ResNet-50, FLOAT16, 128         17.6    6.0       11.1   3.3         7.3   2.4 (10.3 and 1.8 as the first use)
+    GoogLeNet, FLOAT16, 128         33.5    8.4       28.1   5.0        18.0   2.5
 
-With full caches NumPy, CuPy and caffepy take 0.8 s, the nets 0.9 to 1.5 and cuDNN's plans up to 2.7. With empty ones
-NVRTC took 5 to 10 s: it compiles one kernel at a time in a process, in several threads as well (measured). Each text is
-small: 30 to 450 ms of CPU time, of which `--minimal` saves about a tenth with the same machine code. So a net's texts
-are foreseen, by a run on arrays without memory, and compiled by eight processes while the nets are built. On an H200,
-16 cores, with empty caches the first passes then wait for kernels 0.2 s (ResNet-50, 46), 0.3 (GoogLeNet, 62) and 0.5
-(LeNet, 43); to foresee takes 0.35, 0.26 and 0.05 s, once for each net. LeNet's first iteration ends after 5.1 s, before
-10.5, ResNet-50's after 10.5 and GoogLeNet's after 24.5, of which tuning takes 5.5 and 21 s: cuDNN's plans now, and what
-they load.
+The aims were 3 s for LeNet on two GPUs with full caches, which is reached, and for ResNet-50 6 s with empty caches and
+2 s with full ones. What is left with empty ones is tuning, 4.9 s of ResNet-50's, 18.6 of GoogLeNet's. With twelve plans
+of cuDNN for each graph in place of twenty it took 4.0 and 16.9 s, and chose other plans that took as long; candidates
+for 68 and 203 tasks are just many. What would move it: decisions that come with caffepy for common nets and GPUs.
+
+Tuning timed short runs wrongly where other threads kept the host from launching them in time: a weight gradient of
+12 us was taken for 37, and ResNet-50's choices together took 3 % longer than those of a quiet run. Runs that were
+launched too late are timed again.
+
+NVRTC compiles one kernel at a time in a process, in several threads as well (measured). Each text is small: 30 to 450
+ms of CPU time, of which `--minimal` saves about a tenth with the same machine code. So a net's texts are foreseen, by a
+run on arrays without memory, and compiled by eight processes while the nets are built. With empty caches the first
+passes then wait for kernels 0.2 s (ResNet-50, 46), 0.3 (GoogLeNet, 62) and 0.5 (LeNet, 43), before 5 to 10; to foresee
+takes 0.25, 0.25 and 0.06 s, once for each net.
 
 Tuning that left a family of candidates after five in a row that were not faster saved nothing (17 to 25 s in GoogLeNet,
 noise) and chose convolutions that took 2.5 % longer in GoogLeNet, so all are tried.
