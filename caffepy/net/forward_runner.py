@@ -7,7 +7,7 @@ Solvers' tests, `caffepy test` and `caffepy.load` run their nets by it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -274,8 +274,17 @@ class RecordedPass:
         self._net.forward_node(node)
         tops = [top.data for top in node.tops]
         before = self._tops.setdefault(index, tops)
-        if any(top is not old for top, old in zip(tops, before, strict=True)) and self._moves < MOST_MOVES:
+        if have_moved(tops, before) and self._moves < MOST_MOVES:
             self._moved = index
+
+
+def have_moved(arrays: Sequence[Array], before: Sequence[Array]) -> bool:
+    """Whether any of the host arrays is other memory than before; a new view of the same is not."""
+
+    def memory(array: Array) -> tuple[Any, ...]:
+        return array.ctypes.data, array.shape, array.strides
+
+    return any(new is not old and memory(new) != memory(old) for new, old in zip(arrays, before, strict=True))
 
 
 class Trial:
@@ -305,7 +314,7 @@ class Trial:
         others = [np.resize(_OTHERS, bottom.shape) for bottom in node.bottoms]
         found = self._results(calls, others)
         wanted = self._results([work], others)
-        moved = any(top.data is not old for top, old in zip(node.tops, tops, strict=True))
+        moved = have_moved([top.data for top in node.tops], tops)
         self._write(node.bottoms, given)
         self._write(node.tops, results)
         pairs = zip(found, wanted, strict=True)

@@ -225,7 +225,7 @@ def test_nobody_waits_for_a_device_after_the_end(folder, monkeypatch):
 
     def feed():
         try:
-            layer.prefetch_to_device(64)
+            layer.prefetch_to_device(1)
         except AbortedError as error:
             raised.append(str(error))
 
@@ -243,7 +243,7 @@ def test_a_device_that_takes_nothing_is_given_up(folder, monkeypatch):
     monkeypatch.setattr(layer._transfer.ring, "ready", lambda: False)
     layer.context.timeout = 0.05
     with pytest.raises(RunError, match=r"layer 'd' \(Data\): cpu has taken no input for 0 s"):
-        layer.prefetch_to_device(64)
+        layer.prefetch_to_device(1)
     layer.close()
 
 
