@@ -183,7 +183,7 @@ def group() -> Iterator[Callable[..., Group]]:
 
     yield make
     for one in made:
-        for dog in one.dogs:
+        for dog in reversed(one.dogs):  # rank 0, the last, stays for the others to leave
             dog.stop()
 
 
