@@ -40,9 +40,8 @@ two threads, one round; ratios of the median, of the least time and of the least
     caffenet           262       512     0.51  0.51  0.52      989 / 1269
 
 Before the fusion ResNet-50 had 1.12 with one thread. On a loaded Xeon (an H200's host) MobileNet had 0.86, 0.89, 0.84
-and ResNet-18 1.01, 0.96, 0.95. These tables are older than Winograd's way of the 3x3 convolutions, below. With it the
-machine was never free, so that wall times say nothing: least CPU time in ms of one thread (the same Zen 4), PyTorch's
-faster layout, and the same with vectors of eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2
+and ResNet-18 1.01, 0.96, 0.95. These tables are older than Winograd's way of the 3x3 convolutions. With it, least CPU
+time in ms of one thread (the same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2
 and ATEN_CPU_CAPABILITY=avx2):
 
     net             caffepy   PyTorch   ratio     AVX2: caffepy   PyTorch   ratio     memory, MiB
@@ -52,8 +51,16 @@ and ATEN_CPU_CAPABILITY=avx2):
     resnet50 8         1982      2460    0.81              2399      2918    0.82     2080 / 1473
     caffenet            489       856    0.57                                          983 / 1262
 
-With two threads on that busy machine ratios of wall times say nothing: ResNet-18 had 0.6, 0.7 and 0.3 in three runs,
-2.3 in two others, and the version before took as long as this one. They are to be measured on a free machine.
+Two threads, the same machine with nothing else to do, in ms; ratios of the median, of the least time and of the least
+CPU time. Two runs of two rounds on one evening, of ResNet-50, MobileNet and CaffeNet one of them of one round:
+
+    net              caffepy     PyTorch    ratios                        memory, MiB
+    mobilenet 16     477, 493   681, 645    0.70  0.77  0.77, 0.76  0.77  0.73    1518 / 1263
+    resnet18 8       358, 336   509, 503    0.70  0.68  0.68, 0.67  0.70  0.67     702 /  749
+    resnet50 8      1167,1204  1348,1328    0.87  0.89  0.88, 0.91  0.89  0.86    2083 / 1550
+    lenet             10, 8.3     11, 10    0.92  0.88  0.87, 0.83  0.84  0.82     191 /  321
+    cifar10_quick     44,  39     49, 44    0.89  0.86  0.86, 0.88  0.95  0.94     226 /  355
+    caffenet              251        522    0.48  0.47  0.48                       976 / 1263
 
 Layers of ResNet-18, 8 images, CPU time of one thread in ms: forward, gradient of the image, of the weights. What has a
 stride of 2 is direct in both:
