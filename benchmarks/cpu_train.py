@@ -41,8 +41,8 @@ two threads, one round; ratios of the median, of the least time and of the least
 
 Before the fusion ResNet-50 had 1.12 with one thread. On a loaded Xeon (an H200's host) MobileNet had 0.86, 0.89, 0.84
 and ResNet-18 1.01, 0.96, 0.95. These tables are older than Winograd's way of the 3x3 convolutions. With it, least CPU
-time in ms of one thread (the same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2
-and ATEN_CPU_CAPABILITY=avx2):
+time in ms of one thread (the same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of
+eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2):
 
     net             caffepy   PyTorch   ratio     AVX2: caffepy   PyTorch   ratio     memory, MiB
     mobilenet 16        840      1155    0.73               996      1118    0.89     1509 / 1159
