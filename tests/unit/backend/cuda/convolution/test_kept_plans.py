@@ -114,11 +114,11 @@ class Process:
         )
         self._times = times
 
-    def choose(self, name: str = "cuDNN", width: int = 8) -> Any:
+    def choose(self, name: str = "cuDNN", width: int = 8, relu: bool = False) -> Any:
         """The candidate for a small forward convolution."""
         problem = self._modules.problem
         shapes = problem.Problem((2, 16, width, width), (16, 16, 3, 3), Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
-        task = problem.Task(shapes, problem.Direction.FORWARD)
+        task = problem.Task(shapes, problem.Direction.FORWARD, relu=relu)
         families = self._modules.registry._ready_cudnn(task, self.resources)
         tuner = self._modules.autotune.Autotuner(True, "fake GPU")
         return tuner.choose(task, families, None, self.resources)
@@ -168,6 +168,14 @@ def test_each_task_has_its_own_plan(process: Callable[..., Process], cache_home:
     second = process()
     second.choose(width=9)
     assert second.frontend.counts == {"read": 1}
+
+
+def test_a_plan_with_a_relu_is_built_in_each_process(process: Callable[..., Process], cache_home: Path) -> None:
+    process().choose(relu=True)
+    assert not list(cache_home.glob("plans-*/*")), "read again it would hide NaN"
+    second = process()
+    assert second.choose(relu=True).name == "cuDNN eng1"
+    assert second.frontend.counts["heuristics"] == 1 and "read" not in second.frontend.counts
 
 
 def test_a_decision_without_a_plan_gets_one(process: Callable[..., Process], cache_home: Path) -> None:
