@@ -21,8 +21,8 @@ One H200. A run of 142 of the 353 rows that there were then: 337 ratios, median 
 
 and, not mended: 1-d in 4 groups, stride 2, 64 images, FLOAT, weights 2.05; large 15x15, 64 images, FLOAT, weights 1.54.
 PyTorch may take plans there that do not give the same bits in every run. 1-d depthwise, FLOAT16, forward had 3.38 once:
-the plan that another run chose (6.6 us, compiled by cuDNN) was not taken, why is not known. Rows of 3-d 64/2 were 1.3 to 2.0 before blobs
-of five axes lay channels last.
+the plan that another run chose (6.6 us, compiled by cuDNN) was not taken, why is not known. Rows of 3-d 64/2 were 1.3
+to 2.0 before blobs of five axes lay channels last.
 
 What was learnt:
 - cuDNN's plans for three spatial axes take half the time with channels last, and changing the order of 64 images takes
