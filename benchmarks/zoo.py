@@ -9,8 +9,8 @@ differ from ours; `--check` compares outputs, losses and gradients instead of ti
 graph and compiled, channels last with TF32 on a GPU, and on the CPU also in its plain layout; onnxruntime runs our own
 ONNX export in inference on the CPU. The ratio is that to the fastest of these, below 1 where ours is faster.
 
-Training is forward, loss, backward and SGD with momentum and weight decay, the inputs already there; layers with
-lr_mult 0 are not learned on either side. Inference is a forward pass without the copies of inputs and outputs;
+Training is forward, loss, backward and SGD with momentum and weight decay, the inputs already there, at a rate so low
+that no net diverges (FCN-8s did at 1e-4); layers with lr_mult 0 are not learned on either side. Inference is a forward pass without the copies of inputs and outputs;
 onnxruntime's has these. Detectors run without DetectionOutput on both sides. A GPU's memory is that of live arrays,
 ours while it runs and PyTorch's peak; the CPU's is the process's largest resident set, PyTorch's or caffepy's library
 included.
@@ -41,6 +41,11 @@ last`; runs a quarter of an hour apart differ by 15 %, where two ratios stand by
         autoencoder, 100: 13.9, 0.88 and 1.08   CIFAR-10 quick, 100: 46, 1.10 and 1.27   full, 100: 43, 0.87
     GiB of a process in inference, caffepy / onnxruntime / PyTorch: MobileNet 0.23 / 0.12 / 0.32, ResNet-50
         0.46 / 0.34 / 0.41
+
+Two threads of the same machine, `--quick`, with Winograd's convolutions and after the above, ratios of training and of
+inference with one image: MobileNet 0.94 and 1.51 (another run: 0.70 and 1.00), GoogLeNet 0.71 and 0.61, DenseNet-121
+0.93 and 1.00, FCN-8s (inference alone, 1072 ms) 0.59, SqueezeNet 0.70 and 0.91, CIFAR-10's full net 0.68, LeNet 0.79 and
+1.13, autoencoder 1.93. Inception-v3, AlexNet and VGG-16 were left out for want of time.
 
 What was learnt:
 

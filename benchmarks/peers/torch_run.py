@@ -69,7 +69,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 def training(net: Any, values: list[Any], mode: str, half: Any, device: str) -> Callable[[], Any]:
     """A call that makes one iteration."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    rule = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=5e-4, fused=True)
+    rule = torch.optim.SGD(parameters, lr=1e-9, momentum=0.9, weight_decay=5e-4, fused=True)
     compute = torch.compile(net) if "compile" in mode else net
 
     def iteration() -> None:
