@@ -10,10 +10,10 @@ graph and compiled, channels last with TF32 on a GPU, and on the CPU also in its
 ONNX export in inference on the CPU. The ratio is that to the fastest of these, below 1 where ours is faster.
 
 Training is forward, loss, backward and SGD with momentum and weight decay, the inputs already there, at a rate so low
-that no net diverges (FCN-8s did at 1e-4); layers with lr_mult 0 are not learned on either side. Inference is a forward pass without the copies of inputs and outputs;
-onnxruntime's has these. Detectors run without DetectionOutput on both sides. A GPU's memory is that of live arrays,
-ours while it runs and PyTorch's peak; the CPU's is the process's largest resident set, PyTorch's or caffepy's library
-included.
+that no net diverges (FCN-8s did at 1e-4); layers with lr_mult 0 are not learned on either side. Inference is a forward
+pass without the copies of inputs and outputs; onnxruntime's has these. Detectors run without DetectionOutput on both
+sides. A GPU's memory is that of live arrays, ours while it runs and PyTorch's peak; the CPU's is the process's largest
+resident set, PyTorch's or caffepy's library included.
 
 `--quick` measures shorter, and of PyTorch's ways only the CUDA graph, or channels last on the CPU; `--modes` chooses
 among them. On a GPU up to four processes start at the same time, and a lock lets one at a time use the device once it
@@ -44,8 +44,8 @@ last`; runs a quarter of an hour apart differ by 15 %, where two ratios stand by
 
 Two threads of the same machine, `--quick`, with Winograd's convolutions and after the above, ratios of training and of
 inference with one image: MobileNet 0.94 and 1.51 (another run: 0.70 and 1.00), GoogLeNet 0.71 and 0.61, DenseNet-121
-0.93 and 1.00, FCN-8s (inference alone, 1072 ms) 0.59, SqueezeNet 0.70 and 0.91, CIFAR-10's full net 0.68, LeNet 0.79 and
-1.13, autoencoder 1.93. Inception-v3, AlexNet and VGG-16 were left out for want of time.
+0.93 and 1.00; of inference alone FCN-8s 0.59 (1072 ms), SqueezeNet 0.91, CIFAR-10's full net 0.68, LeNet 1.13,
+autoencoder 1.93. Inception-v3, AlexNet and VGG-16 were left out for want of time.
 
 What was learnt:
 
