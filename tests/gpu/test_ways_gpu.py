@@ -3,10 +3,12 @@ by layer gives; the seeds are those of the CPU's tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import net_agreement
 import pytest
 import ways
+from net_agreement import Differences
 from ways import compare_inference, compare_training, persistent
 from wide_nets import WideNet
 
@@ -27,21 +29,23 @@ def untuned() -> Iterator[Backend]:
 @pytest.fixture(autouse=True)
 def allow_other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and folded kernels add up in another order than cuDNN's; captured ones give the eager ones' bits."""
-    monkeypatch.setattr(ways, "TOLERANCE", 1e-4)
+    monkeypatch.setattr(net_agreement, "TOLERANCE", 1e-4)
     monkeypatch.setattr(ways, "TRAINED", 2e-3)
+
+
+def check_part(way: Callable[..., Differences], part: int, backend: Backend) -> None:
+    """Every PARTS-th net gives the same whichever way it runs."""
+    for seed in range(part, NETS, PARTS):
+        found = persistent(lambda wide, attempt: way(wide, attempt, backend), WideNet(seed))
+        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/ways.py --first {seed} " \
+            "--count 1 --show"  # fmt: skip
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_tests_folded_and_captured(untuned: Backend, part: int) -> None:
-    for seed in range(part, NETS, PARTS):
-        found = persistent(lambda wide, attempt: compare_inference(wide, attempt, untuned), WideNet(seed))
-        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/ways.py --first {seed} " \
-            "--count 1 --show"  # fmt: skip
+    check_part(compare_inference, part, untuned)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_training_fused_and_captured(untuned: Backend, part: int) -> None:
-    for seed in range(part, NETS, PARTS):
-        found = persistent(lambda wide, attempt: compare_training(wide, attempt, untuned), WideNet(seed))
-        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/ways.py --first {seed} " \
-            "--count 1 --show"  # fmt: skip
+    check_part(compare_training, part, untuned)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ways import WAYS, Programs, differences, persistent
+from caffe_programs import Programs
+from net_agreement import differences
+from ways import WAYS, persistent
 from wide_layers import LOSSES, PAIRS, SINGLE
 from wide_nets import WideNet, try_layer
 
