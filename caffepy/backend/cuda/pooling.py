@@ -68,11 +68,9 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
     every = arrays if mask is None else (*arrays, mask)
     assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the dtype"
     kind = "" if mask is None else c_type(mask)
-    width = vector_width(image.shape[1], every)
-    if name.endswith("forward") and math.prod(g.kernel) >= LARGE_WINDOW:
-        width = _narrowed(width, pooled.size)
     case = Pooling(
-        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, width, device_number(),
+        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, vector_width(image.shape[1], every),
+        device_number(),
     )  # fmt: skip
     plan = _plan(case)
     if plan is not None:
@@ -83,18 +81,13 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
         plan.kernel(plan.grid, plan.block, (*every, *plan.arguments))
 
 
-def _narrowed(width: int, count: int) -> int:
-    """Fewer channels for a thread, but two, until there are blocks for all multiprocessors."""
-    while width > LEAST_WIDTH and count < FULL * THREADS * width:
-        width //= 2
-    return width
-
-
 @lru_cache(maxsize=1024)
 def _plan(case: Pooling) -> Launch | None:
     """The kernel of a pooling; None if there is nothing to do."""
     g = case.geometry
     assert len(case.image) == 4 and len(g.kernel) == 2, "pooling has two spatial axes"
+    whole = _is_whole_plane(case)
+    case = case if whole else case._replace(width=_width(case))
     near = math.prod((k - 1) // s + 1 for k, s in zip(g.kernel, g.stride, strict=True))
     tiles = near <= MOST_WINDOWS and math.prod(g.stride) <= MOST_WINDOWS
     rows, columns = _rows_and_columns(case, tiles)
@@ -106,12 +99,21 @@ def _plan(case: Pooling) -> Launch | None:
         return None
     text = _geometry_text(g) + defines(STORED=case.element, WIDTH=case.width, TILES=int(tiles))
     text += defines(MASK=case.mask, TOGETHER=_together(case)) if case.mask else ""
-    if _is_whole_plane(case):
+    if whole:
         return _plan_whole(case, text)
     walk = [argument for n in (packs, columns, rows) for argument in (np.uint32(n), divider(n))]
     sizes = tuple(np.int32(n) for n in (*case.image[2:], *case.pooled[2:]))
     kernel = library_kernel("pooling", case.name, text)
     return Launch(kernel, (-(-count // THREADS),), (THREADS,), (*sizes, *walk, np.uint32(count)))
+
+
+def _width(case: Pooling) -> int:
+    """Channels of a thread; with large windows fewer, but two, until there are blocks for all multiprocessors."""
+    width, count = case.width, math.prod(case.pooled)
+    if case.name.endswith("forward") and math.prod(case.geometry.kernel) >= LARGE_WINDOW:
+        while width > LEAST_WIDTH and count < FULL * THREADS * width:
+            width //= 2
+    return width
 
 
 def _is_whole_plane(case: Pooling) -> bool:
