@@ -192,10 +192,10 @@ def is_recorded(node: Node) -> bool:
 class RecordedPass:
     """A forward pass that is recorded the second time.
 
-    The first time each layer that may be recorded is tried (`Trial`): one whose kernel calls, made again, give other
-    numbers than the layer itself is called in each pass. That is tried again where shapes change: other kernels run
-    then. A layer that gives its top other memory in later passes ends a pass that was recorded: the layers behind it
-    were recorded for the old.
+    The first time each layer that may be recorded is tried (`RecordingTrial`): one whose kernel calls, made again, give
+    other numbers than the layer itself is called in each pass. That is tried again where shapes change: other kernels
+    run then. A layer that gives its top other memory in later passes ends a pass that was recorded: the layers behind
+    it were recorded for the old.
 
     Args:
         net: as `can_record` wants it; it has run once before.
@@ -232,7 +232,7 @@ class RecordedPass:
         if not (is_recorded(node) and node.bottoms):
             self._net.forward_node(node)
             return is_recorded(node)
-        fits = Trial(self._net, node).run()
+        fits = RecordingTrial(self._net, node).run()
         if not fits:
             log.warning(
                 "layer '%s' (%s) does not compute by kernels alone, and is called in each pass: this is a mistake in "
@@ -287,7 +287,7 @@ def have_moved(arrays: Sequence[Array], before: Sequence[Array]) -> bool:
     return any(new is not old and memory(new) != memory(old) for new, old in zip(arrays, before, strict=True))
 
 
-class Trial:
+class RecordingTrial:
     """A node's pass, and whether its kernel calls alone, made again on other numbers, give what the layer gives.
 
     They do not where host arrays that are made or filled in each pass take part: their kernels would read old numbers.

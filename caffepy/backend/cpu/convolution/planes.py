@@ -45,8 +45,8 @@ class _PlaneWriter(LanesWriter):
             source = self.shifted(x, self.builder.mul(w, step))
             self.prefetch(source, WIDTH)  # of the next vector of channels, which is wanted soon
             factor = self.factors(source, masks)[0]
-            place = self.vector_at(target, self.builder.mul(w, self.word(WIDTH)))
-            self.builder.store(factor, place, align=4)
+            address = self.vector_at(target, self.builder.mul(w, self.word(WIDTH)))
+            self.builder.store(factor, address, align=4)
             return nothing
 
         self.loop(count, [], [], pixel)

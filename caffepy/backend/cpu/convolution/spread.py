@@ -40,8 +40,8 @@ class _RunWriter(LanesWriter):
         keeps, block = builder.icmp_signed("!=", keep, self.word(0)), self.word(MANY * WIDTH)
 
         def products(at: Any, vectors: int, mask: Any) -> None:
-            places = [self.vector_at(y, builder.add(at, self.word(v * WIDTH))) for v in range(vectors)]
-            sums = self.choose(keeps, lambda: [self._loaded(p, mask) for p in places], lambda: self.zeros(vectors))
+            addresses = [self.vector_at(y, builder.add(at, self.word(v * WIDTH))) for v in range(vectors)]
+            sums = self.choose(keeps, lambda: [self._loaded(a, mask) for a in addresses], lambda: self.zeros(vectors))
             for tap in range(taps):
                 source = builder.sub(at, builder.mul(run, self.word(tap)))
                 filters = builder.add(at, builder.mul(run, self.word(tap)))
@@ -49,11 +49,11 @@ class _RunWriter(LanesWriter):
                     factor = self._loaded(self.vector_at(x, builder.add(source, self.word(v * WIDTH))), mask)
                     weight = self._loaded(self.vector_at(weights, builder.add(filters, self.word(v * WIDTH))), mask)
                     sums[v] = self.multiply_add(factor, weight, sums[v])
-            for place, total in zip(places, sums, strict=True):
+            for address, total in zip(addresses, sums, strict=True):
                 if mask is None:
-                    builder.store(total, place, align=4)
+                    builder.store(total, address, align=4)
                 else:
-                    self.store(total, place, builder.sub(count, at), mask)
+                    self.store(total, address, builder.sub(count, at), mask)
 
         def over_blocks(index: Any, _: Any, nothing: list[Any]) -> list[Any]:
             products(builder.mul(index, block), MANY, None)

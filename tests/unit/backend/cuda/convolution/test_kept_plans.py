@@ -14,7 +14,7 @@ import pytest
 from caffepy import caches
 from caffepy.backend.types import Geometry
 
-PLACE = "caffepy.backend.cuda.convolution"
+PACKAGE = "caffepy.backend.cuda.convolution"
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def new_store(device: str = "fake GPU") -> Any:
-    return importlib.import_module(f"{PLACE}.kept_plans").KeptPlans(device)
+    return importlib.import_module(f"{PACKAGE}.kept_plans").KeptPlans(device)
 
 
 def the_file(cache_home: Path) -> Path:
@@ -75,7 +75,7 @@ def test_another_tasks_file_is_not_used(cache_home: Path) -> None:
 def test_a_file_that_is_too_large_is_neither_read_nor_written(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module(f"{PLACE}.kept_plans"), "MOST_BYTES", 4)
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.kept_plans"), "MOST_BYTES", 4)
     new_store().write("task", b"12345")
     assert not list(cache_home.glob("plans-*/*"))
     new_store().write("task", b"1234")
@@ -101,7 +101,7 @@ class Process:
     def __init__(self, times: dict[str, float], frontend: Any) -> None:
         modules = SimpleNamespace(
             **{
-                n: importlib.import_module(f"{PLACE}.{n}")
+                n: importlib.import_module(f"{PACKAGE}.{n}")
                 for n in ("autotune", "autotune_cache", "registry", "problem")
             }
         )
@@ -129,7 +129,7 @@ def process(cupy_or_mock: None, cache_home: Path, monkeypatch: pytest.MonkeyPatc
     """Makes a process; all share the cache folder."""
     from fake_cudnn import Frontend
 
-    autotune = importlib.import_module(f"{PLACE}.autotune")
+    autotune = importlib.import_module(f"{PACKAGE}.autotune")
     times = {"eng0": 3.0, "eng1": 1.0, "eng2": 2.0}
 
     def attempt(candidate: Any, operands: Any, best: float) -> float | None:
