@@ -9,7 +9,6 @@ each kind (tests/unit/backend/test_cuda_compile.py).
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import os
@@ -23,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from caffepy.backend.cuda.compilation import worker
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parents[1]
@@ -61,11 +62,9 @@ class Nvrtc:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._library = ctypes.CDLL(str(path))
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        self.major = major.value
-        self.version = f"{major.value}.{minor.value}"
+        self._compiler = worker.Nvrtc(str(path))
+        self.major, minor = self._compiler.version()
+        self.version = f"{self.major}.{minor}"
 
     def compile(self, text: str, architecture: str, name: str = "kernel") -> bytes:
         """PTX for `compute_80` and the like, machine code for `sm_80`.
@@ -73,28 +72,11 @@ class Nvrtc:
         Raises:
             ValueError: the text does not compile; with the compiler's words.
         """
-        program = ctypes.c_void_p()
-        create = self._library.nvrtcCreateProgram
-        status = create(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
-        assert status == 0, f"nvrtcCreateProgram: status {status}"
+        options = [option.encode() for option in (*OPTIONS, f"-arch={architecture}")]
         try:
-            options = [option.encode() for option in (*OPTIONS, f"-arch={architecture}")]
-            status = self._library.nvrtcCompileProgram(
-                program, len(options), (ctypes.c_char_p * len(options))(*options)
-            )
-            if status != 0:
-                log = self._get(program, "ProgramLog").decode(errors="replace").rstrip("\0")
-                raise ValueError(f"{name} for {architecture} under NVRTC {self.version}, status {status}:\n{log}")
-            return self._get(program, "PTX" if architecture.startswith("compute") else "CUBIN")
-        finally:
-            self._library.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _get(self, program: ctypes.c_void_p, what: str) -> bytes:
-        size = ctypes.c_size_t()
-        getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        getattr(self._library, f"nvrtcGet{what}")(program, buffer)
-        return buffer.raw
+            return self._compiler.compile(text.encode(), options)
+        except worker.CompileError as error:
+            raise ValueError(f"{name} for {architecture} under NVRTC {self.version}:\n{error}") from error
 
 
 def installed() -> list[Nvrtc]:

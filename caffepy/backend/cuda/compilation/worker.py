@@ -52,7 +52,7 @@ class Nvrtc:
         return list(numbers)
 
     def compile(self, text: bytes, options: list[bytes]) -> bytes:
-        """The machine code of a text.
+        """The machine code of a text, PTX where the options name a virtual architecture.
 
         Raises:
             CompileError: it does not compile.
@@ -64,7 +64,8 @@ class Nvrtc:
             given = (ctypes.c_char_p * len(options))(*options)
             if library.nvrtcCompileProgram(program, len(options), given) != 0:
                 raise CompileError(self._get(program, "ProgramLog").decode(errors="replace").rstrip("\0\n"))
-            return self._get(program, "CUBIN")
+            virtual = any(option.startswith(b"-arch=compute") for option in options)
+            return self._get(program, "PTX" if virtual else "CUBIN")
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))
 
