@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.division import Division, divide
-from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
+from caffepy.backend.cpu.gemm.microkernel import ROWS, ROWS1, ROWS2, ROWS3, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
-SPARE = 8
+SPARE = 12
 """Entries that tables have beyond the last, as a tile reads whole."""
 
 
@@ -106,7 +106,7 @@ def correlate(  # noqa: PLR0913 -- a kernel
             target = ahead(y, at)
             steps = table_at(packed_taps, (vectors - 1) * taps)
             wide = vectors * width
-            rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
+            rows = ROWS2 if vectors == 2 else (ROWS3 if vectors == 3 else ROWS1)
             cuts = cuts2 if vectors == 2 else (cuts3 if vectors == 3 else cuts1)
             tap0, tap1, inner0, inner1 = 0, taps, 0, inner
             for q in range(first, stop, rows):

@@ -143,7 +143,8 @@ class TileConvolution:
         if self._gradient is None:
             self._gradient = WeightGradient(self.shape, self.threads, self.workspace)
         for first, stop, padded in self._padded(x, self.shape.padding):
-            self._gradient.run(padded, dy[first:stop], dweights, accumulate or first > 0)
+            self._gradient.add(padded, dy[first:stop], dweights, accumulate, first == 0)
+        self._gradient.finish(dweights, accumulate)
 
 
 def _plan_forward(shape: ConvolutionShape) -> Correlation:

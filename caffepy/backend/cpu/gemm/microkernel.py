@@ -25,8 +25,9 @@ from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
 
 LONG = 32
 """Inner steps from which each outer step has a sum of its own: sums of sums lose fewer bits than one long sum."""
-ROWS = {1: 8, 2: 6, 3: 4}
-"""Rows of a tile, given its vectors: 12 sums (8 for the narrow one) leave registers, of 16, for the factors."""
+ROWS = {1: 12, 2: 12, 3: 8} if WIDTH == 16 else {1: 8, 2: 6, 3: 4}
+"""Rows of a tile, given its vectors: its sums leave registers, of 32 with vectors of 16 and 16 else, for the factors."""
+ROWS1, ROWS2, ROWS3 = ROWS[1], ROWS[2], ROWS[3]
 
 
 class _TileWriter(Writer):

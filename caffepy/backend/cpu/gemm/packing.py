@@ -12,7 +12,7 @@ from caffepy.backend.cpu.gemm.microkernel import ROWS
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
 
-COST = {1: 4.5, 2: 6.0, 3: 6.0}
+COST = {1: 6.5, 2: 12.0, 3: 12.0} if WIDTH == 16 else {1: 4.5, 2: 6.0, 3: 6.0}
 """Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
 
 

@@ -159,7 +159,7 @@ class _WeightGradient:
         self._chunk = max(SUM, CHUNK // (16 * (shape.channels + shape.outputs)))
         self._x_vectors, self._dy_vectors = _vectors(shape.channels), _vectors(shape.outputs)
         self._plane = shape.outputs * shape.channels + WIDTH
-        self._c_rows = extended(np.arange(8) * shape.channels)
+        self._c_rows = extended(np.arange(12) * shape.channels)
         self._zeros = ConstantTable(np.zeros(max(shape.channels, shape.outputs), np.float32))
         self._dy_rows: dict[int, ConstantTable] = {}
 
