@@ -16,7 +16,12 @@ from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.layout import memory_order
 
+EVERY = slice(None)
+"""All groups."""
+TOGETHER = 1024
+"""Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
 SPARE = 12
 """Entries that tables have beyond the last, as a tile reads whole."""
 
@@ -50,11 +55,12 @@ def pad_images(  # noqa: PLR0913 -- a kernel
 @kernel
 def pad_groups(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, padded: Floats, columns: Int, sources: Words, left: Int, rows: Int,
-    padded_rows: Int, padded_columns: Int, groups: Int, size: Int, width: Int,
+    padded_rows: Int, padded_columns: Int, groups: Int, every: Int, size: Int, width: Int,
 ) -> None:  # fmt: skip
     """As `pad_images`, for padded images in which each group of `size` channels is an image of its own.
 
-    Items are rows of the padded images; `columns`, `left` and `padded_columns` count pixels.
+    Items are rows of the padded images; `columns`, `left` and `padded_columns` count pixels; `every` counts the groups
+    of a pixel, `groups` those that are copied.
     """
     plane = padded_rows * padded_columns * size
     for item in range(begin, end):
@@ -68,7 +74,7 @@ def pad_groups(  # noqa: PLR0913 -- a kernel
                 padded[target + i] = 0
         for block in range(0, groups, 4):  # groups that share lines of memory, or neighbouring ones
             for w in range(inside):
-                at = (((n * rows + h) * columns + w) * groups + block) * size
+                at = (((n * rows + h) * columns + w) * every + block) * size
                 for group in range(block, min(groups, block + 4)):
                     to = first + group * plane + (left + w) * size
                     for i in range(0, size - width + 1, width):
@@ -82,19 +88,20 @@ def pad_groups(  # noqa: PLR0913 -- a kernel
 def correlate(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, image: Int, x_group: Int, pixels_at: Words, taps_at: Words, taps: Int, inner: Int,
     packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats, y_image: Int, y_group: Int,
-    y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
+    y_at: Words, pixels: Int, total: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
     cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words, parts: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
     """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), perhaps rectified.
 
-    Items are (image, group, part of the panels, block).
+    Items are (images, group, part of the panels, block). `pixels` are those of the images that an item takes
+    together, `total` those of all.
     """
     for item in range(begin, end):
         first = (item % blocks) * block
-        stop = min(first + block, pixels)
         part = item // blocks % parts
         group = item // (blocks * parts) % groups
         n = item // (blocks * parts * groups)
+        stop = min(first + block, min(pixels, total - n * pixels))
         source = ahead(x, n * image + group * x_group)
         for panel in range(part * panels // parts, (part + 1) * panels // parts):
             vectors = table[4 * panel]
@@ -199,13 +206,16 @@ class Padding:
         """Whether rows of the padded image are rows of the image."""
         return self._sources.array[rows] >= 0
 
-    def write(self, threads: int, x: Any, padded: Any) -> None:
-        """Copy the images x (N, ...) with zeros around them."""
+    def write(self, threads: int, x: Any, padded: Any, groups: slice = EVERY) -> None:
+        """Copy the images x (N, ...), or some of their groups, with zeros around them."""
         if self.groups > 1:
+            first, stop, _ = groups.indices(self.groups)
+            x = memory_order(x).reshape(-1)[first * self.pixel :]
+            images = x.size // (math.prod(self.sizes) * self.channels) + (first > 0)
             pad_groups.run(
-                threads, x.shape[0] * self.rows, max(1, 16384 // (self.row * self.groups)), x, padded, self.sizes[-1],
-                self._sources, self.before[-1], math.prod(self.sizes[:-1]), self.rows, self.padded[-1], self.groups,
-                self.pixel, WIDTH,
+                threads, images * self.rows, max(1, 16384 // (self.row * (stop - first))), x, padded, self.sizes[-1],
+                self._sources, self.before[-1], math.prod(self.sizes[:-1]), self.rows, self.padded[-1], stop - first,
+                self.groups, self.pixel, WIDTH,
             )  # fmt: skip
             return
         pad_images.run(
@@ -347,19 +357,23 @@ class Correlation:
             taps = taps.part(met)
         self._x_group = padding.group if padding.groups > 1 else taps.channels
         self._pixels = len(h)
-        self._pixels_at, self._y_at = extended(padding.offset(h, w)), extended(pixels.offsets)
+        self._together = max(1, TOGETHER // max(1, len(h)))
+        image = np.arange(self._together)[:, None]
+        self._pixels_at = extended(image * padding.elements + padding.offset(h, w))
+        self._y_at = extended(image * pixels.image + np.reshape(pixels.offsets, -1))
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
         self._taps_at = extended(padding.offset(taps.rows, taps.columns))
         self._weight_rows = extended(filters.rows)
         self._weight_step = filters.step
         self._y_image, self._columns, self._groups = pixels.image, filters.columns, filters.groups
-        self.panels = Panels(np.size(filters.rows), filters.columns, self._pixels)
+        self.panels = Panels(np.size(filters.rows), filters.columns, self._together * self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
         self._cutting = padding.cuts and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
+        cuts = np.tile(cuts, (self._together, 1))
         self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
-        self._divisions: dict[tuple[int, int], Division] = {}
+        self._divisions: dict[tuple[int, int, int], tuple[int, int, Division]] = {}
 
     @property
     def packed_size(self) -> int:
@@ -371,23 +385,37 @@ class Correlation:
         packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
         pack_weights(threads, self.panels, weights, packing, packed)
 
-    def _division(self, threads: int, images: int) -> Division:
-        if (threads, images) not in self._divisions:
-            self._divisions[threads, images] = divide(self.panels, self._pixels, threads, images * self._groups)
-        return self._divisions[threads, images]
+    def _division(self, threads: int, images: int, groups: int) -> tuple[int, int, Division]:
+        """How many images are taken together, how often, and how their pixels are divided."""
+        key = threads, images, groups
+        if key not in self._divisions:
+            least = -(-images // self._together)
+            times = min(images, -(-least // threads) * threads)
+            together = -(-images // times)
+            times = -(-images // together)
+            division = divide(self.panels, together * self._pixels, threads, times * groups)
+            self._divisions[key] = together, times, division
+        return self._divisions[key]
 
-    def run(
-        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
-    ) -> None:
-        """Compute y of some images from x, which is padded."""
+    def run(  # noqa: PLR0913 -- a kernel's
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None,
+        groups: slice = EVERY,
+    ) -> None:  # fmt: skip
+        """Compute y of some images, or some of their groups, from x, which is padded and has these groups only."""
         addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
-        block, blocks, parts = self._division(threads, images)
+        first, stop, _ = groups.indices(self._groups)
+        if first:
+            packed = packed[first * self.panels.size :]
+            start = start if isinstance(start, ConstantTable) else start[first * self._columns :]  # zeros are alike
+            y, addend = (a if a is None else memory_order(a).reshape(-1)[first * self._columns :] for a in (y, addend))
+        together, times, (block, blocks, parts) = self._division(threads, images, stop - first)
         correlate.run(
-            threads, images * self._groups * parts * blocks, 1, x, self.padding.elements, self._x_group,
+            threads, times * (stop - first) * parts * blocks, 1, x, together * self.padding.elements, self._x_group,
             self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,
-            y, self._y_image, self._columns, self._y_at, self._pixels, block, blocks, self._groups, self.panels.table,
-            self.panels.count, WIDTH, int(self._cutting), self._cuts[2], self._cuts[3], self._cuts[1], parts,
-            y if addend is None else addend, int(addend is not None), int(relu),
+            y, together * self._y_image, self._columns, self._y_at, together * self._pixels, images * self._pixels,
+            block, blocks, stop - first, self.panels.table, self.panels.count, WIDTH, int(self._cutting),
+            self._cuts[2], self._cuts[3], self._cuts[1], parts, y if addend is None else addend,
+            int(addend is not None), int(relu),
         )  # fmt: skip
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import (
+    EVERY,
     Correlation,
     Ending,
     Filters,
@@ -36,8 +38,8 @@ from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
 """Elements of padded images made at a time, so that the workspace does not grow with the batch."""
-CHUNK_GROUPS = 2**18
-"""Likewise of images whose groups lie apart, which then are in a cache when they are read."""
+CHUNK_GROUPS = 2**17
+"""Likewise of images whose groups lie apart, which then are in the second cache when they are read."""
 CACHED = 2**18
 """Elements for each thread of gradients that all phases pass over before the next ones."""
 
@@ -83,9 +85,9 @@ class TileConvolution:
         if packed is None:
             packed = self.workspace.take("weights", plan.packed_size)
             plan.pack(self.threads, weights, self.shape.group_step, packed)
-        for first, stop, padded in self._padded(x, self.shape.padding):
-            part = None if residual is None else residual[first:stop]
-            plan.run(self.threads, stop - first, padded, packed, start, y[first:stop], Ending(part, relu))
+        for some, groups, padded in self._padded(x, self.shape.padding):
+            ending = Ending(None if residual is None else residual[some], relu)
+            plan.run(self.threads, some.stop - some.start, padded, packed, start, y[some], ending, groups)
 
     def _planned(self) -> Correlation:
         if self._forward is None:
@@ -103,18 +105,23 @@ class TileConvolution:
         """The weights in the order of `forward` if `keep` has had them, else None."""
         return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None
 
-    def _padded(self, x: Any, padding: Padding) -> Any:
-        """The images in order, a chunk at a time: (first, stop, their padded form)."""
+    def _padded(self, x: Any, padding: Padding) -> Iterator[tuple[slice, slice, Any]]:
+        """The images in order, a chunk at a time: (which images, which of their groups, their padded form)."""
         images = x.shape[0]
-        chunk = CHUNK if padding.groups == 1 else CHUNK_GROUPS
+        chunk = CHUNK if padding.groups == 1 else self.threads * CHUNK_GROUPS
         step = images if not padding.needed else max(1, chunk // padding.elements)
+        many = padding.groups if step > 1 else max(1, min(padding.groups, chunk // padding.group))
         for first in range(0, images, step):
-            part = x[first : first + step]
-            if padding.needed:
-                padded = self.workspace.take("images", part.shape[0] * padding.elements + WIDTH)
-                padding.write(self.threads, part, padded)
-                part = padded
-            yield first, min(first + step, images), part
+            some = slice(first, min(first + step, images))
+            if not padding.needed:
+                yield some, EVERY, x[some]
+                continue
+            for group in range(0, padding.groups, many):
+                groups = slice(group, min(group + many, padding.groups))
+                size = (some.stop - first) * (groups.stop - group) * padding.group
+                padded = self.workspace.take("images", size + WIDTH)
+                padding.write(self.threads, x[some], padded, groups)
+                yield some, groups if padding.groups > 1 else EVERY, padded
 
     # -- gradient of the image ----------------------------------------------------------------------
 
@@ -129,21 +136,24 @@ class TileConvolution:
         parts = pack_all(self._backward, self.threads, self.workspace, weights, self.shape.group_step)
         phases, padding = list(zip(self._backward, parts, strict=True)), self._backward[0].padding
         step = dx.shape[0] if len(phases) == 1 else max(1, self.threads * CACHED // (dx.size // dx.shape[0]))
-        for first, stop, padded in self._padded(dy, padding):
-            size = (stop - first) * padding.elements
-            images = padded[:size].reshape(stop - first, -1) if padding.needed else padded
-            for at in range(0, stop - first, step):  # phases write the same lines, which stay in a cache
-                some, target = images[at : at + step], dx[first + at : min(stop, first + at + step)]
+        for chunk, groups, padded in self._padded(dy, padding):
+            for at in range(chunk.start, chunk.stop, step):  # phases write the same lines, which stay in a cache
+                some = slice(at, min(at + step, chunk.stop))
+                images = padded[some.start - chunk.start :]
+                if padding.needed:
+                    images = padded[(some.start - chunk.start) * padding.elements :]
                 for phase, packed in phases:
-                    phase.run(self.threads, some.shape[0], some, packed, self.zeros, target)
+                    phase.run(
+                        self.threads, some.stop - at, images, packed, self.zeros, dx[some], None, groups
+                    )  # fmt: skip
 
     # -- gradient of the weights --------------------------------------------------------------------
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         if self._gradient is None:
             self._gradient = WeightGradient(self.shape, self.threads, self.workspace)
-        for first, stop, padded in self._padded(x, self.shape.padding):
-            self._gradient.add(padded, dy[first:stop], dweights, accumulate, first == 0)
+        for some, groups, padded in self._padded(x, self.shape.padding):
+            self._gradient.add(padded, dy[some], dweights, accumulate, some.start == 0, groups)
         self._gradient.finish(dweights, accumulate)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import SPARE, Padding, extended
+from caffepy.backend.cpu.convolution.correlation import EVERY, SPARE, Padding, extended
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import COST, Panels
@@ -17,8 +17,8 @@ from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, ke
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
-CACHED = 96 * 1024
-"""Elements of x and dy that the gradient of the weights works on at a time."""
+CACHED = 144 * 1024
+"""Elements of x or dy, and of panels of the other, that the gradient of the weights works on at a time."""
 CACHED_GROUP = 32 * 1024
 """Likewise of one group, whose tiles read the elements of no other."""
 COPYING, TURNING = 1.5, 2.0
@@ -127,7 +127,8 @@ class WeightGradient:
         self._lists: dict[bytes, int] = {}
         self._rows: dict[tuple[int, ...], int] = {}
         units = self._turned_units() if self._turned else self._plain_units()
-        self._units, self._count = extended(units), len(units)
+        self._units = np.array(units, np.int64)
+        self._unit_tables: dict[tuple[int, int], ConstantTable] = {}
         self._rows_table = extended(list(self._rows))
         self._c_rows = extended(np.arange(SPARE) * (shape.outputs if self._turned else shape.depth))
         self._block = self._lines_at_a_time()
@@ -141,9 +142,10 @@ class WeightGradient:
         return shape.images * shape.out_height * shape.out_width * pixel + TURNING * turned * shape.group_step
 
     def _lines_at_a_time(self) -> int:
-        """Output lines whose part of x and dy stays in the second cache while all tiles pass over them."""
+        """Output lines whose part of a, and one panel of b, stay in the second cache while all tiles pass over them."""
         shape = self._shape
-        line = self._slopes.row + shape.padding.row * shape.geometry.stride[-2]
+        line = shape.padding.row * shape.geometry.stride[-2] if self._turned else self._slopes.row
+        line += 3 * WIDTH * shape.out_width
         return max(1, (CACHED if shape.apart == 1 else CACHED_GROUP) // line)
 
     def _extent(self, runs: Any, first: int, stop: int) -> _Extent:
@@ -233,23 +235,39 @@ class WeightGradient:
         steps = (x.group, dy.group) if shape.apart > 1 else (shape.group_channels, shape.group_outputs)
         return [(group * steps[0], group * steps[1]) for group in range(shape.geometry.group)]
 
-    def add(self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool) -> None:
-        """Add some images' share, the first's or others'; x is padded or, if it needs no padding, as it is."""
+    def _units_of(self, groups: slice) -> tuple[ConstantTable, int]:
+        """The tiles of some groups, which lie in x and dy one after the other, and their number."""
+        first, stop, _ = groups.indices(self._shape.geometry.group)
+        each = len(self._units) // self._shape.geometry.group
+        if (first, stop) not in self._unit_tables:
+            units = self._units[first * each : stop * each].copy()
+            units[:, 1:3] -= np.subtract(units[0, 1:3], self._units[0, 1:3])
+            self._unit_tables[first, stop] = extended(units)
+        return self._unit_tables[first, stop], (stop - first) * each
+
+    def add(  # noqa: PLR0913 -- the share of some
+        self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool, groups: slice = EVERY
+    ) -> None:
+        """Add some images' share to that of some groups, the first images' or others'.
+
+        x is padded and has these groups only, or is as it is if it needs no padding.
+        """
         shape, lines = self._shape, dy.shape[0] * self._shape.out_height
         tables = self._tables(dy.shape[0])
         if self._slopes.needed:
             slopes = self._workspace.take("slopes", dy.shape[0] * self._slopes.elements)
-            self._slopes.write(self._threads, dy, slopes)
+            self._slopes.write(self._threads, dy, slopes, groups)
             dy = slopes
         steps = shape.geometry.stride[-1] * shape.padding.pixel, self._slopes.pixel
         (a, a_step), (b, b_step) = ((x, steps[0]), (dy, steps[1])) if self._turned else ((dy, steps[1]), (x, steps[0]))
         target = self._workspace.take("weights", dweights.size) if self._turned else dweights
-        items = min(self._threads, self._count)
+        units, count = self._units_of(groups)
+        items = min(self._threads, count)
         size = min(self._block, lines) * shape.out_width * 3 * WIDTH
         correlate_weights.run(
             self._threads, items, 1, a, tables.a, a_step, b, tables.b, b_step, lines, shape.out_width, self._block,
             tables.starts, tables.panel, tables.entries, target, self._c_rows,
-            int(not first or (accumulate and not self._turned)), _ZEROS, self._rows_table, self._units, self._count,
+            int(not first or (accumulate and not self._turned)), _ZEROS, self._rows_table, units, count,
             items, self._workspace.take("panels", items * size), size, WIDTH,
         )  # fmt: skip
 

@@ -46,14 +46,16 @@ class _TileWriter(Writer):
         kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
         return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
 
+    def _row(self, row: int) -> Any:
+        """Rows beyond the count read what the first one does: something that is there."""
+        there = self.builder.icmp_signed("<", self.word(row), self.count)
+        return self.builder.select(there, self.word(row), self.word(0))
+
     def _rows_of(self, source: Any, keep: Any, mask: Any) -> list[Any]:
         """The tile's elements of an array whose rows lie as c's do; of one row for all where `keep` is 0."""
         sums = []
         for row in range(self.rows):
-            # Rows beyond the count read what the first row starts from: something that is there.
-            there = self.builder.icmp_signed("<", self.word(row), self.count)
-            index = self.builder.select(there, self.word(row), self.word(0))
-            offset = self.builder.mul(keep, self.table(self.c_rows, index))
+            offset = self.builder.mul(keep, self.table(self.c_rows, self._row(row)))
             for vector in range(self.vectors):
                 address = self.vector_at(source, self.builder.add(offset, self.word(vector * WIDTH)))
                 if vector == self.vectors - 1:
@@ -111,7 +113,7 @@ class _TileWriter(Writer):
 
     def write(self) -> None:
         mask = self.lanes(self.last)
-        addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in range(self.rows)]
+        addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self._row(row))]) for row in range(self.rows)]
         sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
         sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
         adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
