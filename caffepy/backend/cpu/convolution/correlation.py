@@ -14,7 +14,7 @@ from caffepy.backend.cpu.convolution.division import Division, divide
 from caffepy.backend.cpu.gemm.microkernel import ROWS, ROWS1, ROWS2, ROWS3, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.layout import memory_order
 
@@ -22,6 +22,8 @@ EVERY = slice(None)
 """All groups."""
 TOGETHER = 1024
 """Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
+LINE = 16
+"""Elements of a line of the caches."""
 SPARE = 12
 """Entries that tables have beyond the last, as a tile reads whole."""
 
@@ -67,6 +69,10 @@ def pad_groups(  # noqa: PLR0913 -- a kernel
         h, n = sources[item % padded_rows], item // padded_rows
         inside = 0 if h < 0 else min(columns, padded_columns - left)
         first = n * groups * plane + item % padded_rows * padded_columns * size
+        if inside > 0 and item + 1 < end and groups == every:
+            next_row = ahead(x, (n * rows + h + 1) * columns * every * size)  # read in another order than memory's
+            for i in range(0, columns * every * size, LINE):
+                fetch(ahead(next_row, i))
         for target in range(first, first + groups * plane, plane):
             for i in range(left * size):
                 padded[target + i] = 0

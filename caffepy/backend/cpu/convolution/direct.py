@@ -38,7 +38,7 @@ from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
 """Elements of padded images made at a time, so that the workspace does not grow with the batch."""
-CHUNK_GROUPS = 2**17
+CHUNK_GROUPS = 2**18
 """Likewise of images whose groups lie apart, which then are in the second cache when they are read."""
 CACHED = 2**18
 """Elements for each thread of gradients that all phases pass over before the next ones."""

@@ -151,6 +151,17 @@ table_at = _shift(types.int64)
 
 
 @intrinsic
+def fetch(typing_context: Any, address: Any) -> Any:
+    """Bring what lies at an address into the first cache, if it exists, without waiting for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        Writer(builder).prefetch(arguments[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.CPointer(types.float32)), generate
+
+
+@intrinsic
 def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) -> Any:
     """Copy 1, 2 or 3 vectors."""
     pointer = types.CPointer(types.float32)
