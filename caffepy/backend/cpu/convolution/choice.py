@@ -6,6 +6,7 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution, is_product
+from caffepy.backend.cpu.convolution.thin import ThinConvolution, is_thin
 from caffepy.backend.cpu.convolution.winograd.passes import WinogradConvolution, is_winograd
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.handles import Convolution
@@ -20,6 +21,8 @@ def plan_convolution(
     kind = TileConvolution
     if is_narrow(weights_shape, geometry):
         kind = NarrowConvolution
+    elif is_thin(weights_shape, geometry):
+        kind = ThinConvolution
     elif is_product(x_shape, weights_shape, geometry):
         kind = ProductConvolution
     elif is_winograd(x_shape, weights_shape, geometry):

@@ -123,6 +123,9 @@ def correlate(  # noqa: PLR0913 -- a kernel
             cuts = cuts2 if vectors == 2 else (cuts3 if vectors == 3 else cuts1)
             tap0, tap1, inner0, inner1 = 0, taps, 0, inner
             for q in range(first, stop, rows):
+                if groups > 1:  # pixels of a group lie too far apart to be fetched ahead unasked
+                    for i in range(q + rows, min(q + 2 * rows, stop)):
+                        fetch(ahead(target, y_at[i]))
                 if cutting == 1:
                     cut = 4 * (q // rows)
                     tap0, tap1, inner0, inner1 = cuts[cut], cuts[cut + 1], cuts[cut + 2], cuts[cut + 3]
