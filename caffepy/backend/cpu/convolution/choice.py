@@ -5,8 +5,7 @@ from __future__ import annotations
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
-from caffepy.backend.cpu.convolution.product import ProductConvolution, is_product
-from caffepy.backend.cpu.convolution.thin import ThinConvolution, is_thin
+from caffepy.backend.cpu.convolution.product import ProductConvolution, ThinConvolution, is_product, is_thin
 from caffepy.backend.cpu.convolution.winograd.passes import WinogradConvolution, is_winograd
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.handles import Convolution

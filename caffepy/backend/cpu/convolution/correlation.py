@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from caffepy.backend.cpu.convolution.division import Division, divide
-from caffepy.backend.cpu.gemm.microkernel import ROWS, ROWS1, ROWS2, ROWS3, tile
-from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, pack_weights
+from caffepy.backend.cpu.convolution.phases import merged
+from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
+from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
 from caffepy.backend.cpu.workspace import Workspace
@@ -20,12 +21,10 @@ from caffepy.backend.layout import memory_order
 
 EVERY = slice(None)
 """All groups."""
-TOGETHER = 1024
+TOGETHER = 512
 """Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
 LINE = 16
 """Elements of a line of the caches."""
-SPARE = 12
-"""Entries that tables have beyond the last, as a tile reads whole."""
 
 
 @kernel
@@ -92,40 +91,37 @@ def pad_groups(  # noqa: PLR0913 -- a kernel
 
 @kernel
 def correlate(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, image: Int, x_group: Int, pixels_at: Words, taps_at: Words, taps: Int, inner: Int,
-    packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats, y_image: Int, y_group: Int,
-    y_at: Words, pixels: Int, total: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
+    begin: Int, end: Int, x: Floats, x_from: Int, image: Int, x_group: Int, pixels_at: Words, taps_at: Words,
+    taps: Int, inner: Int, packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats,
+    y_from: Int, y_image: Int, y_group: Int, y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
     cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words, parts: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
     """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), perhaps rectified.
 
     Items are (images, group, part of the panels, block). `pixels` are those of the images that an item takes
-    together, `total` those of all.
+    together.
     """
     for item in range(begin, end):
         first = (item % blocks) * block
         part = item // blocks % parts
         group = item // (blocks * parts) % groups
         n = item // (blocks * parts * groups)
-        stop = min(first + block, min(pixels, total - n * pixels))
-        source = ahead(x, n * image + group * x_group)
+        stop = min(first + block, pixels)
+        source = ahead(x, x_from + n * image + group * x_group)
         for panel in range(part * panels // parts, (part + 1) * panels // parts):
             vectors = table[4 * panel]
             column = table[4 * panel + 1]
             weights = ahead(packed, group * packed_group + table[4 * panel + 2])
             last = table[4 * panel + 3]
             begins = ahead(start, group * y_group + column)
-            at = n * y_image + group * y_group + column
+            at = y_from + n * y_image + group * y_group + column
             target = ahead(y, at)
             steps = table_at(packed_taps, (vectors - 1) * taps)
             wide = vectors * width
-            rows = ROWS2 if vectors == 2 else (ROWS3 if vectors == 3 else ROWS1)
+            rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
             cuts = cuts2 if vectors == 2 else (cuts3 if vectors == 3 else cuts1)
             tap0, tap1, inner0, inner1 = 0, taps, 0, inner
             for q in range(first, stop, rows):
-                if groups > 1:  # pixels of a group lie too far apart to be fetched ahead unasked
-                    for i in range(q + rows, min(q + 2 * rows, stop)):
-                        fetch(ahead(target, y_at[i]))
                 if cutting == 1:
                     cut = 4 * (q // rows)
                     tap0, tap1, inner0, inner1 = cuts[cut], cuts[cut + 1], cuts[cut + 2], cuts[cut + 3]
@@ -134,14 +130,6 @@ def correlate(  # noqa: PLR0913 -- a kernel
                     ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
                     begins, 0, target, table_at(y_at, q), stop - q, last, ahead(addend, at), adds, relu,
                 )  # fmt: skip
-
-
-def merged(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """All combinations of indices along several axes of these sizes, each as one index along the axes as one."""
-    total = np.zeros(1, np.int64)
-    for index, size in zip(indices, sizes, strict=True):
-        total = (total[:, None] * size + np.asarray(index, np.int64)[None, :]).reshape(-1)
-    return total
 
 
 @dataclass(frozen=True)
@@ -231,14 +219,6 @@ class Padding:
             threads, x.shape[0] * self.rows, max(1, 16384 // self.row), x, padded, self.sizes[-1] * self.channels,
             self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
         )  # fmt: skip
-
-
-def extended(table: Any) -> ConstantTable:
-    """A table as int64 with the last entry repeated as often as a tile may read beyond."""
-    flat = np.asarray(table, np.int64).reshape(-1)
-    if not flat.size:
-        return ConstantTable(np.zeros(SPARE, np.int64))
-    return ConstantTable(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
 
 
 @dataclass(frozen=True)
@@ -347,6 +327,16 @@ class Ending:
     relu: bool
 
 
+class _Arrangement(NamedTuple):
+    """Where the pixels of some images are read and written, and what tiles of 1, 2 and 3 vectors leave out."""
+
+    x_at: ConstantTable
+    y_at: ConstantTable
+    cuts1: ConstantTable
+    cuts2: ConstantTable
+    cuts3: ConstantTable
+
+
 class Correlation:
     """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
@@ -367,9 +357,7 @@ class Correlation:
         self._x_group = padding.group if padding.groups > 1 else taps.channels
         self._pixels = len(h)
         self._together = max(1, TOGETHER // max(1, len(h)))
-        image = np.arange(self._together)[:, None]
-        self._pixels_at = extended(image * padding.elements + padding.offset(h, w))
-        self._y_at = extended(image * pixels.image + np.reshape(pixels.offsets, -1))
+        self._at = padding.offset(h, w), np.reshape(pixels.offsets, -1)
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
         self._taps_at = extended(padding.offset(taps.rows, taps.columns))
         self._weight_rows = extended(filters.rows)
@@ -380,9 +368,25 @@ class Correlation:
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
         self._cutting = padding.cuts and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
-        cuts = np.tile(cuts, (self._together, 1))
-        self._cuts = {vectors: _tile_cuts(cuts, rows) for vectors, rows in ROWS.items()}
-        self._divisions: dict[tuple[int, int, int], tuple[int, int, Division]] = {}
+        self._inside = cuts
+        self._arranged: dict[int, _Arrangement] = {}
+        self._divisions: dict[tuple[int, int, int], list[tuple[int, int, Division]]] = {}
+
+    def _arrangement(self, together: int) -> _Arrangement:
+        """The pixels of so many images; of small ones those lie in one tile that meet the same taps."""
+        if together not in self._arranged:
+            image = np.arange(together)[:, None]
+            x_at, y_at = (
+                (image * size + at).reshape(-1)
+                for at, size in zip(self._at, (self.padding.elements, self._y_image), strict=True)
+            )
+            cuts = np.tile(self._inside, (together, 1)) if self._cutting else self._inside
+            if self._cutting and len(x_at) <= TOGETHER:
+                order = np.lexsort(cuts.T)
+                x_at, y_at, cuts = x_at[order], y_at[order], cuts[order]
+            tables = (_tile_cuts(cuts, ROWS[vectors]) for vectors in (1, 2, 3))
+            self._arranged[together] = _Arrangement(extended(x_at), extended(y_at), *tables)
+        return self._arranged[together]
 
     @property
     def packed_size(self) -> int:
@@ -394,16 +398,16 @@ class Correlation:
         packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
         pack_weights(threads, self.panels, weights, packing, packed)
 
-    def _division(self, threads: int, images: int, groups: int) -> tuple[int, int, Division]:
-        """How many images are taken together, how often, and how their pixels are divided."""
+    def _division(self, threads: int, images: int, groups: int) -> list[tuple[int, int, Division]]:
+        """Images that are taken together, how often, and how their pixels are divided; then those that are left."""
         key = threads, images, groups
         if key not in self._divisions:
-            least = -(-images // self._together)
-            times = min(images, -(-least // threads) * threads)
-            together = -(-images // times)
-            times = -(-images // together)
-            division = divide(self.panels, together * self._pixels, threads, times * groups)
-            self._divisions[key] = together, times, division
+            together = min(self._together, -(-images // threads))
+            parts = [(together, images // together), (images % together, 1)]
+            self._divisions[key] = [
+                (many, times, divide(self.panels, many * self._pixels, threads, times * groups))
+                for many, times in parts if many and times
+            ]  # fmt: skip
         return self._divisions[key]
 
     def run(  # noqa: PLR0913 -- a kernel's
@@ -417,15 +421,18 @@ class Correlation:
             packed = packed[first * self.panels.size :]
             start = start if isinstance(start, ConstantTable) else start[first * self._columns :]  # zeros are alike
             y, addend = (a if a is None else memory_order(a).reshape(-1)[first * self._columns :] for a in (y, addend))
-        together, times, (block, blocks, parts) = self._division(threads, images, stop - first)
-        correlate.run(
-            threads, times * (stop - first) * parts * blocks, 1, x, together * self.padding.elements, self._x_group,
-            self._pixels_at, self._taps_at, self._taps, self._inner, packed, self.panels.size, self._packed_taps, start,
-            y, together * self._y_image, self._columns, self._y_at, together * self._pixels, images * self._pixels,
-            block, blocks, stop - first, self.panels.table, self.panels.count, WIDTH, int(self._cutting),
-            self._cuts[2], self._cuts[3], self._cuts[1], parts, y if addend is None else addend,
-            int(addend is not None), int(relu),
-        )  # fmt: skip
+        done = 0
+        for together, times, (block, blocks, parts) in self._division(threads, images, stop - first):
+            own = self._arrangement(together)
+            correlate.run(
+                threads, times * (stop - first) * parts * blocks, 1, x, done * self.padding.elements,
+                together * self.padding.elements, self._x_group, own.x_at, self._taps_at, self._taps, self._inner,
+                packed, self.panels.size, self._packed_taps, start, y, done * self._y_image, together * self._y_image,
+                self._columns, own.y_at, together * self._pixels, block, blocks, stop - first, self.panels.table,
+                self.panels.count, WIDTH, int(self._cutting), own.cuts2, own.cuts3, own.cuts1, parts,
+                y if addend is None else addend, int(addend is not None), int(relu),
+            )  # fmt: skip
+            done += together * times
 
 
 def pack_all(

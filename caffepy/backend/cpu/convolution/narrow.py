@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import merged
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.lanes import PIXELS, Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import (
@@ -25,7 +24,7 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     row_tap_kernel,
     tap_kernel,
 )
-from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
+from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
 from caffepy.backend.cpu.convolution.planes import PlanesPass
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.spread import SpreadGradient, is_spread

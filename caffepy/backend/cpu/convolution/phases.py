@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import merged
+
+def merged(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """All combinations of indices along several axes of these sizes, each as one index along the axes as one."""
+    total = np.zeros(1, np.int64)
+    for index, size in zip(indices, sizes, strict=True):
+        total = (total[:, None] * size + np.asarray(index, np.int64)[None, :]).reshape(-1)
+    return total
 
 
 @dataclass(frozen=True)

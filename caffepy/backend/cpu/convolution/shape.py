@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Padding, Taps, merged
+from caffepy.backend.cpu.convolution.correlation import Padding, Taps
+from caffepy.backend.cpu.convolution.phases import merged
 from caffepy.backend.types import Geometry, spatial_output
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import EVERY, SPARE, Padding, extended
+from caffepy.backend.cpu.convolution.correlation import EVERY, Padding
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
-from caffepy.backend.cpu.gemm.packing import COST, Panels
+from caffepy.backend.cpu.gemm.microkernel import TALL, tall_tile
+from caffepy.backend.cpu.gemm.packing import COST_TALL, SPARE, Panels, extended
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
@@ -22,7 +22,7 @@ CACHED = 144 * 1024
 CACHED_GROUP = 32 * 1024
 """Likewise of one group, whose tiles read the elements of no other."""
 COPYING, TURNING = 1.5, 2.0
-"""What it costs to copy a vector into a panel and to turn an element of the result, as `COST` counts."""
+"""What it costs to copy a vector into a panel and to turn an element of the result, as `COST_TALL` counts."""
 FIELDS = 10
 """Numbers of a unit."""
 _ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
@@ -71,7 +71,7 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
                 w0, w1 = units[unit + 8], units[unit + 9]
                 if keep == 0 or (ends > begins and w1 > w0):
                     target_at = ahead(c, units[unit + 3])
-                    tile(
+                    tall_tile(
                         vectors, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
                         table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
                         table_at(panel_lines, (vectors - 1) * entries + begins), wide, ends - begins, w1 - w0,
@@ -134,11 +134,11 @@ class WeightGradient:
         self._block = self._lines_at_a_time()
 
     def _cycles(self, turned: bool) -> float:
-        """Of one group, as `COST` counts."""
+        """Of one group, as `COST_TALL` counts."""
         shape, runs = self._shape, 1 if turned else len(self._shape.taps.rows)
         columns, rows = (shape.group_outputs, shape.depth) if turned else (self._inner, shape.group_outputs)
         panels = self._panels(columns, rows)
-        pixel = runs * sum(COST[v] * -(-rows // ROWS[v]) + COPYING * v for v, _, _ in panels)
+        pixel = runs * sum(COST_TALL[v] * -(-rows // TALL[v]) + COPYING * v for v, _, _ in panels)
         return shape.images * shape.out_height * shape.out_width * pixel + TURNING * turned * shape.group_step
 
     def _lines_at_a_time(self) -> int:
@@ -182,7 +182,7 @@ class WeightGradient:
         return SPARE * self._rows.setdefault(entry, len(self._rows))
 
     def _panels(self, columns: int, rows: int) -> list[tuple[int, int, int]]:
-        return [(int(v), int(c), int(last)) for v, c, _, last in Panels(0, columns, rows).entries]
+        return [(int(v), int(c), int(last)) for v, c, _, last in Panels(0, columns, rows, tall=True).entries]
 
     def _plain_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in dy, in x, in dw, row table, rows, lanes of the last vector, extent) of each tile."""
@@ -197,8 +197,8 @@ class WeightGradient:
         units: list[tuple[int, ...]] = []
         for group, (x_group, dy_group) in enumerate(self._groups()):
             for vectors, last, x_at, element, extent in columns:
-                for row in range(0, shape.group_outputs, ROWS[vectors]):
-                    count = min(ROWS[vectors], shape.group_outputs - row)
+                for row in range(0, shape.group_outputs, TALL[vectors]):
+                    count = min(TALL[vectors], shape.group_outputs - row)
                     dw_at = (group * shape.group_outputs + row) * shape.depth + element
                     units.append(
                         (vectors, dy_group + row, x_group + x_at, dw_at, tables[count], count, last, *extent)
@@ -212,13 +212,13 @@ class WeightGradient:
         panels = self._panels(shape.group_outputs, shape.depth)
         rows = {
             high: [self._turned_rows(elements, row, high) for row in range(0, shape.depth, high)]
-            for high in {ROWS[vectors] for vectors, _, _ in panels}
+            for high in {TALL[vectors] for vectors, _, _ in panels}
         }
         units: list[tuple[int, ...]] = []
         for group, (x_group, dy_group) in enumerate(self._groups()):
             for vectors, column, last in panels:
                 at = group * shape.group_outputs + column
-                for row, table, count, extent in rows[ROWS[vectors]]:
+                for row, table, count, extent in rows[TALL[vectors]]:
                     offset = row * shape.outputs + at
                     units.append((vectors, x_group, dy_group + column, offset, table, count, last, *extent))
         return units
@@ -245,9 +245,7 @@ class WeightGradient:
             self._unit_tables[first, stop] = extended(units)
         return self._unit_tables[first, stop], (stop - first) * each
 
-    def add(  # noqa: PLR0913 -- the share of some
-        self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool, groups: slice = EVERY
-    ) -> None:
+    def add(self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool, groups: slice = EVERY) -> None:
         """Add some images' share to that of some groups, the first images' or others'.
 
         x is padded and has these groups only, or is as it is if it needs no padding.

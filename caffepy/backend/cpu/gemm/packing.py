@@ -8,36 +8,53 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.gemm.microkernel import ROWS
+from caffepy.backend.cpu.gemm.microkernel import ROWS, TALL
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
 
-COST = {1: 6.5, 2: 12.0, 3: 12.0} if WIDTH == 16 else {1: 4.5, 2: 6.0, 3: 6.0}
+COST = {1: 4.5, 2: 6.0, 3: 6.0}
 """Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
+COST_TALL = {1: 6.5, 2: 12.0, 3: 12.0} if WIDTH == 16 else COST
+"""Likewise of a tall tile."""
+
+
+SPARE = 12
+"""Entries that tables have beyond the last, as a tile reads whole."""
+
+
+def extended(table: Any) -> ConstantTable:
+    """A table as int64 with the last entry repeated as often as a tile may read beyond."""
+    flat = np.asarray(table, np.int64).reshape(-1)
+    if not flat.size:
+        return ConstantTable(np.zeros(SPARE, np.int64))
+    return ConstantTable(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
 
 
 @cache
-def panel_vectors(columns: int, rows: int) -> tuple[int, ...]:
+def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...]:
     """How many vectors each panel has, so that the fewest cycles are spent on `rows` by `columns`, waste included."""
     vectors = -(-columns // WIDTH)
     choices = []
     for threes in range(vectors // 3 + 1):
         rest = vectors - 3 * threes
         choices.append((3,) * threes + (2,) * (rest // 2) + (1,) * (rest % 2))
-    return min(choices, key=lambda panels: sum(COST[v] * -(-rows // ROWS[v]) for v in panels))
+    cost, high = (COST_TALL, TALL) if tall else (COST, ROWS)
+    return min(choices, key=lambda panels: sum(cost[v] * -(-rows // high[v]) for v in panels))
 
 
 class Panels:
     """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by one of `rows` rows.
+
+    They are meant for tiles or, with `tall`, for tall ones.
 
     Attributes:
         entries: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
         size: elements of the packed buffer.
     """
 
-    def __init__(self, depth: int, columns: int, rows: int) -> None:
+    def __init__(self, depth: int, columns: int, rows: int, tall: bool = False) -> None:
         entries, column, start = [], 0, 0
-        for vectors in panel_vectors(columns, rows):
+        for vectors in panel_vectors(columns, rows, tall):
             last = min(WIDTH, columns - column - (vectors - 1) * WIDTH)
             entries.append((vectors, column, start, last))
             column += vectors * WIDTH

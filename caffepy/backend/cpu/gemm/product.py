@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.gemm.dots import MOST_VECTORS, dots
-from caffepy.backend.cpu.gemm.microkernel import ROWS, ROWS1, ROWS2, ROWS3, tile
+from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
@@ -57,7 +57,7 @@ def product_by_rows(  # noqa: PLR0913 -- a kernel
                     vectors = table[4 * panel]
                     wide = vectors * width
                     weights = ahead(packed, table[4 * panel + 2] + k * wide)
-                    high = ROWS2 if vectors == 2 else (ROWS3 if vectors == 3 else ROWS1)
+                    high = 6 if vectors == 2 else (4 if vectors == 3 else 8)
                     for r in range(0, min(group, rows - first), high):
                         target = ahead(c, c_rows[first + r] + table[4 * panel + 1])
                         begins = target if keep == 1 else zeros

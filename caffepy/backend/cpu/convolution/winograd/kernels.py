@@ -9,7 +9,7 @@ from caffepy.backend.cpu.convolution.winograd.tiles import (
     image_tile,
     output_tile,
 )
-from caffepy.backend.cpu.gemm.microkernel import ROWS1, ROWS2, ROWS3, tile
+from caffepy.backend.cpu.gemm.microkernel import tile
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import ahead, table_at, turn_square
 
@@ -78,7 +78,7 @@ def correlate_tiles(  # noqa: PLR0913 -- a kernel
             for i in range(16):
                 for panel in range(panel0, panel1):
                     vectors, column = table[4 * panel], table[4 * panel + 1] - column0
-                    rows = ROWS2 if vectors == 2 else (ROWS3 if vectors == 3 else ROWS1)
+                    rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
                     weights = ahead(packed, i * packed_plane + table[4 * panel + 2])
                     target = ahead(products, i * y_plane + column)
                     for r in range(0, count, rows):
@@ -128,7 +128,7 @@ def multiply_tiles(  # noqa: PLR0913 -- a kernel
     """products[i, k, c] (+)= sum over tiles of dy[i, k] * x[i, c]. Items are parts of the (i, panel of c)."""
     wide = vectors * lanes
     panels = channels // wide
-    rows = ROWS2 if vectors == 2 else (ROWS3 if vectors == 3 else ROWS1)
+    rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
     for item in range(begin, end):
         for number in range(item * total // items, (item + 1) * total // items):
             i, panel = number // panels, number % panels

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Ending, extended
+from caffepy.backend.cpu.convolution.correlation import Ending
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.winograd.kernels import (
@@ -24,7 +24,7 @@ from caffepy.backend.cpu.convolution.winograd.kernels import (
     transform_images,
 )
 from caffepy.backend.cpu.gemm.microkernel import ROWS
-from caffepy.backend.cpu.gemm.packing import Panels
+from caffepy.backend.cpu.gemm.packing import Panels, extended
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
@@ -159,7 +159,7 @@ class _WeightGradient:
         self._chunk = max(SUM, CHUNK // (16 * (shape.channels + shape.outputs)))
         self._x_vectors, self._dy_vectors = _vectors(shape.channels), _vectors(shape.outputs)
         self._plane = shape.outputs * shape.channels + WIDTH
-        self._c_rows = extended(np.arange(12) * shape.channels)
+        self._c_rows = extended(np.arange(8) * shape.channels)
         self._zeros = ConstantTable(np.zeros(max(shape.channels, shape.outputs), np.float32))
         self._dy_rows: dict[int, ConstantTable] = {}
 
