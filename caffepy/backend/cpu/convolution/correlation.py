@@ -91,10 +91,11 @@ def pad_groups(  # noqa: PLR0913 -- a kernel
 
 @kernel
 def correlate(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, x_from: Int, image: Int, x_group: Int, pixels_at: Words, taps_at: Words,
-    taps: Int, inner: Int, packed: Floats, packed_group: Int, packed_taps: Words, start: Floats, y: Floats,
-    y_from: Int, y_image: Int, y_group: Int, y_at: Words, pixels: Int, block: Int, blocks: Int, groups: Int, table: Words, panels: Int, width: Int,
-    cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words, parts: Int, addend: Floats, adds: Int, relu: Int,
+    begin: Int, end: Int, x: Floats, x_from: Int, image: Int, x_group: Int, pixels_at: Words,
+    taps_at: Words, taps: Int, inner: Int, packed: Floats, packed_group: Int, packed_taps: Words, start: Floats,
+    y: Floats, y_from: Int, y_image: Int, y_group: Int, y_at: Words, pixels: Int, block: Int, blocks: Int,
+    groups: Int, table: Words, panels: Int, width: Int, cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words,
+    parts: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
     """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), perhaps rectified.
 

@@ -1,0 +1,99 @@
+"""Convolutions on the CPU by tiles: what is left out beside the image, small images taken together, few channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import backend_checks as checks
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caffepy.backend import Geometry, create_backend
+from caffepy.backend.cpu.convolution import direct
+from caffepy.backend.cpu.convolution.product import ThinConvolution
+
+BACKEND = create_backend(None, 2)
+ONE = (1, 1)
+SMALL = st.integers(1, 3)
+
+
+def planned(backend: Any, x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
+    return backend.plan_convolution(x_shape, (outputs, x_shape[1] // geometry.group, *geometry.kernel), geometry)
+
+
+@pytest.mark.parametrize(("channels", "outputs"), [(20, 33), (48, 20), (3, 48), (33, 9)])
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    images=st.integers(1, 7), size=st.tuples(st.integers(1, 6), st.integers(1, 9)), kernel=st.tuples(SMALL, SMALL),
+    stride=st.tuples(SMALL, SMALL), dilation=st.tuples(SMALL, SMALL), pad=st.tuples(st.integers(0, 4), SMALL),
+)  # fmt: skip
+def test_small_images(
+    channels: int, outputs: int, images: int, size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int],
+    dilation: tuple[int, int], pad: tuple[int, int],
+) -> None:  # fmt: skip
+    """Several images share tiles, and some taps meet the image at a few pixels only."""
+    least = [max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, pad, strict=True)]
+    shape = (images, channels, *(max(pair) for pair in zip(size, least, strict=True)))
+    checks.check_convolution(BACKEND, shape, outputs, Geometry(kernel, stride, pad, dilation, 1))
+
+
+@pytest.mark.parametrize(("channels", "outputs"), [(48, 64), (64, 16)])
+def test_the_gradient_of_weights_leaves_out_what_lies_beside_the_image(channels: int, outputs: int) -> None:
+    """The infinite slopes of the first line and column meet no zero of the padding."""
+    geometry = Geometry((3, 3), ONE, ONE, (2, 2), 1)
+    plan = planned(BACKEND, (2, channels, 8, 8), outputs, geometry)
+    x, dy = (checks.to_device(BACKEND, checks.normal(1, (2, c, n, n))) for c, n in ((channels, 8), (outputs, 6)))
+    dweights = BACKEND.zeros((outputs, channels, 3, 3))
+    dy[:, :, 0, :] = dy[:, :, :, 0] = np.inf
+    plan.backward_weights(x, dy, dweights, False)
+    finite = np.isfinite(BACKEND.to_host(dweights)).all(axis=(0, 1))
+    assert finite.tolist() == [[True, False, False], [False, False, False], [False, False, False]]
+
+
+def test_few_groups_of_an_image_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry((3, 3), (2, 2), ONE, ONE, 5)
+    monkeypatch.setattr(direct, "CHUNK_GROUPS", 2000)
+    padding = planned(BACKEND, (3, 90, 9, 8), 85, geometry).shape.padding
+    assert padding.group < BACKEND.threads * 2000 < padding.elements
+    checks.check_convolution(BACKEND, (3, 90, 9, 8), 85, geometry)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    images=SMALL, size=st.tuples(st.integers(1, 9), st.integers(1, 9)), outputs=st.integers(16, 70), relu=st.booleans()
+)  # fmt: skip
+def test_pixels_of_few_channels(channels: int, images: int, size: tuple[int, int], outputs: int, relu: bool) -> None:
+    shape, geometry = (images, channels, *size), Geometry(ONE, ONE, (0, 0), ONE, 1)
+    plan = planned(BACKEND, shape, outputs, geometry)
+    assert isinstance(plan, ThinConvolution)
+    checks.check_convolution(BACKEND, shape, outputs, geometry)
+    x, weights, bias, more = (
+        checks.to_device(BACKEND, checks.normal(i, s))
+        for i, s in enumerate([shape, (outputs, channels, 1, 1), (outputs,), (images, outputs, *size)])
+    )
+    y = checks.dirty(BACKEND, more.shape)
+    plan.forward(x, weights, bias, y, relu, None, more)
+    expected = np.einsum("nchw,oc->nohw", x.astype(float), weights[:, :, 0, 0]) + bias[:, None, None] + more
+    checks.close(y, np.maximum(expected, 0) if relu else expected)
+
+
+def test_threads_change_no_bit() -> None:
+    """However many images share tiles."""
+    results = []
+    for threads in (1, 3):
+        backend, rng = create_backend(None, threads), np.random.default_rng(1)
+        for channels, kernel in ((20, 3), (3, 1)):
+            geometry = Geometry((kernel, kernel), ONE, (kernel // 2, kernel // 2), ONE, 1)
+            plan = planned(backend, (7, channels, 6, 7), 40, geometry)
+            shapes = (7, channels, 6, 7), (7, 40, 6, 7), (40, channels, kernel, kernel)
+            x, dy, weights = (checks.to_device(backend, rng.standard_normal(s)) for s in shapes)
+            y, dx, dweights = (checks.dirty(backend, s) for s in (shapes[1], shapes[0], shapes[2]))
+            plan.forward(x, weights, None, y)
+            plan.backward_data(dy, weights, dx)
+            plan.backward_weights(x, dy, dweights, False)
+            results.append([y, dx, dweights])
+    for one, three in zip(results[:2], results[2:], strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, three, strict=True))
