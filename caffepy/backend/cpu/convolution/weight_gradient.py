@@ -172,8 +172,8 @@ class WeightGradient:
             every = np.concatenate(lists)
             a, b = (x, dy) if self._turned else (dy, x)
             panel = every * (np.arange(1, 4)[:, None] * WIDTH * shape.out_width)
-            tables = (extended(table) for table in (np.concatenate(starts), a[every], b, panel))
-            self._lines[images] = _Lines(*tables, len(every))
+            first = extended(np.concatenate(starts))
+            self._lines[images] = _Lines(first, extended(a[every]), extended(b), extended(panel), len(every))
         return self._lines[images]
 
     def _row_table(self, offsets: Any) -> int:
