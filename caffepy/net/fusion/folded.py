@@ -57,6 +57,11 @@ class FoldedConvolution(FusedLayer):
         """What `fold` computes."""
         return [self._factor, self._term] + ([] if self._weights is None else [self._weights])
 
+    @property
+    def folded_layers(self) -> list[Layer]:
+        """The layers whose parameters only `fold` reads."""
+        return [self._convolution, *self._factors] if self._factors else []
+
     def fold(self) -> None:
         """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
         if self._weights is None:
