@@ -142,6 +142,7 @@ def install(recorder: Recorder) -> None:
         "ndarray": FakeArray, "RawModule": recorder.module, "empty": empty, "zeros": empty, "dtype": np.dtype,
         "cuda": cuda, "copyto": np.copyto, "asnumpy": lambda array, stream=None: np.array(array),
         "ascontiguousarray": lambda array: np.ascontiguousarray(array).view(FakeArray),
+        "flip": np.flip,
         "broadcast_to": lambda array, shape: np.broadcast_to(array, shape, subok=True),
         "get_default_memory_pool": MagicMock(),
     }  # fmt: skip

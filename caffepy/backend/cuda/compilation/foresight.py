@@ -43,7 +43,7 @@ from caffepy.backend.types import Array
 
 logger = logging.getLogger(__name__)
 
-OWN_FAMILIES = ("depthwise", "small", "split-K", "products", UNFUSED)
+OWN_FAMILIES = ("depthwise", "small", "short sums", "large windows", "lines", "split-K", "products", UNFUSED)
 """Families of candidates without cuDNN."""
 
 
