@@ -18,6 +18,7 @@ from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import CHANNELS_LAST
+from caffepy.backend.types import Geometry
 
 MOST_PIXELS = 256
 """Pixels of all images up to which no block needs help with its sums."""
@@ -99,16 +100,13 @@ class ShortSums:
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
     """The geometry as the kernel wants it: over three axes; a whole image is one pixel."""
-    g, channels, more = problem.geometry, problem.x[1], 5 - len(problem.x)
     if is_whole_image(problem):
-        one = (1, 1, 1)
-        channels, x, kernel, out = channels * math.prod(g.kernel), one, one, one
-        stride, pad, dilation = one, (0, 0, 0), one
-    else:
-        ones = (1,) * more
-        x, kernel, out, stride, dilation = (
-            (*ones, *sizes) for sizes in (problem.x[2:], g.kernel, problem.y[2:], g.stride, g.dilation)
-        )
-        pad = (*(0,) * more, *g.pad)
-    divided = [value for size in (*kernel[1:], *out) for value in (np.int32(size), divider(size))]
-    return (channels, divider(channels), *divided, *x, *stride, *pad, *dilation)
+        channels = math.prod(problem.x[1:])
+        pixel = Geometry((1, 1), (1, 1), (0, 0), (1, 1))
+        problem = Problem((problem.x[0], channels, 1, 1), (problem.weights[0], channels, 1, 1), pixel)
+    g, channels, more = problem.geometry, problem.x[1], 5 - len(problem.x)
+    ones, zeros = (1,) * more, (0,) * more
+    divided_sizes = (*(*ones, *g.kernel)[1:], *ones, *problem.y[2:])
+    divided = [value for size in divided_sizes for value in (np.int32(size), divider(size))]
+    moves = (*ones, *g.stride, *zeros, *g.pad, *ones, *g.dilation)
+    return (channels, divider(channels), *divided, *ones, *problem.x[2:], *moves)
