@@ -45,6 +45,8 @@ CASES = {
     "few images, whole": ((70, 40, 5, 7), 104, window((5, 7))),
     "few pixels, three axes": ((1, 32, 3, 3, 4), 160, Geometry((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)),
     "one axis, two groups": ((3, 12, 301), 40, Geometry((5,), (2,), (3,), (2,), 2)),
+    "one axis, depthwise": ((2, 6, 1100), 6, Geometry((7,), (1,), (3,), (1,), 6)),
+    "one axis, depthwise / 2": ((2, 5, 301), 5, Geometry((4,), (2,), (2,), (3,), 5)),
     "one axis": ((2, 3, 12), 4, Geometry((3,), (2,), (1,), (1,))),
     "three axes, odd channels": ((2, 3, 5, 6, 7), 10, Geometry((3,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)),
     "three axes / 2": ((2, 16, 6, 10, 9), 24, Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3)),

@@ -243,10 +243,12 @@ def run_convolutions(backend: Any, dtype: str) -> None:
         ((2, 1, 40, 70), 3, window((11, 9))),
         ((2, 16, 20, 20), 16, window((11, 11))),
         ((2, 12, 200), 40, window((5,), 2, 2)),
+        ((2, 12, 1100), 12, window((5,), 1, 12)),
     ):
         weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
         plan = backend.plan_convolution(x_shape, weights_shape, geometry, dtype)
         x, dy = backend.zeros(x_shape, dtype), backend.zeros(plan.problem.y, dtype)
+        plan.forward(x, backend.zeros(weights_shape, dtype), None, dy)
         plan.backward_data(dy, backend.zeros(weights_shape, dtype), x)
         for accumulate in (False, True):
             plan.backward_weights(x, dy, backend.zeros(weights_shape), accumulate)

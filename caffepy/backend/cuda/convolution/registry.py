@@ -31,9 +31,10 @@ from caffepy.backend.cuda.convolution.gradients import (
 )
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_candidates, suits_small_kernels
-from caffepy.backend.cuda.convolution.implicit_gemm.large_windows import LargeWindows, suits_large_windows
-from caffepy.backend.cuda.convolution.implicit_gemm.line_weights import LineWeights, suits_line_weights
-from caffepy.backend.cuda.convolution.implicit_gemm.short_sums import short_sums_candidates, suits_short_sums
+from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
+from caffepy.backend.cuda.convolution.own_kernels.line_depthwise import LineDepthwise, suits_line_depthwise
+from caffepy.backend.cuda.convolution.own_kernels.line_weights import LineWeights, suits_line_weights
+from caffepy.backend.cuda.convolution.own_kernels.short_sums import short_sums_candidates, suits_short_sums
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -177,6 +178,8 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     found = []
     if suits_depthwise(task):
         found.append(family("depthwise", lambda: depthwise_candidates(task, resources)))
+    if suits_line_depthwise(task):
+        found.append(family(LineDepthwise.name, lambda: [LineDepthwise(task)]))
     if suits_small_kernels(task, resources):
         found.append(family("small", lambda: small_candidates(task, resources)))
     if suits_short_sums(task):

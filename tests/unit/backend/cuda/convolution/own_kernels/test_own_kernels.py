@@ -1,4 +1,4 @@
-"""Gradients by kernels of their own: which problems they suit, and that their blocks cover the work."""
+"""Kernels for few shapes: which problems they suit, and that their blocks cover the work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("short_sums", "large_windows", "line_weights")
+NAMES = ("short_sums", "large_windows", "line_weights", "line_depthwise")
 
 
 @pytest.fixture(scope="module")
 def modules(cupy_or_mock: None) -> Iterator[Any]:
     """The modules; CuPy need not be installed, the device is one with tensor cores."""
-    prefix = "caffepy.backend.cuda.convolution.implicit_gemm"
+    prefix = "caffepy.backend.cuda.convolution.own_kernels"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
     device = MagicMock()
     device.cuda.Device.return_value.compute_capability = "90"
@@ -144,3 +144,35 @@ def test_tiles_of_lines_fit_registers_and_cover_the_windows(
     assert candidate._grid[2] * columns * 8 >= channels * kernel
     assert (candidate._grid[2] - 1) * columns * 8 < channels * kernel
     assert module.words_of(given_task.problem) >= rows * columns * 128
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (task((16, 128, 1000), 128, (7,), direction=Direction.FORWARD, group=128, pad=3), True),
+        (task((16, 128, 1000), 128, (7,), direction=Direction.FORWARD, group=128, stride=2), True),
+        (task((16, 128, 1000), 128, (7,), direction=Direction.DATA, group=128, pad=3), True),
+        (task((16, 128, 1000), 128, (7,), direction=Direction.DATA, group=128, stride=2), False),
+        (task((16, 128, 1000), 128, (7,), group=128), False),
+        (task((16, 128, 1000), 256, (7,), direction=Direction.FORWARD, group=128), False),
+        (task((16, 128, 1000), 128, (33,), direction=Direction.FORWARD, group=128), False),
+        (task((16, 128, 19000), 128, (7,), direction=Direction.FORWARD, group=128, stride=13), False),
+        (task((16, 128, 10, 10), 128, (3, 3), direction=Direction.FORWARD, group=128), False),
+    ],
+)
+def test_depthwise_lines_are_of_one_axis(modules: Any, given_task: Task, suited: bool) -> None:
+    assert modules.line_depthwise.suits_line_depthwise(given_task) is suited
+
+
+@given(length=st.integers(1, 5000), pad=st.integers(0, 6))
+def test_blocks_of_depthwise_lines_cover_all_results(modules: Any, length: int, pad: int) -> None:
+    module = modules.line_depthwise
+    for direction in (Direction.FORWARD, Direction.DATA):
+        given_task = task((2, 3, length + 6), 3, (7,), direction=direction, group=3, pad=pad)
+        candidate = module.LineDepthwise(given_task)
+        (channels, source, result, chunks), chunk = candidate._sizes, module._chunk(given_task)
+        assert chunk % module.THREADS == 0
+        assert candidate._grid == (2 * channels * chunks,)
+        assert (chunks - 1) * chunk < result <= chunks * chunk
+        padding = module.padding(given_task.problem, direction)
+        assert result == source + 2 * padding - 6
