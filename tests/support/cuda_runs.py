@@ -244,6 +244,8 @@ def run_convolutions(backend: Any, dtype: str) -> None:
         ((2, 16, 20, 20), 16, window((11, 11))),
         ((2, 12, 200), 40, window((5,), 2, 2)),
         ((2, 12, 1100), 12, window((5,), 1, 12)),
+        ((2, 6, 9, 9), 18, window((3, 3), 1, 6)),
+        ((2, 6, 9, 9), 12, window((1, 1), 1, 3)),
     ):
         weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
         plan = backend.plan_convolution(x_shape, weights_shape, geometry, dtype)

@@ -34,6 +34,7 @@ from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_cand
 from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
 from caffepy.backend.cuda.convolution.own_kernels.line_depthwise import LineDepthwise, suits_line_depthwise
 from caffepy.backend.cuda.convolution.own_kernels.line_weights import LineWeights, suits_line_weights
+from caffepy.backend.cuda.convolution.own_kernels.repeated_channels import RepeatedChannels, suits_repeating
 from caffepy.backend.cuda.convolution.own_kernels.short_sums import short_sums_candidates, suits_short_sums
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
@@ -159,6 +160,8 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         families.append(AlgorithmFamily("split-K", lambda: [SplitKProducts(task, resources)]))
     if suits_flipping(task):
         families.append(AlgorithmFamily("flipped", lambda: [FlippedForward(task, choose, resources)]))
+    if suits_repeating(task):
+        families.append(AlgorithmFamily("repeated", lambda: [RepeatedChannels(task, choose, resources)]))
     families.append(_cudnn(task, resources, Plans.FALLBACK))
     # Over three axes few engines take channels that are no multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)

@@ -2,13 +2,16 @@
 // of an image needs in shared memory, rounded to TF32, and its warps take turns at eight pixels. Needs compute capability 8.0.
 //
 // The text before this file defines the type Element and the constants OUTPUTS and CHANNELS of a group, KERNEL, STRIDE, PAD,
-// DILATION, TILES_N (tiles of eight elements of a window for each block) and PATCH_PITCH, the distance of two channels in shared memory.
+// DILATION, TILES_N (tiles of eight elements of a window for each block), PATCH_PITCH, the distance of two channels in shared memory,
+// and TOGETHER, of how many elements loads are: it divides the lengths of x and dy.
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, CHUNK = 128, TOGETHER = 8;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, CHUNK = 128, AT_ONCE = TOGETHER == 4 ? 5 : 8;
 constexpr int DEPTH = CHANNELS * KERNEL, TILES_M = (OUTPUTS + 15) / 16, TILES = TILES_M * TILES_N, LINES = TILES_M * 16;
 constexpr int SPAN = (CHUNK - 1) * STRIDE + (KERNEL - 1) * DILATION + 1;
 constexpr int PITCH = CHUNK + 4;  // of dy: eight outputs lie in different banks
-static_assert(PATCH_PITCH >= SPAN, "channels lie apart");
+constexpr int SHIFT = ((-PAD) % TOGETHER + TOGETHER) % TOGETHER;  // what lies before a chunk's first element, to load from aligned ones
+constexpr int LOADED = (SPAN + SHIFT + TOGETHER - 1) / TOGETHER;
+static_assert(PATCH_PITCH >= LOADED * TOGETHER && PATCH_PITCH % 4 == 0, "channels lie apart");
 
 __device__ __forceinline__ unsigned int tf32(float x) {
     unsigned int result;
@@ -22,20 +25,25 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Copies `width` neighbours of each of ROWS lines, many loads before the first store: from(row, i) is a number, to(row, i) its address.
-template <int ROWS, int WIDTH, typename From, typename To>
+// Copies PACKS packs of TOGETHER neighbours of each of ROWS lines, many loads before the first store. from(row, i) is where pack i
+// lies, or null for zeros; to(row, i) where it goes.
+template <int ROWS, int PACKS, typename From, typename To>
 __device__ __forceinline__ void copy_lines(From from, To to) {
-    for (int first = threadIdx.x; first < ROWS * WIDTH; first += THREADS * TOGETHER) {
-        float values[TOGETHER];
+    for (int first = threadIdx.x; first < ROWS * PACKS; first += THREADS * AT_ONCE) {
+        Pack<float, TOGETHER> values[AT_ONCE];
 #pragma unroll
-        for (int u = 0; u < TOGETHER; ++u) {
+        for (int u = 0; u < AT_ONCE; ++u) {
             const int i = first + u * THREADS;
-            values[u] = i < ROWS * WIDTH ? from(i / WIDTH, i % WIDTH) : 0.0f;
+            const Element *const source = i < ROWS * PACKS ? from(i / PACKS, i % PACKS * TOGETHER) : nullptr;
+            values[u] = source ? load<TOGETHER>(source, 0) : Pack<float, TOGETHER>{};
         }
 #pragma unroll
-        for (int u = 0; u < TOGETHER; ++u) {
+        for (int u = 0; u < AT_ONCE; ++u) {
             const int i = first + u * THREADS;
-            if (i < ROWS * WIDTH) *to(i / WIDTH, i % WIDTH) = tf32(values[u]);
+            Pack<unsigned int, TOGETHER> words;
+#pragma unroll
+            for (int v = 0; v < TOGETHER; ++v) words[v] = tf32(values[u][v]);
+            if (i < ROWS * PACKS) store_raw<TOGETHER>(to(i / PACKS, i % PACKS * TOGETHER), 0, words);
         }
     }
 }
@@ -53,23 +61,23 @@ line_weights(const Element *x, const Element *dy, float *parts, int images, int 
 #pragma unroll
     for (int j = 0; j < TILES_N; ++j) {
         const int n = min(first_column + j * 8 + g, DEPTH - 1);
-        elements[j] = patch + n / KERNEL * PATCH_PITCH + n % KERNEL * DILATION;
+        elements[j] = patch + SHIFT + n / KERNEL * PATCH_PITCH + n % KERNEL * DILATION;
     }
     float sums[TILES][4] = {};
     for (int piece = blockIdx.x; piece < images * chunks; piece += gridDim.x) {
         const int image = piece / chunks, start = (piece - image * chunks) * CHUNK;
         const Element *const from_x = x + (size_t)(image * groups + group) * CHANNELS * length;
         const Element *const from_dy = dy + (size_t)(image * groups + group) * OUTPUTS * out_length + start;
-        const int first = start * STRIDE - PAD, there = min(CHUNK, out_length - start);
+        const int first = start * STRIDE - PAD - SHIFT, there = min(CHUNK, out_length - start);
         __syncthreads();
-        copy_lines<CHANNELS, SPAN>(
+        copy_lines<CHANNELS, LOADED>(
             [=](int c, int i) {
                 const int at = first + i;
-                return at >= 0 && at < length ? to_float(from_x[(size_t)c * length + at]) : 0.0f;
+                return at >= 0 && at < length ? from_x + (size_t)c * length + at : nullptr;
             },
             [=](int c, int i) { return patch + c * PATCH_PITCH + i; });
-        copy_lines<LINES, CHUNK>(
-            [=](int o, int i) { return o < OUTPUTS && i < there ? to_float(from_dy[(size_t)o * out_length + i]) : 0.0f; },
+        copy_lines<LINES, CHUNK / TOGETHER>(
+            [=](int o, int i) { return o < OUTPUTS && i < there ? from_dy + (size_t)o * out_length + i : nullptr; },
             [=](int o, int i) { return gradient + o * PITCH + i; });
         __syncthreads();
         for (int step = warp * 8; step < there; step += WARPS * 8) {

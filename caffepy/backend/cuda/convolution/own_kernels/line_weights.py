@@ -32,8 +32,8 @@ MOST_DEPTH = 512
 MOST_WORDS = 24 * 1024
 """Of shared memory: two blocks fit into a multiprocessor."""
 
-BLOCKS = 396
-"""Blocks that are wanted: three for each multiprocessor of an H200."""
+BLOCKS = 264
+"""Blocks that are wanted: two for each multiprocessor of an H200, for more there are no registers."""
 
 TENSOR_CORES = 80
 """Compute capability, times ten, from which on tensor cores take TF32."""
@@ -58,6 +58,11 @@ def patch_pitch(problem: Problem) -> int:
     """Distance of two channels in shared memory: their pixels lie in different banks."""
     g = problem.geometry
     return round_up((CHUNK - 1) * g.stride[0] + (g.kernel[0] - 1) * g.dilation[0] + 1, 32) + 16
+
+
+def together(problem: Problem) -> int:
+    """Elements of a load: no line of x or dy may end within one."""
+    return math.gcd(problem.x[2], problem.y[2], 4)
 
 
 def tiles_of(problem: Problem) -> tuple[int, int]:
@@ -100,7 +105,7 @@ class LineWeights:
         text = defines(
             Element=C_TYPES[cupy.dtype(problem.array_dtype).char], OUTPUTS=problem.weights[0] // g.group,
             CHANNELS=problem.weights[1], KERNEL=g.kernel[0], STRIDE=g.stride[0], PAD=g.pad[0], DILATION=g.dilation[0],
-            TILES_N=tiles_of(problem)[1], PATCH_PITCH=patch_pitch(problem),
+            TILES_N=tiles_of(problem)[1], PATCH_PITCH=patch_pitch(problem), TOGETHER=together(problem),
         )  # fmt: skip
         self._kernel = library_kernel("line_weights", "line_weights", text)
         self._kernel.max_dynamic_shared_size_bytes = 4 * self._words

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import convolution_reference as reference
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("short_sums", "large_windows", "line_weights", "line_depthwise")
+NAMES = ("short_sums", "large_windows", "line_weights", "line_depthwise", "repeated_channels")
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +178,35 @@ def test_blocks_of_depthwise_lines_cover_all_results(modules: Any, length: int, 
         assert (chunks - 1) * chunk < result <= chunks * chunk
         padding = module.padding(given_task.problem, direction)
         assert result == source + 2 * padding - 6
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (task((2, 5, 9, 9), 15, (3, 3), group=5), True),
+        (task((2, 5, 9, 9), 15, (3, 3), direction=Direction.FORWARD, group=5), True),
+        (task((2, 5, 9, 9), 15, (3, 3), "float32", Direction.DATA, group=5), True),
+        (task((2, 5, 9, 9), 15, (3, 3), direction=Direction.DATA, group=5), False),
+        (task((2, 5, 9, 9), 5, (3, 3), group=5), False),
+        (task((2, 10, 9, 9), 15, (3, 3), group=5), False),
+        (task((2, 5, 9), 15, (3,), group=5), False),
+        (task((64, 4, 512, 512), 128, (3, 3), group=4), False),
+    ],
+)
+def test_channels_are_repeated_where_there_is_a_multiplier_and_memory(
+    modules: Any, given_task: Task, suited: bool
+) -> None:
+    assert modules.repeated_channels.suits_repeating(given_task) is suited
+
+
+def test_the_depthwise_problem_of_repeated_channels_is_the_same(modules: Any) -> None:
+    problem = task((2, 3, 7, 6), 12, (3, 2), group=3, pad=1, stride=2).problem
+    other = modules.repeated_channels.repeated(problem)
+    assert (other.y, other.weights) == (problem.y, problem.weights)
+    rng = np.random.default_rng(1)
+    x, weights, dy = (rng.standard_normal(shape) for shape in (problem.x, problem.weights, problem.y))
+    y, dx, dweights = reference.convolution(x, weights, dy, problem.geometry)
+    others = reference.convolution(np.repeat(x, 4, 1), weights, dy, other.geometry)
+    np.testing.assert_allclose(others[0], y, atol=1e-12)
+    np.testing.assert_allclose(others[1].reshape(2, 3, 4, 7, 6).sum(2), dx, atol=1e-12)
+    np.testing.assert_allclose(others[2], dweights, atol=1e-12)
