@@ -142,6 +142,7 @@ def install(recorder: Recorder) -> None:
         "ndarray": FakeArray, "RawModule": recorder.module, "empty": empty, "zeros": empty, "dtype": np.dtype,
         "cuda": cuda, "copyto": np.copyto, "asnumpy": lambda array, stream=None: np.array(array),
         "ascontiguousarray": lambda array: np.ascontiguousarray(array).view(FakeArray),
+        "flip": np.flip,
         "broadcast_to": lambda array, shape: np.broadcast_to(array, shape, subok=True),
         "get_default_memory_pool": MagicMock(),
     }  # fmt: skip
@@ -202,7 +203,7 @@ def fake_backend(math_mode: str) -> Iterator[Any]:
     library = MagicMock()
     library.configure_mock(**{f"{name}.return_value": 0 for name in (
         "cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasSetMathMode", "cublasSgemm_v2",
-        "cublasGemmEx", "cublasDestroy_v2",
+        "cublasGemmEx", "cublasGemmStridedBatchedEx", "cublasDestroy_v2",
     )})  # fmt: skip
     cublas._library = lambda: library  # type: ignore[assignment]
     for module in (registry, space_to_depth_cudnn, cudnn):

@@ -109,22 +109,22 @@ class Blas:
         status = call(_operand(a, transpose_a), _operand(b, transpose_b), (rows, columns, depth), beta, out, leading)
         _check(status, f"product of {rows} x {depth} and {depth} x {columns}")
 
-    def gemm_of_parts(self, a: Array, b: Array, out: Array) -> None:
-        """out[p] = a[p]^T @ b[p] for each p, one launch.
-
-        Args:
-            a: C-contiguous (parts, depth, rows).
-            b: (parts, depth, columns), of the same dtype.
-            out: float32 (parts, rows, columns).
-        """
-        parts, depth, rows = a.shape
-        columns = b.shape[2]
-        kind = DATA_TYPES[a.dtype.name]
-        status = self._batch(  # cuBLAS counts in columns: it computes the transposed products
-            self._handle, NO_TRANSPOSE, TRANSPOSE, columns, rows, depth, self._one,
-            ctypes.c_void_p(b.data.ptr), kind, columns, ctypes.c_longlong(depth * columns),
-            ctypes.c_void_p(a.data.ptr), kind, rows, ctypes.c_longlong(depth * rows), self._zero,
-            ctypes.c_void_p(out.data.ptr), DATA_TYPES["float32"], columns, ctypes.c_longlong(rows * columns),
+    def gemm_of_parts(
+        self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool
+    ) -> None:
+        """out[p] (+)= op(a[p]) @ op(b[p]) for each p of their first axis, one launch; rows of out[p] are contiguous."""
+        depth = a.shape[1] if transpose_a else a.shape[2]
+        parts, rows, columns = out.shape
+        row_major, leading = _dtype(out[0])
+        assert row_major and a.dtype == b.dtype, f"products of parts: strides {out.strides}, {a.dtype} and {b.dtype}"
+        kind, out_kind = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
+        # cuBLAS counts in columns: it computes the transposed products
+        first, second = _operand(b[0], not transpose_b), _operand(a[0], not transpose_a)
+        steps = [ctypes.c_longlong(array.strides[0] // array.itemsize) for array in (b, a, out)]
+        status = self._batch(
+            self._handle, first[0], second[0], columns, rows, depth, self._one,
+            ctypes.c_void_p(first[1]), kind, first[2], steps[0], ctypes.c_void_p(second[1]), kind, second[2], steps[1],
+            self._one if accumulate else self._zero, ctypes.c_void_p(out.data.ptr), out_kind, leading, steps[2],
             parts, COMPUTE_32F, DEFAULT_ALGORITHM,
         )  # fmt: skip
         _check(status, f"{parts} products of {rows} x {depth} and {depth} x {columns}")
