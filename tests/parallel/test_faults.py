@@ -38,7 +38,7 @@ def test_time_in_which_all_were_suspended_does_not_count(laboratory: Laboratory,
     processes = processes_of(laboratory.mark(started[1]))
     for process in processes:
         process.suspend()
-    time.sleep(5.0)
+    time.sleep(4.0)
     for process in processes:
         process.resume()
     outcome = laboratory.finish(started)
