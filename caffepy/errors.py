@@ -75,7 +75,7 @@ class OutOfMemoryError(DeviceError):
         self.available = available
 
     def within(self, where: str) -> OutOfMemoryError:
-        """The same error, met by `where`."""
+        """The same error with the layer or step that met it before its message."""
         return OutOfMemoryError(f"{where}: {self.problem}", self.advice, self.available)
 
     def advising(self, advice: str) -> OutOfMemoryError:

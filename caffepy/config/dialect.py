@@ -23,7 +23,7 @@ VARIABLE = "CAFFEPY_DIALECT"
 
 
 class Dialect(Enum):
-    """Whose numbers."""
+    """The Caffe whose numbers are computed where the two differ; the values are what --dialect takes."""
 
     BVLC = "bvlc"
     NVIDIA = "nvidia"
