@@ -96,7 +96,6 @@ class Net(NetStructure, AllBatches):
         self.device = device
         """What `with net.device.computing():` is for: a block that computes with caffepy's own arrays."""
         self._inference = InferencePath(net, device, runners)
-        self._input_arrays: tuple[HostArray, HostArray] | None = None
         self.has_callbacks = False
         """Whether `before_forward` or its like was called."""
         self._position = {id(node): index for index, node in enumerate(net.schedule)}

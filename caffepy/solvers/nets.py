@@ -147,12 +147,18 @@ class NetFactory:
         """The net to train; `trace` takes the times of its layers.
 
         Raises:
-            ConfigError: none is named, or more than one; its `reduce_buckets` is negative.
+            ConfigError: none is named, or more than one; it has no layers; its `reduce_buckets` is negative.
         """
         source, state = self._train_source()
         bucket_count(source.param)
         log.log(self._level, "Creating training net from %s", source.field)
-        return self._make(source, state, 1, trace)
+        net = self._make(source, state, 1, trace)
+        if not net.nodes:
+            raise ConfigError(
+                f"solver: {source.field}: the net has no layers in the TRAIN phase; look at its include rules and at "
+                "the solver's train_state"
+            )
+        return net
 
     def foresee(self, update: ForeseenUpdate | None = None) -> None:
         """Have the kernels of the net that was made last compiled, with those of an update; returns at once."""

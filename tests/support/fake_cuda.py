@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -110,6 +110,7 @@ def _size(argument: Any) -> int:
     return {int: 8, float: 8, bool: 1}[type(argument)]
 
 
+@cache
 def _device(number: int = 0) -> Any:
     device = MagicMock()
     device.compute_capability = CAPABILITY
@@ -122,8 +123,9 @@ def install(recorder: Recorder) -> None:
     runtime = MagicMock()
     runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
     runtime.getDeviceCount.return_value = 1
-    runtime.getDevice.return_value = 0
-    runtime.streamIsCapturing.return_value = False
+    # Called for nearly every launch: a mock would take most of the time.
+    runtime.getDevice = lambda: 0
+    runtime.streamIsCapturing = lambda stream: False
     runtime.memGetInfo.return_value = (2**37, 2**37)
     runtime.getDeviceProperties.return_value = {
         "name": b"fake", "totalGlobalMem": 2**37, "major": 9, "minor": 0, "multiProcessorCount": MULTIPROCESSORS
@@ -136,7 +138,7 @@ def install(recorder: Recorder) -> None:
     cuda.get_elapsed_time.return_value = 1.0
     stream = MagicMock(ptr=0)
     cuda.Stream.return_value = stream
-    cuda.get_current_stream.return_value = stream
+    cuda.get_current_stream = lambda: stream
     cupy = types.ModuleType("cupy")
     names = {
         "ndarray": FakeArray, "RawModule": recorder.module, "empty": empty, "zeros": empty, "dtype": np.dtype,

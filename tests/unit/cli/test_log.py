@@ -94,7 +94,7 @@ def test_the_logger_is_left_as_it_was():
     assert (package.level, list(package.handlers)) == before
 
 
-def test_a_closed_stderr_does_not_stop_the_program(monkeypatch: pytest.MonkeyPatch):
+def test_a_closed_stderr_does_not_stop_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     class Closed:
         def write(self, text: str) -> None:
             raise BrokenPipeError
@@ -103,6 +103,9 @@ def test_a_closed_stderr_does_not_stop_the_program(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("sys.stderr", Closed())
         logger.info("nobody reads this")
         monkeypatch.undo()
+        logger.info("read again")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("] read again")
 
 
 def test_the_progress_bar_lets_the_log_through(capsys: pytest.CaptureFixture[str]):

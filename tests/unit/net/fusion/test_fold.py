@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from compare_nets import SpoilingBackend, errors, make_inputs
+from fusible_nets import FusibleNet
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_nets import RandomNet, parse
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import ShapeError
@@ -370,8 +370,8 @@ def test_random_nets(part: int) -> None:
     """In the TEST phase, with statistics, half of them in shared memory."""
     folded = 0
     for seed in range(part, NETS, PARTS):
-        random_net = RandomNet(seed)
-        param, inputs = parse(random_net), make_inputs(random_net, seed)
+        random_net = FusibleNet(seed)
+        param, inputs = random_net.param(), make_inputs(random_net, seed)
         found = []
         for fuse in (False, True):
             share = fuse and seed // PARTS % 2 == 1
