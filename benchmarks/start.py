@@ -8,9 +8,11 @@ with those that the first run filled. A figure is the number of calls and their 
 `--profile-start` logs them; phases may lie within others (kernels within tuning). `silence` is the longest time between
 two lines of the log before the first iteration's end.
 
-LeNet on the CPU with empty caches, two cores of a virtual machine with nothing else to do, first iteration's end and
-CPU time of the whole process: 12.3 to 13.3 s and 12.5 to 13.4 s before, 5.0 to 5.4 s and 5.4 to 5.8 s now. What
-changed it, in CPU time of one thread (each step by itself, on a busy machine):
+LeNet on the CPU with empty caches, two cores of a virtual machine, first iteration's end: 12.3 to 13.3 s at first, 5.0
+to 5.4 s with the steps of this table, and with other processes 2.9, 3.1 and 3.3 s, where 5.9 s were taken without them
+seconds later (CPU time of all processes 5.6 s, without them 6.4; the machine was not quite idle). Beside programs that
+keep both cores busy other processes gain little: 5.3 to 6.7 s, without them 6.9 to 8.2. With full caches 0.9 s; CPU
+time 1.0 s, before 1.6 to 1.8. The steps, in CPU time of one thread (each by itself, on a busy machine):
 
     24 to 25 kernels, as numba compiles them                                              13.9 s
     each function optimised and compiled once, within its kernel (jit/pipeline.py)         7.7
@@ -20,14 +22,19 @@ changed it, in CPU time of one thread (each step by itself, on a busy machine):
     no `parallel=True`: numba's pool called directly; no rewriting of array expressions    4.0
 
 The kernels' speed is as before: cifar10_quick on one thread 74.9, 75.8 and 77.0 ms of CPU time, now 75.6, 75.3 and
-75.3; LeNet 16.0 and 15.9, now 16.5 and 15.9. The aim of 3 s is not reached. Of the last 4 s, LLVM takes 2 (half of it
-the optimisation of modules, half code), numba's lowering and typing 1.5, and the first use of numba's compiler 0.3
-(modules that it imports, SciPy's BLAS with them); caffepy's own imports and the nets are another 1.3 s. Hiding
-functions from the linker altogether made tiles be inlined in every kernel and cost 0.7 s more; compiling in other
-processes gained nothing on two cores. A numba target for kernels alone, without NumPy's functions, and LLVM in threads
-beside Python took 3.9 s in place of 5.6 on a busy machine; it is not used, because it goes around llvmlite's lock and
-numba's public ways. What would move it: machine code, or the modules that LLVM optimises, made when the package is
-built.
+75.3; LeNet 16.0 and 15.9, now 16.5 and 15.9. Hiding functions from the linker altogether made tiles be inlined in every
+kernel and cost 0.7 s more. Then, in CPU time of all processes:
+
+    other processes foresee the kernels (0.015 s) and compile them: another import of numba    +0.7 s
+    kept kernels are loaded without what numba's compiler imports (also with full caches)      -0.5
+    no pass for closures in functions without any; the machine code is the same                -0.5
+
+Compilation of all 21 kernels takes 3.5 to 4.5 s of one core: LLVM 2.3 (passes 1.3, code 1.0), the rest is numba's
+typing and lowering. Two cores are busy for nine tenths of the start, so that more cores or less compilation would
+shorten it: LLVM's passes at level 2 in place of 3 take 0.4 s less, and other code in every kernel; a numba target
+without NumPy's functions and LLVM in threads (which goes around llvmlite's lock) took as much CPU time; without
+Python's collection of garbage compilation takes as long, numba's import 0.1 s less (so the other processes do without
+it). What would move it further: machine code, or the modules that LLVM optimises, made when the package is built.
 
 Two H200s and 32 cores, seconds until the first iteration's end, with empty caches and with full ones. Before: cuDNN's
 frontend imported PyTorch, softmax compiled eleven kernels where one was wanted, and NCCL connected last. Then: NVRTC

@@ -28,6 +28,7 @@ from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import StopRequestedError
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
+from caffepy.phases.kernel_processes import PROCESSES
 from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -153,6 +154,7 @@ class Solver(SolverFace, ABC):
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
+        PROCESSES.submit()
         if factory.share:
             plan = factory.share_memory()
             self.log("%s", describe(plan, self.histories, self.backend.name))

@@ -25,13 +25,13 @@ from typing import Any
 import llvmlite
 import numba
 from numba.core.caching import Cache, CompileResultCacheImpl, NullCache, _CacheLocator
-from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
 from caffepy import version
-from caffepy.backend.cpu.jit.pipeline import KernelCompiler, KernelFunction
+from caffepy.backend.cpu.jit.pipeline import CFunction, KernelCompiler, KernelFunction
 from caffepy.caches import version_folder
+from caffepy.phases.kernel_processes import PROCESSES
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What is kept, else None; a damaged file counts as none and is replaced."""
         try:
-            return super().load_overload(sig, target_context)
+            # Numba's `load_overload` would first import all that its compiler needs, 0.3 s; machine code needs nothing.
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
         except Exception as error:  # unpickling damaged files raises anything
             logger.debug("%s: a compiled kernel cannot be read, it is compiled anew: %r", self.cache_path, error)
             with suppress(OSError):
@@ -125,9 +127,8 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 
 def compile_c_function(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
     """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache and the pipeline."""
-    compiled: Any = CFunc(
-        function, normalize_signature(signature), locals={}, options=options, pipeline_class=KernelCompiler
-    )
+    PROCESSES.wait(function.__name__)
+    compiled = CFunction(function, normalize_signature(signature), {}, options, KernelCompiler)
     compiled._cache = _cache_of(function)
     compiled.compile()
     return compiled
@@ -141,6 +142,8 @@ def compile_kernel(
     Raises:
         NotKeptError: it is not in the cache, and only what is kept is wanted.
     """
+    if not kept:
+        PROCESSES.wait(function.__name__)
     compiled = KernelFunction(function, kinds, options, kept)
     compiled._cache = _cache_of(function)
     compiled.compile()
