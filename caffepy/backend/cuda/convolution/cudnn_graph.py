@@ -16,10 +16,11 @@ from typing import Any
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import convolution_workspace
+from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
-MOST_PLANS = 20
+MOST_PLANS = 12
 """Plans of one graph that are candidates; the heuristics' first ten nearly always have the best among them."""
 
 MOST_COMPILED = 3
@@ -111,7 +112,8 @@ class CudnnGraph:
             graph.validate()
             graph.build_operation_graph()
             # In one call: release 1.18 mixes up the notes of plans that were asked for in several.
-            graph.create_execution_plans(modes)
+            with phase("plans proposed"):
+                graph.create_execution_plans(modes)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
             return False
         self._bar(graph)
