@@ -17,18 +17,19 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 LIBRARIES = (
-    "libcublas.so", "libcudnn_graph.so", "libcudnn_heuristic.so", "libcudnn_engines_precompiled.so",
-    "libcudnn_engines_runtime_compiled.so", "libcudnn_ops.so", "libcudnn_cnn.so", "libcublasLt.so", "libnvrtc.so",
+    "libcudnn_graph.so", "libcudnn_heuristic.so", "libcudnn_engines_precompiled.so",
+    "libcudnn_engines_runtime_compiled.so", "libcudnn_ops.so", "libcudnn_cnn.so",
 )  # fmt: skip
-"""What the names of the files begin with, in the order in which training wants them."""
+"""What the names of the files begin with, in the order in which training wants them. Of those that are not here too
+little is wanted, such as a sixth of cuBLASLt's 500 MB, or it is wanted at once."""
 
 SYSTEM_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/local/cuda/lib64", "/usr/lib64")
 
 PIECE = 1 << 22
 """Bytes that are read at once."""
 
-THREADS = 4
-"""Files that are read at once."""
+THREADS = 2
+"""Files that are read at once; more would keep imports from theirs."""
 
 MOST_OF_MEMORY = 0.25
 """Part of the free memory that the files may take."""

@@ -21,13 +21,13 @@ def library(folder: Path, name: str) -> Path:
 
 def test_packages_are_preferred_and_all_come_in_the_order_of_their_use(tmp_path: Path) -> None:
     site, system = tmp_path / "site", tmp_path / "system"
-    blas = library(site / "nvidia/cu13/lib", "libcublas.so.13")
-    light = library(system, "libcublasLt.so.13")
     engines = library(site / "nvidia/cudnn/lib", "libcudnn_engines_precompiled.so.9")
-    library(system, "libcublas.so.13")
+    graph = library(site / "nvidia/cudnn/lib", "libcudnn_graph.so.9")
+    common = library(system, "libcudnn_ops.so.9")
+    library(system, "libcudnn_graph.so.9")
     library(system, "libcudnn_adv.so.9")
     found = read_ahead.library_files([str(tmp_path / "absent"), "", str(site)], [str(system)])
-    assert found == [blas, engines, light]
+    assert found == [graph, engines, common]
 
 
 def test_more_than_memory_has_to_spare_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,12 @@ PRUNE_RATIO = 1.25
 SHORT = 4.0
 """Microseconds more than the best one's that do not tell two candidates apart after one timed run."""
 
+HOPELESS = 3.0
+"""A candidate whose first run takes more than so many times the best one's time is not run again."""
+
+HELD_UP = 1000.0
+"""Microseconds beyond that by which other threads may keep the host from noticing that the first run has ended."""
+
 PATIENCE = 1.0
 """Seconds that a candidate's very first run, with the loading of its kernel, may take."""
 
@@ -275,10 +281,8 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
             if not candidate.prepare():
                 return None
         with phase("first runs"):
-            begin = monotonic()
-            candidate.run(operands)
-            cupy.cuda.get_current_stream().synchronize()
-        if monotonic() - begin > PATIENCE and best < PATIENCE * 1e6:
+            whole, after = _first_run(candidate, operands)
+        if (whole > PATIENCE and best < PATIENCE * 1e6) or 1e6 * after > HOPELESS * best + HELD_UP:
             return None
         with phase("timed runs"):
             watch = Stopwatch(lambda: candidate.run(operands))
@@ -293,6 +297,16 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
             raise
         logger.debug("%s cannot be used: %s", candidate.name, error)
         return None
+
+
+def _first_run(candidate: Candidate, operands: Operands) -> tuple[float, float]:
+    """Seconds of a run with the loading of its kernel, and those from its launch on, which the kernel alone takes."""
+    begin = monotonic()
+    candidate.run(operands)
+    launched = monotonic()
+    cupy.cuda.get_current_stream().synchronize()
+    end = monotonic()
+    return end - begin, end - launched
 
 
 def measure(contenders: Sequence[Contender]) -> None:

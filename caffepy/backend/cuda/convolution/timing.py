@@ -12,11 +12,14 @@ from time import monotonic_ns
 from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
 from caffepy.backend.cuda.device import cupy
 
-FIRST_LAUNCH = 40_000
-"""Nanoseconds that a launch is taken to need before one was timed."""
+FIRST_LAUNCH = 60_000
+"""Nanoseconds until the first run is taken to be launched, before that was timed; an event comes before it."""
 
-MARGIN = 25_000
-"""Nanoseconds of idling more than expected: for events, and because launches differ."""
+LAUNCH = 40_000
+"""The same for each further run."""
+
+MARGIN = 20_000
+"""Nanoseconds of idling more than expected, because launches differ."""
 
 LONGEST_IDLING = 20_000_000
 """Nanoseconds of idling at most, where the host was held up."""
@@ -34,7 +37,8 @@ class Stopwatch:
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
-        self._launch = FIRST_LAUNCH
+        self._first = FIRST_LAUNCH
+        self._launch = LAUNCH
 
     def elapsed(self, runs: int, about: float = 0.0) -> float:
         """Microseconds of one of several runs that follow each other without a gap.
@@ -45,15 +49,16 @@ class Stopwatch:
             runs: how many.
             about: microseconds that one takes, where that is known.
         """
-        wait = self._launch + MARGIN + (runs - 1) * max(0, self._launch - int(about * 1e3))
+        wait = self._first + MARGIN + (runs - 1) * max(0, self._launch - int(about * 1e3))
         for _ in range(MOST_TRIES):
             wait = min(wait, LONGEST_IDLING)
             time, launched = _timed(self._run, runs, wait)
-            self._launch = max(1, (launched[-1] - launched[0]) // (runs - 1)) if runs > 1 else launched[0]
             late = lateness(launched, wait, time)
             if late <= 0:
                 break
-            wait = 2 * (wait + late)
+            wait += 2 * late + MARGIN
+        self._first = launched[0]
+        self._launch = (launched[-1] - launched[0]) // (runs - 1) if runs > 1 else launched[0]
         return time
 
 
