@@ -23,6 +23,9 @@ LIBRARIES = (
 """What the names of the files begin with, in the order in which training wants them. Of those that are not here too
 little is wanted, such as a sixth of cuBLASLt's 500 MB, or it is wanted at once."""
 
+CUPY = ("cupy/_core", "cupy/cuda", "cupy_backends/cuda", "cupy_backends/cuda/api", "cupy_backends/cuda/libs")
+"""Folders whose modules `import cupy` loads, while this process still imports what it trains with."""
+
 SYSTEM_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/local/cuda/lib64", "/usr/lib64")
 
 PIECE = 1 << 22
@@ -49,11 +52,12 @@ def begin(threads: int = THREADS) -> tuple[threading.Thread, ...]:
 
 
 def library_files(path: Sequence[str] | None = None, system: Sequence[str] = SYSTEM_FOLDERS) -> list[Path]:
-    """The libraries' files: of NVIDIA's packages on Python's path, else of the system.
+    """The files of CuPy and of the libraries, these of NVIDIA's packages on Python's path, else of the system.
 
     None if all together take more memory than there is to spare.
     """
-    folders = list(_package_folders(sys.path if path is None else path)) + [Path(folder) for folder in system]
+    path = sys.path if path is None else path
+    folders = list(_package_folders(path)) + [Path(folder) for folder in system]
     found: dict[str, Path] = {}
     for folder in folders:
         with suppress(OSError):
@@ -62,7 +66,7 @@ def library_files(path: Sequence[str] | None = None, system: Sequence[str] = SYS
                 files = [folder / name for name in names if name.startswith(library)]
                 if library not in found and files:
                     found[library] = files[0]
-    files = [found[library] for library in LIBRARIES if library in found]
+    files = list(_modules(path)) + [found[library] for library in LIBRARIES if library in found]
     return files if sum(map(_size, files)) <= MOST_OF_MEMORY * _free_memory() else []
 
 
@@ -71,6 +75,14 @@ def _package_folders(path: Sequence[str]) -> Iterator[Path]:
         with suppress(OSError):
             if entry:
                 yield from sorted(Path(entry, "nvidia").glob("*/lib"))
+
+
+def _modules(path: Sequence[str]) -> Iterator[Path]:
+    """CuPy's compiled modules."""
+    root = next((entry for entry in path if entry and os.path.isdir(os.path.join(entry, CUPY[0]))), None)
+    for folder in CUPY if root else ():
+        with suppress(OSError):
+            yield from sorted(file for file in Path(str(root), folder).iterdir() if file.suffix == ".so")
 
 
 def _size(path: Path) -> int:

@@ -26,8 +26,10 @@ def test_packages_are_preferred_and_all_come_in_the_order_of_their_use(tmp_path:
     common = library(system, "libcudnn_ops.so.9")
     library(system, "libcudnn_graph.so.9")
     library(system, "libcudnn_adv.so.9")
+    core = library(site / "cupy/_core", "core.so")
+    library(site / "cupy/_core", "core.pyx")
     found = read_ahead.library_files([str(tmp_path / "absent"), "", str(site)], [str(system)])
-    assert found == [graph, engines, common]
+    assert found == [core, graph, engines, common]
 
 
 def test_more_than_memory_has_to_spare_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
