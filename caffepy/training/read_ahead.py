@@ -39,16 +39,24 @@ MOST_OF_MEMORY = 0.25
 
 
 @cache
-def begin(threads: int = THREADS) -> tuple[threading.Thread, ...]:
-    """Begin to read, once in a process; returns at once."""
+def begin() -> threading.Thread:
+    """Begin to look for the files and to read them, once in a process; returns at once."""
+    thread = threading.Thread(target=_read_all, name="read ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_all() -> None:
     files: SimpleQueue[Path] = SimpleQueue()
     for path in library_files():
         files.put(path)
-    made = tuple(threading.Thread(target=_read_all, args=(files,), name="read ahead", daemon=True)
-                 for _ in range(min(threads, files.qsize())))  # fmt: skip
-    for thread in made:
+    helpers = [threading.Thread(target=_read_some, args=(files,), name="read ahead", daemon=True)
+               for _ in range(THREADS - 1)]  # fmt: skip
+    for thread in helpers:
         thread.start()
-    return made
+    _read_some(files)
+    for thread in helpers:
+        thread.join()
 
 
 def library_files(path: Sequence[str] | None = None, system: Sequence[str] = SYSTEM_FOLDERS) -> list[Path]:
@@ -97,7 +105,7 @@ def _free_memory() -> int:
     return 0
 
 
-def _read_all(files: SimpleQueue[Path]) -> None:
+def _read_some(files: SimpleQueue[Path]) -> None:
     buffer = memoryview(bytearray(PIECE))
     with suppress(Empty):
         while True:
