@@ -20,8 +20,8 @@ LIBRARIES = (
     "libcudnn_graph.so", "libcudnn_heuristic.so", "libcudnn_engines_precompiled.so",
     "libcudnn_engines_runtime_compiled.so", "libcudnn_ops.so", "libcudnn_cnn.so",
 )  # fmt: skip
-"""What the names of the files begin with, in the order in which training wants them. Of those that are not here too
-little is wanted, such as a sixth of cuBLASLt's 500 MB, or it is wanted at once."""
+"""What the names of the files begin with, in the order in which training wants them. Others are not here because
+reading them (cuBLASLt has 500 MB) kept imports waiting for the disk."""
 
 CUPY = ("cupy/_core", "cupy/cuda", "cupy_backends/cuda", "cupy_backends/cuda/api", "cupy_backends/cuda/libs")
 """Folders whose modules `import cupy` loads, while this process still imports what it trains with."""

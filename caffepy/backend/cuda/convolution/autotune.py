@@ -45,8 +45,11 @@ TIMED = 300.0
 FINALISTS = 4
 """How many of the fastest candidates are timed with more care."""
 
+LEAST_FINALISTS = 2
+"""How many at least: what disturbed the fastest one's runs, or another's, is not to decide alone."""
+
 CLOSE = 1.05
-"""Those that take more than so many times the fastest one's time are not timed again."""
+"""Further ones that take more than so many times the fastest one's time are not timed again."""
 
 ROUNDS = 3
 """How often each finalist is timed, in turn with the others; its shortest time counts."""
@@ -217,7 +220,8 @@ class Trial:
         remaining = sorted(self._contenders, key=lambda contender: contender.microseconds)
         while remaining:
             most = CLOSE * remaining[0].microseconds
-            finalists = [contender for contender in remaining[:FINALISTS] if contender.microseconds <= most]
+            close = sum(contender.microseconds <= most for contender in remaining)
+            finalists = remaining[: min(FINALISTS, max(LEAST_FINALISTS, close))]
             remaining = remaining[len(finalists) :]
             if len(finalists) > 1:
                 with phase("finalists timed"):

@@ -67,15 +67,19 @@ def test_the_first_few_that_are_close_are_timed_in_turn_once_more(autotune: Modu
     assert trial.best() == (trial._contenders[1].candidate, 3.0)
 
 
-def test_one_that_is_far_ahead_is_not_timed_again(autotune: ModuleType) -> None:
+def test_the_second_is_timed_again_however_far_it_is_behind(autotune: ModuleType) -> None:
     trial = new_trial(autotune)
-    trial._contenders = [contender(autotune, 10.6, []), contender(autotune, 10.0, [])]
-    assert trial.best() == (trial._contenders[1].candidate, 10.0)
+    trial._contenders = [
+        contender(autotune, 19.0, []),
+        contender(autotune, 18.0, [13.0] * 3),
+        contender(autotune, 14.0, [14.0] * 3),
+    ]
+    assert trial.best() == (trial._contenders[1].candidate, 13.0)
 
 
 def test_a_wrong_winner_gives_way_to_the_next(autotune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = new_trial(autotune)
-    trial._contenders = [contender(autotune, 1.0, [], trusted=False), contender(autotune, 9.0, [], trusted=False)]
-    wrong, right = (found.candidate for found in trial._contenders)
+    trial._contenders = [contender(autotune, time, [time] * 3, trusted=False) for time in (1.0, 2.0, 9.0)]
+    right = trial._contenders[2].candidate
     monkeypatch.setattr(trial, "_is_right", lambda candidate: candidate is right)
     assert trial.best() == (right, 9.0)
