@@ -180,14 +180,15 @@ class EveryCandidate:
 
     def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The last one."""
-        from caffepy.backend.cuda.convolution.autotune import difference, elapsed, largest, operands_for
+        from caffepy.backend.cuda.convolution.autotune import difference, largest, operands_for
+        from caffepy.backend.cuda.convolution.timing import Stopwatch
 
         made = operands_for(task, None)
         difference(made.out, made.out)
         largest(made.out)
         candidates = [candidate for family in families for candidate in family.candidates() if candidate.prepare()]
         for candidate in candidates:
-            elapsed(partial(candidate.run, operands or made), 1)
+            Stopwatch(partial(candidate.run, operands or made)).elapsed(1)
         return candidates[-1]
 
     def likely(self, task: Any, families: Sequence[Any], resources: Any) -> Sequence[Any]:
