@@ -36,8 +36,8 @@ HOPELESS = 3.0
 HELD_UP = 1000.0
 """Microseconds beyond that by which other threads may keep the host from noticing that the first run has ended."""
 
-PATIENCE = 1.0
-"""Seconds that a candidate's very first run, with the loading of its kernel, may take."""
+DOUBTFUL = 2.0
+"""A time of one run, up to so many times the best one's, may be that of a disturbed run; the run is repeated."""
 
 TIMED = 300.0
 """Microseconds of runs by which a candidate is timed, between 2 and 10 of them."""
@@ -285,13 +285,15 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
             if not candidate.prepare():
                 return None
         with phase("first runs"):
-            whole, after = _first_run(candidate, operands)
-        if (whole > PATIENCE and best < PATIENCE * 1e6) or 1e6 * after > HOPELESS * best + HELD_UP:
+            first = _first_run(candidate, operands)
+        if first > HOPELESS * best + HELD_UP:
+            logger.debug("%s is too slow: the first run takes %.0f us", candidate.name, first)
             return None
         with phase("timed runs"):
             watch = Stopwatch(lambda: candidate.run(operands))
-            time = watch.elapsed(1)
-            if time > max(PRUNE_RATIO * best, best + SHORT):
+            time = _time_of_one(watch, best)
+            if time > _limit(best):
+                logger.debug("%s is too slow: a run takes %.1f us", candidate.name, time)
                 return None
             time = watch.elapsed(max(2, min(10, int(TIMED / time))), time)
         logger.debug("%s takes %.1f us", candidate.name, time)
@@ -303,14 +305,23 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
         return None
 
 
-def _first_run(candidate: Candidate, operands: Operands) -> tuple[float, float]:
-    """Seconds of a run with the loading of its kernel, and those from its launch on, which the kernel alone takes."""
-    begin = monotonic()
+def _first_run(candidate: Candidate, operands: Operands) -> float:
+    """Microseconds of a run from its launch on: its kernel is loaded by then."""
     candidate.run(operands)
     launched = monotonic()
     cupy.cuda.get_current_stream().synchronize()
-    end = monotonic()
-    return end - begin, end - launched
+    return 1e6 * (monotonic() - launched)
+
+
+def _limit(best: float) -> float:
+    """Microseconds of one run that do not rule a candidate out."""
+    return max(PRUNE_RATIO * best, best + SHORT)
+
+
+def _time_of_one(watch: Stopwatch, best: float) -> float:
+    """Microseconds of one run; of the shorter of two where the first is not far from the best candidate's."""
+    time = watch.elapsed(1)
+    return min(time, watch.elapsed(1)) if _limit(best) < time <= DOUBTFUL * best else time
 
 
 def measure(contenders: Sequence[Contender]) -> None:

@@ -14,9 +14,14 @@ FAILS = None
 
 
 @pytest.fixture
-def autotune(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """caffepy.backend.cuda.convolution.autotune; CuPy need not be installed. Candidates take what they say."""
-    module = importlib.import_module("caffepy.backend.cuda.convolution.autotune")
+def module(cupy_or_mock: None) -> ModuleType:
+    """caffepy.backend.cuda.convolution.autotune; CuPy need not be installed."""
+    return importlib.import_module("caffepy.backend.cuda.convolution.autotune")
+
+
+@pytest.fixture
+def autotune(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same, where candidates take what they say."""
 
     def attempt(candidate: Any, operands: Any, best: float) -> Any:
         return None if candidate.time is FAILS else module.Contender(candidate, candidate.time, MagicMock())
@@ -83,3 +88,27 @@ def test_a_wrong_winner_gives_way_to_the_next(autotune: ModuleType, monkeypatch:
     right = trial._contenders[2].candidate
     monkeypatch.setattr(trial, "_is_right", lambda candidate: candidate is right)
     assert trial.best() == (right, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("first_run", "times", "found"),
+    [
+        (10.0, [10.0, 9.0], 9.0),  # the second is that of several runs
+        (10.0, [30.0], None),
+        (10.0, [15.0, 14.5], None),
+        (10.0, [19.0, 11.0, 10.5], 10.5),  # the first was disturbed
+        (1031.0, [], None),
+        (1029.0, [12.4, 12.0], 12.0),
+    ],
+)
+def test_candidates_that_are_behind_the_best_one_of_10_us(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, first_run: float, times: list[float], found: float | None
+) -> None:
+    """Times within 4 us, or a quarter, of the best are taken; up to twice as long, the run is repeated."""
+    watch = MagicMock()
+    watch.elapsed.side_effect = times
+    monkeypatch.setattr(module, "Stopwatch", lambda run: watch)
+    monkeypatch.setattr(module, "_first_run", lambda candidate, operands: first_run)
+    contender = module._attempt(MagicMock(), MagicMock(), 10.0)
+    assert (None if contender is None else contender.microseconds) == found
+    assert watch.elapsed.call_count == len(times)
