@@ -19,6 +19,7 @@ from numba.core import cgutils
 
 from caffepy.backend.cpu.jit.cache import compile_c_function
 from caffepy.backend.cpu.jit.intrinsics import intrinsic, words
+from caffepy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,12 @@ class _Threads:
         if not getattr(parallel, "_is_initialized", False):
             numba.config.NUMBA_NUM_THREADS = max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
             numba.config.THREADING_LAYER = self._choose_layer()
-        parallel._launch_threads()
+        try:
+            parallel._launch_threads()
+        except ValueError as error:
+            raise ConfigError(
+                f"NUMBA_THREADING_LAYER is '{numba.config.THREADING_LAYER}': {' '.join(str(error).split())}; unset it"
+            ) from error
         layer = numba.threading_layer()
         if layer == "workqueue":
             self._one_loop = threading.Lock()

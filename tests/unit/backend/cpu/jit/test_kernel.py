@@ -108,6 +108,13 @@ def test_threads_take_turns_where_numba_has_only_its_work_queue() -> None:
     assert run_python(TRAIN.format(blocked=blocked)).split() == ["workqueue", "0"]
 
 
+def test_a_threading_layer_that_numba_lacks_is_the_users_mistake() -> None:
+    code = "from caffepy.backend.cpu.jit.threads import THREADS\nfrom caffepy.errors import ConfigError\n"
+    code += "try: THREADS.run(0, 0, 0, 2)\nexcept ConfigError as error: print(error)\n"
+    said = run_python(code, NUMBA_THREADING_LAYER="fastest")
+    assert said.startswith("NUMBA_THREADING_LAYER is 'fastest': ") and said.endswith("; unset it\n")
+
+
 def test_a_forked_process_computes_by_one_thread() -> None:
     """The pool's threads are the parent's alone; GNU's OpenMP ends a child that asks for them."""
     said, ended = run_python(FORK).splitlines()
