@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.devices import single_device
 from caffepy.errors import ConfigError
+from caffepy.phases import phase as doing
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -45,7 +46,8 @@ def open_net(
     try:
         with backend.activate():
             context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))
-            net = Net(param, context, state, fuse and not param.debug_info)
+            with doing("nets", "Building the net"):
+                net = Net(param, context, state, fuse and not param.debug_info)
             try:
                 if share and not param.debug_info:
                     context = replace(context, sample_shapes=sample_shapes(net))

@@ -24,7 +24,7 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba.core.caching import Cache, CompileResultCacheImpl, NullCache, _CacheLocator
+from numba.core.caching import Cache, CompileResultCacheImpl, IndexDataCacheFile, NullCache, _CacheLocator
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
@@ -96,10 +96,33 @@ class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc,unused-igno
         self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
 
 
+class _CheckedFiles(IndexDataCacheFile):  # type: ignore[misc,unused-ignore]
+    """Numba's files of a function, each with a checksum behind it: damaged machine code would run all the same."""
+
+    def _dump(self, obj: Any) -> bytes:
+        content: bytes = super()._dump(obj)
+        return content + _checksum(content)
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        if _checksum(content[:-4]) != content[-4:]:
+            raise ValueError(f"the checksum of {name} is wrong")
+        return super()._load_data(name)  # a pickle ends where it says, not where the file does
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
+
+
 class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
     """The cache of one function."""
 
     _impl_class = _KernelCacheImpl
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file: Any = _CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What is kept, else None; a damaged file counts as none and is replaced."""

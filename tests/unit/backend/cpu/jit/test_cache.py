@@ -139,6 +139,18 @@ def test_a_damaged_file_is_replaced(folder: Path, suffix: str, content: bytes):
     assert compile_thrice().cache_hits == 1  # type: ignore[attr-defined]
 
 
+def test_machine_code_of_which_a_bit_is_wrong_does_not_run(folder: Path):
+    compile_thrice()
+    (path,) = (folder / name for name in names(folder) if name.endswith(".nbc"))
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"thrice")] ^= 1
+    path.write_bytes(content)
+    again = compile_thrice()
+    assert again.cache_hits == 0  # type: ignore[attr-defined]
+    assert run(again, 5) == 15
+    assert compile_thrice().cache_hits == 1  # type: ignore[attr-defined]
+
+
 def lose(folder: Path) -> None:
     shutil.rmtree(folder)
 
