@@ -24,7 +24,7 @@ from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work, record_all
-from caffepy.backend.cpu.memory import available_memory
+from caffepy.backend.cpu.memory import available_memory, give_back_memory
 from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
 from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.rows import CpuRows
@@ -100,6 +100,9 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     # -- memory -------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        give_back_memory()
 
     def available_memory(self) -> int | None:
         return available_memory()
@@ -285,9 +288,13 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         else:
             super().convolve_and_add(plan, x, weights, bias, residual, y, relu)
 
-    def keep_weights(self, plan: Convolution, weights: Array) -> None:
-        if isinstance(plan, TileConvolution):
-            plan.keep(weights)
+    def keep_weights(self, plan: Convolution, weights: Array, given: Array | None = None) -> bool:
+        if not isinstance(plan, TileConvolution):
+            return False
+        plan.keep(weights)
+        if given is not None:
+            plan.use_kept_for(given)
+        return True
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         self._check_dense(x, y, mask)
