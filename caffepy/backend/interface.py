@@ -250,10 +250,7 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     def keep_weights(self, plan: Convolution, weights: Array, given: Array | None = None) -> bool:
         """Let the plan's forward passes with `given` (None: `weights`) rely on the present values of `weights`.
 
-        Plans that read weights in an order of their own need not make it in each pass then; others read them anew.
-
-        Returns:
-            Whether the plan does so until this is called again, and needs `weights` no more.
+        Returns whether the plan, which has them in an order of its own, does so and needs `weights` no more.
         """
         return False
 
