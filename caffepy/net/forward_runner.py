@@ -31,8 +31,8 @@ MOST_MOVES = 3
 RECORDED = {
     "AbsVal", "BNLL", "BatchNorm", "Bias", "Clip", "Concat", "Convolution", "ConvolutionDepthwise", "Crop",
     "Deconvolution", "DepthwiseConvolution", "Dropout", "ELU", "Eltwise", "Exp", "Flatten", "HardSwish",
-    "InnerProduct", "Input", "LRN", "Log", "PReLU", "Permute", "Pooling", "Power", "ReLU", "ReLU6", "Reshape",
-    "Scale", "ShuffleChannel", "Sigmoid", "Slice", "Softmax", "Split", "Swish", "TanH", "Threshold",
+    "InnerProduct", "Input", "LRN", "Log", "PReLU", "Permute", "Pooling", "Power", "PriorBox", "ReLU", "ReLU6",
+    "Reshape", "Scale", "ShuffleChannel", "Sigmoid", "Slice", "Softmax", "Split", "Swish", "TanH", "Threshold",
     "Tile",
 }  # fmt: skip
 """Layers that do the same in each pass of the TEST phase, by primitives of the backend alone."""
