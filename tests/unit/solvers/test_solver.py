@@ -212,9 +212,7 @@ def test_a_loss_that_is_not_finite_names_iteration_and_layer(share: bool) -> Non
         solver.step(1)
         poison(solver)
         where = "in another forward pass " if share else ""
-        message = (
-            rf"iteration 1: the loss is nan; {where}the first layer whose output is not finite is 'ip' \(Inner"
-        )
+        message = rf"iteration 1: the loss is nan; {where}the first layer whose output is not finite is 'ip' \(Inner"
         with pytest.raises(NonFiniteError, match=message):
             solver.step(1)
 
