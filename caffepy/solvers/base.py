@@ -153,6 +153,7 @@ class Solver(SolverFace, ABC):
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
+        factory.spare_programs()
         if factory.share:
             plan = factory.share_memory()
             self.log("%s", describe(plan, self.histories, self.backend.name))

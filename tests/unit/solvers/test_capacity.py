@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -86,6 +88,42 @@ def test_blobs_share_memory_on_the_cpu_too():
     # The convolution's top and diff in the train net, its top in the test net; sharing, one arena for all.
     assert (len(large[0]), len(large[1])) == (3, 1)
     assert sum(large[1]) < 0.7 * sum(large[0])
+
+
+class Passing:
+    """A user's layer that counts its objects."""
+
+    made = 0
+
+    def setup(self, bottom, top):
+        Passing.made += 1
+
+    def reshape(self, bottom, top):
+        top[0].reshape(*bottom[0].shape)
+
+    def forward(self, bottom, top):
+        top[0].data[...] = bottom[0].data
+
+    def backward(self, top, propagate_down, bottom):
+        bottom[0].diff[...] = top[0].diff
+
+
+def test_users_layers_are_made_once_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """They may open data or start processes; a plan for sharing memory would make them a second time."""
+    module = ModuleType("passing")
+    module.__dict__["Passing"] = Passing
+    monkeypatch.setitem(sys.modules, "passing", module)
+    layer = """layer { name: "passing" type: "Python" bottom: "relu" top: "passed"
+      python_param { module: "passing" layer: "Passing" } }"""
+    net = NET.replace('layer { name: "ip"', layer + '\nlayer { name: "ip"').replace(
+        '"InnerProduct" bottom: "relu"', '"InnerProduct" bottom: "passed"'
+    )
+    param = solver_param(SOLVER.replace("test_iter: 2 test_interval: 100 test_initialization: false", ""), net)
+    Passing.made = 0
+    solver = create_solver(param, CPU)
+    solver.step(1)
+    solver.close()
+    assert Passing.made == 1
 
 
 def factory(backend: CpuBackend) -> NetFactory:
