@@ -20,27 +20,11 @@ Two cores of a Xeon with AVX-512, PyTorch 2.11:
     lenet               6.1       8.3     0.73    257 / 656
     cifar10_quick      28.7      31.3     0.92    243 / 687     (with vectors of eight: 45.9 / 30.4 = 1.51)
 
-CPU time of one thread in ms (least of three iterations), two cores of an AMD EPYC (Zen 4) busy with other things. Layer
-by layer and fused are runs of one profiling program, minutes apart; the same iteration varied by 5 to 20 %:
-
-    net             layer by layer   fused   MiB
-    mobilenet 16         997           906   1487 / 1494
-    resnet18 8          1000           996    764 /  697
-    resnet50 8          2743          2424   2572 / 2076
-
-Beside PyTorch 2.13 (plain and channels last, not compiled), two cores of an AMD EPYC (Zen 4) with nothing else to do,
-two threads, one round; ratios of the median, of the least time and of the least CPU time:
-
-    net              caffepy   PyTorch   ratios               memory, MiB
-    mobilenet 16       457       650     0.70  0.92  0.91     1520 / 1205
-    resnet18 8         486       493     0.99  1.02  1.02      710 /  743
-    resnet50 8        1237      1350     0.92  0.92  0.92     2076 / 1545
-    lenet                9.2      11.6   0.79  0.85  0.86      201 /  320
-    cifar10_quick       45.8      52.1   0.88  0.82  0.83      226 /  347
-    caffenet           262       512     0.51  0.51  0.52      989 / 1269
-
-Before the fusion ResNet-50 had 1.12 with one thread. On a loaded Xeon (an H200's host) MobileNet had 0.86, 0.89, 0.84
-and ResNet-18 1.01, 0.96, 0.95. These tables are older than Winograd's way of the 3x3 convolutions. With it, least CPU
+Since blobs share memory on the CPU too (two threads, MiB at most of a process, caffepy / PyTorch's smaller layout):
+ResNet-50 1155 to 1184 / 1447, before 2082; MobileNet 911 / 1159, before 1509; CaffeNet 962 / 1262, before 983. CPU time
+of one thread, sharing and not by turns in one process, least ms: ResNet-50 2047 and 2088, MobileNet 871 and 910, LeNet
+14.9 and 15.1. What was kept was each blob's own data and diff, 1.5 GiB of 0.6; workspaces are 33 MiB. The tables' column
+below is older. The tables above are older than Winograd's way of the 3x3 convolutions. With it, least CPU
 time in ms of one thread (the same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of
 eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2):
 
