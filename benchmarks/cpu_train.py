@@ -23,10 +23,12 @@ Two cores of a Xeon with AVX-512, PyTorch 2.11:
 Since blobs share memory on the CPU too (two threads, MiB at most of a process, caffepy / PyTorch's smaller layout):
 ResNet-50 1155 to 1184 / 1447, before 2082; MobileNet 911 / 1159, before 1509; CaffeNet 962 / 1262, before 983. CPU time
 of one thread, sharing and not by turns in one process, least ms: ResNet-50 2047 and 2088, MobileNet 871 and 910, LeNet
-14.9 and 15.1. What was kept was each blob's own data and diff, 1.5 GiB of 0.6; workspaces are 33 MiB. The tables' column
-below is older. The tables above are older than Winograd's way of the 3x3 convolutions. With it, least CPU
-time in ms of one thread (the same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of
-eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2):
+14.9 and 15.1. What was kept was the data and diff of each blob, 1.5 GiB in the place of 0.6; workspaces are 33 MiB. The
+tables' column below is older.
+
+The tables above are older than Winograd's way of the 3x3 convolutions. With it, least CPU time in ms of one thread (the
+same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of eight on both sides (llvmlite
+told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2):
 
     net             caffepy   PyTorch   ratio     AVX2: caffepy   PyTorch   ratio     memory, MiB
     mobilenet 16        840      1155    0.73               996      1118    0.89     1509 / 1159
