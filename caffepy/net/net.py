@@ -219,9 +219,9 @@ class Net:
 
     def fold_parameters(self) -> None:
         """Compute the weights that folded layers make of the present parameters."""
-        for node in self.schedule:
-            if isinstance(node.layer, FoldedConvolution):
-                node.layer.fold()
+        folded = [node.layer for node in self.schedule if isinstance(node.layer, FoldedConvolution)]
+        for layer in sorted(folded, key=lambda layer: -layer.blobs[0].count):  # what the first ones free is used again
+            layer.fold()
 
     @property
     def _dtypes(self) -> set[str]:

@@ -276,6 +276,12 @@ class NetFactory:
             nets.append(net)
         return nets
 
+    def spare_programs(self) -> None:
+        """Share nothing on a CPU where layers are users' classes: a plan would make their objects a second time."""
+        types = {layer.type for net, _, _ in self._made for layer in net.layers}
+        if "Python" in types and not self.backend.captures:
+            self.share = False
+
     def share_memory(self) -> MemoryPlan:
         """Let all nets that were made keep their blobs in one arena, train and test nets at different times.
 
