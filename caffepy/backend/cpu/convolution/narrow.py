@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import merged
+from caffepy.backend.cpu.convolution.depthwise.flat import FlatPass, is_flat
+from caffepy.backend.cpu.convolution.depthwise.planes import PlanesPass
+from caffepy.backend.cpu.convolution.depthwise.spread import SpreadGradient, is_spread
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.lanes import PIXELS, Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import (
@@ -26,9 +29,7 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     tap_kernel,
 )
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
-from caffepy.backend.cpu.convolution.planes import PlanesPass
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.spread import SpreadGradient, is_spread
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
@@ -45,6 +46,9 @@ MOST_READ = 8
 
 FACTORS = 24 if WIDTH == 16 else 6
 """Vectors of a row of taps that stay in registers beside the sums of eight pixels."""
+TAPS = 32
+"""Taps of a depthwise row that share what they read: those that registers do not hold cost no more than reading them
+for each pixel, and the pixels at the edges go eight at a time as well."""
 SUMS = 20 if WIDTH == 16 else 9
 """Sums for taps that stay in registers beside what they are made of."""
 CACHED = 128 * 1024
@@ -169,7 +173,8 @@ class _Pass:
         self._row_starts, self._row_taps = _row_tables(axes[:-1], source, kernel, self._inputs, tap)
         self._column_taps = _table(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
         row = _row(column, 0.6)
-        self._row = row if row is not None and row.taps * lanes.read <= FACTORS else None
+        most = TAPS if lanes.read == 1 else FACTORS // lanes.read
+        self._row = row if row is not None and row.taps <= most else None
         self._tiles = (_tiles if self._row is None else _row_tiles)(column, source[-1])
         self._tile_table = _table(self._tiles)
         self._steps = [_step(column.indices), _step(column.pixels)]
@@ -297,8 +302,8 @@ class NarrowConvolution(TileConvolution):
     ) -> None:  # fmt: skip
         super().__init__(threads, workspace, x_shape, weights_shape, geometry)
         self._lanes, self._back_lanes = _lanes(weights_shape, geometry.group)
-        self._forward_pass: tuple[_Pass, ConstantTable, int] | None = None
-        self._back_passes: tuple[list[_Pass], ConstantTable, int] | None = None
+        self._forward_pass: tuple[_Pass | FlatPass, ConstantTable, int] | None = None
+        self._back_passes: tuple[list[_Pass] | list[FlatPass], ConstantTable, int] | None = None
         self._weights_pass: _WeightsPass | None = None
         self._spread: SpreadGradient | None = None
 
@@ -331,7 +336,10 @@ class NarrowConvolution(TileConvolution):
             if relu:
                 np.maximum(y, 0, out=y)
 
-    def _planned_pass(self) -> tuple[_Pass, ConstantTable, int]:
+    def _planned_pass(self) -> tuple[_Pass | FlatPass, ConstantTable, int]:
+        if self._forward_pass is None and is_flat(self.shape):
+            flat = FlatPass(self.shape, False, self.workspace)
+            self._forward_pass = flat, flat.order, flat.order.array.size
         if self._forward_pass is None:
             shape, geometry = self.shape, self.shape.geometry
             order = _forward_order(self._lanes, shape)
@@ -382,7 +390,10 @@ class NarrowConvolution(TileConvolution):
                     self.shape.channels,
                 )
 
-    def _plan_back(self) -> tuple[list[_Pass], ConstantTable, int]:
+    def _plan_back(self) -> tuple[list[_Pass] | list[FlatPass], ConstantTable, int]:
+        if is_flat(self.shape):
+            flat = FlatPass(self.shape, True, self.workspace)
+            return [flat], flat.order, flat.order.array.size
         shape, geometry, lanes, groups = self.shape, self.shape.geometry, self._back_lanes, self.shape.geometry.group
         if _folds(lanes):
             lanes, groups = Lanes(1, 1), shape.outputs

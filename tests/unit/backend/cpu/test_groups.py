@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
+from caffepy.backend.cpu.convolution.depthwise.spread import is_spread
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
-from caffepy.backend.cpu.convolution.spread import is_spread
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
