@@ -36,7 +36,7 @@ def flat_rows(  # noqa: PLR0913 -- a kernel
     packed: Floats, filters: Int, start: Floats, y: Floats, rows: Int, width: Int, channels: Int, vectors: Int,
     count: Int, pixels: Int, tile: Int, relu: Int, vector: Int,
 ) -> None:  # fmt: skip
-    """Items are the rows (n, oh) of y. `vectors` vectors hold `pixels` pixels; `tile` times as many go at once: 8, 4, 1."""
+    """Items are the rows (n, oh) of y. `vectors` vectors hold `pixels` pixels; `tile` times as many go at once."""
     period, line = vectors * vector, width * channels
     for item in range(begin, end):
         n, r = item // rows, item % rows
