@@ -26,10 +26,10 @@ inference of one image in FLOAT 0.43 to 0.95, median of 21 nets 0.72, of 64 imag
 eight nets 0.79: tables in docs/gpu.md. Of the other rows only the ratios to the CUDA graph alone are known, of another
 day: training in FLOAT16 Inception-v3 0.51, FCN-8s 0.65, ResNet-18, GoogLeNet, SqueezeNet and DenseNet-121 0.40 to 0.67.
 
-Two threads of a Xeon, five nets at a time on a host that also compiled for the GPU rows, `--quick` (PyTorch eager in both
-layouts): ms of caffepy and of the fastest peer, ratio, GiB of both processes. The host was busy, so that rows of few
-milliseconds say little (the autoencoder's training alone on it: 19.3 to 20.3 ms, 1.2 with two threads, 0.88 with one);
-memory is that before blobs were shared and folded weights no longer kept:
+Two threads of a Xeon, five nets at a time on a host that also compiled for the GPU's rows, `--quick` (PyTorch eager in
+both layouts): ms of caffepy and of the fastest peer, ratio, GiB of both processes. The host was busy, so that rows of
+few milliseconds say little (the autoencoder's training alone on it: 19.3 to 20.3 ms, 1.2 with two threads, 0.88 with
+one). Memory is that before blobs were shared and folded weights no longer kept:
 
     training            ms             ratio  GiB             inference, 1   ms             ratio  GiB
     GoogLeNet, 8        554 / 1246     0.44   0.97 / 1.30     GoogLeNet      18.9 / 42.2    0.45   0.26 / 0.13

@@ -11,7 +11,6 @@ import numpy as np
 
 from caffepy.backend import layout
 from caffepy.backend.cpu import lrn as cpu_lrn
-from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
 from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
@@ -26,6 +25,7 @@ from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.recording import CURRENT, note_host_work, record_all
 from caffepy.backend.cpu.memory import available_memory, give_back_memory
 from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
+from caffepy.backend.cpu.pooling import averages, maxima
 from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.rows import CpuRows
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
@@ -300,19 +300,19 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         self._check_dense(x, y, mask)
-        cpu_pooling.pool_max_forward(self.threads, x, y, mask, geometry)
+        maxima.pool_max_forward(self.threads, x, y, mask, geometry)
 
     def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, mask, dx)
-        cpu_pooling.pool_max_backward(self.threads, dy, mask, dx)
+        maxima.pool_max_backward(self.threads, dy, mask, dx)
 
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
         self._check_dense(x, y)
-        cpu_pooling.pool_average_forward(self.threads, self._workspace, x, y, geometry)
+        averages.pool_average_forward(self.threads, self._workspace, x, y, geometry)
 
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, dx)
-        cpu_pooling.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
+        averages.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         self._check_dense(x, y, scale)
