@@ -21,10 +21,11 @@ has its imports behind it; `--seconds` ends what has not begun by then and says 
 first runs what PyTorch must compile, five processes at a time, unmeasured: the measurements then find it in PyTorch's
 cache, where each would compile for half a minute with the device to itself.
 
-One H200, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once). Training of seven rows 0.59 to 0.97,
-inference of one image in FLOAT 0.43 to 0.95, median of 21 nets 0.72, of 64 images in FLOAT16 0.54 to 0.95, median of
-eight nets 0.79: tables in docs/gpu.md. Of the other rows only the ratios to the CUDA graph alone are known, of another
-day: training in FLOAT16 Inception-v3 0.51, FCN-8s 0.65, ResNet-18, GoogLeNet, SqueezeNet and DenseNet-121 0.40 to 0.67.
+One H200, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once). Training of seven rows 0.59 to
+0.97, inference of one image in FLOAT 0.43 to 0.95, median of 21 nets 0.72, of 64 images in FLOAT16 0.54 to 0.95, median
+of eight nets 0.79: tables in docs/gpu.md. Of the other rows only the ratios to the CUDA graph alone are known, of
+another day: training in FLOAT16 Inception-v3 0.51, FCN-8s 0.65, ResNet-18, GoogLeNet, SqueezeNet and DenseNet-121 0.40
+to 0.67.
 
 Two threads of a Xeon, five nets at a time on a host that also compiled for the GPU's rows, `--quick` (PyTorch eager in
 both layouts): ms of caffepy and of the fastest peer, ratio, GiB of both processes. The host was busy, so that rows of

@@ -81,7 +81,7 @@ class FoldedConvolution(FusedLayer):
 
     def _fold_weights(self) -> None:
         """The weights with the factor; a plan that has read them needs no copy of them beside its own."""
-        convolution, learned = self._convolution, self._convolution.weights()
+        convolution, learned = self._convolution, self._convolution.blobs[0].data
         weights = self._weights
         if weights is None:
             weights = self.backend.zeros(convolution.blobs[0].shape, convolution.dtype)
@@ -93,7 +93,9 @@ class FoldedConvolution(FusedLayer):
     def _is_outdated(self) -> bool:
         """Whether a new shape has brought another plan, or the parameters lie elsewhere now."""
         plan, learned = self._kept or (None, None)
-        return plan is not None and (plan is not self._convolution.plan or learned is not self._convolution.weights())
+        return plan is not None and (
+            plan is not self._convolution.plan or learned is not self._convolution.blobs[0].data
+        )
 
     def _apply(self, layer: BatchNormLayer | ScaleLayer | BiasLayer) -> None:
         """Factor and term after one more layer."""
