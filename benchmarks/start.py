@@ -43,14 +43,14 @@ ResNet-50's and 18.6 of GoogLeNet's.
 
                                 before            then              third             now
     LeNet, one GPU              16.0    5.7       10.5   2.8         4.2   1.7
-    LeNet, two GPUs             18.2    5.9       13.3   4.0         7.7   2.6
-    ResNet-50, FLOAT16, 128     17.6    6.0       11.1   3.3         7.3   2.4         4.5   1.9 and 2.2
+    LeNet, two GPUs             18.2    5.9       13.3   4.0         7.7   2.6         (1)   1.9
+    ResNet-50, FLOAT16, 128     17.6    6.0       11.1   3.3         7.3   2.4         4.2   1.6
       as the machine's first use                                    10.3   1.8         5.1
     MobileNet, FLOAT16, 128                                                            4.2
     GoogLeNet, FLOAT16, 128     33.5    8.4       28.1   5.0        18.0   2.5        12.0
 
 The aims were 3 s for LeNet on two GPUs with full caches, and for ResNet-50 6 s with empty caches and 2 s with full
-ones.
+ones. (1): 11.9 s as the machine's first use; with its files read it has not been measured since.
 
 What tuning takes, in seconds, all tasks of a net together (`--profile-start` shows it):
 
@@ -59,7 +59,7 @@ What tuning takes, in seconds, all tasks of a net together (`--profile-start` sh
                                                                                ten plans count, where they have so many
     plans built, 76 and 373 graphs      0.1                      0.2
     first runs, with kernels' loading   0.6                      3.3           once only where it takes three times the
-                                                                               best's time and 1 ms more
+                                                                               best's time and 20 ms more (1 ms then)
     timed runs                          1.0 to 0.7               2.0           the device idles only as long as the
                                                                                host's launches, measured, need
     finalists                           1.8 to 0.5               2.2           those within 5 %, and two at least

@@ -33,8 +33,9 @@ SHORT = 4.0
 HOPELESS = 3.0
 """A candidate whose first run takes more than so many times the best one's time is not run again."""
 
-HELD_UP = 1000.0
-"""Microseconds beyond that by which other threads may keep the host from noticing that the first run has ended."""
+HELD_UP = 20_000.0
+"""Microseconds beyond that by which other threads, several GPUs' among them, may keep the host from noticing that the
+first run has ended."""
 
 DOUBTFUL = 2.0
 """A time of one run, up to so many times the best one's, may be that of a disturbed run; the run is repeated."""

@@ -97,8 +97,8 @@ def test_a_wrong_winner_gives_way_to_the_next(autotune: ModuleType, monkeypatch:
         (10.0, [30.0], None),
         (10.0, [15.0, 14.5], None),
         (10.0, [19.0, 11.0, 10.5], 10.5),  # the first was disturbed
-        (1031.0, [], None),
-        (1029.0, [12.4, 12.0], 12.0),
+        (20031.0, [], None),
+        (20029.0, [12.4, 12.0], 12.0),
     ],
 )
 def test_candidates_that_are_behind_the_best_one_of_10_us(
