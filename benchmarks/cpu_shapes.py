@@ -50,6 +50,26 @@ Since then, measured in turns with the commit before on a busy machine, AVX-512,
     weights: dilated by 6; 1x1 2048 to 512; 1x7, padded                  21, 86, 5.5     15, 71, 5.0
     forward, data, weights: 1x1 from one channel to 64                   0.29 0.71 0.34  0.13 0.13 0.13
 
+Depthwise layers, pooling and LRN later, 168 ratios, one thread, beside as little else as this machine allows, which was
+not nothing (before: three rounds of pooling, two of depthwise layers; after: one). Above 1.2 were 22 of them with
+AVX-512 and 29 with AVX2, the worst 2.62 and 3.05; now 7 and 14, the worst 1.76 and 2.38:
+
+    forward, data, weights     before           after            AVX2 before      after
+    maximum over 2048, 64      2.62 0.53        1.13 0.38        3.05 0.33        0.48 0.36
+    average 2x2/2, 3 channels  0.57 1.59        0.25 0.14        0.78 2.77        0.31 0.15
+    average over 1024, batch 8 1.66 0.94        0.98 0.47        2.10 0.77        0.88 0.50
+    LRN within, one channel    1.79 0.60        0.34 0.29        1.96 0.55        0.26 0.25
+    depthwise 3, 224           1.83 0.88 0.59   0.64 0.35 0.56   2.43 2.12 0.60   0.56 0.36 0.45
+    depthwise 31x31            2.10 1.21 0.06   0.86 0.54 0.05   1.19 1.53 0.08   0.64 0.78 0.09
+    depthwise whole image      0.68 1.58 0.12   0.58 0.92 0.10   0.86 2.69 0.32   0.58 0.57 0.26
+
+With AVX2 multiplier 8 for the weights went from 2.65 to 0.51.
+
+Left above 1.3: 512, 14, which the third cache holds or not (1.76 forward; with AVX2 1.81, data 2.38 and weights 1.32,
+where the run before had 1.11, 1.19 and 0.66); 64/2, 112 (forward 1.66 and 1.34, weights 1.35); transposed 4x4/2
+(forward 1.64 and 1.72, data 1.49) and 64x64/32 (data 1.45); with AVX2 multiplier 32 (forward 1.51, where the run before
+had 0.26, and weights 1.41), 5x5/2 (data 1.34) and 960, 7 (weights 1.32).
+
 What was learnt, last first:
 
 - Lines and columns of the output at which the elements of a tile lie beside the image are left out of the gradient of
@@ -59,6 +79,22 @@ What was learnt, last first:
 - With 24 sums, sums of sums spill from the registers: only runs of 128 elements and more have their own.
 - Lines of a group's channels are read in another order than memory's when they are copied; fetched ahead line by line
   they take half the time. Fetching ahead where results go was slower.
+- Pixels of 1024 channels are 4 KiB apart: each is in a page of its own, and all of them in the same sets of the first
+  cache. One vector of channels after the other, nothing is fetched ahead, so the time depends on which cache holds the
+  image (1.2 to 3.9 of PyTorch's for the same average over the plane; that this is the cause was not traced). Passing
+  over the columns of one row of the window with all their channels, sums and maxima kept in y, reads memory in order:
+  0.4 of the time for a batch of 64. A fifth of the rest, 8 of 38 microseconds, was Python that looked up tables: what
+  an average is called with is now planned once.
+- Averages of one to four channels: rows are added up in whole vectors, then the few columns of each element by a table.
+  Rows of a gradient that meet the same windows as the row before are copied (2x2/2, 3 channels: 3.0 to 0.33 ms).
+- Tails of channels: a last vector that lies over the one before needs no mask (33 channels, with the rows
+  that are copied: 0.39 to 0.19 ms). Offsets that are not constants in the innermost loop took up to twice the time.
+- Rows of more than 24 taps (6 with AVX2) took the way for single pixels at the edges, which for 31x31 are half of all,
+  each a chain of dependent sums. The way of eight pixels with weights that do not fit in registers is 2.5 times faster.
+- Depthwise rows forward: the next vector's pixels fetched ahead, as in the gradient of the weights (960, 7: 0.65).
+- Depthwise layers of a few channels without a stride: rows of elements, padded, with the weights repeated (3, 224: half
+  of the time, with AVX2 0.28).
+- Weights of 32 outputs a channel: channels repeated make it a depthwise layer (8.4 to 6.0 ms; 8 with AVX2: 5.8 to 2.4).
 - Groups of 16, 24 or 32 channels: a group's pixels lie 2 or 4 KiB apart, in two sets of the first cache or one. The
   padded copy, which is made anyway, now holds one group after the other: rows of the kernel are runs that lie together,
   and zeros at the edges are left out of them (group 32 of 32, 7x7: 2.65, 2.72 and 4.38 ms became 2.17, 2.32 and 2.76).

@@ -8,51 +8,14 @@ in both of its layouts, of which the faster counts. Every side has a process of 
 figure is the median over all groups of iterations, the memory the process's largest resident set. CPU time is given
 too, as it suffers less from whatever else the machine does; both sides' idle threads spin for a while and count.
 
-Two cores of an AMD EPYC (Zen 3), a virtual machine, PyTorch 2.13, two threads:
+Blobs share memory on the CPU, too. MiB of a process at most, two threads, caffepy / PyTorch's smaller layout: ResNet-50
+1155 to 1184 / 1447, before 2082; MobileNet 911 / 1159, before 1509; CaffeNet 962 / 1262, before 983. CPU time of one
+thread with and without sharing, by turns in one process, least ms: ResNet-50 2047 and 2088, MobileNet 871 and 910,
+LeNet 14.9 and 15.1. The data and diff of each blob were 1.5 GiB and are 0.6. The memory in this table is from before:
 
-    net              caffepy   PyTorch   ratio   memory, MiB
-    lenet              15.1      17.9     0.85    172 / 333
-    cifar10_quick      70.9      88.0     0.81    207 / 368
-    caffenet          396       816       0.49    953 / 1278
-
-Two cores of a Xeon with AVX-512, PyTorch 2.11:
-
-    lenet               6.1       8.3     0.73    257 / 656
-    cifar10_quick      28.7      31.3     0.92    243 / 687     (with vectors of eight: 45.9 / 30.4 = 1.51)
-
-CPU time of one thread in ms (least of three iterations), two cores of an AMD EPYC (Zen 4) busy with other things. Layer
-by layer and fused are runs of one profiling program, minutes apart; the same iteration varied by 5 to 20 %:
-
-    net             layer by layer   fused   MiB
-    mobilenet 16         997           906   1487 / 1494
-    resnet18 8          1000           996    764 /  697
-    resnet50 8          2743          2424   2572 / 2076
-
-Beside PyTorch 2.13 (plain and channels last, not compiled), two cores of an AMD EPYC (Zen 4) with nothing else to do,
-two threads, one round; ratios of the median, of the least time and of the least CPU time:
-
-    net              caffepy   PyTorch   ratios               memory, MiB
-    mobilenet 16       457       650     0.70  0.92  0.91     1520 / 1205
-    resnet18 8         486       493     0.99  1.02  1.02      710 /  743
-    resnet50 8        1237      1350     0.92  0.92  0.92     2076 / 1545
-    lenet                9.2      11.6   0.79  0.85  0.86      201 /  320
-    cifar10_quick       45.8      52.1   0.88  0.82  0.83      226 /  347
-    caffenet           262       512     0.51  0.51  0.52      989 / 1269
-
-Before the fusion ResNet-50 had 1.12 with one thread. On a loaded Xeon (an H200's host) MobileNet had 0.86, 0.89, 0.84
-and ResNet-18 1.01, 0.96, 0.95. These tables are older than Winograd's way of the 3x3 convolutions. With it, least CPU
-time in ms of one thread (the same Zen 4, busy with other things), PyTorch's faster layout, and the same with vectors of
-eight on both sides (llvmlite told of no AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2):
-
-    net             caffepy   PyTorch   ratio     AVX2: caffepy   PyTorch   ratio     memory, MiB
-    mobilenet 16        840      1155    0.73               996      1118    0.89     1509 / 1159
-    resnet18 8          670       938    0.71               762      1120    0.68      735 /  732
-      chunks of 2 MiB   629       992    0.63               706      1140    0.62      702 /  743
-    resnet50 8         1982      2460    0.81              2399      2918    0.82     2080 / 1473
-    caffenet            489       856    0.57                                          983 / 1262
-
-Two threads, the same machine with nothing else to do, in ms; ratios of the median, of the least time and of the least
-CPU time. Two runs of two rounds on one evening, of ResNet-50, MobileNet and CaffeNet one of them of one round:
+Two threads of an AMD EPYC (Zen 4, AVX-512), a virtual machine with nothing else to do, PyTorch 2.13, in ms; ratios of
+the median, of the least time and of the least CPU time. Two runs of two rounds, of ResNet-50, MobileNet and CaffeNet
+one of them of one round:
 
     net              caffepy     PyTorch    ratios                        memory, MiB
     mobilenet 16     477, 493   681, 645    0.70  0.77  0.77, 0.76  0.77  0.73    1518 / 1263
@@ -62,8 +25,16 @@ CPU time. Two runs of two rounds on one evening, of ResNet-50, MobileNet and Caf
     cifar10_quick     44,  39     49, 44    0.89  0.86  0.86, 0.88  0.95  0.94     226 /  355
     caffenet              251        522    0.48  0.47  0.48                       976 / 1263
 
-Layers of ResNet-18, 8 images, CPU time of one thread in ms: forward, gradient of the image, of the weights. What has a
-stride of 2 is direct in both:
+One thread of the same machine, busy with other things, with vectors of eight on both sides (llvmlite told of no
+AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2), least CPU time in ms:
+
+    net             caffepy   PyTorch   ratio
+    mobilenet 16        996      1118    0.89
+    resnet18 8          706      1140    0.62
+    resnet50 8         2399      2918    0.82
+
+Layers of ResNet-18, 8 images, CPU time of one thread in ms: forward, gradient of the image, of the weights. Layers
+without a second column have no Winograd form:
 
     layer              direct               Winograd              PyTorch
     64, 56x56          16.8  16.8  18.7      9.5   9.6  12.6      16.7  17.5  19.6
@@ -75,26 +46,26 @@ stride of 2 is direct in both:
     128 to 256, 3x3/2   8.5   8.5   9.3                            8.7   8.8  10.3
     256 to 512, 3x3/2   9.3   9.0  10.3                            8.7   9.3  11.7
 
-What made the difference, in CPU time of one thread:
+What was learnt, in CPU time of one thread:
 
-- BatchNorm, Scale, Eltwise, ReLU and Split fused in training with kernels of their own (backend/cpu/normalise), a pass
-  for statistics, one forward, two backward: MobileNet 318 ms layer by layer, 226 fused of elementary primitives, 170
-  now; ResNet-50 436 to 234. At 14 to 18 GB/s these are bound by memory.
+- BatchNorm, Scale, Eltwise, ReLU and Split as one, by kernels of their own (backend/cpu/normalise) with a pass for
+  statistics, one forward and two backward, take half of what they take layer by layer. At 14 to 18 GB/s they are bound
+  by memory.
 - Convolution straight from the image in register tiles (backend/cpu/gemm/microkernel.py) runs at 85 to 93 GFLOP/s on
   a core where a matrix product by OpenBLAS has 92 at best and 56 with 32 output channels, before any im2col.
 - Both sides' direct 3x3 convolutions run at the processor's peak (110 to 118 GFLOP/s of a core), so only fewer products
-  help: Winograd's F(2x2, 3x3) for forward and both gradients, ResNet-18 996 to 629 ms. Its error is that of direct sums
-  (8 images of 7x7x512, of the largest element: 0.9e-6 forward, 0.9e-6 image, 0.4e-6 weights; direct 0.8, 1.1, 0.2e-6).
+  help: Winograd's F(2x2, 3x3). Its error is that of direct sums (8 images of 7x7x512, of the largest element: 0.9e-6
+  forward, 0.9e-6 image, 0.4e-6 weights; direct 0.8, 1.1, 0.2e-6).
 - In it, planes that are a power of two apart get one vector more between them; the gradient of the weights works on
   chunks of 2 MiB of transformed tiles (12 MiB: 16.2 ms for 12.6 at 56x56x64). Shorter sums, so that packed weights stay
   in the first cache, made 512 channels slower (13.1 to 14.3 ms): the products are written once more. There the images'
   edge (8x8 computed for 7x7, 1.3 times the products) and the transform of 9 MiB of weights (3 ms) are the rest.
 - Leaving out the padding's zeros: LeNet's conv2, gradient of the image, 6.4 to 4.5 ms.
-- Inner products of a small batch read each weight once, where it lies: fc6 forward 36 ms by OpenBLAS, 14 now; its
-  image gradient 52 ms with the weights packed first, 22 without.
+- Inner products of a small batch read each weight once, where it lies: fc6 forward 36 ms by OpenBLAS, 14 so; its image
+  gradient 52 ms with the weights packed first, 22 without.
 - An expression whose output is its input has to be compiled as such: otherwise the compiler's overlap check sends it
   to the scalar loop (SGD over LeNet's weights 3.1 to 0.45 ms), and `a if c else x` in place to slow masked stores.
-- Handing NumPy arrays to kernels by `__array_interface__` took 2 to 4 us an array; reading the address takes 0.2.
+- Handing NumPy arrays to kernels by `__array_interface__` takes 2 to 4 us an array; reading the address takes 0.2.
 - libgomp's idle threads spin for milliseconds by default: on a busy machine LeNet took 100 to 180 ms an iteration,
   with a shorter spin 12.
 """

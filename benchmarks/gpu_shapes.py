@@ -11,18 +11,25 @@ ten runs, the median of three. Rows come in a drawn order, the same every time, 
 seen some of everything. At the end the ratios above `--limit` are named, the worst first.
 
 One H200. A run of 142 of the 353 rows that there were then: 337 ratios, median 0.92, 9 above 1.2; another of 74 rows:
-159 ratios, median 0.95, 8 above 1.2. 137 rows have not been run. The rows above 1.2 again, after what is named below:
-92 ratios, median 0.94, 4 above 1.2:
+159 ratios, median 0.95, 8 above 1.2; 36 rows of the 608 that there are now: 98 ratios, median 0.91, 3 above 1.2. 356
+rows have not been run. All that were above 1.2, with the kernels of backend/cuda/convolution/own_kernels, microseconds:
 
-    whole image 7x7, 64 images, FLOAT16     weights 2.10   (21 us; in FLOAT 0.42)
-    large 31x31, one channel, FLOAT         data    1.94   (3.7 before; with 64 images 0.81)
-    1x1 1024, 7, one image, FLOAT16         weights 1.65   (5.7 us)
-    3x3 512, 7, one image, FLOAT16          weights 1.52   (10 us)
+                                                            before   caffepy   PyTorch   ratio
+    whole image 7x7, 64 images, FLOAT16         weights     21         8.4      10.1     0.83
+    1x1 1024, 7, one image, FLOAT16             weights      5.7       4.0       5.7     0.69
+    3x3 512, 7, one image, FLOAT16              weights     10         6.1       6.8     0.90
+    large 31x31, one channel, FLOAT             data       155        11.5      80.0     0.14
+    the same, 64 images                         data       773        95.6     963       0.10
+    large 15x15, 64 images, FLOAT               weights    667       263       426       0.62
+    1-d group 4, stride 2, 64 images, FLOAT     weights     75        22.7      52.0     0.44
+    1-d depthwise, FLOAT16                      forward     22         5.3       5.9     0.89
+    depthwise multiplier 3, 64 images, FLOAT    weights    672        50.1     395       0.13
+    the same                                    forward    380        43.0     283       0.15
+    the same                                    data       370        42.2     370       0.11
+    group 8 of 30 1x1, FLOAT                    forward     25.5       8.3      21.1     0.39
 
-and, not mended: 1-d in 4 groups, stride 2, 64 images, FLOAT, weights 2.05; large 15x15, 64 images, FLOAT, weights 1.54.
-PyTorch may take plans there that do not give the same bits in every run. 1-d depthwise, FLOAT16, forward had 3.38 once:
-the plan that another run chose (6.6 us, compiled by cuDNN) was not taken, why is not known. Rows of 3-d 64/2 were 1.3
-to 2.0 before blobs of five axes lay channels last.
+1-d dilated 512, causal, 64 images, FLOAT16, data had 1.28 (567 us) and was not measured again: it is tried as a forward
+convolution now, which takes 382.
 
 What was learnt:
 - cuDNN's plans for three spatial axes take half the time with channels last, and changing the order of 64 images takes
@@ -32,10 +39,19 @@ What was learnt:
   half the time in a 13x13 window.
 - A window as large as the image is a matrix product: 480 us by cuDNN, 14 by cuBLAS (64 images, FLOAT).
 - The gradient to data of a large window is faster as a forward convolution: 1890 to 770 us (31x31, FLOAT, 64 images).
+- A convolution with a channel multiplier is a depthwise one of an image in which each channel stands several times; to
+  write that image takes little of what is saved. cuBLAS computes all groups of 1x1 windows in one launch.
+- Of cuDNN's plans for a depthwise convolution over one axis two run, one of 22.7 us and one of 7.1 that it compiles.
+  The second was chosen in five tunings of five, but not in one run before, whose ratio was 3.38; a kernel of our own is
+  tried as well now. A candidate is lost when its first run takes more than a second, with the loading of its library,
+  or when its first timed run is disturbed: each is a single measurement.
 - In full float32 cuDNN leaves most of the device idle with one image: products of unrolled windows, split along the
   sum, take a quarter of the time of ResNet-50.
-- Weights' gradients are float32 here also in FLOAT16, PyTorch's are halves: half the bytes where weights are many and
-  pixels few. And they were added to what was there, until the benchmark told each pass to begin anew.
+- Weights' gradients are float32 here also in FLOAT16, PyTorch's are halves: with few pixels most bytes are theirs (a
+  7x7 image to 256 outputs: 25.7 MB, 12.8 as halves, and 3.3 of the factors). Written once by a block that has whole
+  sums, they take less time than PyTorch's halves all the same; PyTorch with a copy to float32 behind takes 26.9 us
+  there, 9.4 for 1x1 1024 and 13.5 for 3x3 512. And they were added to what was there, until the benchmark told each
+  pass to begin anew.
 """
 
 from __future__ import annotations

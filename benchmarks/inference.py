@@ -9,15 +9,14 @@ PyTorch's net is built from the same deploy net (benchmarks/peers) and runs chan
 and compiled (`reduce-overhead`); our ratio is to the better.
 
 What was learnt on an H200:
-- A layer launched from Python costs some 70 us, whatever it computes: ResNet-50 with one image took 12.6 ms layer by
+- A layer launched from Python costs some 70 us, whatever it computes: ResNet-50 with one image takes 12.6 ms layer by
   layer. Folded and as one graph it takes 0.387 (FLOAT16: 0.350), MobileNet 0.138 instead of 5.3.
-- With 64 images in FLOAT16 ResNet-50 takes 1.95 ms folded and captured, 15.8 before.
-- A call with pageable arrays took 0.58 ms for one image and 4.35 for 64 in FLOAT16: 2.4 ms brought 38.5 MB to the
-  device and the result back. That is why calls go through pinned memory now.
-- pycaffe's `Net.forward` took 4.9 ms for ResNet-50 with one image on the same path: its nets multiplied in full
-  float32, for which cuDNN's kernels leave most of the device idle with one image. It multiplies as `caffepy.load` does
-  now, and takes 0.72 ms (18 layer by layer). In full float32 the pass takes 1.20 ms, 4.47 before matrix products of
-  unrolled windows were tried for forward passes too; PyTorch's CUDA graph, torchvision's net, takes 2.19.
+- With 64 images in FLOAT16 ResNet-50 takes 1.95 ms folded and captured, 15.8 layer by layer.
+- With pageable arrays a call takes 0.58 ms for one image and 4.35 for 64 in FLOAT16, 2.4 of them to bring 38.5 MB to
+  the device and the result back. That is why calls go through pinned memory.
+- pycaffe's `Net.forward` takes 0.72 ms for ResNet-50 with one image (18 layer by layer). In full float32 the pass takes
+  1.20 ms, with cuDNN's kernels alone 4.47: with one image they leave most of the device idle, and matrix products of
+  unrolled windows do not. PyTorch's CUDA graph, torchvision's net, takes 2.19.
 - What a call costs in Python, without any device's work, is about 30 us.
 """
 

@@ -8,9 +8,11 @@ with those that the first run filled. A figure is the number of calls and their 
 `--profile-start` logs them; phases may lie within others (kernels within tuning). `silence` is the longest time between
 two lines of the log before the first iteration's end.
 
-LeNet on the CPU with empty caches, two cores of a virtual machine with nothing else to do, first iteration's end and
-CPU time of the whole process: 12.3 to 13.3 s and 12.5 to 13.4 s before, 5.0 to 5.4 s and 5.4 to 5.8 s now. What
-changed it, in CPU time of one thread (each step by itself, on a busy machine):
+LeNet on the CPU with empty caches, two cores of a virtual machine, first iteration's end: 12.3 to 13.3 s at first, 5.0
+to 5.4 s with the steps of this table, and with other processes 2.9, 3.1 and 3.3 s, where 5.9 s were taken without them
+seconds later (CPU time of all processes 5.6 s, without them 6.4; the machine was not quite idle). Beside programs that
+keep both cores busy other processes gain little: 5.3 to 6.7 s, without them 6.9 to 8.2. With full caches 0.9 s; CPU
+time 1.0 s, before 1.6 to 1.8. The steps, in CPU time of one thread (each by itself, on a busy machine):
 
     24 to 25 kernels, as numba compiles them                                              13.9 s
     each function optimised and compiled once, within its kernel (jit/pipeline.py)         7.7
@@ -20,29 +22,63 @@ changed it, in CPU time of one thread (each step by itself, on a busy machine):
     no `parallel=True`: numba's pool called directly; no rewriting of array expressions    4.0
 
 The kernels' speed is as before: cifar10_quick on one thread 74.9, 75.8 and 77.0 ms of CPU time, now 75.6, 75.3 and
-75.3; LeNet 16.0 and 15.9, now 16.5 and 15.9. The aim of 3 s is not reached. Of the last 4 s, LLVM takes 2 (half of it
-the optimisation of modules, half code), numba's lowering and typing 1.5, and the first use of numba's compiler 0.3
-(modules that it imports, SciPy's BLAS with them); caffepy's own imports and the nets are another 1.3 s. Hiding
-functions from the linker altogether made tiles be inlined in every kernel and cost 0.7 s more; compiling in other
-processes gained nothing on two cores. A numba target for kernels alone, without NumPy's functions, and LLVM in threads
-beside Python took 3.9 s in place of 5.6 on a busy machine; it is not used, because it goes around llvmlite's lock and
-numba's public ways. What would move it: machine code, or the modules that LLVM optimises, made when the package is
-built.
+75.3; LeNet 16.0 and 15.9, now 16.5 and 15.9. Hiding functions from the linker altogether made tiles be inlined in every
+kernel and cost 0.7 s more. Then, in CPU time of all processes:
+
+    other processes foresee the kernels (0.015 s) and compile them: another import of numba    +0.7 s
+    kept kernels are loaded without what numba's compiler imports (also with full caches)      -0.5
+    no pass for closures in functions without any; the machine code is the same                -0.5
+
+Compilation of all 21 kernels takes 3.5 to 4.5 s of one core: LLVM 2.3 (passes 1.3, code 1.0), the rest is numba's
+typing and lowering. Two cores are busy for nine tenths of the start, so that more cores or less compilation would
+shorten it: LLVM's passes at level 2 in place of 3 take 0.4 s less, and other code in every kernel; a numba target
+without NumPy's functions and LLVM in threads (which goes around llvmlite's lock) took as much CPU time; without
+Python's collection of garbage compilation takes as long, numba's import 0.1 s less (so the other processes do without
+it). What would move it further: machine code, or the modules that LLVM optimises, made when the package is built.
 
 Two H200s and 32 cores, seconds until the first iteration's end, with empty caches and with full ones. Before: cuDNN's
 frontend imported PyTorch, softmax compiled eleven kernels where one was wanted, and NCCL connected last. Then: NVRTC
-compiled one kernel after the other in the process, and cuDNN built each plan anew.
+compiled one kernel after the other in the process, and cuDNN built each plan anew. Third: tuning took 4.9 s of
+ResNet-50's and 18.6 of GoogLeNet's.
 
-                                    before            then              now
-    LeNet, one GPU                  16.0    5.7       10.5   2.8         4.2   1.7
-    LeNet, two GPUs                 18.2    5.9       13.3   4.0         7.7   2.6 (the first use of the machine)
-    ResNet-50, FLOAT16, 128         17.6    6.0       11.1   3.3         7.3   2.4 (10.3 and 1.8 as the first use)
-    GoogLeNet, FLOAT16, 128         33.5    8.4       28.1   5.0        18.0   2.5
+                                before            then              third             now
+    LeNet, one GPU              16.0    5.7       10.5   2.8         4.2   1.7
+    LeNet, two GPUs             18.2    5.9       13.3   4.0         7.7   2.6         (1)   1.9
+    ResNet-50, FLOAT16, 128     17.6    6.0       11.1   3.3         7.3   2.4         4.2   1.6
+      as the machine's first use                                    10.3   1.8         5.1
+    MobileNet, FLOAT16, 128                                                            4.2
+    GoogLeNet, FLOAT16, 128     33.5    8.4       28.1   5.0        18.0   2.5        12.0
 
-The aims were 3 s for LeNet on two GPUs with full caches, which is reached, and for ResNet-50 6 s with empty caches and
-2 s with full ones. What is left with empty ones is tuning, 4.9 s of ResNet-50's, 18.6 of GoogLeNet's. With twelve plans
-of cuDNN for each graph in place of twenty it took 4.0 and 16.9 s, and chose other plans that took as long; candidates
-for 68 and 203 tasks are just many. What would move it: decisions that come with caffepy for common nets and GPUs.
+The aims were 3 s for LeNet on two GPUs with full caches, and for ResNet-50 6 s with empty caches and 2 s with full
+ones. (1): 11.9 s as the machine's first use; with its files read it has not been measured since.
+
+What tuning takes, in seconds, all tasks of a net together (`--profile-start` shows it):
+
+                                    ResNet-50, 68 tasks     GoogLeNet, 203     what was done
+    cuDNN's heuristics proposed         0.8 to 0.4               2.8           only the faster ones are asked, of which
+                                                                               ten plans count, where they have so many
+    plans built, 76 and 373 graphs      0.1                      0.2
+    first runs, with kernels' loading   0.6                      3.3           once only where it takes three times the
+                                                                               best's time and 20 ms more (1 ms then)
+    timed runs                          1.0 to 0.7               2.0           the device idles only as long as the
+                                                                               host's launches, measured, need
+    finalists                           1.8 to 0.5               2.2           those within 5 %, and two at least
+    all                                 4.9 to 2.2              10.7
+
+The candidates chosen so took, timed anew beside the choices of twenty plans a graph, each with 1 ms of runs and four
+finalists: ResNet-50 0.5 % less, MobileNet 0.5 % more (one layer whose first choice was disturbed; since then the second
+is always timed again), GoogLeNet 0.4 % more. The first 4, 6, 8, 10, 12 plans a graph would cost ResNet-50 0.9, 0.3,
+0.15, 0.1 and 0.06 %, GoogLeNet 2.5, 0.9, 0.6, 0.5 and 0.45 %. Engines that lost by 1.25 in one to five earlier tasks,
+left out, saved a tenth and cost 0.3 to 2.4 %. The heuristics of mode A take 2.8 ms a graph and list 39 plans, those of
+mode B 4.5 ms and add 3. Of GoogLeNet's first runs 3 s were the tuning of convolutions without bias, to try the kernel
+for bias and ReLU behind them.
+
+The first use of a machine took 3 s more: 1.7 in tuning and 0.8 in `import cupy`, reading files as they were touched.
+They are now read by two threads from the first line on (134 MB of CuPy's modules, 370 of cuDNN's libraries), which left
+0.6 s. To read cuBLASLt and NVRTC as well kept `import cupy` waiting for the disk (1.5 s). `ctypes.CDLL` keeps all other
+threads waiting while a library is loaded; dlopen called through ctypes does not. With full caches cuBLAS's first
+product took 0.14 s; now a thread makes one while the nets are built, with which two starts took 1.5 and 1.8 s beside
+1.9 and 2.2 without.
 
 Tuning timed short runs wrongly where other threads kept the host from launching them in time: a weight gradient of
 12 us was taken for 37, and ResNet-50's choices together took 3 % longer than those of a quiet run. Runs that were

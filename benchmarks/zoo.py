@@ -21,31 +21,42 @@ has its imports behind it; `--seconds` ends what has not begun by then and says 
 first runs what PyTorch must compile, five processes at a time, unmeasured: the measurements then find it in PyTorch's
 cache, where each would compile for half a minute with the device to itself.
 
-One H200, `--quick` (of PyTorch's ways the CUDA graph alone), FLOAT16; the other rows have not been run there:
+One H200, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once). Training of seven rows 0.59 to
+0.97, inference of one image in FLOAT 0.43 to 0.95, median of 21 nets 0.72, of 64 images in FLOAT16 0.54 to 0.95, median
+of eight nets 0.79: tables in docs/gpu.md. Of the other rows only the ratios to the CUDA graph alone are known, of
+another day: training in FLOAT16 Inception-v3 0.51, FCN-8s 0.65, ResNet-18, GoogLeNet, SqueezeNet and DenseNet-121 0.40
+to 0.67.
 
-    training            Inception-v3, 64: 13.8 ms, 0.51     FCN-8s, 1: 4.74 ms, 0.65
-    inference, 1 / 64   Inception-v3: 0.80 / 2.94 ms, 0.49 / 0.34     FCN-8s: 1.48 / 72.4 ms, 0.69 / 0.67
-    ratios of MobileNet, SqueezeNet, ResNet-18, GoogLeNet, DenseNet-121 in training and of SqueezeNet, DenseNet-121,
-    GoogLeNet, VGG-16 in inference of one image, another day: 0.40 to 0.67
+Two threads of a Xeon, five nets at a time on a host that also compiled for the GPU's rows, `--quick` (PyTorch eager in
+both layouts): ms of caffepy and of the fastest peer, ratio, GiB of both processes. The host was busy, so that rows of
+few milliseconds say little (the autoencoder's training alone on it: 19.3 to 20.3 ms, 1.2 with two threads, 0.88 with
+one). Memory is that before blobs were shared and folded weights no longer kept:
 
-Two threads of an Intel Xeon, training, nine nets at a time on 18 cores, before normalisation was fused on the CPU:
-AlexNet 0.47, GoogLeNet 0.61, SqueezeNet 0.80, MobileNet 0.90, VGG-16 1.04, DenseNet-121 1.13, Inception-v3 1.22,
-ResNet-18 1.25, ResNet-50 1.32. PyTorch's compiled nets took longer than 90 s to be made and are not among the peers.
+    training            ms             ratio  GiB             inference, 1   ms             ratio  GiB
+    GoogLeNet, 8        554 / 1246     0.44   0.97 / 1.30     GoogLeNet      18.9 / 42.2    0.45   0.26 / 0.13
+    AlexNet, 10         450 / 735      0.61   1.00 / 1.53     AlexNet        31.9 / 25.0    1.28   0.74 / 0.44
+    VGG-19, 2           1131 / 1792    0.63   2.08 / 2.56     VGG-19         182 / 190      0.96   1.77 / 1.06
+    MobileNet, 16       657 / 1006     0.65   1.50 / 1.48     MobileNet      9.1 / 6.7      1.37   0.25 / 0.12
+    SqueezeNet, 16      381 / 577      0.66   0.82 / 1.13     SqueezeNet     6.5 / 4.6      1.43   0.20 / 0.09
+    VGG-16, 2           1020 / 1494    0.68   2.00 / 2.47     VGG-16         164 / 197      0.83   1.75 / 1.02
+    CaffeNet, 10        356 / 470      0.76   0.97 / 1.42     CaffeNet       20.5 / 20.7    0.99   0.75 / 0.44
+    LRCN, 4             341 / 441      0.77   0.92 / 1.44     LRCN           35.5 / 27.6    1.29   0.74 / 0.66
+    ResNet-18, 8        514 / 632      0.81   0.69 / 1.06     ResNet-18      21.2 / 19.9    1.07   0.33 / 0.21
+    FCN-8s, 1           7927 / 9753    0.81   3.48 / 3.59     FCN-8s         1571 / 1342    1.17   2.17 / 2.18
+    LeNet, 64           14.4 / 17.2    0.84   0.19 / 0.64     LeNet          0.089 / 0.129  0.69   0.17 / 0.07
+    SSD300, 1           1140 / 1331    0.86   0.79 / 1.19     SSD300         255 / 313      0.81   0.59 / 0.32
+    siamese net, 64     29.2 / 33.1    0.88   0.22 / 0.65     siamese net    0.104 / 0.217  0.48   0.17 / 0.07
+    ResNet-50, 8        1612 / 1714    0.94   2.05 / 1.78     ResNet-50      52.8 / 42.2    1.25   0.50 / 0.32
+    DenseNet-121, 4     785 / 808      0.97   1.60 / 1.28     DenseNet-121   47.4 / 45.4    1.04   0.30 / 0.17
+    ResNet-152, 2       1346 / 1331    1.01   1.67 / 1.63     ResNet-152     138 / 121      1.14   0.95 / 0.61
+    Inception-v3, 4     1305 / 1204    1.08   1.40 / 1.39     Inception-v3   69.1 / 61.8    1.12   0.47 / 0.29
+    MobileNet-SSD, 2    328 / 296      1.11   0.57 / 0.91     MobileNet-SSD  34.3 / 14.8    2.32   0.29 / 0.14
+    CIFAR-10 full, 100  106 / 75       1.40   0.25 / 0.69     CIFAR-10 full  0.240 / 0.431  0.56   0.17 / 0.11
+    autoencoder, 100    57.9 / 19.0    3.06   0.23 / 0.65     autoencoder    0.617 / 0.371  1.66   0.18 / 0.08
 
-Small nets on two threads of an AMD EPYC (Zen 4, AVX-512), a virtual machine that is never quite idle, `--quick --modes
-last`; runs a quarter of an hour apart differ by 15 %, where two ratios stand by more:
-
-    inference, 1, ms and ratio to onnxruntime   LeNet 0.055, 0.76   siamese net 0.060, 0.82   autoencoder 0.101, 1.08
-        CIFAR-10 quick 0.148, 0.92   full 0.153, 0.73   SqueezeNet 4.3, 1.06   MobileNet 7.3, 1.07   ResNet-50 43, 1.09
-    training, ms and ratio to PyTorch           LeNet, 64: 10.6, 0.92   siamese net, 64: 23.8, 0.81
-        autoencoder, 100: 13.9, 0.88 and 1.08   CIFAR-10 quick, 100: 46, 1.10 and 1.27   full, 100: 43, 0.87
-    GiB of a process in inference, caffepy / onnxruntime / PyTorch: MobileNet 0.23 / 0.12 / 0.32, ResNet-50
-        0.46 / 0.34 / 0.41
-
-Two threads of the same machine, `--quick`, with Winograd's convolutions and after the above, ratios of training and of
-inference with one image: MobileNet 0.94 and 1.51 (another run: 0.70 and 1.00), GoogLeNet 0.71 and 0.61, DenseNet-121
-0.93 and 1.00; of inference alone FCN-8s 0.59 (1072 ms), SqueezeNet 0.91, CIFAR-10's full net 0.68, LeNet 1.13,
-autoencoder 1.93. Inception-v3, AlexNet and VGG-16 were left out for want of time.
+On a quiet machine (two threads of an AMD EPYC, Zen 4) ratios of the last ones and of CIFAR-10's quick net were 0.88 and
+1.08, 0.87, 1.10 and 1.27 in training, of the autoencoder in inference 1.08. MiB of a process at most with ResNet-50,
+one image: 404, before 507; MobileNet 233.
 
 What was learnt:
 
@@ -58,8 +69,14 @@ What was learnt:
 - In convolutions forward, and in the images' gradients, one thread comes to 110 to 120 GFLOP/s, as PyTorch's; in the
   weights' gradients of CIFAR-10's 5x5 kernels to 67 to 97, PyTorch's to 80 to 120: that is what is left there.
 - Reading ahead in the weights of inner products, and cutting convolutions into more parts, changed nothing.
-- ResNet-50 holds its convolutions' weights three times: as learned, folded, and packed (90 MiB each). Of MobileNet's
-  memory 0.18 GiB are the process with numba and LLVM.
+- ResNet-50 held its convolutions' weights three times, as learned, folded, and packed (90 MiB each). Now a layer's
+  folded ones are freed once they are packed, the largest layer's first, so that the others' fit into what that leaves.
+  170 MiB of a process are Python, NumPy, numba and LLVM: 89 after numba's import, 103 with all of ours, 159 after the
+  first kernel, though it came from the cache. 73 of these are pages of LLVM's library. What was freed but not given
+  back, 12 to 30 MiB, goes by malloc_trim when a pass was recorded; a garbage collection frees nothing.
+- MobileNet-SSD's pass was 16 programs, cut by PriorBox and by Concat of vectors, which NumPy copied: each wakes all
+  threads anew. Now it is one. On a quiet machine its convolutions run at 204 to 221 GFLOP/s on two threads: their sum
+  was 11.9 of 13.2 ms.
 - Built from the prototxts, the peers give our outputs within 1e-5 of the largest (VGG-16: 7e-6) and our losses within
   2e-5 (siamese net; the others 1e-6). Gradients agree within 1e-5 in the median where a net has neither batch
   normalisation nor many units; with two images they differ by up to 2.6 % in the median (Inception-v3). Rounding at the

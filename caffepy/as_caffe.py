@@ -156,14 +156,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     install(force)
     _show_log()
+    phases = importlib.import_module("caffepy.phases")
+    with phases.announcing(phases.START):
+        _run(arguments)
+    return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run a script, or `-m` and a module, with the arguments behind it."""
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
+        sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
+        sys.argv = list(arguments)
         sys.path[0] = str(Path(arguments[0]).resolve().parent)
         runpy.run_path(arguments[0], run_name="__main__")
-    return 0
 
 
 def _show_log() -> None:

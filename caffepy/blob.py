@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from caffepy.errors import ShapeError
+from caffepy.errors import BlobSizeError, ShapeError
 
 if TYPE_CHECKING:
     from caffepy.backend.interface import Backend
@@ -20,10 +20,13 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
     """Refuse shapes that no blob may have, before anything is allocated.
 
     Raises:
-        ShapeError: a negative dimension, more than 32 of them, or over 2^31 - 1 elements.
+        ShapeError: a negative dimension, or more than 32 of them.
+        BlobSizeError: over 2^31 - 1 elements.
     """
-    if any(d < 0 for d in shape) or len(shape) > 32 or math.prod(shape) > MAX_ELEMENTS:
-        raise ShapeError(
+    negative_or_many = any(d < 0 for d in shape) or len(shape) > 32
+    if negative_or_many or math.prod(shape) > MAX_ELEMENTS:
+        kind = ShapeError if negative_or_many else BlobSizeError
+        raise kind(
             f"{where}: shape {format_shape(shape)} is not possible: a blob has at most 32 axes, none "
             f"negative, and at most {MAX_ELEMENTS} elements"
         )

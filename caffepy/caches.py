@@ -1,6 +1,6 @@
 """Where caffepy keeps what it can make again: in the user's cache folder, never beside the package.
 
-    $XDG_CACHE_HOME/caffepy/autotune-2.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
+    $XDG_CACHE_HOME/caffepy/autotune-3.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
     $XDG_CACHE_HOME/caffepy/kernels-0.1.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/cache.py)
     $XDG_CACHE_HOME/caffepy/cubins-0.1.0/               CUDA kernels' machine code (cuda/compilation/cubins.py)
     $XDG_CACHE_HOME/caffepy/plans-0.1.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/kept_plans.py)
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,14 +43,14 @@ def version_folder(kind: str, version: str) -> Path | None:
     """The folder of one version of a kind of files; once a process it is made, or marked as used.
 
     Whoever makes it removes those of other versions that nobody used for `UNUSED_DAYS`. A folder that is there and
-    cannot be written is good for reading.
+    cannot be written is good for reading, unless somebody else can: what is kept is run.
 
     Args:
         kind: what the files are, e.g. ``kernels``.
         version: tells apart what must not be mixed.
 
     Returns:
-        None where it cannot be made.
+        None where it cannot be made, or somebody else could have written what is in it.
     """
     parent = cache_folder()
     if parent is None:
@@ -57,12 +58,31 @@ def version_folder(kind: str, version: str) -> Path | None:
     folder = parent / f"{kind}-{version}"
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_safe(parent):
+            return None
         if _make(folder):
             _remove_unused(parent, kind)
+        return folder if _is_safe(folder) else None
     except OSError as error:
         logger.info("%s cannot be made, so %s are not kept for the next process: %s", folder, kind, error.strerror)
         return None
-    return folder
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether nobody but this user and root can write into a folder; a group may be trusted."""
+    status = folder.stat()
+    if is_own(status, os.geteuid()) and not status.st_mode & stat.S_IWOTH:
+        return True
+    logger.warning(
+        "%s can be written by other users: what is compiled is neither read from there nor kept; remove it, or set "
+        "XDG_CACHE_HOME to a folder of your own", folder,
+    )  # fmt: skip
+    return False
+
+
+def is_own(status: os.stat_result, user: int) -> bool:
+    """Whether a file belongs to a user, or to root."""
+    return status.st_uid in (user, 0)
 
 
 def _make(folder: Path) -> bool:

@@ -43,6 +43,10 @@ class ShapeError(UserError):
     """Blobs of shapes that do not fit, with the layer that found them."""
 
 
+class BlobSizeError(ShapeError):
+    """A blob has more elements than Caffe's blobs may have; fewer samples in a batch may be possible."""
+
+
 class DataError(UserError):
     """A record source is absent, truncated or holds what the net cannot take."""
 
@@ -71,7 +75,7 @@ class OutOfMemoryError(DeviceError):
         self.available = available
 
     def within(self, where: str) -> OutOfMemoryError:
-        """The same error, met by `where`."""
+        """The same error with the layer or step that met it before its message."""
         return OutOfMemoryError(f"{where}: {self.problem}", self.advice, self.available)
 
     def advising(self, advice: str) -> OutOfMemoryError:

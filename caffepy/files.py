@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -275,3 +276,20 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def load_library(path: str) -> ctypes.CDLL:
+    """A shared library, while whose loading other threads go on; `ctypes.CDLL` itself lets none.
+
+    Args:
+        path: as dlopen(3) takes it.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    system = ctypes.CDLL(None)
+    system.dlopen.restype, system.dlerror.restype = ctypes.c_void_p, ctypes.c_char_p
+    handle = system.dlopen(os.fsencode(path), os.RTLD_NOW)
+    if not handle:
+        raise OSError((system.dlerror() or b"").decode(errors="replace") or f"{path} cannot be loaded")
+    return ctypes.CDLL(path, handle=handle)

@@ -29,6 +29,7 @@ __all__ = [
     "create_backend",
     "expression",
     "foreseeing",
+    "foreseeing_on_cpu",
 ]
 
 
@@ -62,6 +63,13 @@ def create_backend(
 
     with phase("CUDA context", "Starting CUDA"):
         return CudaBackend(device, math, autotune, deterministic)
+
+
+def foreseeing_on_cpu(threads: int | None) -> Backend:
+    """A CPU backend for nets whose kernels are only noted (`caffepy/backend/cpu/jit/ahead.py`)."""
+    from caffepy.backend.cpu.foresight import ForeseeingBackend
+
+    return ForeseeingBackend(threads)
 
 
 def foreseeing(backend: Backend, net: str) -> AbstractContextManager[Backend | None]:

@@ -247,11 +247,12 @@ class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     ) -> None:
         """y = the plan's forward pass + residual, or max(that, 0). Residual, of y's shape and dtype, is not y."""
 
-    def keep_weights(self, plan: Convolution, weights: Array) -> None:
-        """Let the plan's forward passes with `weights` rely on their present values until this is called again.
+    def keep_weights(self, plan: Convolution, weights: Array, given: Array | None = None) -> bool:
+        """Let the plan's forward passes with `given` (None: `weights`) rely on the present values of `weights`.
 
-        Plans that read weights in an order of their own need not make it in each pass then; others read them anew.
+        Returns whether the plan, which has them in an order of its own, does so and needs `weights` no more.
         """
+        return False
 
     @abstractmethod
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:

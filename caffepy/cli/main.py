@@ -18,6 +18,7 @@ from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
+from caffepy.phases import START, announcing
 from caffepy.registry import suggest
 
 GROUPS = {
@@ -99,7 +100,8 @@ def _run(arguments: list[str], verbose: bool) -> int:
         return ConfigError.exit_status
     args.verbose = verbose
     args.arguments = arguments
-    with _dialect(getattr(args, "dialect", None)):
+    silence = nullcontext() if args.command == "train" else announcing(START)  # train breaks it until it iterates
+    with _dialect(getattr(args, "dialect", None)), silence:
         status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status

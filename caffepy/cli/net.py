@@ -95,11 +95,10 @@ def run(args: argparse.Namespace) -> int:
     """
     if (args.model is None) == (args.solver is None):
         raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
-    from caffepy.config.filter import filter_net
+    from caffepy.cli.nets import refuse_empty
 
     subject = _read(args)
-    if not filter_net(subject.param, subject.state).layer:
-        raise ConfigError(f"{args.model or args.solver}: the net has no layers in the {args.phase} phase; give --phase")
+    refuse_empty(args.model or args.solver, subject.param, subject.state)
     subject.context = replace(subject.context, sample_shapes=_sample_shapes(subject, args.shape))
     if args.memory:
         _print_memory(subject, args)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.devices import single_device
+from caffepy.errors import ConfigError
+from caffepy.phases import phase as doing
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -28,6 +30,9 @@ def open_net(
         iterations: batches in the whole test.
         fuse: compute groups of layers as one, unless the net's debug_info shows each.
         share: let blobs that are never needed at the same time have the same memory; with debug_info none do.
+
+    Raises:
+        ConfigError: the net has no layers in this phase.
     """
     from caffepy.backend import create_backend
     from caffepy.config.paths import PathResolver
@@ -36,11 +41,13 @@ def open_net(
     from caffepy.net.memory.plan import plan_memory, sample_shapes
 
     param, state = net_and_state(args, phase)
+    refuse_empty(args.model, param, state)
     backend = create_backend(single_device(args), args.threads, args.math)
     try:
         with backend.activate():
             context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))
-            net = Net(param, context, state, fuse and not param.debug_info)
+            with doing("nets", "Building the net"):
+                net = Net(param, context, state, fuse and not param.debug_info)
             try:
                 if share and not param.debug_info:
                     context = replace(context, sample_shapes=sample_shapes(net))
@@ -61,6 +68,22 @@ def net_and_state(args: argparse.Namespace, phase: int) -> tuple[NetParameter, N
 
     param = read_net(args.model)
     return param, net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
+
+
+def refuse_empty(path: Path, param: NetParameter, state: NetState) -> None:
+    """Check that include and exclude rules leave layers.
+
+    Raises:
+        ConfigError: they leave none.
+    """
+    from caffepy.config.filter import filter_net
+    from caffepy.proto.caffe_pb2 import Phase
+
+    if not filter_net(param, state).layer:
+        raise ConfigError(
+            f"{path}: the net has no layers in the {Phase.Name(state.phase)} phase; look at its include rules: they "
+            "may ask for another phase, --level or --stage"
+        )
 
 
 def load_weights(net: Net, files: list[Path]) -> None:

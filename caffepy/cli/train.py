@@ -28,7 +28,8 @@ from caffepy.cli.options import (
 )
 from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
-from caffepy.phases import START, announcing, phase
+from caffepy.phases import SHORT_TURN, START, announcing, phase
+from caffepy.training import early_kernels
 
 if TYPE_CHECKING:
     from caffepy.parallel.options import TrainOptions
@@ -180,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: whatever is wrong with the files, the data or the devices.
     """
     _check_options(args)
+    if args.cpu:
+        early_kernels.begin()
     _begin_cuda(args)
     START.add("command line", 0.0)
     START.level = logging.INFO if args.profile_start else logging.DEBUG
@@ -197,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["caffepy", *args.arguments])
     logger.info("caffepy %s, Python %s: %s", version.__version__, platform.python_version(), command)
     manager = P2PManager(options)
-    with announcing(START), progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
+    with announcing(START, SHORT_TURN), progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
         manager.run()
     _say_how_to_resume(args, made[0].solver, manager.iteration)
     return 0
@@ -227,6 +230,8 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     param = _read_solver(args)
     prepare_solver(param, str(args.solver), bool(args.weights or args.snapshot), args.level, args.stage)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
+    if not gpu_mode and args.gpus is None:
+        early_kernels.begin()
     _begin_cuda(args, param.device_id if gpu_mode else None)
     resolve = PathResolver(args.solver)
     return TrainOptions(

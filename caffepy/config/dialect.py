@@ -23,7 +23,7 @@ VARIABLE = "CAFFEPY_DIALECT"
 
 
 class Dialect(Enum):
-    """Whose numbers."""
+    """The Caffe whose numbers are computed where the two differ; the values are what --dialect takes."""
 
     BVLC = "bvlc"
     NVIDIA = "nvidia"
@@ -57,8 +57,8 @@ NVIDIA_FIELDS: dict[str, frozenset[str]] = {
 """By message the fields that neither BVLC Caffe nor its SSD branch has (NVIDIA Caffe took over the latter's)."""
 
 
-def named_dialect(name: str, origin: str = VARIABLE) -> Dialect:
-    """The dialect of that name.
+def named_dialect(name: str) -> Dialect:
+    """The dialect that CAFFEPY_DIALECT names.
 
     Raises:
         ConfigError: there is none.
@@ -66,7 +66,7 @@ def named_dialect(name: str, origin: str = VARIABLE) -> Dialect:
     try:
         return Dialect(name.strip().lower())
     except ValueError:
-        raise ConfigError(f"{origin}: unknown dialect '{name}'; give bvlc or nvidia") from None
+        raise ConfigError(f"{VARIABLE}: unknown dialect '{name}'; give bvlc or nvidia") from None
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from caffepy.config.upgrade import upgrade_net
@@ -31,7 +30,6 @@ def draw_net(
     phase: int | None = None,
     *,
     rates: bool = False,
-    shapes: Mapping[str, Sequence[int]] | None = None,
     graphviz: bool = True,
 ) -> None:
     """Draw a net into a file.
@@ -42,7 +40,6 @@ def draw_net(
         rankdir: where the net goes: LR (left to right), RL, TB (top to bottom) or BT.
         phase: draw the layers of this phase, caffe_pb2.TRAIN or TEST; None: those of all phases.
         rates: say the lr_mult of layers that learn.
-        shapes: of blobs, by name; by default those that follow from the net (`caffepy.drawing.shapes`).
         graphviz: use `dot` where it is installed.
 
     Raises:
@@ -50,7 +47,7 @@ def draw_net(
         RunError: the file cannot be written.
     """
     path = Path(path)
-    picture = render_net(net, path.suffix.lstrip("."), rankdir, phase, rates=rates, shapes=shapes, graphviz=graphviz)
+    picture = render_net(net, path.suffix.lstrip("."), rankdir, phase, rates=rates, graphviz=graphviz)
     with atomic_write(path) as file:
         file.write(picture)
 
@@ -62,7 +59,6 @@ def render_net(
     phase: int | None = None,
     *,
     rates: bool = False,
-    shapes: Mapping[str, Sequence[int]] | None = None,
     graphviz: bool = True,
 ) -> bytes:
     """The bytes of a picture's file; the arguments and errors are those of `draw_net`."""
@@ -76,8 +72,8 @@ def render_net(
     upgrade_net(upgraded, net.name or "net")
     if not upgraded.layer:
         raise ConfigError("the net has no layers; give the prototxt of a net")
-    known = blob_shapes(upgraded, phase) if shapes is None else shapes
-    return _write(make_graph(upgraded, phase, known, rates), file_format, rankdir, graphviz)
+    graph = make_graph(upgraded, phase, blob_shapes(upgraded, phase), rates)
+    return _write(graph, file_format, rankdir, graphviz)
 
 
 def _write(graph: Graph, file_format: str, rankdir: str, graphviz: bool) -> bytes:

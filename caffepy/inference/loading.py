@@ -15,6 +15,7 @@ from caffepy.errors import ConfigError
 from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.onnx.engine import wants_runtime
+from caffepy.phases import phase
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.files import read_weights
 
@@ -63,7 +64,9 @@ def load(  # noqa: PLR0913 -- what a user may choose
     backend = create_backend(device, threads, math)
     try:
         context = LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(Path(model)), dialect=dialect)
-        return Model(param, context, [(read_weights(Path(file)), str(file)) for file in files], by_runtime=by_runtime)
+        with phase("nets", "Building the net"):
+            read = [(read_weights(Path(file)), str(file)) for file in files]
+            return Model(param, context, read, by_runtime=by_runtime)
     except BaseException:
         backend.close()
         raise

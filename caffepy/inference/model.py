@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ class Model:
     """A net of the TEST phase that is called with arrays and returns a dict of arrays.
 
     The parameters are those of `net`; a net with memory and graphs of its own is kept for each of the last few shapes
-    of the inputs.
+    of the inputs. Several threads may call it: one after another, as they share this memory.
 
     Args:
         param: the net as read.
@@ -49,6 +50,7 @@ class Model:
         by_runtime: bool = False,
     ) -> None:
         self._by_runtime = by_runtime
+        self._lock = threading.RLock()
         self._runtime_nets: WeakKeyDictionary[ForwardRunner, RuntimeNet] = WeakKeyDictionary()
         self.backend: Backend = context.backend
         with self.backend.activate():
@@ -93,32 +95,37 @@ class Model:
             ShapeError: an input is missing, unknown or of another rank.
         """
         given = self._by_name(arrays, named)
-        with self.backend.activate():
-            adopted = {name: self.backend.adopt(array) for name, array in given.items()}
-            here = {name: array for name, array in adopted.items() if array is not None}
-            hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
-            values = {**here, **hosts}
-            shapes = tuple(self._shape(name, values[name]) for name in self.inputs)
-            runner = self._nets.runner(shapes)
-            if self._by_runtime:
-                return self._runtime_net(runner).run(hosts)
-            for name, array in here.items():
-                self.backend.copy(array, runner.net.blobs[name].data)
-            for name, array in hosts.items():
-                self.backend.upload(array, runner.net.blobs[name].data)
-            runner.forward()
-            return self._results(runner.net, bool(here))
+        with self._lock, self.backend.activate():
+            return self._outputs(given)
+
+    def _outputs(self, given: dict[str, Any]) -> dict[str, Any]:
+        adopted = {name: self.backend.adopt(array) for name, array in given.items()}
+        here = {name: array for name, array in adopted.items() if array is not None}
+        hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
+        values = {**here, **hosts}
+        shapes = tuple(self._shape(name, values[name]) for name in self.inputs)
+        runner = self._nets.runner(shapes)
+        if self._by_runtime:
+            return self._runtime_net(runner).run(hosts)
+        for name, array in here.items():
+            self.backend.copy(array, runner.net.blobs[name].data)
+        for name, array in hosts.items():
+            self.backend.upload(array, runner.net.blobs[name].data)
+        runner.forward()
+        return self._results(runner.net, bool(here))
 
     def parameters_changed(self) -> None:
         """Take over values that were written into `net`'s parameters since the last call."""
-        self._runtime_nets.clear()
-        self._nets.parameters_changed()
+        with self._lock:
+            self._runtime_nets.clear()
+            self._nets.parameters_changed()
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
-        self._nets.close()
-        self._runtime_nets.clear()
-        self.net.close()
+        with self._lock:
+            self._nets.close()
+            self._runtime_nets.clear()
+            self.net.close()
 
     def _by_name(self, arrays: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         names = list(self.inputs)

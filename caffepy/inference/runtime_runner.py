@@ -107,6 +107,7 @@ class _Part:
             bottoms, layer = self._bottoms(node), node.layer
             known = layer.type in self._known and not any(layer.loss_weights) and not layer.no_gradient_bottoms
             known = known and layer.dtype == "float32" and bool(bottoms) and layer.type != "Split"
+            known = known and not layer.state()  # a session keeps nothing for the next pass
             if known and made.union(self._given).issuperset(bottoms) and self._given.isdisjoint(node.tops):
                 nodes.append(node)
                 made.update(node.tops)

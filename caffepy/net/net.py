@@ -198,9 +198,18 @@ class Net:
         if not self._filled:
             self._fill_parameters()
         if self._dtypes and self.keeps_copies:
-            self.parameters.refresh(self._dtypes)
+            self._refresh_copies()
         if self.folds_parameters:
             self.fold_parameters()
+
+    def _refresh_copies(self) -> None:
+        """Refresh the half-precision copies, in a folded net only of the parameters that are read as they are."""
+        folded = {id(layer) for node in self.schedule for layer in _folded_layers(node)}
+        if not folded:
+            self.parameters.refresh(self._dtypes)
+            return
+        kept = [layer for layer in self.layers if id(layer) not in folded and layer.dtype != "float32"]
+        self.parameters.refresh_single((blob, layer.dtype) for layer in kept for blob in layer.blobs)
 
     def _fill_parameters(self) -> None:
         """Fill the parameters that nothing has used yet: in a pass that is captured it would be too late."""
@@ -210,9 +219,9 @@ class Net:
 
     def fold_parameters(self) -> None:
         """Compute the weights that folded layers make of the present parameters."""
-        for node in self.schedule:
-            if isinstance(node.layer, FoldedConvolution):
-                node.layer.fold()
+        folded = [node.layer for node in self.schedule if isinstance(node.layer, FoldedConvolution)]
+        for layer in sorted(folded, key=lambda layer: -layer.blobs[0].count):  # what the first ones free is used again
+            layer.fold()
 
     @property
     def _dtypes(self) -> set[str]:
@@ -422,3 +431,8 @@ class Net:
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
         return (layer.name, index) not in self._table.shared
+
+
+def _folded_layers(node: Node) -> list[Layer]:
+    """The layers of a node whose parameters are read in folding alone."""
+    return node.layer.folded_layers if isinstance(node.layer, FoldedConvolution) else []

@@ -200,6 +200,8 @@ class ParameterBuffer:
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
         """`data` in other dtypes, for layers that want them so; see `refresh`."""
+        self._single_copies: list[tuple[Blob, str]] = []
+        """Parameters with copies of their own; see `refresh_single`."""
         for parameter in parameters:
             self._move(parameter)
 
@@ -241,11 +243,25 @@ class ParameterBuffer:
             if dtype not in self.copies:
                 self.copies[dtype] = self.backend.zeros(tuple(self.data.shape), dtype)
                 for parameter in self.parameters:
-                    parameter.blob.copies[dtype] = self.view(self.copies[dtype], parameter)
+                    parameter.blob.copies.setdefault(dtype, self.view(self.copies[dtype], parameter))
                     for blob in parameter.sharers:
                         flat = self.copies[dtype][parameter.start : parameter.stop]
-                        blob.copies[dtype] = self.backend.view(flat, blob.shape)
+                        blob.copies.setdefault(dtype, self.backend.view(flat, blob.shape))
             self.backend.copy(self.data, self.copies[dtype])
+        for blob, dtype in self._single_copies:
+            self.backend.copy(blob.data, blob.copies[dtype])
+
+    def refresh_single(self, wanted: Iterable[tuple[Blob, str]]) -> None:
+        """Copy some parameters, each with its dtype, to copies of their own, allocated on first use.
+
+        For nets that read few of their parameters in another dtype. Graphs may have these copies' addresses, so that
+        `refresh` keeps them. Parameters that have copies by then keep those.
+        """
+        for blob, dtype in wanted:
+            if dtype not in blob.copies:
+                blob.copies[dtype] = self.backend.zeros(blob.shape, dtype)
+                self._single_copies.append((blob, dtype))
+        self.refresh(self.copies)
 
     @property
     def diff(self) -> Array:

@@ -88,7 +88,7 @@ class Node:
         except ShapeError as error:
             if f"layer '{layer.name}'" in str(error):
                 raise
-            raise ShapeError(f"layer '{layer.name}' ({layer.type}): {error}") from error
+            raise type(error)(f"layer '{layer.name}' ({layer.type}): {error}") from error
         except CaffepyError:
             raise
         except MemoryError as error:

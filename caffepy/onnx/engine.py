@@ -51,13 +51,19 @@ class RuntimeNet:
         threads: how many to use.
 
     Raises:
-        ConfigError: a layer has no ONNX form.
+        ConfigError: a layer has no ONNX form, or leaves its state to the next pass.
         RunError: onnxruntime refuses the model, or an output differs by more than `LIMIT` for random inputs.
     """
 
     def __init__(self, net: Net, threads: int) -> None:
         from caffepy.onnx.export.write import serialised, to_model
 
+        for layer in net.layers:
+            if layer.state():
+                raise ConfigError(
+                    f"layer '{layer.name}' ({layer.type}) goes on with the state of the pass before, which onnxruntime "
+                    "does not keep; use engine 'own'"
+                )
         model = to_model(net)
         self._session = Session(serialised(model), threads)
         self._names = {info.name for info in model.graph.input}

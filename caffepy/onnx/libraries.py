@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,23 +33,17 @@ def has_runtime() -> bool:
     return importlib.util.find_spec("onnxruntime") is not None
 
 
-def run_file(path: Path, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
-    """The outputs of a model file, whose tensors may lie in other files beside it; see `run_model`."""
-    return run_model(str(path), feeds, threads)
-
-
-def run_model(model: bytes | str, feeds: Mapping[str, NDArray[Any]], threads: int = 0) -> dict[str, NDArray[Any]]:
+def run_model(model: bytes | str, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """The outputs of a serialised model by onnxruntime on the CPU.
 
     Args:
-        model: the model, or its path.
+        model: the model, or the path of a file, whose tensors may lie in other files beside it.
         feeds: its inputs by name.
-        threads: how many to use; 0: as many as there are cores.
 
     Raises:
         RunError: onnxruntime refuses the model or fails.
     """
-    return Session(model, threads).run(feeds)
+    return Session(model).run(feeds)
 
 
 class Session:

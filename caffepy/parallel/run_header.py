@@ -63,7 +63,7 @@ def _own_links(world: World, devices: list[Device]) -> tuple[str, dict[tuple[str
     """The links between this machine's GPUs, if this is its first rank."""
     machine = world.machines[world.rank]
     gpus = [device.bus_id for device in devices if device.machine == machine and device.bus_id is not None]
-    if world.local_rank != 0 or not gpus:
-        return None
+    if world.local_rank != 0 or len(gpus) < 2:
+        return None  # and NVML need not be loaded
     with open_nvml() as nvml:
         return machine, gpu_links(gpus, nvml)

@@ -23,8 +23,8 @@ SILENCE = 1.0
 """Seconds without a line of the log after which there is one."""
 _LOOK = 0.1
 """Seconds between two looks."""
-_TURN = 0.0005
-"""Seconds that a thread may keep others waiting until then, for Python's 0.005: each of a start's many short calls of
+SHORT_TURN = 0.0005
+"""Seconds that a thread may keep others waiting at the start, for Python's 0.005: each of a start's many short calls of
 CUDA would wait so long for the threads that read data."""
 
 
@@ -141,10 +141,12 @@ class _LastLine(logging.Handler):
 
 
 @contextmanager
-def announcing(phases: Phases) -> Iterator[None]:
+def announcing(phases: Phases, turn: float | None = None) -> Iterator[None]:
     """Until the first iteration is done or a `with` block is left, say what is being done where the log is silent.
 
-    Until then threads take shorter turns, too.
+    Args:
+        phases: what is being done.
+        turn: until then, seconds that a thread may keep others waiting; None: as ever.
     """
     stop = threading.Event()
     package = logging.getLogger("caffepy")
@@ -159,7 +161,7 @@ def announcing(phases: Phases) -> Iterator[None]:
 
     package.addHandler(last)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN)
+    sys.setswitchinterval(turn or interval)
     thread = threading.Thread(target=look, name="announcing", daemon=True)
     thread.start()
     try:

@@ -134,19 +134,16 @@ class Transformer:
         self.input_scale[in_] = scale
 
 
-def configured_transformer(
-    in_: str, shape: Sequence[int], options: Mapping[str, Any], order: Sequence[int] = (2, 0, 1)
-) -> Transformer:
-    """A Transformer of one input, as Caffe's Classifier and Detector configure it.
+def configured_transformer(in_: str, shape: Sequence[int], options: Mapping[str, Any]) -> Transformer:
+    """A Transformer of one input for images (H, W, C), as Caffe's Classifier and Detector configure it.
 
     Args:
         in_: the input's name.
         shape: its shape.
         options: `mean`, `input_scale`, `raw_scale` and `channel_swap`; None: not used.
-        order: of an image's dimensions.
     """
     transformer = Transformer({in_: shape})
-    transformer.set_transpose(in_, order)
+    transformer.set_transpose(in_, (2, 0, 1))
     for name, value in options.items():
         if value is not None:
             getattr(transformer, f"set_{name}")(in_, value)

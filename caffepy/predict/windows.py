@@ -42,12 +42,8 @@ class Window:
     edges: tuple[int, ...]
 
 
-def read_windows(path: Path, folder: Path | None = None) -> list[Window]:
+def read_windows(path: Path) -> list[Window]:
     """The windows of a CSV file whose header has filename, xmin, ymin, xmax and ymax, in any order.
-
-    Args:
-        path: the file.
-        folder: put before the names of images.
 
     Raises:
         DataError: it cannot be read, a column is missing, or a number is none.
@@ -64,7 +60,7 @@ def read_windows(path: Path, folder: Path | None = None) -> list[Window]:
                 f"windows '{path}' have no column {', '.join(missing)}; the first line must be "
                 "filename,xmin,ymin,xmax,ymax"
             )
-        windows = [_window(row, f"windows '{path}', line {rows.line_num}", folder) for row in rows]
+        windows = [_window(row, f"windows '{path}', line {rows.line_num}") for row in rows]
     except csv.Error as error:
         raise DataError(f"windows '{path}', line {rows.line_num}: {error}; write the file as CSV") from error
     if not windows:
@@ -72,15 +68,14 @@ def read_windows(path: Path, folder: Path | None = None) -> list[Window]:
     return windows
 
 
-def _window(row: dict[str, str | None], where: str, folder: Path | None) -> Window:
+def _window(row: dict[str, str | None], where: str) -> Window:
     try:
         numbers = [float(row[name] or "") for name in EDGES]
         edges = tuple(int(number) for number in numbers)
     except (ValueError, OverflowError):
         texts = ",".join(str(row[name]) for name in EDGES)
         raise DataError(f"{where}: {','.join(EDGES)} = {texts} are not four numbers; mend the line") from None
-    name = row["filename"] or ""
-    return Window(str(folder / name) if folder else name, edges)
+    return Window(row["filename"] or "", edges)
 
 
 def classify_windows(model: Model, windows: Sequence[Window], preparation: Preparation, context_pad: int) -> Floats:

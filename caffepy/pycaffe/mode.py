@@ -14,7 +14,7 @@ from caffepy.data.schedule import Shard
 from caffepy.defaults import MATH_MODES
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.proto import caffe_pb2
-from caffepy.pycaffe.core.device import Device, device_of
+from caffepy.pycaffe.core.device import Device, cpu_device, device_of
 from caffepy.pycaffe.core.errors import ArgumentError
 
 logger = logging.getLogger("caffepy.pycaffe")
@@ -56,14 +56,14 @@ class Mode:
     math: str = os.environ.get(MATH_VARIABLE, "tf32")
 
     def present_device(self) -> Device:
-        """The device on which nets are made.
+        """The device on which nets are made, a GPU's the same each time.
 
         Raises:
             DeviceError: it is not there.
             MissingExtraError: CuPy or cuDNN is not installed.
             ConfigError: CAFFEPY_MATH is none of MATH_MODES.
         """
-        return device_of(self.device, self.math) if self.gpu else device_of(None)
+        return device_of(self.device, self.math) if self.gpu else cpu_device()
 
     def next_seed(self) -> int:
         """The seed of the next net: of the first after `set_random_seed` the very number, of others made of it."""

@@ -19,6 +19,7 @@ from caffepy.inference.runners import ShapeRunners
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net as CoreNet
 from caffepy.net.wiring import Node
+from caffepy.phases import phase as doing
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.blob import Blob
 from caffepy.pycaffe.core.batches import AllBatches, Arrays
@@ -78,7 +79,7 @@ class Net(NetStructure, AllBatches):
         path = check_file(network_file)
         files = [check_file(weights)] if weights is not None else []
         device = mode.present_device()
-        with device.computing(), as_users_raise():
+        with device.computing(), as_users_raise(), doing("nets", "Building the net"):
             net, runners = _build(path, _state(phase, given["level"], given["stages"]), device)
             self._wrap(net, device, runners)
         for file in files:
@@ -96,7 +97,6 @@ class Net(NetStructure, AllBatches):
         self.device = device
         """What `with net.device.computing():` is for: a block that computes with caffepy's own arrays."""
         self._inference = InferencePath(net, device, runners)
-        self._input_arrays: tuple[HostArray, HostArray] | None = None
         self.has_callbacks = False
         """Whether `before_forward` or its like was called."""
         self._position = {id(node): index for index, node in enumerate(net.schedule)}

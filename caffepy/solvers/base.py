@@ -28,6 +28,7 @@ from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import StopRequestedError
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
+from caffepy.phases.kernel_processes import PROCESSES
 from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -132,7 +133,7 @@ class Solver(SolverFace, ABC):
             self.param.random_seed = secrets.randbits(31)
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         hidden = not self.param.debug_info
-        fuse, share = options.fuse and hidden, options.share and hidden and self.backend.captures
+        fuse, share = options.fuse and hidden, options.share and hidden
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         self._factory.check_wait = self.requests.check_wait
         with naming_largest_batch(self._factory, self.histories):
@@ -153,6 +154,8 @@ class Solver(SolverFace, ABC):
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
+        PROCESSES.submit()
+        factory.spare_programs()
         if factory.share:
             plan = factory.share_memory()
             self.log("%s", describe(plan, self.histories, self.backend.name))

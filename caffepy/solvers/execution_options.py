@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Switches of what makes training fast on a GPU; results are the same to rounding with each.
+    """Switches of what makes training fast and small; results are the same to rounding with each.
 
     Args:
         eager: put every primitive on the stream by itself, instead of replaying captured graphs.

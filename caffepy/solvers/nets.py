@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from caffepy.backend import Backend, Expression, foreseeing
+from caffepy.backend import Backend, Expression, foreseeing, foreseeing_on_cpu
 from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
@@ -21,6 +24,7 @@ from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
 from caffepy.phases import phase
+from caffepy.phases.kernel_processes import PROCESSES
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.rules.update import Update
 from caffepy.trace import NO_TRACE, Tracer
@@ -92,20 +96,87 @@ def foresee_kernels(
     settings = (state, context.sample_shapes, shard, context.dialect, context.test_iter, fuse, update)
     net_text = f"{param.SerializeToString(deterministic=True).hex()} {settings}"
     with phase("kernels foreseen"), foreseeing(context.backend, net_text) as backend:
-        if backend is None:
-            return
-        own = replace(context, backend=backend, passes=PassCounter(), first_sample=None, describe_sample=None)
-        net = Net(param, own, state, fuse)
-        try:
-            net.debug_info = False
-            net.prepare()
-            net.forward()
-            if update is not None:
-                net.clear_param_diffs()
-                net.backward()
-                update.run(net)
-        finally:
-            net.close()
+        if backend is not None:
+            _run_once(backend, param, context, state, fuse, update)
+    own_code = any(layer.type == "Python" for layer in param.layer)
+    if context.backend.name == "cpu" and PROCESSES.wanted and not own_code:
+        with phase("kernels foreseen"):
+            PROCESSES.foresee(_describe(param, context, state, fuse, update))
+
+
+def _run_once(
+    backend: Backend,
+    param: caffe_pb2.NetParameter,
+    context: LayerContext,
+    state: caffe_pb2.NetState | None,
+    fuse: bool,
+    update: ForeseenUpdate | None,
+) -> None:
+    """An iteration on a backend that foresees."""
+    own = replace(context, backend=backend, passes=PassCounter(), first_sample=None, describe_sample=None)
+    net = Net(param, own, state, fuse)
+    try:
+        net.debug_info = False
+        net.prepare()
+        net.forward()
+        if update is not None:
+            net.clear_param_diffs()
+            net.backward()
+            update.run(net)
+    finally:
+        net.close()
+
+
+_CONTEXT = ("phase", "seed", "test_iter", "iter_size", "sample_shapes")
+"""What another process is told of a `LayerContext` as it is."""
+
+
+def _describe(
+    param: caffe_pb2.NetParameter,
+    context: LayerContext,
+    state: caffe_pb2.NetState | None,
+    fuse: bool,
+    update: ForeseenUpdate | None,
+) -> str:
+    """A line for `foresee_described`, which runs in another process."""
+    folder = getattr(context.resolve, "folder", None)
+    description: dict[str, Any] = {
+        "param": param.SerializeToString().hex(),
+        "state": None if state is None else state.SerializeToString().hex(),
+        "fuse": fuse,
+        "threads": getattr(context.backend, "threads", None),
+        "folder": None if folder is None else str(folder),
+        "dialect": context.dialect and context.dialect.value,
+        "shard": asdict(context.shard),
+        "context": {name: getattr(context, name) for name in _CONTEXT},
+    }
+    if update is not None:
+        rule = update.rule.function
+        description["update"] = {**vars(update), "rule": (rule.__module__, rule.__name__)}
+    return json.dumps(description, default=int)  # NumPy's integers
+
+
+def foresee_described(description: str) -> None:
+    """An iteration of a net that `foresee_kernels` describes for other processes, on arrays that hold nothing."""
+    told = json.loads(description)
+    param = caffe_pb2.NetParameter.FromString(bytes.fromhex(told["param"]))
+    state = None if told["state"] is None else caffe_pb2.NetState.FromString(bytes.fromhex(told["state"]))
+    backend = foreseeing_on_cpu(told["threads"])
+    context = LayerContext(
+        backend,
+        shard=Shard(**told["shard"]),
+        resolve=PathResolver(None if told["folder"] is None else Path(told["folder"], "net.prototxt")),
+        dialect=told["dialect"] and Dialect(told["dialect"]),
+        **told["context"],
+    )
+    _run_once(backend, param, context, state, told["fuse"], _told_update(told.get("update")))
+
+
+def _told_update(told: dict[str, Any] | None) -> ForeseenUpdate | None:
+    if told is None:
+        return None
+    module, name = told["rule"]
+    return ForeseenUpdate(**{**told, "rule": getattr(import_module(module), name)})
 
 
 class NetFactory:
@@ -147,12 +218,18 @@ class NetFactory:
         """The net to train; `trace` takes the times of its layers.
 
         Raises:
-            ConfigError: none is named, or more than one; its `reduce_buckets` is negative.
+            ConfigError: none is named, or more than one; it has no layers; its `reduce_buckets` is negative.
         """
         source, state = self._train_source()
         bucket_count(source.param)
         log.log(self._level, "Creating training net from %s", source.field)
-        return self._make(source, state, 1, trace)
+        net = self._make(source, state, 1, trace)
+        if not net.nodes:
+            raise ConfigError(
+                f"solver: {source.field}: the net has no layers in the TRAIN phase; look at its include rules and at "
+                "the solver's train_state"
+            )
+        return net
 
     def foresee(self, update: ForeseenUpdate | None = None) -> None:
         """Have the kernels of the net that was made last compiled, with those of an update; returns at once."""
@@ -198,6 +275,12 @@ class NetFactory:
             self.foresee()
             nets.append(net)
         return nets
+
+    def spare_programs(self) -> None:
+        """Share nothing on a CPU where layers are users' classes: a plan would make their objects a second time."""
+        types = {layer.type for net, _, _ in self._made for layer in net.layers}
+        if "Python" in types and not self.backend.captures:
+            self.share = False
 
     def share_memory(self) -> MemoryPlan:
         """Let all nets that were made keep their blobs in one arena, train and test nets at different times.

@@ -37,13 +37,13 @@ class KeptStatistics:
             self._backend.copy(array, kept)
 
     def accept(self) -> None:
-        """Keep them where the iteration that has made them is not void."""
+        """Keep the present statistics, unless the iteration that made them is void."""
         for array, kept in zip(self._arrays, self._kept, strict=True):
             assert self._void is not None
             self._backend.apply(unless_void, (array, kept, self._void()), (kept,))
 
     def take_back(self) -> None:
-        """Make them again what was kept."""
+        """Give the running statistics the values that were kept."""
         for array, kept in zip(self._arrays, self._kept, strict=True):
             self._backend.copy(kept, array)
 

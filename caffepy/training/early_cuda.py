@@ -14,6 +14,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from caffepy.files import load_library
+from caffepy.training import read_ahead
+
 _EXIT_SECONDS = 10.0
 """How long the process's end waits for each start that is under way: a driver must not be left in the middle of it."""
 
@@ -32,8 +35,9 @@ def begin_context(device: int) -> threading.Thread:
 
 
 def begin(devices: Iterable[int] = ()) -> None:
-    """Start the driver and some devices; returns at once."""
+    """Start the driver and some devices, and to read CUDA's libraries; returns at once."""
     begin_driver()
+    read_ahead.begin()
     for device in devices:
         begin_context(device)
 
@@ -51,7 +55,7 @@ _starting = threading.Lock()
 def _driver() -> Any:
     """The driver's library once it has started; None if there is none that works."""
     with suppress(OSError, AttributeError):
-        library = ctypes.CDLL("libcuda.so.1")
+        library = load_library("libcuda.so.1")
         with _starting:
             if library.cuInit(0) == 0:
                 return library

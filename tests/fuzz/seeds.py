@@ -243,13 +243,3 @@ def profile() -> str:
     layers = (LayerProfile("a", 1.0, 2.0), LayerProfile("b", 0.5, 1.0))
     made = Profile("net", "CPU", True, 8, 1, 5.0, 0.1, 2, True, layers, (Gradient(1, 400), Gradient(0, 800)))
     return json.dumps({"format": FORMAT, **asdict(made)}, indent=1)
-
-
-def solver_message(folder: Path) -> list[caffe_pb2.SolverParameter]:
-    """The solvers' messages, upgraded."""
-    found = []
-    for number, text in enumerate(SOLVERS):
-        path = folder / f"solver{number}.prototxt"
-        path.write_text(text)
-        found.append(read_solver(path))
-    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -70,22 +72,24 @@ def test_decisions_are_not_made_twice(make: Callable[..., Any], monkeypatch: pyt
         second.close()
 
 
-def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
+def test_a_wrong_candidate_is_not_used(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from caffepy.backend.cuda.convolution import autotune
     from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily
-    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
+    from caffepy.backend.cuda.convolution.autotune import Contender, Trial, operands_for
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 
     class Fake:
         def __init__(self, name: str, value: float) -> None:
             self.name, self.value = name, value
 
-        def prepare(self) -> bool:
-            return True
+        def elapsed(self, runs: int, about: float = 0.0) -> float:
+            return 20.0 if self.name == "right" else 10.0
 
         def run(self, operands: Any) -> None:
-            for _ in range(20 if self.name == "right" else 1):
-                operands.out.fill(self.value)
+            operands.out.fill(self.value)
 
+    # Times are made up: other processes that use the device would decide which candidate is the fastest.
+    monkeypatch.setattr(autotune, "_attempt", lambda fake, operands, best: Contender(fake, fake.elapsed(1), fake))
     with make().activate():
         task = Task(Problem((2, 4, 9, 9), (8, 4, 3, 3), window(3)), Direction.FORWARD)
         trial = Trial(operands_for(task, None), lambda: pytest.fail("the first arrays tell enough"))
@@ -94,3 +98,54 @@ def test_a_wrong_candidate_is_not_used(make: Callable[..., Any]) -> None:
         trial.add(AlgorithmFamily("nearly", lambda: [Fake("nearly", 1.001)], checked=True))
         chosen, _ = trial.best()
     assert chosen is not None and chosen.name == "nearly"
+
+
+@pytest.mark.parametrize("microseconds", [5, 40, 300])
+def test_runs_are_timed_without_the_gaps_between_their_launches(make: Callable[..., Any], microseconds: int) -> None:
+    from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
+    from caffepy.backend.cuda.convolution.timing import Stopwatch
+
+    with make().activate():
+        idle = library_kernel("tuning", "idle")
+        for slow in (0.0, 30e-6):
+
+            def run(slow: float = slow) -> None:
+                end = monotonic() + slow
+                while monotonic() < end:
+                    continue
+                launch_blocks(idle, (1,), (1,), (1000 * microseconds,))
+
+            watch = Stopwatch(run)
+            first = watch.elapsed(1)
+            runs = max(2, min(10, 600 // microseconds))  # shorter than the turn of another process that uses the device
+            again = min(watch.elapsed(runs, first) for _ in range(10))
+            assert microseconds <= again <= first + 3.0
+            assert again <= microseconds + 8.0
+
+
+def test_what_is_chosen_is_among_the_fastest_of_all_candidates(make: Callable[..., Any]) -> None:
+    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
+    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+    from caffepy.backend.cuda.convolution.registry import algorithm_families
+    from caffepy.backend.cuda.convolution.timing import Stopwatch
+
+    backend = make()
+    with backend.activate():
+        for direction in Direction:
+            task = Task(Problem((32, 64, 28, 28), (128, 64, 3, 3), window(3, 1, 1), "float16"), direction)
+            plan = CudaConvolution(task.problem, backend._resources)
+            families = algorithm_families(task, plan.run, plan.candidate, backend._resources)
+            operands = operands_for(task, None)
+            trial = Trial(operands, lambda: pytest.fail("the first arrays tell enough"))
+            for family in families:
+                trial.add(family)
+            chosen, microseconds = trial.best()
+            assert chosen is not None
+            candidates = [c for family in families if not family.last_resort for c in family.candidates()]
+            times = []
+            for candidate in filter(lambda candidate: candidate.prepare(), candidates):
+                candidate.run(operands)
+                watch = Stopwatch(partial(candidate.run, operands))
+                times.append(min(watch.elapsed(20, microseconds) for _ in range(3)))
+            assert microseconds <= 1.15 * min(times) + 2.0, (direction, chosen.name)

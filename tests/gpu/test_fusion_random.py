@@ -11,7 +11,7 @@ import pytest
 from compare_nets import TOLERANCE, TRIES, Values, build, errors, groups, make_inputs, pass_once
 from compare_nets import root_mean_square as usual
 from compare_nets import run as run_net
-from random_nets import RandomNet, parse
+from fusible_nets import FusibleNet
 
 from caffepy.backend import Backend, create_backend
 from caffepy.net import Net
@@ -54,8 +54,8 @@ def run_captured(net: Net, inputs: Values) -> tuple[Values, Values]:
 
 def compare(backend: Backend, seed: int, kind: str, share: bool) -> tuple[dict[str, float], list[str]]:
     """As `compare_nets.compare_on_cpu`, with captured passes."""
-    random_net = RandomNet(seed)
-    phase, exact, param = random_net.phase, parse(random_net), parse(random_net, kind)
+    random_net = FusibleNet(seed)
+    phase, exact, param = random_net.phase, random_net.param(), random_net.param(kind)
     worst: dict[str, float] = {}
     fused: list[str] = []
     for attempt in range(TRIES):

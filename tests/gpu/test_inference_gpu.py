@@ -11,10 +11,10 @@ import h5py
 import numpy as np
 import pytest
 from compare_nets import errors, make_inputs, root_mean_square
+from fusible_nets import FusibleNet
 from google.protobuf import text_format
 from laboratory import NORMALISED_NET, Laboratory
 from other_arrays import OnlyDlpack
-from random_nets import RandomNet, parse
 from training import solver_param, weights_of
 
 import caffepy
@@ -164,8 +164,8 @@ def test_random_nets(untuned: Backend, part: int, kind: str) -> None:
     with untuned.activate():
         folded = 0
         for seed in range(part, NETS_TRIED, PARTS):
-            random_net = RandomNet(seed)
-            text, inputs = text_format.MessageToString(parse(random_net)), make_inputs(random_net, seed)
+            random_net = FusibleNet(seed)
+            text, inputs = text_format.MessageToString(random_net.param()), make_inputs(random_net, seed)
             nets = [
                 build(text, untuned, fuse, dtype) for fuse, dtype in ((False, "FLOAT"), (False, kind), (True, kind))
             ]

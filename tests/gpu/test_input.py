@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from image_slots import random_slot
 
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, aligned_size
@@ -26,19 +27,6 @@ def rounded(values, dtype):
         upper = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
         return (upper << np.uint64(16)).astype(np.uint32).view(np.float32)
     return values.astype(dtype)
-
-
-def random_slot(slot, whole, mirror, seed=0):
-    """The memory of a slot of random images out of wholes of this height and width."""
-    rng = np.random.default_rng(seed)
-    memory = np.zeros(slot.size, np.uint8)
-    labels, crops, pixels = slot.parts(memory)
-    labels[...] = rng.integers(0, 1000, slot.count)
-    crops[:, 0] = rng.integers(0, 2, slot.count) if mirror else 0
-    crops[:, 1] = rng.integers(0, whole[0] - slot.height + 1, slot.count)
-    crops[:, 2] = rng.integers(0, whole[1] - slot.width + 1, slot.count)
-    pixels[...] = rng.integers(0, 256, pixels.shape)
-    return memory
 
 
 def pinned(backend, memory):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 
 import pytest
 from fault_case import FaultCase, Trials, parameters
@@ -24,10 +25,7 @@ def test_sighup_writes_a_snapshot_and_training_goes_on(laboratory: Laboratory) -
     assert len(states) == 2 and f"{outcome.prefix}_iter_30.solverstate" in states
 
 
-@pytest.mark.parametrize(
-    ("ranks", "solvers"), [(0, 2), pytest.param(2, 1, marks=pytest.mark.mpi)], ids=["threads", "ranks"]
-)
-def test_time_in_which_all_were_suspended_does_not_count(laboratory: Laboratory, ranks: int, solvers: int) -> None:
+def check_suspension(laboratory: Laboratory, _: int, ranks: int, solvers: int) -> float:
     """Suspended for longer than any wait may last, training goes on; the last device keeps the first one waiting."""
     options = ("--cpu-solvers", str(solvers), "--timeout", "3")
     started = laboratory.start(
@@ -35,15 +33,28 @@ def test_time_in_which_all_were_suspended_does_not_count(laboratory: Laboratory,
     )
     laboratory.wait_for_snapshot(started, 5)
     time.sleep(0.3)  # the first device waits for the last one
+    begin = time.monotonic()
     processes = processes_of(laboratory.mark(started[1]))
     for process in processes:
         process.suspend()
-    time.sleep(5.0)
+    time.sleep(4.0)
     for process in processes:
         process.resume()
     outcome = laboratory.finish(started)
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert outcome.snapshots()[-1] == 20
+    return time.monotonic() - begin
+
+
+SUSPENSIONS = [
+    FaultCase("all suspended", "threads", partial(check_suspension, ranks=0, solvers=2)),
+    FaultCase("all suspended", "ranks", partial(check_suspension, ranks=2, solvers=1), mpi=True),
+]
+
+
+@pytest.mark.parametrize("case", parameters(SUSPENSIONS))
+def test_time_in_which_all_were_suspended_does_not_count(trials: Trials, case: FaultCase) -> None:
+    trials[case].result()
 
 
 def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory: Laboratory) -> None:

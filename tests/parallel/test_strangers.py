@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from fault_case import FaultCase, Trials, parameters
 from laboratory import LIMIT, LONG, Laboratory, Outcome
 from processes import ranks_of
 from strangers import connect, control_port, introduction, send_garbage, send_slowly, silent_connections
@@ -44,12 +45,14 @@ def descriptors(process: psutil.Process, stop: threading.Event, seen: list[int])
         seen.append(process.num_fds())
 
 
-def test_training_ends_as_without_strangers(laboratory: Laboratory) -> None:
+def check_training(laboratory: Laboratory, _: int) -> float:
+    """Training that strangers attack ends as without them."""
     started, root, _ = start(laboratory, iterations=250)
     port = control_port(root)
     stop, seen = threading.Event(), [0]
     watching = threading.Thread(target=descriptors, args=(root, stop, seen))
     before = root.num_fds()
+    begin = time.monotonic()
     watching.start()
     try:
         attack(port)
@@ -60,9 +63,11 @@ def test_training_ends_as_without_strangers(laboratory: Laboratory) -> None:
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert outcome.snapshots()[-1] == 250 and "Optimization Done." in outcome.log, outcome.log
     assert max(seen) <= before + 48, f"{before} descriptors, {max(seen)} under attack"
+    return time.monotonic() - begin
 
 
-def test_a_rank_that_is_stopped_afterwards_is_named(laboratory: Laboratory) -> None:
+def check_stopped_rank(laboratory: Laboratory, _: int) -> float:
+    """A rank that is stopped after an attack is named."""
     started, root, other = start(laboratory, "--timeout", f"{TIMEOUT:g}", iterations=LONG)
     attack(control_port(root))
     fault = time.time()
@@ -71,4 +76,17 @@ def test_a_rank_that_is_stopped_afterwards_is_named(laboratory: Laboratory) -> N
     assert outcome.status != 0, outcome.log
     (message,) = outcome.errors()
     assert re.search(r"^rank 0 on .* has waited \d+ s in .* for rank 1 on", message), outcome.log
-    assert outcome.seconds_after_fault() < TIMEOUT + LIMIT, outcome.log
+    seconds = outcome.seconds_after_fault()
+    assert seconds < TIMEOUT + LIMIT, outcome.log
+    return seconds
+
+
+ATTACKS = [
+    FaultCase("strangers", "training ends as without them", check_training, mpi=True),
+    FaultCase("strangers", "a rank that is stopped afterwards is named", check_stopped_rank, mpi=True),
+]
+
+
+@pytest.mark.parametrize("case", parameters(ATTACKS))
+def test_strangers_change_nothing(trials: Trials, case: FaultCase) -> None:
+    trials[case].result()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from random_nets import CLASSES, RandomNet, parse
+from fusible_nets import CLASSES, FusibleNet
 
 from caffepy.backend import Backend, create_backend
 from caffepy.backend.cpu.backend import CpuBackend
@@ -52,7 +52,7 @@ class SpoilingBackend(CpuBackend):
             buffer.view(np.uint8)[...] = 0xFF
 
 
-def make_inputs(random_net: RandomNet, seed: int) -> Values:
+def make_inputs(random_net: FusibleNet, seed: int) -> Values:
     """Numbers for the net's inputs."""
     generator = np.random.default_rng(seed)
     values: Values = {
@@ -158,8 +158,8 @@ def compare_on_cpu(seed: int, shares: Sequence[bool] = (False, True)) -> tuple[d
     Returns:
         The errors above `TOLERANCE` that every one of several inputs shows; and the groups that were fused.
     """
-    random_net = RandomNet(seed)
-    param, phase = parse(random_net), random_net.phase
+    random_net = FusibleNet(seed)
+    param, phase = random_net.param(), random_net.phase
     plain, spoiling = create_backend(None, 1), SpoilingBackend(1)
     worst: dict[str, float] = {}
     fused: list[str] = []
@@ -195,7 +195,7 @@ def main() -> int:
             differing.append(seed)
             print(f"net {seed} differs: {', '.join(f'{name} by {e:.3g}' for name, e in sorted(worst.items()))}")
         if options.show and (worst or options.count == 1):
-            print(RandomNet(seed).text)
+            print(FusibleNet(seed).text)
     for types, count in fused.most_common():
         print(f"{count:6} {types}")
     seconds = time.monotonic() - begin

@@ -228,6 +228,34 @@ def run_gradients(backend: Any, dtype: str) -> None:
         plan.backward_normalised(bottom, dy, backend.zeros(weights_shape, dtype), x, backend.zeros(weights_shape), relu)
 
 
+def run_convolutions(backend: Any, dtype: str) -> None:
+    """Gradients that few shapes have kernels for: of few pixels, of large windows, over one axis."""
+    from caffepy.backend import Geometry
+
+    def window(size: tuple[int, ...], stride: int = 1, group: int = 1) -> Geometry:
+        zeros, ones = (0,) * len(size), (1,) * len(size)
+        return Geometry(size, (stride,) * len(size), zeros, ones, group)
+
+    for x_shape, outputs, geometry in (
+        ((1, 64, 6, 6), 240, window((3, 3))),
+        ((1, 64, 3, 4, 4), 240, window((3, 3, 1))),
+        ((9, 48, 5, 7), 80, window((5, 7))),
+        ((2, 1, 40, 70), 3, window((11, 9))),
+        ((2, 16, 20, 20), 16, window((11, 11))),
+        ((2, 12, 200), 40, window((5,), 2, 2)),
+        ((2, 12, 1100), 12, window((5,), 1, 12)),
+        ((2, 6, 9, 9), 18, window((3, 3), 1, 6)),
+        ((2, 6, 9, 9), 12, window((1, 1), 1, 3)),
+    ):
+        weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
+        plan = backend.plan_convolution(x_shape, weights_shape, geometry, dtype)
+        x, dy = backend.zeros(x_shape, dtype), backend.zeros(plan.problem.y, dtype)
+        plan.forward(x, backend.zeros(weights_shape, dtype), None, dy)
+        plan.backward_data(dy, backend.zeros(weights_shape, dtype), x)
+        for accumulate in (False, True):
+            plan.backward_weights(x, dy, backend.zeros(weights_shape), accumulate)
+
+
 def run_copies(backend: Any) -> None:
     """Copies and sums from each dtype to each, in one order and from one order to the other; random numbers."""
     from caffepy.backend import RandomStream
@@ -309,6 +337,7 @@ def main() -> int:
         run_windows(backend, dtype)
         run_batch_norm(backend, dtype)
         run_gradients(backend, dtype)
+        run_convolutions(backend, dtype)
     run_softmax(backend)
     run_copies(backend)
     run_recurrent(backend)

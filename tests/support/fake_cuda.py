@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -110,6 +110,7 @@ def _size(argument: Any) -> int:
     return {int: 8, float: 8, bool: 1}[type(argument)]
 
 
+@cache
 def _device(number: int = 0) -> Any:
     device = MagicMock()
     device.compute_capability = CAPABILITY
@@ -122,8 +123,9 @@ def install(recorder: Recorder) -> None:
     runtime = MagicMock()
     runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
     runtime.getDeviceCount.return_value = 1
-    runtime.getDevice.return_value = 0
-    runtime.streamIsCapturing.return_value = False
+    # Called for nearly every launch: a mock would take most of the time.
+    runtime.getDevice = lambda: 0
+    runtime.streamIsCapturing = lambda stream: False
     runtime.memGetInfo.return_value = (2**37, 2**37)
     runtime.getDeviceProperties.return_value = {
         "name": b"fake", "totalGlobalMem": 2**37, "major": 9, "minor": 0, "multiProcessorCount": MULTIPROCESSORS
@@ -136,12 +138,13 @@ def install(recorder: Recorder) -> None:
     cuda.get_elapsed_time.return_value = 1.0
     stream = MagicMock(ptr=0)
     cuda.Stream.return_value = stream
-    cuda.get_current_stream.return_value = stream
+    cuda.get_current_stream = lambda: stream
     cupy = types.ModuleType("cupy")
     names = {
         "ndarray": FakeArray, "RawModule": recorder.module, "empty": empty, "zeros": empty, "dtype": np.dtype,
         "cuda": cuda, "copyto": np.copyto, "asnumpy": lambda array, stream=None: np.array(array),
         "ascontiguousarray": lambda array: np.ascontiguousarray(array).view(FakeArray),
+        "flip": np.flip,
         "broadcast_to": lambda array, shape: np.broadcast_to(array, shape, subok=True),
         "get_default_memory_pool": MagicMock(),
     }  # fmt: skip
@@ -177,14 +180,15 @@ class EveryCandidate:
 
     def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The last one."""
-        from caffepy.backend.cuda.convolution.autotune import difference, elapsed, largest, operands_for
+        from caffepy.backend.cuda.convolution.autotune import difference, largest, operands_for
+        from caffepy.backend.cuda.convolution.timing import Stopwatch
 
         made = operands_for(task, None)
         difference(made.out, made.out)
         largest(made.out)
         candidates = [candidate for family in families for candidate in family.candidates() if candidate.prepare()]
         for candidate in candidates:
-            elapsed(partial(candidate.run, operands or made), 1)
+            Stopwatch(partial(candidate.run, operands or made)).elapsed(1)
         return candidates[-1]
 
     def likely(self, task: Any, families: Sequence[Any], resources: Any) -> Sequence[Any]:
@@ -202,7 +206,7 @@ def fake_backend(math_mode: str) -> Iterator[Any]:
     library = MagicMock()
     library.configure_mock(**{f"{name}.return_value": 0 for name in (
         "cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasSetMathMode", "cublasSgemm_v2",
-        "cublasGemmEx", "cublasDestroy_v2",
+        "cublasGemmEx", "cublasGemmStridedBatchedEx", "cublasDestroy_v2",
     )})  # fmt: skip
     cublas._library = lambda: library  # type: ignore[assignment]
     for module in (registry, space_to_depth_cudnn, cudnn):

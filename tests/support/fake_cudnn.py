@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,10 +64,10 @@ class Graph:
 
     deselect_numeric_notes = deselect_workspace_greater_than = deselect_engines
 
-    def create_execution_plans(self, _: Any) -> None:
+    def create_execution_plans(self, modes: Any) -> None:
         """Ask heuristics."""
         self._frontend.counts["heuristics"] += 1
-        self._engines = list(self._frontend.engines)
+        self._engines = [*self._frontend.engines, *(self._frontend.slower if "B" in modes else ())]
 
     def get_execution_plan_count(self) -> int:
         """How many plans there are."""
@@ -82,6 +83,8 @@ class Graph:
 
     def build_plan_at_index(self, index: int) -> None:
         """Build one plan, which becomes the one that is serialised."""
+        if self._engines[index:] and self._engines[index] in self._frontend.barred:
+            raise RuntimeError("Deselected execution plan")
         if index not in self._built:
             self._frontend.counts["builds"] += 1
             self._built[index] = self._engines[index]
@@ -128,7 +131,14 @@ class Graph:
 
 
 class Frontend:
-    """The module `cudnn`."""
+    """The module `cudnn`.
+
+    Args:
+        engines: those that the faster heuristics propose.
+        slower: those that the slower ones add.
+        barred: those that are not built.
+        serialises: whether plans can be written.
+    """
 
     cudnnGraphNotSupportedError = NotSupportedError  # noqa: N815 (cuDNN's name)
     data_type = SimpleNamespace(FLOAT="FLOAT", HALF="HALF", BFLOAT16="BFLOAT16")
@@ -138,8 +148,14 @@ class Frontend:
     class numerical_note:  # noqa: N801 (cuDNN's name)
         """Any note is its name."""
 
-    def __init__(self, engines: tuple[str, ...] = ("eng0", "eng1", "eng2"), serialises: bool = True) -> None:
-        self.engines = engines
+    def __init__(
+        self,
+        engines: Sequence[str] = tuple(f"eng{number}" for number in range(12)),
+        slower: Sequence[str] = (),
+        barred: Sequence[str] = (),
+        serialises: bool = True,
+    ) -> None:
+        self.engines, self.slower, self.barred = engines, slower, barred
         self.serialises = serialises
         self.workspace = WORKSPACE
         self.counts: Counter[str] = Counter()

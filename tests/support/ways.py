@@ -158,7 +158,7 @@ def train(wide: WideNet, solver: Solver, attempt: int, first: int = 0, snapshot_
     found: Values = {}
     for number in range(first, ITERATIONS):
         for net in (solver.net, *solver.test_nets):
-            batch = 2 if number == GROWN and net is solver.net else 1
+            batch = 2 if number == GROWN else 1
             for name, array in wide.values(1000 * attempt + number, batch).items():
                 net.blobs[name].reshape(array.shape)
                 net.backend.from_host(array, net.blobs[name].data)

@@ -1,4 +1,4 @@
-"""A generator of random nets of every layer type that takes part in a feed-forward net; each seed stands for one.
+"""Random nets of every layer type that takes part in a feed-forward net.
 
 A layer's settings are a template in which `<a|b>` is one of several texts. What comes out is tried on its bottoms'
 shapes: a layer that the net would refuse is thrown away, so that the templates need not know what is legal.
@@ -7,14 +7,13 @@ shapes: a layer that the net would refuse is thrown away, so that the templates 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import numpy as np
 from google.protobuf import text_format
+from random_nets import RandomNet, Shape, Stem, input_layer
 from wide_layers import (
     BOUNDING,
     IN_PLACE,
@@ -37,7 +36,6 @@ from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
-Shape = tuple[int, ...]
 Values = dict[str, Any]
 
 LARGEST = 3000
@@ -50,27 +48,8 @@ TRIES = 60
 _CPU = create_backend(None, 1)
 
 
-@dataclass(frozen=True)
-class Stem:
-    """A blob that a later layer may read.
-
-    Args:
-        name: the blob's.
-        shape: its dimensions.
-        positive: whether no element is below 0.
-        bounded: whether no element can be huge.
-        free: whether a layer may work in place on it.
-    """
-
-    name: str
-    shape: Shape
-    positive: bool = False
-    bounded: bool = True
-    free: bool = True
-
-
-class WideNet:
-    """A net that a seed stands for.
+class WideNet(RandomNet):
+    """A net of any layer types, whose layers were all tried on their bottoms' shapes.
 
     Args:
         seed: of everything, the parameters' values not counted.
@@ -79,12 +58,10 @@ class WideNet:
     """
 
     def __init__(self, seed: int, layers: int = 9, only: Sequence[str] = ()) -> None:
+        super().__init__(seed)
         self.seed = seed
-        self._random = Random(seed)
         self._large = self._chance(0.2)
         self._only = only
-        self._layers: list[str] = []
-        self._names: Counter[str] = Counter()
         self._open: list[Stem] = []
         self._again: list[tuple[str, str, Shape, str]] = []
         """Layers with parameters that others may share: type, settings, bottom's shape, `param` fields."""
@@ -94,23 +71,13 @@ class WideNet:
 
     @property
     def text(self) -> str:
-        """The prototxt, with Input layers."""
-        inputs = [
-            f'layer {{ name: "{name}" type: "Input" top: "{name}" input_param {{ shape {{ {_dims(shape)} }} }} }}'
-            for name, (shape, _) in self.inputs.items()
-        ]
-        return "\n".join([f'name: "wide{self.seed}"', *inputs, *self._layers])
+        inputs = [input_layer(name, shape) for name, (shape, _) in self.inputs.items()]
+        return "\n".join([f'name: "wide{self.seed}"', *inputs, super().text])
 
     @property
     def overwrites_inputs(self) -> bool:
         """Whether a layer works in place on an input."""
         return any(top in self.inputs for layer in self.param().layer if layer.bottom for top in layer.top)
-
-    def param(self, kind: str = "FLOAT") -> caffe_pb2.NetParameter:
-        """The net, with its blobs kept as a value of the schema's Type says."""
-        param = text_format.Parse(self.text, caffe_pb2.NetParameter())
-        param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
-        return param
 
     def values(self, seed: int, batch: int = 1, longer: int = 0) -> Values:
         """Numbers for the inputs.
@@ -242,8 +209,7 @@ class WideNet:
         in_place = kind in IN_PLACE and stem.free and self._open.count(stem) == 1 and self._chance(0.6)
         tops = [stem.name if in_place else self._new(kind)] + [self._new(kind) for _ in range(count - 1)]
         settings += self._extras(kind, settings, tried.parameters, bottoms, count)
-        names = "".join(f' bottom: "{one.name}"' for one in bottoms) + "".join(f' top: "{top}"' for top in tops)
-        self._layers.append(f'layer {{ name: "{self._new("L" + kind)}" type: "{kind}"{names} {settings} }}')
+        self._layer(kind, [one.name for one in bottoms], tops, settings)
         for one in bottoms:
             if one in self._open and (one.name in tops or not self._chance(0.25)):
                 self._open.remove(one)
@@ -298,13 +264,6 @@ class WideNet:
             name += "b"
         return self._input(name, stem.shape, kind)
 
-    def _new(self, stem: str) -> str:
-        self._names[stem] += 1
-        return f"{stem.lower()}{self._names[stem]}"
-
-    def _chance(self, probability: float) -> bool:
-        return self._random.random() < probability
-
 
 @dataclass(frozen=True)
 class Tried:
@@ -328,7 +287,3 @@ def try_layer(text: str, bottoms: Sequence[Shape], tops: int) -> Tried | None:
     except UserError:
         return None
     return Tried([made.blobs[f"t{index}"].shape for index in range(tops)], len(made.layers[-1].blobs))
-
-
-def _dims(shape: Shape) -> str:
-    return " ".join(f"dim: {size}" for size in shape)

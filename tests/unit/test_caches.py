@@ -80,3 +80,29 @@ def test_a_file_in_the_way_means_no_folder(folder: Path, wrong: str):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("in the way")
     assert version_folder("kernels", "1") is None
+
+
+@pytest.mark.parametrize("whose", ["caffepy", "caffepy/kernels-1"])
+def test_what_everybody_could_have_written_is_not_run(folder: Path, whose: str, caplog: pytest.LogCaptureFixture):
+    version_folder("kernels", "1")
+    version_folder.cache_clear()
+    (folder.parent / whose).chmod(0o777)
+    assert version_folder("kernels", "1") is None
+    assert f"{folder.parent / whose} can be written by other users" in caplog.text
+    assert "set XDG_CACHE_HOME to a folder of your own" in caplog.text
+
+
+def test_another_users_folder_is_not_ones_own():
+    status = os.stat_result((0o700, 0, 0, 1, 1234, 0, 0, 0, 0, 0))
+    assert caches.is_own(status, 1234)
+    assert not caches.is_own(status, 1235)
+    assert not caches.is_own(status, 0)
+    assert caches.is_own(os.stat_result((0o755, 0, 0, 1, 0, 0, 0, 0, 0, 0)), 1235), "root may write everywhere anyway"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
+def test_another_users_folder_is_not_read(folder: Path):
+    version_folder("kernels", "1")
+    version_folder.cache_clear()
+    os.chown(folder, 1234, -1)
+    assert version_folder("kernels", "1") is None

@@ -68,6 +68,7 @@ FOLDERS = {
         "backend.cpu.gemm",
         "backend.cpu.convolution",
         "backend.cpu.backend",
+        "backend.cpu.foresight",
         "backend.cuda",
         "backend.cuda.elementwise backend.cuda.gemm backend.cuda.rows",
         "backend.cuda.convolution",
@@ -129,7 +130,7 @@ a module that does not stand where its folder does. Entries of one line are inde
 DOORS = {
     "backend.cpu": (),
     "backend.cpu.random": ("data.images",),
-    "backend.cpu.jit": ("data", "layers.detection", "layers.input"),
+    "backend.cpu.jit": ("data", "layers.detection", "layers.input", "training"),
     "backend.cuda": (),
     "backend.cuda.device": ("parallel", "distributed", "training", "cli"),
     "backend.meta": ("net", "drawing", "plan", "onnx", "cli"),

@@ -11,21 +11,21 @@ import numpy as np
 
 from caffepy.backend import layout
 from caffepy.backend.cpu import lrn as cpu_lrn
-from caffepy.backend.cpu import pooling as cpu_pooling
 from caffepy.backend.cpu import random as cpu_random
 from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
 from caffepy.backend.cpu.convolution.choice import plan_convolution
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.copying import copy_images, is_images
+from caffepy.backend.cpu.copying import are_lines, copy_as_lines, copy_images, is_images
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work, record_all
-from caffepy.backend.cpu.memory import available_memory
+from caffepy.backend.cpu.jit.recording import CURRENT, note_host_work, record_all
+from caffepy.backend.cpu.memory import available_memory, give_back_memory
 from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
+from caffepy.backend.cpu.pooling import averages, maxima
 from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.rows import CpuRows
 from caffepy.backend.cpu.workspace import Workspace, aligned_zeros
@@ -101,6 +101,9 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
 
     # -- memory -------------------------------------------------------------------------------------
 
+    def trim(self) -> None:
+        give_back_memory()
+
     def available_memory(self) -> int | None:
         return available_memory()
 
@@ -146,9 +149,11 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
     def copy(self, source: Array, destination: Array) -> None:
         if is_images(source, destination):
             copy_images(self.threads, source, destination)
-            return
-        note_host_work()
-        destination[...] = source
+        elif CURRENT.recording is not None and are_lines(source, destination):  # else NumPy is as fast
+            copy_as_lines(self.threads, source, destination)
+        else:
+            note_host_work()
+            destination[...] = source
 
     def add(self, source: Array, destination: Array) -> None:
         if self._dense(source) and self._dense(destination) and source.dtype == np.float32:
@@ -285,25 +290,29 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         else:
             super().convolve_and_add(plan, x, weights, bias, residual, y, relu)
 
-    def keep_weights(self, plan: Convolution, weights: Array) -> None:
-        if isinstance(plan, TileConvolution):
-            plan.keep(weights)
+    def keep_weights(self, plan: Convolution, weights: Array, given: Array | None = None) -> bool:
+        if not isinstance(plan, TileConvolution):
+            return False
+        plan.keep(weights)
+        if given is not None:
+            plan.use_kept_for(given)
+        return True
 
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         self._check_dense(x, y, mask)
-        cpu_pooling.pool_max_forward(self.threads, x, y, mask, geometry)
+        maxima.pool_max_forward(self.threads, x, y, mask, geometry)
 
     def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, mask, dx)
-        cpu_pooling.pool_max_backward(self.threads, dy, mask, dx)
+        maxima.pool_max_backward(self.threads, dy, mask, dx)
 
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
         self._check_dense(x, y)
-        cpu_pooling.pool_average_forward(self.threads, self._workspace, x, y, geometry)
+        averages.pool_average_forward(self.threads, self._workspace, x, y, geometry)
 
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, dx)
-        cpu_pooling.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
+        averages.pool_average_backward(self.threads, self._workspace, dy, dx, geometry)
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
         self._check_dense(x, y, scale)

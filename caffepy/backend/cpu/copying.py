@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,29 @@ def copy_rows(  # noqa: PLR0913 -- a kernel
                     target[start + w * target_w] = source[first + w * source_w]
 
 
+@kernel
+def copy_lines(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, source: Floats, source_step: Int, target: Floats, target_step: Int, length: Int, part: Int,
+    parts: Int,
+) -> None:  # fmt: skip
+    """Items are (line, part of it); steps from one line to the next count elements."""
+    for item in range(begin, end):
+        line, first = item // parts, item % parts * part
+        at, to = line * source_step + first, line * target_step + first
+        for i in range(min(part, length - first)):
+            target[to + i] = source[at + i]
+
+
 def is_images(source: Any, target: Any) -> bool:
     """Whether `copy_images` can copy them: float32 (N, C, H, W) or (N, C, D, H, W) of one shape, apart in memory."""
+    return are_plain(source, target) and source.ndim in (4, 5)
+
+
+def are_plain(source: Any, target: Any) -> bool:
+    """Whether both are float32 arrays of one shape that kernels may read and write, apart in memory."""
     return (
         type(source) is np.ndarray
         and source.shape == target.shape
-        and source.ndim in (4, 5)
         and source.dtype == target.dtype == np.float32
         and target.flags.writeable
         and source.flags.aligned
@@ -58,6 +76,44 @@ def copy_images(threads: int, source: Any, target: Any) -> None:
     if steps[1] == others[1] == 1 and steps[3] == others[3] == channels:  # whole rows
         channels, width = channels * width, 1
     copy_rows.run(threads, n * height, grain, source, *steps, target, *others, channels, height, width)
+
+
+def are_lines(source: Any, target: Any) -> bool:
+    """Whether `copy_as_lines` can copy them: one is cut along an axis, the other likewise or whole."""
+    if not (are_plain(source, target) and source.size):
+        return False
+    lines = _lines(source), _lines(target)
+    if lines[0] is None or lines[1] is None:
+        return False
+    lengths = {lines[0][0], lines[1][0]}
+    return len(lengths) == 1 or max(lengths) == source.size
+
+
+def copy_as_lines(threads: int, source: Any, target: Any) -> None:
+    """target[...] = source, for what `are_lines` allows."""
+    (first, step), (second, other) = (_lines(array) or (0, 0) for array in (source, target))
+    length = min(first, second)  # where they are not alike, the other is one line
+    steps = (step if first == length else length, other if second == length else length)
+    part = min(length, GRAIN)
+    parts = -(-length // part)
+    copy_lines.run(
+        threads, source.size // length * parts, max(1, GRAIN // part), source, steps[0], target, steps[1], length, part,
+        parts,
+    )  # fmt: skip
+
+
+def _lines(array: Any) -> tuple[int, int] | None:
+    """(length, step): the array as equal lines of elements next to each other; None where it is none."""
+    axes = [(size, stride // array.itemsize) for size, stride in zip(array.shape, array.strides, strict=True)]
+    axes = [axis for axis in axes if axis[0] != 1]
+    length = 1
+    while axes and axes[-1][1] == length:
+        length *= axes.pop()[0]
+    if not axes:
+        return length, length
+    step = axes[-1][1]
+    evenly = all(outer[1] == size * inner for outer, (size, inner) in pairwise(axes))
+    return (length, step) if evenly else None
 
 
 def _steps(images: Any) -> tuple[int, ...]:

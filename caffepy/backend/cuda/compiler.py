@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,6 +91,15 @@ def argument(value: Any) -> Any:
     if isinstance(value, float):
         return np.float32(value)
     return value
+
+
+class Launch(NamedTuple):
+    """A kernel ready to be launched for any arrays of the same description, which it is planned for once."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    arguments: tuple[Any, ...]
 
 
 def launch(kernel: Any, work_items: int, arguments: tuple[Any, ...], threads: int = THREADS) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import C_TYPES, THREADS, defines, device_number, divider, library_kernel
+from caffepy.backend.cuda.compiler import C_TYPES, THREADS, Launch, defines, device_number, divider, library_kernel
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.indexing import Axis, collapse, widest
 from caffepy.backend.cuda.memory import Scratch, allocate, is_dense
@@ -55,15 +55,6 @@ class Ends(NamedTuple):
     alignments: tuple[int, int]
     add: bool
     device: int
-
-
-class Launch(NamedTuple):
-    """A kernel ready to be launched for any arrays of the same `Ends`."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    arguments: tuple[Any, ...]
 
 
 def copy(source: Array, destination: Array) -> None:

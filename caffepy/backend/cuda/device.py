@@ -5,7 +5,6 @@ Owns the translation of their errors into caffepy's.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from caffepy.errors import DeviceError, MissingExtraError, OutOfMemoryError
+from caffepy.files import load_library
 
 __all__ = [
     "EXTRA",
@@ -201,7 +201,7 @@ def load_cudnn_ahead() -> None:
 def _load(libraries: Sequence[Path]) -> None:
     for library in libraries:
         with suppress(OSError):
-            ctypes.CDLL(str(library))
+            load_library(str(library))
 
 
 @contextmanager

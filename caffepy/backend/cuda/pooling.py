@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import THREADS, c_type, defines, device_number, divider, library_kernel
+from caffepy.backend.cuda.compiler import THREADS, Launch, c_type, defines, device_number, divider, library_kernel
 from caffepy.backend.cuda.indexing import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.types import Array, Geometry
@@ -53,15 +53,6 @@ class Pooling(NamedTuple):
     mask: str
     width: int
     device: int
-
-
-class Launch(NamedTuple):
-    """A kernel ready to be launched for any arrays of the same description."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    arguments: tuple[Any, ...]
 
 
 def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mask: Array | None, g: Geometry) -> None:

@@ -70,10 +70,16 @@ class ConvolutionLayer(BaseConvolutionLayer):
             self.backend.convolve_and_add(self._plan, image, filters, bias, residual, out, relu)
         self._y.push(y.data)
 
-    def keep_weights(self, weights: Array) -> None:
-        """Let `convolve` with these weights rely on their present values until this is called again."""
-        if self._plan_shape is not None:
-            self.backend.keep_weights(self._plan, self._filters(weights))
+    def keep_weights(self, weights: Array, given: Array | None = None) -> bool:
+        """Let `convolve` with the weights `given` (None: with these) rely on the present values of these.
+
+        Returns:
+            Whether it does, until this is called again or a bottom of another shape brings another plan.
+        """
+        if self._plan_shape is None:
+            return False
+        stand_in = None if given is None else self._filters(given)
+        return self.backend.keep_weights(self._plan, self._filters(weights), stand_in)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])

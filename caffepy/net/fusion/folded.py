@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caffepy.backend import Array, Each, expression
+from caffepy.backend import Array, Convolution, Each, expression
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import product, product_with_channel, total
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
@@ -50,16 +50,23 @@ class FoldedConvolution(FusedLayer):
         self._adds, self._relu = "Eltwise" in types, "ReLU" in types
         outputs = (first.blobs[0].shape[0],)
         self._factor, self._term = self.backend.zeros(outputs), self.backend.zeros(outputs)
-        self._weights: Array | None = self.backend.zeros(first.blobs[0].shape, first.dtype) if self._factors else None
+        self._weights: Array | None = None
+        self._kept: tuple[Convolution, Array] | None = None
+        """The plan that has the folded weights in an order of its own, and those as learned, for which it uses them."""
 
     @property
     def folded(self) -> list[Array]:
-        """What `fold` computes."""
+        """What `fold` computed and the layer keeps."""
         return [self._factor, self._term] + ([] if self._weights is None else [self._weights])
+
+    @property
+    def folded_layers(self) -> list[Layer]:
+        """The layers whose parameters only `fold` reads."""
+        return [self._convolution, *self._factors] if self._factors else []
 
     def fold(self) -> None:
         """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
-        if self._weights is None:
+        if not self._factors:
             self._convolution.keep_weights(self._convolution.weights())
             return
         factor, term, bias = self._factor, self._term, self._convolution.bias
@@ -70,8 +77,25 @@ class FoldedConvolution(FusedLayer):
             self.backend.copy(bias, term)
         for layer in self._factors:
             self._apply(layer)
-        self.backend.apply(product_with_channel, (self._convolution.blobs[0].data, factor), (self._weights,), axis=0)
-        self._convolution.keep_weights(self._weights)
+        self._fold_weights()
+
+    def _fold_weights(self) -> None:
+        """The weights with the factor; a plan that has read them needs no copy of them beside its own."""
+        convolution, learned = self._convolution, self._convolution.blobs[0].data
+        weights = self._weights
+        if weights is None:
+            weights = self.backend.zeros(convolution.blobs[0].shape, convolution.dtype)
+        self.backend.apply(product_with_channel, (convolution.blobs[0].data, self._factor), (weights,), axis=0)
+        kept = convolution.keep_weights(weights, learned)
+        self._weights, self._kept = (None, (convolution.plan, learned)) if kept else (weights, None)
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether a new shape has brought another plan, or the parameters lie elsewhere now."""
+        plan, learned = self._kept or (None, None)
+        return plan is not None and (
+            plan is not self._convolution.plan or learned is not self._convolution.blobs[0].data
+        )
 
     def _apply(self, layer: BatchNormLayer | ScaleLayer | BiasLayer) -> None:
         """Factor and term after one more layer."""
@@ -99,7 +123,9 @@ class FoldedConvolution(FusedLayer):
             blob.reshape(top[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        bias = self._convolution.bias if self._weights is None else self._term
+        if self._is_outdated:
+            self._fold_weights()
+        bias = self._term if self._factors else self._convolution.bias
         residual = bottom[1].data if self._adds else None
         self._convolution.convolve(bottom[0], top[0], self._weights, bias, residual, self._relu)
         for blob in top[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from caffepy.errors import BlobSizeError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
@@ -58,6 +59,8 @@ def largest_batch(  # noqa: PLR0913 -- one keyword a setting
 ) -> int:
     """The largest batch_size below `below` that a training fits into `available` bytes with; 0 if none does.
 
+    No blob may have more elements than Caffe allows, whatever the memory.
+
     Args:
         param: the net as read.
         context: its surroundings.
@@ -73,7 +76,10 @@ def largest_batch(  # noqa: PLR0913 -- one keyword a setting
     """
 
     def fits(batch: int) -> bool:
-        plan = plan_memory(with_batch(param, batch), context, state, fuse)
+        try:
+            plan = plan_memory(with_batch(param, batch), context, state, fuse)
+        except BlobSizeError:
+            return False
         return plan.total(histories, share) + plan.workspace(share) <= available
 
     return largest(fits, below)

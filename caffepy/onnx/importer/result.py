@@ -17,7 +17,7 @@ from caffepy.onnx.check import Difference, compare, random_inputs, refuse_large,
 from caffepy.onnx.fold import fold_batch_norms, merge_scales
 from caffepy.onnx.importer.model import MAX_BYTES
 from caffepy.onnx.importer.read import Shapes, input_types, read_onnx
-from caffepy.onnx.libraries import run_file
+from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.binary import write_weights_binary
 
@@ -61,7 +61,7 @@ def check_imported(path: Path, net: Net) -> list[Difference]:
     inputs = random_inputs(net)
     feeds = {name: values.astype(types.get(name, np.dtype(np.float32))) for name, values in inputs.items()}
     found = run_net(net, {name: values.astype(np.float32) for name, values in feeds.items()})
-    wanted = {name: np.asarray(values) for name, values in run_file(path, feeds).items()}
+    wanted = {name: np.asarray(values) for name, values in run_model(str(path), feeds).items()}
     differences = compare(found, wanted)
     refuse_large(differences)
     return differences

@@ -6,6 +6,7 @@ to the device before anything is computed and from it afterwards, so that betwee
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,15 +51,18 @@ class _Copy:
         """Copy to the device what the program has changed, and only then: arrays of another shape may share memory."""
         host = self._host()
         if host is not None and not np.array_equal(_bits(host), _bits(self._known)):
-            self._backend.from_host(host, self._array)
-            self._known[...] = host
+            self._known[...] = host  # another thread may be writing: what comes later is uploaded later
+            self._backend.from_host(self._known, self._array)
         self._given = None
 
     def download(self) -> None:
-        """Copy the device's numbers to the host."""
+        """Copy the device's numbers to the host where they changed: another thread may be writing the others."""
         host = self._host()
-        if host is not None:
-            self._known[...] = self._backend.to_host(self._array)
+        if host is None:
+            return
+        found = self._backend.to_host(self._array)
+        if not np.array_equal(_bits(np.ascontiguousarray(found)), _bits(self._known)):
+            self._known[...] = found
             host[...] = self._known
 
 
@@ -83,6 +87,7 @@ class HostArrays:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._copies: dict[_Key, _Copy] = {}
+        self._lock = threading.Lock()
 
     def of(self, array: Array) -> HostArray:
         """A C-contiguous float32 array of the numbers of a device array, in logical order.
@@ -96,12 +101,13 @@ class HostArrays:
             view: HostArray = owner.view()
             return view
         key = (pointer(array), tuple(array.shape), tuple(array.strides))
-        found = self._copies.get(key)
-        if found is None or found.host() is None:
-            for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
-                other.upload()
-            found = self._copies[key] = _Copy(self._backend, array)
-        return found.give()
+        with self._lock:
+            found = self._copies.get(key)
+            if found is None or found.host() is None:
+                for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
+                    other.upload()
+                found = self._copies[key] = _Copy(self._backend, array)
+            return found.give()
 
     def write(self, array: Array, numbers: NDArray[Any]) -> bool:
         """Copy numbers of the same shape to a device array; False where the program has a host array of it to write to.
@@ -109,35 +115,39 @@ class HostArrays:
         Spares copying the device's numbers to a new host array first.
         """
         address = pointer(array)
-        if numbers.dtype.kind not in "biuf" or any(
-            key[0] == address and copy.host() is not None for key, copy in self._copies.items()
-        ):
+        with self._lock:
+            held = any(key[0] == address and copy.host() is not None for key, copy in self._copies.items())
+        if numbers.dtype.kind not in "biuf" or held:
             return False
         self._backend.upload(numbers, array)
         return True
 
     def upload(self) -> None:
         """Copy to the device what the program has written."""
-        for copy in self._copies.values():
-            copy.upload()
-        self._copies = {key: copy for key, copy in self._copies.items() if copy.host() is not None}
+        with self._lock:
+            for copy in self._copies.values():
+                copy.upload()
+            self._copies = {key: copy for key, copy in self._copies.items() if copy.host() is not None}
 
     def download(self) -> None:
         """Bring the arrays that the program holds up to date."""
-        for copy in self._copies.values():
-            copy.download()
+        with self._lock:
+            for copy in self._copies.values():
+                copy.download()
 
 
 class Device:
-    """One device of this process.
+    """One device of this process; threads take turns in computing on it.
 
     Args:
         backend: its primitives.
+        arrays: through which the program sees its blobs; None: its own.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, arrays: HostArrays | None = None) -> None:
         self.backend = backend
-        self.arrays = HostArrays(backend)
+        self.arrays = arrays or HostArrays(backend)
+        self._turn = threading.RLock()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -148,7 +158,7 @@ class Device:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A block that computes on the device: it sees what the program has written, the program then its results."""
-        with self.backend.activate():
+        with self._turn, self.backend.activate():
             self.arrays.upload()
             try:
                 yield
@@ -177,3 +187,8 @@ def device_of(number: int | None, math: str = "tf32") -> Device:
         MissingExtraError: CuPy or cuDNN is not installed.
     """
     return Device(create_backend(number, math=math))
+
+
+def cpu_device() -> Device:
+    """The CPU, for one net or solver: workspace of its own, so that threads run several nets at the same time."""
+    return Device(create_backend(None), device_of(None).arrays)

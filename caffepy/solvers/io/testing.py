@@ -154,7 +154,8 @@ class MeanScores:
         refuse_changing_outputs(net, net.outputs)
         self._state = state
         self._net = net
-        self._sums = np.zeros(sum(blob.count for blob in net.outputs.values()))
+        self._sums: np.ndarray | None = None
+        """Of the first batch's size: a program may have reshaped the inputs since the last test."""
         self._batches = 0
 
     def take(self, batch: int) -> None:
@@ -165,17 +166,19 @@ class MeanScores:
         """
         outputs = [blob.host_data().astype(np.float64).ravel() for blob in self._net.outputs.values()]
         values = np.concatenate([np.empty(0), *outputs])
-        if values.size != self._sums.size:
+        sums = np.zeros(values.size) if self._sums is None else self._sums
+        if values.size != sums.size:
             raise ConfigError(
-                f"the outputs of the test net have {values.size} elements in one batch and {self._sums.size} in "
+                f"the outputs of the test net have {values.size} elements in one batch and {sums.size} in "
                 "another, and so no mean; let a Silence layer take those that change"
             )
-        self._sums += values
+        self._sums = sums + values
         self._batches += 1
 
     def means(self) -> dict[str, np.ndarray]:
         """By blob name, over the batches of all devices; logged as well. Every device must call it."""
-        sums = self._state.callback.sum_over_devices(np.append(self._sums, self._batches))
+        own = np.zeros(sum(blob.count for blob in self._net.outputs.values())) if self._sums is None else self._sums
+        sums = self._state.callback.sum_over_devices(np.append(own, self._batches))
         means = sums[:-1] / sums[-1]
         for line in output_lines(self._net, means):
             self._state.log("    Test net output #%s", line)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_slots import random_slot
 
 from caffepy.backend import create_backend
 from caffepy.backend.cpu.input import image_rows
@@ -20,19 +21,6 @@ def test_parts_of_a_slot_do_not_overlap(count, channels, height, width):
     assert pixels.shape == (count, channels, height, width)
     assert int((memory == 9).sum()) == pixels.size
     assert [at % SLOT_ALIGNMENT for at in (slot.crops_at, slot.pixels_at, slot.size)] == [0, 0, 0]
-
-
-def fill(slot, whole, mirror, seed=0):
-    """The memory of a slot of random images out of wholes of this height and width."""
-    rng = np.random.default_rng(seed)
-    memory = np.zeros(slot.size, np.uint8)
-    labels, places, pixels = slot.parts(memory)
-    labels[...] = rng.integers(0, 1000, slot.count)
-    places[:, 0] = rng.integers(0, 2, slot.count) if mirror else 0
-    places[:, 1] = rng.integers(0, whole[0] - slot.height + 1, slot.count)
-    places[:, 2] = rng.integers(0, whole[1] - slot.width + 1, slot.count)
-    pixels[...] = rng.integers(0, 256, pixels.shape)
-    return memory
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +44,7 @@ def test_images_are_those_of_the_plain_formula(shape, more, whole_mean, mirror, 
     whole = (slot.height + more[0], slot.width + more[1])
     mean = np.random.default_rng(1).random((slot.channels, *(whole if whole_mean else (1, 1))), np.float32) * 200
     ring = backend.input_ring(slot.size, 1, 4)
-    ring.put(5, 1, [(0, fill(slot, whole, mirror))], lambda: None)
+    ring.put(5, 1, [(0, random_slot(slot, whole, mirror))], lambda: None)
     results = []
     for take in (type(backend).take_images, InputPrimitives.take_images):
         images, labels = backend.zeros(shape), backend.zeros((slot.count,)) if labelled else None

@@ -26,6 +26,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("empty.prototxt").write_text("# nothing\n")
     Path("v1.prototxt").write_text(NET.replace('"InnerProduct"', "INNER_PRODUCT"))
     Path("solver.prototxt").write_text(SOLVER.replace("net.prototxt", "nte.prototxt"))
+    Path("nothing.prototxt").write_text(SOLVER.replace("net.prototxt", "empty.prototxt"))
     Path("words.prototxt").write_text(SOLVER.replace("0.1", "fast"))
     Path("packed.caffemodel").write_bytes(gzip.compress(b"weights"))
     for name in ("cat.png", "dog.png"):
@@ -39,6 +40,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --cpu --solver words.prototxt", r"words.prototxt:1:30: fast is found where a number is expected"),
         ("net --model v1.prototxt", r'v1.prototxt:3:26: .* write type: "InnerProduct", or make it layers { }'),
         ("net --model empty.prototxt", "empty.prototxt: the net has no layers in the TRAIN phase"),
+        ("test --model empty.prototxt --weights x", "empty.prototxt: the net has no layers in the TEST phase"),
+        ("time --model empty.prototxt", "empty.prototxt: the net has no layers in the TRAIN phase"),
+        ("train --cpu --solver nothing.prototxt", "net file: .*empty.prototxt: the net has no layers in the TRAIN"),
         ("test --model net.prototxt --weights packed.caffemodel", "packed.caffemodel: .* packed with gzip; unpack"),
         ("test --model net.prototxt --weights net.prototxt", "net.prototxt: .* it is text .* give the binary file"),
         ("classify cat.png --model net.prototxt --mean-file packed.caffemodel", "'packed.caffemodel' .* gzip; unpack"),

@@ -190,6 +190,11 @@ def test_the_largest_batch_that_fits(capsys: pytest.CaptureFixture[str]):
     assert lines(capsys, *model, "--limit=0.3")[-1] == "The largest batch_size for the 0.3 GiB: none"
 
 
+def test_no_batch_makes_a_blob_that_caffe_does_not_allow(capsys: pytest.CaptureFixture[str]):
+    table = lines(capsys, "--model=net.prototxt", "--memory", "--limit=10000", "--shape=100,100,100")
+    assert table[-1] == f"The largest batch_size for the 10000.0 GiB: {(2**31 - 1) // 100**3}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

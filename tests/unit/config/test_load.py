@@ -123,7 +123,7 @@ def _hdf5(path: Path) -> bytes:
         (b"", "it is empty; an interrupted copy or a full disk"),
         (b'layer { name: "x" }', r"it is text \('layer \{ name: \"x\" \}'\); give the binary file"),
         (b"version https://git-lfs.github.com/spec/v1\noid 1", "it is a Git LFS pointer; .*git lfs pull"),
-        (gzip.compress(b"net"), "it is packed with gzip; unpack it first, with gunzip"),
+        (gzip.compress(b"net", mtime=0), "it is packed with gzip; unpack it first, with gunzip"),
         (b"PK\x03\x04 and so on", "it is a zip archive; unpack it first, with unzip"),
         (bytes(range(256)), "it is truncated or of another format; copy it again"),
         (BLOB.SerializeToString(), "it is a single blob, such as a mean image"),

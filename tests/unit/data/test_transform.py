@@ -138,10 +138,12 @@ def test_what_is_refused(text, message):
 
 
 def test_fields_that_change_nothing_are_accepted():
-    transformer(
+    fields = (
         "use_gpu_transform: true forward_packing: NHWC display: true vertical_stretch_upper: 1 allow_upscale: true "
-        "num_labels: 3"
+        "num_labels: 3 "
     )
+    images, usual = np.random.default_rng(1).integers(0, 256, (4, 3, 5, 7), dtype=np.uint8), "mirror: true crop_size: 4"
+    np.testing.assert_array_equal(run(transformer(fields + usual), images), run(transformer(usual), images))
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,15 @@ def test_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "has_runtime", lambda: False)
     with pytest.raises(MissingExtraError, match=r"onnxruntime is not installed .*pip install 'caffepy\[onnx\]'"):
         caffepy.load(path, engine="onnxruntime")
+
+
+def test_a_layer_that_goes_on_from_pass_to_pass_is_refused(tmp_path: Path) -> None:
+    """A session forgets the hidden state: the second pass would give other numbers."""
+    (tmp_path / "net.prototxt").write_text(
+        'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [1, 2, 3] } } }\n'
+        'layer { name: "cont" type: "Input" top: "cont" input_param { shape { dim: [1, 2] } } }\n'
+        'layer { name: "rnn" type: "RNN" bottom: "data" bottom: "cont" top: "rnn" recurrent_param { num_output: 2 } }\n'
+    )
+    model = caffepy.load(tmp_path / "net.prototxt", engine="onnxruntime", threads=1)
+    with pytest.raises(ConfigError, match=r"layer 'rnn' \(RNN\) goes on with the state of the pass before.* 'own'"):
+        model(np.ones((1, 2, 3)), np.ones((1, 2)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,24 @@ def test_each_shape_keeps_its_net_and_the_oldest_goes(path: Path) -> None:
     model(images((3, 3, 6, 6)), images((3, 4)))
     assert model._runners == kept
     assert next(reversed(model._runners))[0][0] == 3
+
+
+def test_threads_that_call_at_the_same_time_get_their_own_results(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = caffepy.load(path)
+    inputs = [(images((n, 3, 6, 6), seed), images((n, 4), seed)) for seed, n in enumerate((1, 2, 2, 3))]
+    wanted = [model(*pair)["sum"] for pair in inputs]
+    upload = CpuBackend.upload
+
+    def upload_slowly(backend: CpuBackend, source: Any, target: Any) -> None:
+        upload(backend, source, target)
+        time.sleep(0.001)  # the others' turn
+
+    monkeypatch.setattr(CpuBackend, "upload", upload_slowly)
+    order = list(range(len(inputs))) * 10
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda number: model(*inputs[number])["sum"], order))
+    for number, result in zip(order, found, strict=True):
+        np.testing.assert_array_equal(result, wanted[number])
 
 
 def test_weights_are_read_in_turn(path: Path) -> None:

@@ -274,6 +274,7 @@ ALONE = [
       for region in ("ACROSS_CHANNELS", "WITHIN_CHANNEL") for beta in (0.75, 0.6)],
     *[("Pooling", f"pooling_param {{ pool: {kind} {more} }}") for kind in ("MAX", "AVE")
       for more in ("kernel_size: 3 stride: 2 pad: 1", "global_pooling: true")],
+    ("PriorBox", "bottom: 'small' prior_box_param { min_size: 4 aspect_ratio: 2 variance: 0.1 }"),
     *[("ReLU", f"relu_param {{ negative_slope: {slope} }}") for slope in (0, 0.1)],
     ("Scale", "scale_param { bias_term: true filler { type: 'gaussian' } }"),
     ("Scale", "bottom: 'small' scale_param { axis: 0 }"),
@@ -314,6 +315,31 @@ def test_layers_that_only_call_kernels_pass_their_trial(caplog: pytest.LogCaptur
         for kind, settings in ALONE:
             test_each_layer_that_is_written_down_computes_new_inputs(kind, settings)
     assert not caplog.text
+
+
+HEADS = (
+    INPUTS % "dim: 2 dim: 3 dim: 3 dim: 3"
+    + "".join(
+        f"""layer {{ name: "flat_{name}" type: "Flatten" bottom: "{name}" top: "flat_{name}" }}
+    layer {{ name: "boxes_{name}" type: "PriorBox" bottom: "{name}" bottom: "data" top: "boxes_{name}"
+      prior_box_param {{ min_size: 2 }} }}
+    """
+        for name in ("data", "small")
+    )
+    + """layer { name: "all" type: "Concat" bottom: "flat_data" bottom: "flat_small" top: "all" }
+layer { name: "boxes" type: "Concat" bottom: "boxes_data" bottom: "boxes_small" top: "boxes" concat_param { axis: 2 } }
+"""
+)
+
+
+def test_the_heads_of_a_detector_do_not_cut_a_pass_into_parts() -> None:
+    """Parts that are made again by themselves wake all threads anew."""
+    runner, eager = (ForwardRunner(build(text=HEADS, backend=CpuBackend(2)), eager=e) for e in (False, True))
+    for seed in range(4):
+        for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert runner._recorded is not None
+    assert len(runner._recorded._calls) == 1
 
 
 def test_a_trial_leaves_the_numbers_of_the_pass() -> None:

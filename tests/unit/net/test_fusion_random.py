@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from compare_nets import TOLERANCE, compare_on_cpu, errors
-from random_nets import ELEMENTWISE, RandomNet, parse
+from fusible_nets import ELEMENTWISE, FusibleNet
 
 NETS, PARTS = 160, 8
 
@@ -30,8 +30,8 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
     kinds: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     for seed in range(NETS):
-        random_net = RandomNet(seed)
-        param = parse(random_net)
+        random_net = FusibleNet(seed)
+        param = random_net.param()
         reading = Counter(bottom for layer in param.layer for bottom in layer.bottom if bottom not in layer.top)
         in_place = Counter(top for layer in param.layer for top in layer.top if top in layer.bottom)
         kinds.update(layer.type for layer in param.layer)
@@ -52,7 +52,7 @@ def test_the_nets_hold_what_they_are_to_try() -> None:
 
 
 def test_a_seed_stands_for_one_net() -> None:
-    assert RandomNet(5).text == RandomNet(5).text != RandomNet(6).text
+    assert FusibleNet(5).text == FusibleNet(5).text != FusibleNet(6).text
 
 
 def test_errors_are_relative_and_see_what_is_missing() -> None:

@@ -54,6 +54,22 @@ def test_blobs_are_views_of_the_buffers() -> None:
     assert not CPU.to_host(buffer.flags).any()
 
 
+def test_copies_of_single_parameters_stay_where_they_are() -> None:
+    """Graphs know their addresses, also once all parameters have copies."""
+    net = build_net(DATA + inner("a", "data", outputs=2) + inner("b", "a") + LOSS)
+    buffer, (first, second) = net.parameters, [layer.blobs[0] for layer in net.layers if layer.blobs]
+    buffer.refresh_single([(first, "float16")])
+    copy = first.copies["float16"]
+    assert not buffer.copies and not second.copies
+    first.data[...], second.data[...] = 3, 4
+    buffer.refresh(["float16"])
+    assert first.copies["float16"] is copy and (copy == 3).all()
+    assert (second.copies["float16"] == 4).all()
+    first.data[...], second.data[...] = 5, 6
+    buffer.refresh_single([(first, "float16"), (second, "float16")])
+    assert (copy == 5).all() and (second.copies["float16"] == 6).all()
+
+
 def test_gradients_may_lie_in_memory_of_somebody_elses() -> None:
     net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
     memory = np.zeros(net.parameters.size + 7, np.float32)[7:]

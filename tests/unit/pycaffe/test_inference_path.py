@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -323,9 +324,37 @@ def test_all_rows_are_run_in_batches(path: Path) -> None:
     assert folded(net)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_threads_run_nets_of_their_own(write, plain: bool) -> None:
+    """Nets share no workspace, neither in recorded passes nor layer by layer."""
+    path = write("wide.prototxt", NET.replace("num_output: 4", "num_output: 32 pad: 1"))
+    nets, shape = [make(path, plain) for _ in range(4)], (2, 3, 33, 41)
+    for net in nets:
+        net.blobs["data"].reshape(*shape)
+        for _ in range(3):
+            net.forward(data=images(0, shape))
+    wanted = [nets[0].forward(data=images(seed, shape))["prob"].copy() for seed in range(4)]
+
+    def passes(seed: int) -> list[Any]:
+        return [nets[seed].forward(data=images(seed, shape))["prob"].copy() for _ in range(60)]
+
+    with ThreadPoolExecutor(4) as threads:
+        for found, right in zip(threads.map(passes, range(4)), wanted, strict=True):
+            np.testing.assert_array_equal(found, [right] * len(found))
+
+
+def test_what_a_program_writes_while_another_net_computes_is_kept(path: Path) -> None:
+    net, plain, other = make(path), make(path, plain=True), make(path)
+    begin(net)
+    written = net.blobs["data"].data
+    with other.device.computing():  # in another thread
+        written[...] = images(5)
+    agree(net.forward()["prob"], plain.forward(data=images(5))["prob"])
+
+
 def test_passes_are_captured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(Replaying())
-    monkeypatch.setattr(settings, "device_of", lambda number: device)
+    monkeypatch.setattr(settings, "cpu_device", lambda: device)
     net = make(path)
     monkeypatch.undo()
     plain = make(path, plain=True)

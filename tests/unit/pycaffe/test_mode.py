@@ -23,7 +23,8 @@ def test_devices(net_file, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((DeviceError, MissingExtraError)):
         caffe.Net(net_file, caffe.TEST)
     caffe.set_mode_cpu()
-    assert mode.present_device() is mode.present_device()
+    first, second = mode.present_device(), mode.present_device()
+    assert first.backend is not second.backend and first.arrays is second.arrays
     caffe.set_devices([1, 2])
     assert (mode.gpu, mode.device) == (True, 1)
 

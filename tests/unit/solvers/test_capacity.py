@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from caffepy.net.memory.capacity import largest, largest_batch, with_batch, writ
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
+from caffepy.solvers.execution_options import ExecutionOptions
 from caffepy.solvers.nets import NetFactory
 
 NET = """
@@ -49,6 +52,80 @@ class SmallBackend(CpuBackend):
         return array
 
 
+class CountingBackend(CpuBackend):
+    """A CPU that counts what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.arrays: list[int] = []
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32"):
+        array = super().zeros(shape, dtype)
+        self.arrays.append(array.nbytes)
+        return array
+
+
+def test_blobs_share_memory_on_the_cpu_too():
+    """With the same bits, in training and in the tests in between."""
+    images = 64 * 8 * 14 * 14 * 4
+    pool = (
+        'layer { name: "pool" type: "Pooling" bottom: "relu" top: "pool" pooling_param { pool: AVE kernel_size: 14 } }'
+    )
+    net = NET.replace('layer { name: "ip"', pool + '\nlayer { name: "ip"').replace(
+        '"InnerProduct" bottom: "relu"', '"InnerProduct" bottom: "pool"'
+    )
+    param = solver_param(SOLVER.replace("test_interval: 100 test_initialization: false", "test_interval: 2"), net)
+    found, large = [], []
+    for share in (False, True):
+        backend = CountingBackend()
+        solver = create_solver(param, backend, engine=ExecutionOptions(share=share))
+        solver.step(3)
+        found.append((solver.net.loss(), solver.net.parameters.data.copy(), solver.test_all()))
+        large.append([size for size in backend.arrays if size >= images])
+        solver.close()
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_equal(one, other)
+    # The convolution's top and diff in the train net, its top in the test net; sharing, one arena for all.
+    assert (len(large[0]), len(large[1])) == (3, 1)
+    assert sum(large[1]) < 0.7 * sum(large[0])
+
+
+class Passing:
+    """A user's layer that counts its objects."""
+
+    made = 0
+
+    def setup(self, bottom, top):
+        Passing.made += 1
+
+    def reshape(self, bottom, top):
+        top[0].reshape(*bottom[0].shape)
+
+    def forward(self, bottom, top):
+        top[0].data[...] = bottom[0].data
+
+    def backward(self, top, propagate_down, bottom):
+        bottom[0].diff[...] = top[0].diff
+
+
+def test_users_layers_are_made_once_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """They may open data or start processes; a plan for sharing memory would make them a second time."""
+    module = ModuleType("passing")
+    module.__dict__["Passing"] = Passing
+    monkeypatch.setitem(sys.modules, "passing", module)
+    layer = """layer { name: "passing" type: "Python" bottom: "relu" top: "passed"
+      python_param { module: "passing" layer: "Passing" } }"""
+    net = NET.replace('layer { name: "ip"', layer + '\nlayer { name: "ip"').replace(
+        '"InnerProduct" bottom: "relu"', '"InnerProduct" bottom: "passed"'
+    )
+    param = solver_param(SOLVER.replace("test_iter: 2 test_interval: 100 test_initialization: false", ""), net)
+    Passing.made = 0
+    solver = create_solver(param, CPU)
+    solver.step(1)
+    solver.close()
+    assert Passing.made == 1
+
+
 def factory(backend: CpuBackend) -> NetFactory:
     return NetFactory(solver_param(SOLVER, NET), backend, Shard(), PathResolver(None))
 
@@ -60,7 +137,7 @@ def test_a_training_that_runs_out_says_where_and_what_would_fit():
     found = largest_batch(*setup, True, False, 1, backend.limit)
     assert 1 < found < 64
     with CPU.activate():
-        solver = create_solver(param, backend)
+        solver = create_solver(param, backend, engine=ExecutionOptions(share=False))
         with pytest.raises(OutOfMemoryError) as caught:
             solver.step(1)
     where = r"layer '(conv|relu|ip)' \(\w+\): \d+ bytes are too many: "

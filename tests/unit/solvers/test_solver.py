@@ -13,6 +13,7 @@ from training import CPU, PLAIN, TESTED, TINY, build_solver, weights_of
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
 from caffepy.solvers import Action, Solver, create_solver
+from caffepy.solvers.execution_options import ExecutionOptions
 
 
 def test_a_solvers_file_must_be_read_first() -> None:
@@ -205,13 +206,13 @@ def poison(solver: Solver) -> None:
     CPU.fill(solver.net.layers[1].blobs[0].data, float("nan"))
 
 
-def test_a_loss_that_is_not_finite_names_iteration_and_layer() -> None:
-    with build_solver(PLAIN, TINY) as solver:
+@pytest.mark.parametrize("share", [False, True])
+def test_a_loss_that_is_not_finite_names_iteration_and_layer(share: bool) -> None:
+    with build_solver(PLAIN, TINY, engine=ExecutionOptions(share=share)) as solver:
         solver.step(1)
         poison(solver)
-        message = (
-            r"iteration 1: the loss is nan; the first layer whose output is not finite is 'ip' \(InnerProduct\), and"
-        )
+        where = "in another forward pass " if share else ""
+        message = rf"iteration 1: the loss is nan; {where}the first layer whose output is not finite is 'ip' \(Inner"
         with pytest.raises(NonFiniteError, match=message):
             solver.step(1)
 

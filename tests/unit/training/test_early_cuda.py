@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from caffepy.cli import train
-from caffepy.training import early_cuda
+from caffepy.training import early_cuda, read_ahead
 
 
 class Driver:
@@ -43,7 +42,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+    monkeypatch.setattr(early_cuda, "load_library", lambda name: found)
+    monkeypatch.setattr(read_ahead, "begin", lambda: None)
     early_cuda.begin_driver.cache_clear()
     early_cuda.begin_context.cache_clear()
     yield found
@@ -82,7 +82,7 @@ def test_failures_are_left_to_those_who_need_cuda(driver: Driver, monkeypatch: p
     def absent(name: str) -> Any:
         raise OSError("no such file")
 
-    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(early_cuda, "load_library", absent)
     early_cuda.begin([1])
     wait_for(1)
 

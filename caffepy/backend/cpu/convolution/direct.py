@@ -101,6 +101,10 @@ class TileConvolution:
         plan.pack(self.threads, weights, self.shape.group_step, self.kept)
         self._kept_at = address_of(weights)
 
+    def use_kept_for(self, given: Any) -> None:
+        """Let calls with the weights `given` use those that `keep` has had last, and no others."""
+        self._kept_at = address_of(given)
+
     def kept_for(self, weights: Any) -> Any:
         """The weights in the order of `forward` if `keep` has had them, else None."""
         return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None

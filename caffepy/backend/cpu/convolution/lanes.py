@@ -192,6 +192,7 @@ class LanesWriter(Writer):
             filters = [[self._load(self.shifted(own, tap), i * WIDTH, None) for i in range(read)] for tap in taps]
             for column, pairs in meets.items():
                 place = self.shifted(line, builder.mul(step, self.word(column)))
+                self.prefetch(place, LINE)
                 place = builder.select(inside[column], place, zeros) if edges else place
                 factors = self.factors(place, masks)
                 for pixel, tap in pairs:

@@ -52,6 +52,14 @@ def fold_kernel(many: int) -> Kernel:
     return named_kernel(fold, [many])
 
 
+@kernel
+def repeat_channels(begin: Int, end: Int, source: Floats, target: Floats, many: Int) -> None:
+    """Write each element `many` times."""
+    for i in range(begin, end):
+        for j in range(i * many, (i + 1) * many):
+            target[j] = source[i]
+
+
 def _named(lanes: Lanes, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
     return named_kernel(
         function, [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]

@@ -9,10 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from caffepy.backend.cpu.convolution.depthwise.flat import FlatPass, is_flat
+from caffepy.backend.cpu.convolution.depthwise.planes import PlanesPass
+from caffepy.backend.cpu.convolution.depthwise.spread import SpreadGradient, is_spread, one_window
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.lanes import PIXELS, Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import (
@@ -20,14 +24,13 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     fold_kernel,
     gather,
     pixel_kernel,
+    repeat_channels,
     row_kernel,
     row_tap_kernel,
     tap_kernel,
 )
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
-from caffepy.backend.cpu.convolution.planes import PlanesPass
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.spread import SpreadGradient, is_spread
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
@@ -44,10 +47,15 @@ MOST_READ = 8
 
 FACTORS = 24 if WIDTH == 16 else 6
 """Vectors of a row of taps that stay in registers beside the sums of eight pixels."""
+TAPS = 32
+"""Taps of a depthwise row that share what they read: those that registers do not hold cost no more than reading them
+for each pixel, and the pixels at the edges go eight at a time as well."""
 SUMS = 20 if WIDTH == 16 else 9
 """Sums for taps that stay in registers beside what they are made of."""
 CACHED = 128 * 1024
 """Elements for each thread of gradients that all phases pass over before the next ones."""
+REPEATED = 256 * 1024
+"""Elements of images whose channels are repeated, which are in a cache when they are read."""
 _ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 
 
@@ -168,7 +176,8 @@ class _Pass:
         self._row_starts, self._row_taps = _row_tables(axes[:-1], source, kernel, self._inputs, tap)
         self._column_taps = _table(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
         row = _row(column, 0.6)
-        self._row = row if row is not None and row.taps * lanes.read <= FACTORS else None
+        most = TAPS if lanes.read == 1 else FACTORS // lanes.read
+        self._row = row if row is not None and row.taps <= most else None
         self._tiles = (_tiles if self._row is None else _row_tiles)(column, source[-1])
         self._tile_table = _table(self._tiles)
         self._steps = [_step(column.indices), _step(column.pixels)]
@@ -296,9 +305,10 @@ class NarrowConvolution(TileConvolution):
     ) -> None:  # fmt: skip
         super().__init__(threads, workspace, x_shape, weights_shape, geometry)
         self._lanes, self._back_lanes = _lanes(weights_shape, geometry.group)
-        self._forward_pass: tuple[_Pass, ConstantTable, int] | None = None
-        self._back_passes: tuple[list[_Pass], ConstantTable, int] | None = None
+        self._forward_pass: tuple[_Pass | FlatPass, ConstantTable, int] | None = None
+        self._back_passes: tuple[list[_Pass] | list[FlatPass], ConstantTable, int] | None = None
         self._weights_pass: _WeightsPass | None = None
+        self._runs = one_window(self.shape)
         self._spread: SpreadGradient | None = None
 
     def _axes(self) -> list[Axis]:
@@ -330,7 +340,10 @@ class NarrowConvolution(TileConvolution):
             if relu:
                 np.maximum(y, 0, out=y)
 
-    def _planned_pass(self) -> tuple[_Pass, ConstantTable, int]:
+    def _planned_pass(self) -> tuple[_Pass | FlatPass, ConstantTable, int]:
+        if self._forward_pass is None and is_flat(self.shape):
+            flat = FlatPass(self.shape, False, self.workspace)
+            self._forward_pass = flat, flat.order, flat.order.array.size
         if self._forward_pass is None:
             shape, geometry = self.shape, self.shape.geometry
             order = _forward_order(self._lanes, shape)
@@ -349,9 +362,9 @@ class NarrowConvolution(TileConvolution):
         self._kept_at = address_of(weights)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        if is_spread(self.shape):
+        if is_spread(self._runs):
             if self._spread is None:
-                self._spread = SpreadGradient(self.shape, self.threads, self.workspace)
+                self._spread = SpreadGradient(self._runs, self.threads, self.workspace)
             self._spread.run(dy, weights, dx)
             return
         folds = _folds(self._back_lanes)
@@ -381,7 +394,10 @@ class NarrowConvolution(TileConvolution):
                     self.shape.channels,
                 )
 
-    def _plan_back(self) -> tuple[list[_Pass], ConstantTable, int]:
+    def _plan_back(self) -> tuple[list[_Pass] | list[FlatPass], ConstantTable, int]:
+        if is_flat(self.shape):
+            flat = FlatPass(self.shape, True, self.workspace)
+            return [flat], flat.order, flat.order.array.size
         shape, geometry, lanes, groups = self.shape, self.shape.geometry, self._back_lanes, self.shape.geometry.group
         if _folds(lanes):
             lanes, groups = Lanes(1, 1), shape.outputs
@@ -393,9 +409,29 @@ class NarrowConvolution(TileConvolution):
         return plans, _table(order), order.size
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        if not _fits(self._lanes):
+        repeats = not _fits(self._lanes) and self._lanes.read == 1
+        if not _fits(self._lanes) and not repeats:
             super().backward_weights(x, dy, dweights, accumulate)
             return
         if self._weights_pass is None:
-            self._weights_pass = _WeightsPass(self._lanes, self.shape, self._axes())
-        self._weights_pass.run(self.threads, x, dy, dweights, accumulate, self.workspace)
+            shape, lanes = (_apart(self.shape), Lanes(1, 1)) if repeats else (self.shape, self._lanes)
+            self._weights_pass = _WeightsPass(lanes, shape, self._axes())
+        if not repeats:
+            self._weights_pass.run(self.threads, x, dy, dweights, accumulate, self.workspace)
+            return
+        many, image = self.shape.group_outputs, x.size // x.shape[0]
+        step = max(1, REPEATED // (many * image))  # the order of a sum depends on no thread
+        for first in range(0, x.shape[0], step):
+            part = x[first : first + step]
+            channels = self.workspace.take("repeated", many * part.size)[: many * part.size]
+            repeat_channels.run(self.threads, part.size, max(1, 16384 // many), part, channels, many)
+            self._weights_pass.run(
+                self.threads, channels.reshape(len(part), -1), dy[first : first + step], dweights,
+                accumulate or first > 0, self.workspace,
+            )  # fmt: skip
+
+
+def _apart(shape: ConvolutionShape) -> ConvolutionShape:
+    """Of a layer with several outputs for each channel, that of one in which each of them has a channel of its own."""
+    x, weights = (shape.images, shape.outputs, *shape.sizes), (shape.outputs, 1, *shape.geometry.kernel)
+    return ConvolutionShape(x, weights, replace(shape.geometry, group=shape.outputs))

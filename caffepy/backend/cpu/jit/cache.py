@@ -24,14 +24,14 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba.core.caching import Cache, CompileResultCacheImpl, NullCache, _CacheLocator
-from numba.core.ccallback import CFunc
+from numba.core.caching import Cache, CompileResultCacheImpl, IndexDataCacheFile, NullCache, _CacheLocator
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
 
 from caffepy import version
-from caffepy.backend.cpu.jit.pipeline import KernelCompiler, KernelFunction
+from caffepy.backend.cpu.jit.pipeline import CFunction, KernelCompiler, KernelFunction
 from caffepy.caches import version_folder
+from caffepy.phases.kernel_processes import PROCESSES
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +96,40 @@ class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc,unused-igno
         self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
 
 
+class _CheckedFiles(IndexDataCacheFile):  # type: ignore[misc,unused-ignore]
+    """Numba's files of a function, each with a checksum behind it: damaged machine code would run all the same."""
+
+    def _dump(self, obj: Any) -> bytes:
+        content: bytes = super()._dump(obj)
+        return content + _checksum(content)
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        if _checksum(content[:-4]) != content[-4:]:
+            raise ValueError(f"the checksum of {name} is wrong")
+        return super()._load_data(name)  # a pickle ends where it says, not where the file does
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
+
+
 class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
     """The cache of one function."""
 
     _impl_class = _KernelCacheImpl
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file: Any = _CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What is kept, else None; a damaged file counts as none and is replaced."""
         try:
-            return super().load_overload(sig, target_context)
+            # Numba's `load_overload` would first import all that its compiler needs, 0.3 s; machine code needs nothing.
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
         except Exception as error:  # unpickling damaged files raises anything
             logger.debug("%s: a compiled kernel cannot be read, it is compiled anew: %r", self.cache_path, error)
             with suppress(OSError):
@@ -125,9 +150,8 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 
 def compile_c_function(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
     """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache and the pipeline."""
-    compiled: Any = CFunc(
-        function, normalize_signature(signature), locals={}, options=options, pipeline_class=KernelCompiler
-    )
+    PROCESSES.wait(function.__name__)
+    compiled = CFunction(function, normalize_signature(signature), {}, options, KernelCompiler)
     compiled._cache = _cache_of(function)
     compiled.compile()
     return compiled
@@ -141,6 +165,8 @@ def compile_kernel(
     Raises:
         NotKeptError: it is not in the cache, and only what is kept is wanted.
     """
+    if not kept:
+        PROCESSES.wait(function.__name__)
     compiled = KernelFunction(function, kinds, options, kept)
     compiled._cache = _cache_of(function)
     compiled.compile()

@@ -91,7 +91,7 @@ class Entry:
     """
 
     def __init__(self, name: str, file: str, text: list[str], namespace: dict[str, Any], fmt: str) -> None:
-        self._file = file
+        self.file = file
         self._namespace = namespace
         body = "\n".join(f"    {line}" for line in text)
         stamp = zlib.crc32(f"{kernels_stamp()} {file_stamp(file)} {sorted(_OPTIONS.items())} {body}".encode())
@@ -112,10 +112,14 @@ class Entry:
 
     def _compile(self) -> Any:
         scope: dict[str, Any] = {**_NAMESPACE, **self._namespace}
-        exec(compile(self._source, self._file, "exec"), scope)
+        exec(compile(self._source, self.file, "exec"), scope)
         function = scope[self.name]
         function.__module__ = __name__
         return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
+
+    def compile(self) -> None:
+        """Have it in the cache before it is called."""
+        assert self.address
 
     @cached_property
     def address(self) -> int:
@@ -129,11 +133,13 @@ class Entry:
         """Run over all items, on as many of `threads` as get at least `grain` of them."""
         if items <= 0:
             return
+        pieces = min(threads, max(1, items // max(1, grain)))
+        recording = CURRENT.recording
+        if recording is not None and recording.take(self, pieces):
+            return
         words = [address_of(argument) if type(argument) is np.ndarray else argument for argument in arguments]
         block = self._block.from_buffer_copy(self._pack(*words))
         address = ctypes.addressof(block)
-        pieces = min(threads, max(1, items // max(1, grain)))
-        recording = CURRENT.recording
         if recording is not None:
             recording.commands.append((self.address, address, items, pieces))
             recording.kept.append((self, block, arguments))
@@ -166,6 +172,8 @@ class Kernel(Entry):
         """
         if "_compiled" in self.__dict__:
             return True
+        if CURRENT.recording is not None and CURRENT.recording.foresees:
+            return items > compiling
         with self._lock:
             first, self._asked = self._asked == 0, self._asked + items
             if first and self._asked <= compiling:

@@ -6,6 +6,7 @@ that kernels call stays as numba's lowering wrote it, until it is linked into a 
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +17,9 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NopythonRewrites
+from numba.core.untyped_passes import InlineClosureLikes
+
+from caffepy.phases.kernel_processes import PROCESSES
 
 
 class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc,unused-ignore]
@@ -59,10 +63,12 @@ class KernelCompiler(Compiler):  # type: ignore[misc,unused-ignore]
             state.library.enable_object_caching()
 
     def define_pipelines(self) -> list[Any]:
-        """Numba's, but for the pass that rewrites expressions of arrays, which kernels do not have."""
+        """Numba's, but for the passes for expressions of arrays and for closures, where there are none."""
         pipelines: list[Any] = super().define_pipelines()
+        closures = any(isinstance(value, CodeType) for value in self.state.func_id.code.co_consts)
+        left_out = (NopythonRewrites,) if closures else (NopythonRewrites, InlineClosureLikes)
         for pipeline in pipelines:
-            pipeline.passes = [entry for entry in pipeline.passes if entry[0] is not NopythonRewrites]
+            pipeline.passes = [entry for entry in pipeline.passes if entry[0] not in left_out]
         return pipelines
 
 
@@ -100,7 +106,19 @@ class NotKeptError(Exception):
     """A kernel is not in the cache."""
 
 
-class KernelFunction(CFunc):  # type: ignore[misc,unused-ignore]
+class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
+    """Numba's compiled C function; says so when one is not in the cache."""
+
+    _compiler: Any
+    _cache: Any
+    _sig: Any
+
+    def _compile_uncached(self) -> Any:
+        PROCESSES.missed()
+        return self._compiler.compile(self._sig.args, self._sig.return_type)
+
+
+class KernelFunction(CFunction):
     """A C function void(block, begin, end) that calls a function with (begin, end, arguments out of the block).
 
     Args:
@@ -110,10 +128,6 @@ class KernelFunction(CFunc):  # type: ignore[misc,unused-ignore]
         kept: whether only what the cache has is wanted; else `compile` raises NotKeptError.
     """
 
-    _compiler: Any
-    _cache: Any
-    _sig: Any
-
     def __init__(self, function: Any, kinds: list[types.Type], options: dict[str, Any], kept: bool) -> None:
         super().__init__(function, ((types.int64, types.int64, *kinds), types.void), {}, options, KernelCompiler)
         self._kept = kept
@@ -122,7 +136,7 @@ class KernelFunction(CFunc):  # type: ignore[misc,unused-ignore]
         if self._kept:
             raise NotKeptError
         self._compiler._customize_flags = _no_wrapper
-        result = self._compiler.compile(self._sig.args, self._sig.return_type)
+        result = super()._compile_uncached()
         self._write(result.target_context, result.fndesc, result.library)
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import platform
 import threading
@@ -18,6 +19,9 @@ from numba.core import cgutils
 
 from caffepy.backend.cpu.jit.cache import compile_c_function
 from caffepy.backend.cpu.jit.intrinsics import intrinsic, words
+from caffepy.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CHUNKS = 4
 """Chunks of a call for each thread: what a thread that is late leaves to the others."""
@@ -35,6 +39,8 @@ _TASK, _PROGRAM = ctypes.c_int64 * 7, ctypes.c_int64 * 8
 distance of elements."""
 _POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 """The type of numba's `parallel_for`: function, arrays, lengths, steps, data, inner dimensions, arrays, threads."""
+_LOOP = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
+"""The type of the functions that it calls: arrays, lengths, steps, data."""
 
 
 @intrinsic
@@ -128,6 +134,15 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
                     _call(rest, 0, 0, 0)
 
 
+LOOP_NAME = _parallel_loop.__name__
+"""By which `caffepy.phases.kernel_processes` knows it."""
+
+
+def compile_parallel_loop() -> int:
+    """The address of `_parallel_loop`."""
+    return int(compile_c_function(_parallel_loop, types.void(*[types.int64] * 4), {}).address)
+
+
 def _call_in_turn(block: Any, begin: Any, end: Any) -> None:
     """A kernel whose argument block is a table of calls: makes those from `begin` to `end`, each whole."""
     for i in range(begin, end):
@@ -159,6 +174,12 @@ class _Threads:
         self._address = 0
         self._program = 0
 
+    def forked(self) -> None:
+        """In a process that was forked: threads that were started are not there; GNU's OpenMP would end the process."""
+        self._lock = threading.Lock()
+        if self._loop is not None:
+            self._loop, self._one_loop = _on_this_thread, None
+
     def _choose_layer(self) -> str:
         if numba.config.THREADING_LAYER != "default":  # the user's choice, NUMBA_THREADING_LAYER
             return str(numba.config.THREADING_LAYER)
@@ -181,12 +202,16 @@ class _Threads:
         if not getattr(parallel, "_is_initialized", False):
             numba.config.NUMBA_NUM_THREADS = max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
             numba.config.THREADING_LAYER = self._choose_layer()
-        parallel._launch_threads()
+        try:
+            parallel._launch_threads()
+        except ValueError as error:
+            raise ConfigError(
+                f"NUMBA_THREADING_LAYER is '{numba.config.THREADING_LAYER}': {' '.join(str(error).split())}; unset it"
+            ) from error
         layer = numba.threading_layer()
         if layer == "workqueue":
             self._one_loop = threading.Lock()
-        signature = types.void(*[types.int64] * 4)
-        self._address = compile_c_function(_parallel_loop, signature, {}).address
+        self._address = compile_parallel_loop()
         pool = importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
         self._loop = _POOL(pool.parallel_for)
 
@@ -248,4 +273,20 @@ def _rest_address() -> int:
         return 0
 
 
+def _on_this_thread(function: int, arrays: int, lengths: int, steps: int, data: int, *_: int) -> None:
+    """What the pool does, in place of its `parallel_for`: all pieces one after another."""
+    _say_forked()
+    _LOOP(function)(arrays, lengths, steps, data)
+
+
+@cache
+def _say_forked() -> None:
+    logger.info(
+        "Process %d was forked from one that had computed by several threads: it computes by one; start processes by "
+        "'spawn' or 'forkserver' to let each have its own",
+        os.getpid(),
+    )
+
+
 THREADS = _Threads()
+os.register_at_fork(after_in_child=THREADS.forked)

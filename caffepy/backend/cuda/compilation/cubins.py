@@ -42,13 +42,13 @@ def temporary_folder() -> Path:
 
 
 def cubin_folder() -> Path:
-    """Where the files are."""
+    """The folder of the .cubin files, in the cache folder or, where that cannot be written, a temporary one."""
     return version_folder("cubins", __version__) or temporary_folder()
 
 
 @lru_cache(maxsize=4096)
 def key_of(text: str, target: Target) -> str:
-    """Names a text's machine code among all others."""
+    """The name of a text's machine code: a digest of text, compiler and options."""
     parts = (target.identity, *target.options, text)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
@@ -83,7 +83,7 @@ def is_known(net: str, target: Target) -> bool:
 
 
 def remember(net: str, target: Target) -> None:
-    """Let `is_known` be true from now on."""
+    """Let `is_known` be true from now on, in later processes too."""
     with suppress(OSError):
         (cubin_folder() / f"{key_of(net, target)}.foreseen").touch()
 

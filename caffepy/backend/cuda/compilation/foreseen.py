@@ -18,13 +18,13 @@ from numpy.lib.stride_tricks import as_strided
 from caffepy.backend.cuda.compilation.target import Target
 
 _NOWHERE = np.empty(16, np.uint8)
-"""Where the forms of `ForeseenArray` begin; no element of them is ever looked at."""
+"""Memory at which NumPy's views that stand for arrays begin; no element of them is ever read."""
 
 _RESHAPES_WITHOUT_COPY = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 """Later releases deprecate what earlier ones need."""
 
 _addresses = itertools.count(1 << 40, 1 << 38)
-"""One far from the others for each array."""
+"""Made-up addresses, one for each array, so far apart that no two arrays overlap."""
 
 
 class _State(threading.local):
@@ -35,7 +35,7 @@ _state = _State()
 
 
 def foreseen_target() -> Target | None:
-    """What this thread foresees kernels for; None where it runs them."""
+    """What this thread has kernels compiled for without running them; None in a thread that runs them."""
     return _state.target
 
 
@@ -50,7 +50,7 @@ def foreseeing(target: Target) -> Iterator[None]:
 
 
 class ForeseenKernel:
-    """What stands for a kernel; a launch does nothing."""
+    """Stands for a compiled kernel; a launch does nothing."""
 
     max_dynamic_shared_size_bytes = 0
 
@@ -81,7 +81,7 @@ class ForeseenArray:
     """What the backend asks of CuPy's arrays, without memory.
 
     Args:
-        form: a NumPy array of this shape, these strides and this dtype.
+        form: a NumPy view with the shape, strides and dtype, which works out those of parts and of other shapes.
         address: of the first element.
     """
 
@@ -96,7 +96,7 @@ class ForeseenArray:
 
     @classmethod
     def flat(cls, size: int, dtype: Any) -> ForeseenArray:
-        """A 1-D array."""
+        """A 1-D array at an address of its own."""
         kind = np.dtype(dtype)
         return cls(as_strided(_NOWHERE[: kind.itemsize].view(kind), (size,), (kind.itemsize,)), next(_addresses))
 
@@ -138,7 +138,7 @@ class ForeseenArray:
         """Sets nothing."""
 
     def get(self, *_: Any, **__: Any) -> Any:
-        """Zeros."""
+        """Zeros of the array's shape, whatever was asked: no number is known."""
         return np.zeros(self.shape, self.dtype)
 
 

@@ -43,7 +43,9 @@ from caffepy.backend.types import Array
 
 logger = logging.getLogger(__name__)
 
-OWN_FAMILIES = ("depthwise", "small", "split-K", "products", UNFUSED)
+OWN_FAMILIES = (
+    "depthwise", "depthwise line", "small", "short sums", "large windows", "lines", "split-K", "products", UNFUSED,
+)  # fmt: skip
 """Families of candidates without cuDNN."""
 
 

@@ -36,7 +36,7 @@ class Target:
 
 @cache
 def nvrtc(library: str) -> Nvrtc:
-    """A library, loaded."""
+    """The compiler in a library, which is loaded once."""
     return Nvrtc(library)
 
 
@@ -72,7 +72,7 @@ def _target(library: str, capability: int) -> Target | None:
 
 
 def find_target() -> Target | None:
-    """For the present device; None where CuPy is to find its way, as on a GPU that is newer than its NVRTC."""
+    """For the present device; None where CuPy is to compile by itself, as on a GPU that is newer than its NVRTC."""
     library = _library()
     try:
         return _target(library, int(cupy.cuda.Device().compute_capability)) if library else None

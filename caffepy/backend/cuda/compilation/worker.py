@@ -21,7 +21,7 @@ SUFFIX = ".cubin"
 
 
 class CompileError(Exception):
-    """NVRTC's words about a text."""
+    """A text does not compile; the message is NVRTC's log."""
 
 
 class Nvrtc:

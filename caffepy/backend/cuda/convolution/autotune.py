@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from time import monotonic, monotonic_ns
+from dataclasses import dataclass, replace
+from time import monotonic
 
-from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel
+from caffepy.backend.cuda.compiler import c_type, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.convolution.timing import Stopwatch
 from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
@@ -23,23 +24,36 @@ from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
-PRUNE_RATIO = 1.6
+PRUNE_RATIO = 1.25
 """A candidate whose first timed run takes so many times the best one's time is not run again."""
 
-PATIENCE = 1.0
-"""Seconds that a candidate's very first run, with the loading of its kernel, may take."""
+SHORT = 4.0
+"""Microseconds more than the best one's that do not tell two candidates apart after one timed run."""
 
-DELAY = 40_000
-"""Nanoseconds of idling put before timed work for each run, so that its launches wait in line behind it."""
+HOPELESS = 3.0
+"""A candidate whose first run takes more than so many times the best one's time is not run again."""
 
-LONGEST_DELAY = 20_000_000
-"""Nanoseconds of idling at most, where the host was held up."""
+HELD_UP = 20_000.0
+"""Microseconds beyond that by which other threads, several GPUs' among them, may keep the host from noticing that the
+first run has ended."""
 
-MOST_TRIES = 3
-"""How often the same runs are timed, as long as the host is held up."""
+DOUBTFUL = 2.0
+"""A time of one run, up to so many times the best one's, may be that of a disturbed run; the run is repeated."""
+
+TIMED = 300.0
+"""Microseconds of runs by which a candidate is timed, between 2 and 10 of them."""
 
 FINALISTS = 4
-"""How many of the fastest candidates are timed once more."""
+"""How many of the fastest candidates are timed with more care."""
+
+LEAST_FINALISTS = 2
+"""How many at least: what disturbed the fastest one's runs, or another's, is not to decide alone."""
+
+CLOSE = 1.05
+"""Further ones that take more than so many times the fastest one's time are not timed again."""
+
+ROUNDS = 3
+"""How often each finalist is timed, in turn with the others; its shortest time counts."""
 
 TOLERANCE = 0.02
 """How far two candidates' results may differ, relative to the largest: several roundings to eight bits."""
@@ -156,6 +170,23 @@ def _try_all(
         resources.scratch = lasting
 
 
+@dataclass(eq=False)
+class Contender:
+    """A candidate that can do the task.
+
+    Args:
+        candidate: prepared.
+        microseconds: what it takes.
+        watch: times it.
+        trusted: whether its result needs no check.
+    """
+
+    candidate: Candidate
+    microseconds: float
+    watch: Stopwatch
+    trusted: bool = True
+
+
 class Trial:
     """The candidates of one task against each other.
 
@@ -169,29 +200,36 @@ class Trial:
         self.certain = True
         self._operands = operands
         self._others = others
-        self._times: list[tuple[float, Candidate]] = []
-        self._trusted: list[Candidate] = []
+        self._contenders: list[Contender] = []
+        self._trusted: Candidate | None = None
         self._expected: list[Array] | None = None
 
     def add(self, family: AlgorithmFamily) -> None:
-        if family.last_resort and self._times:
+        if family.last_resort and self._contenders:
             return
         for candidate in family.candidates():
-            best = min((time for time, _ in self._times), default=float("inf"))
-            time = _attempt(candidate, self._operands, best)
-            if time is not None:
-                self._times.append((time, candidate))
-                self._trusted += [] if family.checked else [candidate]
+            best = min((contender.microseconds for contender in self._contenders), default=float("inf"))
+            contender = _attempt(candidate, self._operands, best)
+            if contender is not None:
+                contender.trusted = not family.checked
+                self._contenders.append(contender)
+                if contender.trusted and self._trusted is None:
+                    self._trusted = candidate
 
     def best(self) -> tuple[Candidate | None, float]:
         """The fastest whose result is right, after the first few were timed with more care."""
-        remaining = sorted(self._times, key=lambda pair: pair[0])
+        remaining = sorted(self._contenders, key=lambda contender: contender.microseconds)
         while remaining:
-            first, remaining = remaining[:FINALISTS], remaining[FINALISTS:]
-            again = [(measure(candidate, self._operands, time), candidate) for time, candidate in first]
-            for time, candidate in sorted(again, key=lambda pair: pair[0]):
-                if candidate in self._trusted or self._is_right(candidate):
-                    return candidate, time
+            most = CLOSE * remaining[0].microseconds
+            close = sum(contender.microseconds <= most for contender in remaining)
+            finalists = remaining[: min(FINALISTS, max(LEAST_FINALISTS, close))]
+            remaining = remaining[len(finalists) :]
+            if len(finalists) > 1:
+                with phase("finalists timed"):
+                    measure(finalists)
+            for contender in sorted(finalists, key=lambda contender: contender.microseconds):
+                if contender.trusted or self._is_right(contender.candidate):
+                    return contender.candidate, contender.microseconds
         return None, 0.0
 
     def _results(self) -> list[Array]:
@@ -202,17 +240,17 @@ class Trial:
         """Those of a candidate that needs no check; none if there is no such, or no memory for them."""
         if self._expected is None:
             try:
-                self._expected = self._telling_results() if self._trusted else []
+                self._expected = [] if self._trusted is None else self._telling_results(self._trusted)
             except (cupy.cuda.memory.OutOfMemoryError, OutOfMemoryError):
                 self._expected = []
         return self._expected
 
-    def _telling_results(self) -> list[Array]:
+    def _telling_results(self, trusted: Candidate) -> list[Array]:
         first = self._operands
         choices: tuple[Callable[[], Operands], ...] = (lambda: first, self._others)
         for operands in choices:
             self._operands = operands()
-            self._trusted[0].run(self._operands)
+            trusted.run(self._operands)
             kept = [_copy_of(result) for result in map(flat, self._results())]
             if all(0.0 < largest(result) < float("inf") for result in kept):
                 return kept
@@ -241,22 +279,26 @@ def _copy_of(array: Array) -> Array:
     return result
 
 
-def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | None:
-    """Microseconds of a candidate; None if it fails or takes much longer than the best."""
+def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender | None:
+    """A candidate with its time; None if it fails or takes much longer than the best."""
     try:
-        if not candidate.prepare():
+        with phase("plans built"):
+            if not candidate.prepare():
+                return None
+        with phase("first runs"):
+            first = _first_run(candidate, operands)
+        if first > HOPELESS * best + HELD_UP:
+            logger.debug("%s is too slow: the first run takes %.0f us", candidate.name, first)
             return None
-        begin = monotonic()
-        candidate.run(operands)
-        cupy.cuda.get_current_stream().synchronize()
-        if monotonic() - begin > PATIENCE and best < PATIENCE * 1e6:
-            return None
-        time = elapsed(lambda: candidate.run(operands), 1)
-        if time > max(PRUNE_RATIO * best, best + 10):
-            return None
-        time = elapsed(lambda: candidate.run(operands), max(2, min(10, int(300 / time))))
+        with phase("timed runs"):
+            watch = Stopwatch(lambda: candidate.run(operands))
+            time = _time_of_one(watch, best)
+            if time > _limit(best):
+                logger.debug("%s is too slow: a run takes %.1f us", candidate.name, time)
+                return None
+            time = watch.elapsed(max(2, min(10, int(TIMED / time))), time)
         logger.debug("%s takes %.1f us", candidate.name, time)
-        return time
+        return Contender(candidate, time, watch)
     except (DeviceError, RunError, RuntimeError) as error:
         if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
             raise
@@ -264,41 +306,34 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> float | N
         return None
 
 
-def elapsed(run: Callable[[], None], runs: int) -> float:
-    """Microseconds of one of several runs that follow each other without a gap.
-
-    The device idles before them until they are all launched. Where the host was held up for longer than that, there may
-    be gaps, and they are timed again behind a longer wait.
-    """
-    wait = DELAY * (runs + 1)
-    for _ in range(MOST_TRIES):
-        time, launched = _timed(run, runs, wait)
-        if launched <= wait:
-            break
-        wait = min(2 * launched, LONGEST_DELAY)
-    return time
+def _first_run(candidate: Candidate, operands: Operands) -> float:
+    """Microseconds of a run from its launch on: its kernel is loaded by then."""
+    candidate.run(operands)
+    launched = monotonic()
+    cupy.cuda.get_current_stream().synchronize()
+    return 1e6 * (monotonic() - launched)
 
 
-def _timed(run: Callable[[], None], runs: int, wait: int) -> tuple[float, int]:
-    """Microseconds of a run, and the nanoseconds in which all were launched, while the device idled for `wait`."""
-    stream = cupy.cuda.get_current_stream()
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    idle = library_kernel("tuning", "idle")
-    begin = monotonic_ns()
-    launch_blocks(idle, (1,), (1,), (wait,))
-    start.record(stream)
-    for _ in range(runs):
-        run()
-    end.record(stream)
-    launched = monotonic_ns() - begin
-    end.synchronize()
-    return float(cupy.cuda.get_elapsed_time(start, end)) * 1e3 / runs, launched
+def _limit(best: float) -> float:
+    """Microseconds of one run that do not rule a candidate out."""
+    return max(PRUNE_RATIO * best, best + SHORT)
 
 
-def measure(candidate: Candidate, operands: Operands, about: float) -> float:
-    """Microseconds of a candidate that takes about so many, with more care."""
-    runs = max(2, min(20, int(1000 / max(about, 1.0))))
-    return min(elapsed(lambda: candidate.run(operands), runs) for _ in range(3))
+def _time_of_one(watch: Stopwatch, best: float) -> float:
+    """Microseconds of one run; of the shorter of two where the first is not far from the best candidate's."""
+    time = watch.elapsed(1)
+    return min(time, watch.elapsed(1)) if _limit(best) < time <= DOUBTFUL * best else time
+
+
+def measure(contenders: Sequence[Contender]) -> None:
+    """Time some contenders in turn, so that all have what disturbs the device."""
+    times: list[list[float]] = [[] for _ in contenders]
+    for _ in range(ROUNDS):
+        for contender, own in zip(contenders, times, strict=True):
+            about = contender.microseconds
+            own.append(contender.watch.elapsed(max(2, min(20, int(2 * TIMED / about))), about))
+    for contender, own in zip(contenders, times, strict=True):
+        contender.microseconds = min(own)
 
 
 def operands_for(task: Task, given: Operands | None) -> Operands:

@@ -13,6 +13,8 @@ from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, iden
 from caffepy.backend.cuda.convolution.cudnn_graph import (
     BIAS,
     FIRST,
+    MOST_COMPILED,
+    MOST_PLANS,
     OUT,
     RESIDUAL,
     SECOND,
@@ -53,6 +55,8 @@ class CudnnPlan:
         self.index = index
         self._built = built
         self._size = 0
+        self.is_usable = False
+        """Whether `prepare` was called and went well."""
 
     def prepare(self) -> bool:
         """Build the plan; False if it is barred or cannot be built."""
@@ -64,6 +68,7 @@ class CudnnPlan:
             return False
         self._size = int(graph.get_workspace_size_plan_at_index(self.index))
         self._workspace()
+        self.is_usable = True
         return True
 
     def keep(self) -> None:
@@ -175,9 +180,26 @@ def split_candidates(task: Task, resources: Resources, kept: str | None = None) 
 def _plans(graph: CudnnGraph, kind: Plans, prefix: str, kept: str | None = None) -> Iterator[CudnnPlan]:
     if kept is not None:
         yield from _kept_plan(graph, prefix, kept)
-    elif graph.build(kind):
-        for index, name in graph.names(kind):
-            yield CudnnPlan(graph, index, prefix + name)
+    else:
+        yield from _proposed_plans(graph, kind, prefix)
+
+
+def _proposed_plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
+    """Plans until enough of them could be prepared; the slower heuristics are asked where the faster have too few."""
+    most = MOST_COMPILED if kind is Plans.COMPILED else MOST_PLANS
+    seen: set[str] = set()
+    usable = 0
+    for several in (False, True) if kind is Plans.READY else (True,):
+        if several and seen:
+            graph = graph.again()
+        for index, name in graph.names(kind) if graph.build(kind, several) else ():
+            if name not in seen:
+                seen.add(name)
+                plan = CudnnPlan(graph, index, prefix + name)
+                yield plan
+                usable += plan.is_usable
+                if usable == most:
+                    return
 
 
 def _kept_plan(graph: CudnnGraph, prefix: str, name: str) -> Iterator[CudnnPlan]:
@@ -213,7 +235,9 @@ class CopiedCudnn:
         graph = CudnnGraph(self._task, self._resources, channels_last=False)
         yield from _kept_plan(graph, self.name, self.name)
         for kind in (Plans.READY, Plans.FALLBACK):
-            yield from (CudnnPlan(graph, plan.index, self.name) for plan in _plans(graph, kind, ""))
+            for plan in _plans(graph, kind, ""):
+                plan.name = self.name
+                yield plan
 
     def keep(self) -> None:
         """Keep the plan, once prepared."""

@@ -1,10 +1,10 @@
 """Gradients that are computed as something else, where few engines of cuDNN are fast.
 
 Owns two rewritings. A data gradient with stride 1 is a forward convolution: of dy, padded, with the weights turned
-round, which is faster where windows are large. The weights' gradient of a 1x1 convolution is a matrix product with one
-row for each output, one column for each channel and a sum over all pixels of all images: parts of the pixels have
-products of their own, for one alone leaves most multiprocessors idle where there are few channels, and are added up in
-a fixed order (split-K).
+round, which is faster where windows are large and over one axis. The weights' gradient of a 1x1 convolution is a matrix
+product with one row for each output, one column for each channel and a sum over all pixels of all images: parts of the
+pixels have products of their own, for one alone leaves most multiprocessors idle where there are few channels, and are
+added up in a fixed order (split-K).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from caffepy.backend.layout import CHANNELS_LAST, memory_order, view
 from caffepy.backend.types import Array
 
 LARGE_WINDOW = 81
-"""Pixels of a window from which on it is tried."""
+"""Pixels of a window from which on it is tried where blobs are channels last."""
 
 Choose = Callable[[Task, Operands | None], Candidate | None]
 
@@ -43,10 +43,10 @@ def suits_flipping(task: Task) -> bool:
     g = task.problem.geometry
     return (
         task.direction is Direction.DATA
-        and len(task.problem.x) in CHANNELS_LAST
+        and (len(g.kernel) == 1 or (len(task.problem.x) in CHANNELS_LAST and math.prod(g.kernel) >= LARGE_WINDOW))
+        and math.prod(g.kernel) > 1
         and g.group == 1
         and all(step == 1 for step in g.stride)
-        and math.prod(g.kernel) >= LARGE_WINDOW
         and all(pad >= 0 for pad in _padding(task.problem))
     )
 
@@ -151,7 +151,8 @@ class SplitKProducts:
         parts = parts.reshape(number, outputs, channels)
         shape = (self._parts, self._depth, -1)
         blas = self._resources.blas
-        blas.gemm_of_parts(dy[:split].reshape(shape), x[:split].reshape(shape), parts)
+        whole = parts[: self._parts]
+        blas.gemm_of_parts(dy[:split].reshape(shape), x[:split].reshape(shape), whole, True, False, False)
         if split < x.shape[0]:
             blas.gemm(dy[split:], x[split:], parts[-1], True, False, False)
         sum_parts(parts, raw(operands.out), number, operands.accumulate)

@@ -57,8 +57,28 @@ class Im2colConvolution:
 
     def run(self, operands: Operands) -> None:
         """Go through the batch in parts, and through the groups of each."""
-        direction, out = self._task.direction, operands.out
+        out = operands.out
         a, b, result = _channels_last(operands.first), _channels_last(operands.second), _channels_last(out)
+        if self._is_product and self._group > 1:
+            self._all_groups(a, b, result, operands.accumulate)
+        else:
+            self._each_group(a, b, result, operands.accumulate)
+        if result.data.ptr != out.data.ptr:
+            cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
+
+    def _all_groups(self, a: Array, b: Array, result: Array, accumulate: bool) -> None:
+        """Windows of a pixel: the products of all groups in one launch."""
+        group, gemm = self._group, self._blas.gemm_of_parts
+        if self._task.direction is Direction.WEIGHTS:
+            target = result.reshape(group, self._outputs, self._columns)
+            gemm(_groups_of(b, group), _groups_of(a, group), target, True, False, accumulate)
+            return
+        weights, forward = b.reshape(group, self._outputs, self._columns), self._task.direction is Direction.FORWARD
+        gemm(_groups_of(a, group), weights, _groups_of(result, group), False, forward, False)
+
+    def _each_group(self, a: Array, b: Array, result: Array, accumulate: bool) -> None:
+        """Products of each part of the batch and each group."""
+        direction = self._task.direction
         for start in range(0, self._problem.x[0], self._batch):
             part = slice(start, min(start + self._batch, self._problem.x[0]))
             for group in range(self._group):
@@ -67,9 +87,7 @@ class Im2colConvolution:
                 elif direction is Direction.DATA:
                     self._backward_data(a[part], b, result[part], group)
                 else:
-                    self._backward_weights(a[part], b[part], result, group, start > 0 or operands.accumulate)
-        if result.data.ptr != out.data.ptr:
-            cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
+                    self._backward_weights(a[part], b[part], result, group, start > 0 or accumulate)
 
     def _scratch_windows(self, images: int, dtype: str) -> Array:
         count = images * self._pixels * self._columns
@@ -118,6 +136,11 @@ class Im2colConvolution:
 def _columns_of(array: Array, group: int, width: int) -> Array:
     """A group's channels of a channels-last array, as a matrix with a row for each pixel."""
     return array.reshape(-1, array.shape[-1])[:, group * width : (group + 1) * width]
+
+
+def _groups_of(array: Array, number: int) -> Array:
+    """A channels-last array as a matrix for each group, with a row for each pixel; a view."""
+    return array.reshape(-1, number, array.shape[-1] // number).transpose(1, 0, 2)
 
 
 def _defines(problem: Problem) -> str:

@@ -7,7 +7,7 @@ problems; data gradients as forward convolutions; and any of these followed by a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,11 @@ from caffepy.backend.cuda.convolution.gradients import (
 )
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_candidates, suits_small_kernels
+from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
+from caffepy.backend.cuda.convolution.own_kernels.line_depthwise import LineDepthwise, suits_line_depthwise
+from caffepy.backend.cuda.convolution.own_kernels.line_weights import LineWeights, suits_line_weights
+from caffepy.backend.cuda.convolution.own_kernels.repeated_channels import RepeatedChannels, suits_repeating
+from caffepy.backend.cuda.convolution.own_kernels.short_sums import short_sums_candidates, suits_short_sums
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -147,10 +152,7 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         families.append(_split(task, resources))
     if not task.sums:
         families.append(_cudnn(task, resources, Plans.COMPILED))
-    if suits_depthwise(task):
-        families.append(AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True))
-    if suits_small_kernels(task, resources):
-        families.append(AlgorithmFamily("small", lambda: small_candidates(task, resources), checked=True))
+    families += _own_kernels(task, resources)
     families += space_to_depth_families(task, resources)
     if task != task.plain:
         return [*families, unfused]
@@ -158,6 +160,8 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         families.append(AlgorithmFamily("split-K", lambda: [SplitKProducts(task, resources)]))
     if suits_flipping(task):
         families.append(AlgorithmFamily("flipped", lambda: [FlippedForward(task, choose, resources)]))
+    if suits_repeating(task):
+        families.append(AlgorithmFamily("repeated", lambda: [RepeatedChannels(task, choose, resources)]))
     families.append(_cudnn(task, resources, Plans.FALLBACK))
     # Over three axes few engines take channels that are no multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
@@ -166,6 +170,28 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
     tried = is_product(task.problem) or _is_exact(task, resources)
     products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=not tried)
     return [products, *families, copied] if preferred else [*families, copied, products]
+
+
+def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
+    """Families of kernels of our own that can do a task."""
+
+    def family(name: str, candidates: Callable[[], Iterable[Candidate]]) -> AlgorithmFamily:
+        return AlgorithmFamily(name, candidates, checked=True)
+
+    found = []
+    if suits_depthwise(task):
+        found.append(family("depthwise", lambda: depthwise_candidates(task, resources)))
+    if suits_line_depthwise(task):
+        found.append(family(LineDepthwise.name, lambda: [LineDepthwise(task)]))
+    if suits_small_kernels(task, resources):
+        found.append(family("small", lambda: small_candidates(task, resources)))
+    if suits_short_sums(task):
+        found.append(family("short sums", lambda: short_sums_candidates(task)))
+    if suits_large_windows(task):
+        found.append(family(LargeWindows.name, lambda: [LargeWindows(task, resources)]))
+    if suits_line_weights(task, resources):
+        found.append(family(LineWeights.name, lambda: [LineWeights(task, resources)]))
+    return found
 
 
 def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:

@@ -7,14 +7,21 @@ workspace at each call, so these few functions are bound here; their stream, wor
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
 from functools import cache
 from typing import Any
 
 from caffepy.backend.cuda.device import EXTRA, PURPOSE, cupy
 from caffepy.backend.cuda.gemm.small_product import small_product, suits_small_product
-from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.cuda.memory import Scratch, allocate
 from caffepy.backend.types import PRODUCT_WORKSPACE, Array
-from caffepy.errors import MissingExtraError, RunError
+from caffepy.errors import CaffepyError, MissingExtraError, RunError
+
+logger = logging.getLogger(__name__)
+
+AHEAD = 1024
+"""Rows and columns of the product of `load_ahead`."""
 
 DEFAULT_MATH = 0
 TF32_MATH = 3
@@ -109,22 +116,22 @@ class Blas:
         status = call(_operand(a, transpose_a), _operand(b, transpose_b), (rows, columns, depth), beta, out, leading)
         _check(status, f"product of {rows} x {depth} and {depth} x {columns}")
 
-    def gemm_of_parts(self, a: Array, b: Array, out: Array) -> None:
-        """out[p] = a[p]^T @ b[p] for each p, one launch.
-
-        Args:
-            a: C-contiguous (parts, depth, rows).
-            b: (parts, depth, columns), of the same dtype.
-            out: float32 (parts, rows, columns).
-        """
-        parts, depth, rows = a.shape
-        columns = b.shape[2]
-        kind = DATA_TYPES[a.dtype.name]
-        status = self._batch(  # cuBLAS counts in columns: it computes the transposed products
-            self._handle, NO_TRANSPOSE, TRANSPOSE, columns, rows, depth, self._one,
-            ctypes.c_void_p(b.data.ptr), kind, columns, ctypes.c_longlong(depth * columns),
-            ctypes.c_void_p(a.data.ptr), kind, rows, ctypes.c_longlong(depth * rows), self._zero,
-            ctypes.c_void_p(out.data.ptr), DATA_TYPES["float32"], columns, ctypes.c_longlong(rows * columns),
+    def gemm_of_parts(
+        self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool
+    ) -> None:
+        """out[p] (+)= op(a[p]) @ op(b[p]) for each p of their first axis, one launch; rows of out[p] are contiguous."""
+        depth = a.shape[1] if transpose_a else a.shape[2]
+        parts, rows, columns = out.shape
+        row_major, leading = _dtype(out[0])
+        assert row_major and a.dtype == b.dtype, f"products of parts: strides {out.strides}, {a.dtype} and {b.dtype}"
+        kind, out_kind = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
+        # cuBLAS counts in columns: it computes the transposed products
+        first, second = _operand(b[0], not transpose_b), _operand(a[0], not transpose_a)
+        steps = [ctypes.c_longlong(array.strides[0] // array.itemsize) for array in (b, a, out)]
+        status = self._batch(
+            self._handle, first[0], second[0], columns, rows, depth, self._one,
+            ctypes.c_void_p(first[1]), kind, first[2], steps[0], ctypes.c_void_p(second[1]), kind, second[2], steps[1],
+            self._one if accumulate else self._zero, ctypes.c_void_p(out.data.ptr), out_kind, leading, steps[2],
             parts, COMPUTE_32F, DEFAULT_ALGORITHM,
         )  # fmt: skip
         _check(status, f"{parts} products of {rows} x {depth} and {depth} x {columns}")
@@ -161,3 +168,34 @@ def _operand(matrix: Array, transpose: bool) -> Operand:
     row_major, leading = _dtype(matrix)
     operation = TRANSPOSE if row_major != transpose else NO_TRANSPOSE
     return operation, matrix.data.ptr, leading, matrix.dtype.name
+
+
+@cache
+def load_ahead(device: int) -> threading.Thread:
+    """Let a device load what its first product takes a tenth of a second for, in a thread beside the nets' building."""
+    thread = threading.Thread(target=_multiply, args=(device,), name=f"load cuBLAS {device}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _multiply(device: int) -> None:
+    """One product of zeros, on a stream of its own; what fails here is reported where products are wanted."""
+    try:
+        with cupy.cuda.Device(device):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                _multiply_zeros(stream)
+            cupy.get_default_memory_pool().free_all_blocks(stream=stream)
+    except (CaffepyError, RuntimeError) as error:  # CuPy's are RuntimeErrors, but for one that `allocate` translates
+        logger.debug("cuBLAS is not loaded ahead on GPU %d: %s", device, error)
+
+
+def _multiply_zeros(stream: Any) -> None:
+    blas = Blas(stream.ptr, True, Scratch())
+    try:
+        factor, result = allocate((AHEAD, AHEAD), "float16"), allocate((AHEAD, AHEAD), "float16")
+        factor.data.memset_async(0, factor.nbytes, stream)
+        blas.library_gemm(factor, factor, result, False, True, False)
+        stream.synchronize()
+    finally:
+        blas.close()

@@ -185,6 +185,23 @@ __device__ __forceinline__ void walk(const Strip &strip, Source source, const ST
     }
 }
 
+// Writes the rows of results of a step, those that there are, and moves on to the next step's; before it writes one, it calls
+// finish(result, i, j, whether it lies within the image).
+template <typename Finish>
+__device__ __forceinline__ void store_step(STORED *&out, Values (&results)[TILE_H][TILE_W], const Strip &strip, int row, int height,
+                                           Finish finish) {
+#pragma unroll
+    for (int i = 0; i < TILE_H; ++i) {
+#pragma unroll
+        for (int j = 0; j < TILE_W; ++j) {
+            const bool counts = (TILE_H == 1 || row + i < height) && strip.counts(j);
+            finish(results[i][j], i, j, counts);
+            if (counts) store<WIDTH>(moved(out, (size_t)strip.pixel * j), 0, results[i][j]);
+        }
+        out = moved(out, strip.row);
+    }
+}
+
 __device__ __forceinline__ Values floats(const Raw &raw) {
     Values values;
 #pragma unroll
@@ -254,21 +271,14 @@ walk_gradients(const STORED *x, const STORED *dy, const STORED *weights, const f
                     sums[number][v] = fmaf(from[v], bottom[i][j][v], sums[number][v]);
                 }
             });
+            store_step(out, results, strip, row, height, [&](const Values &result, int i, int j, bool counts) {
 #pragma unroll
-            for (int i = 0; i < TILE_H; ++i) {
-#pragma unroll
-                for (int j = 0; j < TILE_W; ++j) {
-                    const bool counts = (TILE_H == 1 || row + i < height) && strip.counts(j);
-#pragma unroll
-                    for (int v = 0; v < WIDTH; ++v) {
-                        const float g = (RELU ? bottom[i][j][v] > 0.0f : counts) ? results[i][j][v] : 0.0f;
-                        first[v] += g;
-                        second[v] = fmaf(g, now.own[i][j][v] - centre[v], second[v]);
-                    }
-                    if (counts) store<WIDTH>(moved(out, (size_t)strip.pixel * j), 0, results[i][j]);
+                for (int v = 0; v < WIDTH; ++v) {
+                    const float g = (RELU ? bottom[i][j][v] > 0.0f : counts) ? result[v] : 0.0f;
+                    first[v] += g;
+                    second[v] = fmaf(g, now.own[i][j][v] - centre[v], second[v]);
                 }
-                out = moved(out, strip.row);
-            }
+            });
         });
     }
     float *const mine = parts + (size_t)blockIdx.y * all * NUMBERS;
@@ -308,22 +318,15 @@ walk_forward(const STORED *source, const STORED *weights, const float *bias, con
 #pragma unroll
                 for (int v = 0; v < WIDTH; ++v) y[i][j][v] = fmaf(pixel[v], weight[v], y[i][j][v]);
             });
+            store_step(out, y, strip, row, height, [&](Values &result, int, int, bool counts) {
 #pragma unroll
-            for (int i = 0; i < TILE_H; ++i) {
-#pragma unroll
-                for (int j = 0; j < TILE_W; ++j) {
-                    const bool counts = (TILE_H == 1 || row + i < height) && strip.counts(j);
-#pragma unroll
-                    for (int v = 0; v < WIDTH; ++v) {
-                        const float one = counts ? y[i][j][v] : 0.0f;
-                        if (SUMS) sums[0][v] += one, sums[1][v] = fmaf(one, one, sums[1][v]);
-                        if (BIAS) y[i][j][v] += bias[pack * WIDTH + v];
-                        if (RELU) y[i][j][v] = larger_of(y[i][j][v], 0.0f);
-                    }
-                    if (counts) store<WIDTH>(moved(out, (size_t)strip.pixel * j), 0, y[i][j]);
+                for (int v = 0; v < WIDTH; ++v) {
+                    const float one = counts ? result[v] : 0.0f;
+                    if (SUMS) sums[0][v] += one, sums[1][v] = fmaf(one, one, sums[1][v]);
+                    if (BIAS) result[v] += bias[pack * WIDTH + v];
+                    if (RELU) result[v] = larger_of(result[v], 0.0f);
                 }
-                out = moved(out, strip.row);
-            }
+            });
         });
     }
     if constexpr (SUMS)

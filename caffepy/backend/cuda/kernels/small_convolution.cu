@@ -9,13 +9,14 @@
 //   IMAGES, ROWS                          what a block takes at once: rows of `out` of so many images,
 //   PIXEL                                 distance of two pixels in shared memory, at least CHANNELS,
 //   TILES_M, TILES_N, WARPS_M, WARPS_N, WARPS_K   tiles of 16 x 8 that a warp adds up, and how warps divide the work,
-//   PITCH                                 distance of two rows in shared memory: of the weights; of dy.
+//   PITCH                                 distance of two rows in shared memory: of the weights; of dy,
+//   KERNEL_ROWS                           rows of the window that a block needs: of gradients to weights perhaps not all.
 
 constexpr int WARPS = WARPS_M * WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PLACES = IMAGES * ROWS * OUT_WIDTH;
 constexpr int ROW_TILES = (OUT_HEIGHT + ROWS - 1) / ROWS;
-constexpr int PATCH_H = (ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1;
+constexpr int PATCH_H = (ROWS - 1) * STRIDE_H + (KERNEL_ROWS - 1) * DILATION_H + 1;
 constexpr int PATCH_W = (OUT_WIDTH - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int PATCH = (IMAGES * PATCH_H * PATCH_W * PIXEL + 3) / 4 * 4;
 constexpr int TAPS = KERNEL_H * KERNEL_W, DEPTH = TAPS * CHANNELS;
@@ -69,8 +70,8 @@ __device__ __forceinline__ void copy_rounded(From from, To to) {
     }
 }
 
-// The part of the images under ROWS rows of windows, 0 outside; a warp takes whole rows of it.
-__device__ __forceinline__ void load_patch(const Element *image, unsigned int *patch, int first_image, int images, int row) {
+// The part of the images under KERNEL_ROWS rows, the first at `top`, of ROWS rows of windows, 0 outside; a warp takes whole rows of it.
+__device__ __forceinline__ void load_patch(const Element *image, unsigned int *patch, int first_image, int images, int row, int top) {
     constexpr int V = width_for(CHANNELS), PACKS = CHANNELS / V, COUNT = PATCH_W * PACKS, TRIPS = quotient_up(COUNT, 32);
     constexpr int AT_ONCE = smaller(TRIPS, MOST_TOGETHER), LINES = MOST_TOGETHER / AT_ONCE;
     static_assert(PIXEL % V == 0, "a pixel's packs must be aligned");
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_patch(const Element *image, unsigned int *p
 #pragma unroll
             for (int r = 0; r < LINES; ++r) {
                 const int line = first + r * WARPS, n = first_image + line / PATCH_H;
-                const int y = row * STRIDE_H - PAD_H + line % PATCH_H;
+                const int y = row * STRIDE_H - PAD_H + top * DILATION_H + line % PATCH_H;
                 const bool inside = line < IMAGES * PATCH_H && n < images && y >= 0 && y < HEIGHT;
                 const Element *const source = image + ((long long)(n * HEIGHT + y) * WIDTH - PAD_W) * CHANNELS;
 #pragma unroll
@@ -112,11 +113,11 @@ __device__ __forceinline__ int window_of(int place) {
 }
 
 // Where element k of a window lies from the window's beginning: they are counted as (row, column, channel), or where FLIPPED as
-// (channel, last to first row, last to first column), the order of the weights in memory.
-__device__ __forceinline__ int element_of(int k) {
+// (channel, last to first row, last to first column), the order of the weights in memory. The patch begins with row `top` of windows.
+__device__ __forceinline__ int element_of(int k, int top = 0) {
     if (k >= DEPTH) return 0;
     const int tap = FLIPPED ? TAPS - 1 - k % TAPS : k / CHANNELS, c = FLIPPED ? k / TAPS : k % CHANNELS;
-    return (tap / KERNEL_W * DILATION_H * PATCH_W + tap % KERNEL_W * DILATION_W) * PIXEL + c;
+    return ((tap / KERNEL_W - top) * DILATION_H * PATCH_W + tap % KERNEL_W * DILATION_W) * PIXEL + c;
 }
 
 // How many of a block's pixels there are: fewer than PLACES at the last rows and images. They follow each other in memory.
@@ -197,7 +198,7 @@ gather(const Element *image, const Element *weights, const float *bias, Element 
     int2 *const elements = reinterpret_cast<int2 *>(factors + (FLIPPED ? STEPS * 8 : COLUMNS) * PITCH);
     const int first_image = blockIdx.x / ROW_TILES * IMAGES, row = blockIdx.x % ROW_TILES * ROWS;
     const int first_output = blockIdx.y * COLUMNS;
-    load_patch(image, patch, first_image, images, row);
+    load_patch(image, patch, first_image, images, row, 0);
     load_factors(weights, factors, first_output);
     for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) {
         const int k = i / 4 * 8 + i % 4;
@@ -287,6 +288,7 @@ weights(const Element *image, const Element *dy, float *parts, int images, int p
     unsigned int *const gradient = patch + PATCH;
     int2 *const places = reinterpret_cast<int2 *>(gradient + STEPS * 8 * PITCH);
     const int first_output = blockIdx.z * OWN_OUTPUTS;
+    const int top = KERNEL_ROWS < KERNEL_H ? blockIdx.y * COLUMNS / (KERNEL_W * CHANNELS) : 0;
     for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) {
         const int place = i / 4 * 8 + i % 4;
         places[i] = make_int2(window_of(min(place, PLACES - 1)), window_of(min(place + 4, PLACES - 1)));
@@ -297,13 +299,13 @@ weights(const Element *image, const Element *dy, float *parts, int images, int p
     const int first_column = blockIdx.y * COLUMNS + warp_n * TILES_N * 8;
     const unsigned int *elements[TILES_N];
 #pragma unroll
-    for (int j = 0; j < TILES_N; ++j) elements[j] = patch + element_of(first_column + j * 8 + g);
+    for (int j = 0; j < TILES_N; ++j) elements[j] = patch + element_of(first_column + j * 8 + g, top);
     const unsigned int *const outputs = gradient + t * PITCH + g;
     float sums[TILES][4] = {};
     for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         const int first_image = piece / ROW_TILES * IMAGES, row = piece % ROW_TILES * ROWS;
         __syncthreads();
-        load_patch(image, patch, first_image, images, row);
+        load_patch(image, patch, first_image, images, row, top);
         load_gradient(dy + (size_t)(first_image * OUT_HEIGHT + row) * OUT_WIDTH * OUTPUTS, gradient, first_output,
                       places_there(first_image, images, row));
         __syncthreads();

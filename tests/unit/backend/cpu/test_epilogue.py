@@ -101,6 +101,24 @@ def test_other_weights_than_those_kept_are_read_anew(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+def test_kept_weights_stand_in_for_others(kind: str) -> None:
+    case = Case(BOTH, *LAYERS[kind])
+    others = filled(BOTH, case.weights.shape, 9)
+    case.weights, learned = others, case.weights
+    assert BOTH.keep_weights(case.plan, others)
+    wanted = case.plain()
+    assert BOTH.keep_weights(case.plan, others, learned)
+    case.weights = learned
+    others[...] = np.nan  # which are not needed any more
+    np.testing.assert_array_equal(case.plain(), wanted)
+
+
+def test_a_plan_that_reads_weights_anew_says_so() -> None:
+    case = Case(BOTH, (1, 4, 9), 6, Geometry((3,), (1,), (1,), (1,), 1))
+    assert not BOTH.keep_weights(case.plan, case.weights)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 def test_relu_keeps_what_is_no_number(kind: str) -> None:
     case = Case(BOTH, *LAYERS[kind])
     case.x[...] = np.nan

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
+from caffepy.backend.cpu.convolution import narrow
+from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
-from caffepy.backend.cpu.convolution.spread import is_spread
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
@@ -112,3 +113,31 @@ def test_threads_change_no_bit(channels: int, outputs: int, stride: int, group: 
     case = channels, outputs, Geometry((3, 3), (stride, stride), ONE, ONE, group)
     for one, three in zip(results(1, *case), results(3, *case), strict=True):
         assert np.array_equal(one, three)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "pad"),
+    [
+        ((5, 7), (5, 7), (1, 1), (0, 0)),
+        ((3, 4), (5, 6), (1, 1), (1, 1)),
+        ((6, 5), (4, 3), (3, 3), (0, 0)),
+        ((1, 9), (3, 9), (1, 2), (1, 0)),
+    ],
+)
+def test_one_window(
+    size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
+) -> None:  # fmt: skip
+    """The gradient of an image with a single window, which may lie within it or reach beyond it."""
+    case = (3, 20, *size), 20, Geometry(kernel, stride, pad, (1, 1), 20)
+    shape = planned(*case).shape
+    assert shape.out == (1, 1)
+    assert is_spread(one_window(shape))
+    checks.check_convolution(BACKEND, *case)
+
+
+@pytest.mark.parametrize("repeated", [1, 2**20])
+@pytest.mark.parametrize("many", [17, 32])
+def test_weights_of_many_outputs_for_each_channel(monkeypatch: pytest.MonkeyPatch, many: int, repeated: int) -> None:
+    """Channels are repeated for each of their outputs, a part of the batch at a time."""
+    monkeypatch.setattr(narrow, "REPEATED", repeated)
+    checks.check_convolution(BACKEND, (3, 3, 6, 7), 3 * many, Geometry((3, 2), (1, 2), (1, 0), (1, 1), 3))

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import plain
+from caffepy.backend.cpu.convolution.depthwise import flat
+from caffepy.backend.cpu.convolution.depthwise.flat import is_flat
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.few_channels import has_few_channels
 from caffepy.backend.cpu.convolution.lanes import Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution
+from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)
 PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -51,6 +54,47 @@ def test_narrow_groups(
 def test_rows_of_all_lengths(width: int) -> None:
     """Tiles of eight, four and one pixel cover each of them."""
     checks.check_convolution(BACKEND, (2, 18, 4, width), 18, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 18))
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    height=st.integers(1, 6), extra=st.integers(0, 150), images=st.integers(1, 3), kernel=PAIR, pad=PAIR, dilation=PAIR
+)
+def test_depthwise_of_few_channels(
+    channels: int, height: int, extra: int, images: int, kernel: tuple[int, int], pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    """Rows are passed over as if their elements were pixels; padding at both sides, and tiles that overlap."""
+    reach = tuple(d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
+    pad = (min(pad[0] - 1, reach[0]), min(pad[1] - 1, reach[1]))
+    size = max(1, reach[0] + height - 2 * pad[0]), WIDTH + reach[1] + extra
+    geometry = Geometry(kernel, (1, 1), pad, dilation, channels)
+    assert is_flat(planned((images, channels, *size), channels, geometry).shape)
+    checks.check_convolution(BACKEND, (images, channels, *size), channels, geometry)
+
+
+def test_depthwise_of_few_channels_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and infinity reach the pixels whose windows have them, and no other row or image, in parts of the batch."""
+    monkeypatch.setattr(flat, "CACHED", 1)
+    x_shape, geometry = (3, 3, 4, 40), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 3)
+    x, y, weights = BACKEND.zeros(x_shape), BACKEND.zeros(x_shape), BACKEND.zeros((3, 1, 3, 3))
+    weights[...] = 1
+    x[1, 1, 2, 0], x[1, 2, 0, 39] = np.nan, np.inf
+    expected = np.zeros(x_shape)
+    expected[1, 1, 1:4, :2], expected[1, 2, :2, 38:] = np.nan, np.inf
+    plan = planned(x_shape, 3, geometry)
+    for run in (lambda: plan.forward(x, weights, None, y), lambda: plan.backward_data(x, weights, y)):
+        y[...] = 77
+        run()
+        np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("taps", [9, 31, 33])
+def test_long_rows_of_taps(taps: int) -> None:
+    """Rows of up to 32 taps share what they read; pixels beyond an edge of the image count for nothing."""
+    geometry = Geometry((2, taps), (1, 1), (1, taps // 2), (1, 1), 20)
+    checks.check_convolution(BACKEND, (1, 20, 3, 37), 20, geometry)
 
 
 def gradients(threads: int) -> list[np.ndarray]:

@@ -303,6 +303,10 @@ def test_ignored_labels_are_not_bad():
         runner = Runner(text + " { ignore_label: 255 }", [gaussian((3, 2)), labels])
         runner.forward()
         runner.layer.raise_device_errors()
+        other = Runner(text + " { ignore_label: 254 }", [gaussian((3, 2)), labels])
+        other.forward()
+        with pytest.raises(DataError, match="is 255, outside the 2 classes"):
+            other.layer.raise_device_errors()
 
 
 def test_a_bad_label_is_named_as_the_data_layer_names_it():

@@ -362,6 +362,15 @@ def test_a_gpus_half_precision_halves_the_blobs():
     assert whole.lasting["half copies"] == 0
 
 
+def test_what_is_folded_has_no_copies_in_half_precision():
+    """Only the last layer, an inner product of 512 to 1000, reads its parameters as they are."""
+    param = read_net(MODELS / "resnet18/deploy.prototxt")
+    param.default_forward_type = param.default_backward_type = caffe_pb2.FLOAT16
+    lasting = plan_memory(param, context(MetaBackend(), caffe_pb2.TEST), fuse=True).lasting
+    assert lasting["half copies"] == pytest.approx(2 * (512 * 1000 + 1000), rel=0.01)
+    assert lasting["half copies"] < lasting[PARAMETERS] / 20
+
+
 def test_data_are_not_opened_where_their_shape_is_known():
     param = read_net(MODELS / "lenet/train_test.prototxt")
     with pytest.raises(DataError, match="does not exist"):

@@ -12,13 +12,16 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
-from caffepy.backend.cuda.convolution.implicit_gemm.tiling import Layout, shape_of, tilings
+from caffepy.backend.cuda.convolution.implicit_gemm.tiling import LARGE_WINDOW, Layout, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import raw
 
 MOST_MULTIPLICATIONS = 2**30
 """Beyond so many, cuDNN's kernels are ahead."""
+
+MOST_FOR_LARGE_WINDOWS = 2**34
+"""The same for weights' gradients of large windows, where few channels leave cuDNN's tiles mostly empty."""
 
 MOST_CHANNELS = 64
 """Channels and outputs beyond which cuDNN's tensor cores have enough to do at once."""
@@ -33,7 +36,9 @@ TENSOR_CORES = 80
 def suits_small_kernels(task: Task, resources: Resources) -> bool:
     """Whether the kernels can do a task and may be ahead with it."""
     problem, g = task.problem, task.problem.geometry
-    if len(problem.x) != 4 or g.group != 1 or task.sums or problem.multiplications > MOST_MULTIPLICATIONS:
+    large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= LARGE_WINDOW
+    most = MOST_FOR_LARGE_WINDOWS if large else MOST_MULTIPLICATIONS
+    if len(problem.x) != 4 or g.group != 1 or task.sums or problem.multiplications > most:
         return False
     if problem.dtype == "float32" and not resources.tf32:
         return False

@@ -20,6 +20,9 @@ SHARED_LIMIT = 220 * 1024
 PIXEL_COUNTS = (32, 64, 128, 256)
 """About how many pixels of a result a block may compute at once."""
 
+LARGE_WINDOW = 81
+"""Pixels of a window from which on blocks load only those of its rows that they need."""
+
 WORDS_A_CLOCK = 5.5
 """What a multiprocessor of an H200 gets from the second-level cache while all others ask as well."""
 
@@ -121,15 +124,17 @@ class Layout:
         self.weights = weights
         self.pixel = _pixel(shape.channels, weights)
         self.pixels = tiling.images * tiling.rows * shape.out[1]
+        self.lines = tiling.tiles_m * tiling.warps_m * 16
+        self.columns = tiling.tiles_n * tiling.warps_n * 8
+        self.kernel_rows = self._kernel_rows()
         size = (
             (rows - 1) * stride + (kernel - 1) * dilation + 1
             for rows, stride, kernel, dilation in zip(
-                (tiling.rows, shape.out[1]), shape.stride, shape.kernel, shape.dilation, strict=True
+                (tiling.rows, shape.out[1]), shape.stride, (self.kernel_rows, shape.kernel[1]), shape.dilation,
+                strict=True,
             )
-        )
+        )  # fmt: skip
         self.patch = round_up(tiling.images * math.prod(size) * self.pixel, 4)
-        self.lines = tiling.tiles_m * tiling.warps_m * 16
-        self.columns = tiling.tiles_n * tiling.warps_n * 8
         self.pitch = round_up(shape.depth, 8) + 4
         if weights or shape.flipped:
             rows = self.lines if weights else self.columns
@@ -137,6 +142,15 @@ class Layout:
         self.depth_steps = -(-shape.depth // 8)
         self.pixel_steps = -(-self.pixels // 8)
         self.pieces = -(-shape.images // tiling.images) * -(-shape.out[0] // tiling.rows)
+
+    def _kernel_rows(self) -> int:
+        """Rows of the window that a block needs: all, but for weights of large windows those of its columns."""
+        shape, columns = self.shape, self.columns
+        if not self.weights or math.prod(shape.kernel) < LARGE_WINDOW:
+            return shape.kernel[0]
+        row = shape.kernel[1] * shape.channels
+        ends = ((first, min(first + columns, shape.depth) - 1) for first in range(0, shape.depth, columns))
+        return max(last // row - first // row + 1 for first, last in ends)
 
     @property
     def words(self) -> int:
@@ -183,7 +197,7 @@ class Layout:
             "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1], "PAD_H": s.pad[0], "PAD_W": s.pad[1],
             "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "FLIPPED": int(s.flipped), "IMAGES": t.images,
             "ROWS": t.rows, "PIXEL": self.pixel, "TILES_M": t.tiles_m, "TILES_N": t.tiles_n, "WARPS_M": t.warps_m,
-            "WARPS_N": t.warps_n, "WARPS_K": t.warps_k, "PITCH": self.pitch,
+            "WARPS_N": t.warps_n, "WARPS_K": t.warps_k, "PITCH": self.pitch, "KERNEL_ROWS": self.kernel_rows,
         }  # fmt: skip
 
 

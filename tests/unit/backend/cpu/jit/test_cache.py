@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from numba import types
+from numba.core.untyped_passes import InlineClosureLikes
 
 import caffepy
 from caffepy.backend.cpu.jit import cache as cpu_cache
+from caffepy.backend.cpu.jit import pipeline
 
 SIGNATURE = types.int64(types.int64)
 RUN_A_KERNEL = """
@@ -55,6 +57,63 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+class Others:
+    """Processes that compile what is waited for."""
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles = compiles
+        self.waited: list[str] = []
+        self.missing = 0
+
+    def wait(self, name: str) -> None:
+        self.waited.append(name)
+        if self.compiles and len(self.waited) == 1:
+            compile_thrice()
+
+    def missed(self) -> None:
+        self.missing += 1
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_other_processes_compile_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool):
+    others = Others(compiles)
+    monkeypatch.setattr(cpu_cache, "PROCESSES", others)
+    monkeypatch.setattr(pipeline, "PROCESSES", others)
+    compiled = compile_thrice()
+    assert others.waited[0] == "thrice"
+    assert others.missing == 1
+    assert compiled.cache_hits == int(compiles)  # type: ignore[attr-defined]
+    assert run(compiled, 5) == 15
+
+
+def test_what_is_kept_is_read_without_numbas_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    compile_thrice()
+    context = type(cpu_cache.cpu_target.target_context)
+    monkeypatch.setattr(context, "refresh", lambda self: pytest.fail("numba imports what its compiler needs"))
+    assert run(compile_thrice(), 5) == 15
+
+
+def with_closure(x: int) -> int:
+    def more(y: int) -> int:
+        return y + 1
+
+    return more(3 * x)
+
+
+@pytest.mark.parametrize(("function", "passes"), [(thrice, False), (with_closure, True)])
+def test_numbas_pass_for_closures_runs_where_there_are_some(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[[int], int], passes: bool
+):
+    ran: list[str] = []
+    real = InlineClosureLikes.run_pass
+    monkeypatch.setattr(
+        InlineClosureLikes, "run_pass", lambda self, state: bool(ran.append("ran")) or real(self, state)
+    )
+    compiled = cpu_cache.compile_c_function(function, SIGNATURE, {})
+    assert run(compiled, 5) == function(5)
+    assert bool(ran) is passes
+
+
 def test_the_second_time_is_read_from_the_folder(folder: Path):
     first, second = compile_thrice(), compile_thrice()
     assert (first.cache_hits, second.cache_hits) == (0, 1)  # type: ignore[attr-defined]
@@ -77,6 +136,18 @@ def test_a_damaged_file_is_replaced(folder: Path, suffix: str, content: bytes):
     (path,) = (folder / name for name in names(folder) if name.endswith(suffix))
     path.write_bytes(content)
     assert run(compile_thrice(), 5) == 15
+    assert compile_thrice().cache_hits == 1  # type: ignore[attr-defined]
+
+
+def test_machine_code_of_which_a_bit_is_wrong_does_not_run(folder: Path):
+    compile_thrice()
+    (path,) = (folder / name for name in names(folder) if name.endswith(".nbc"))
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"thrice")] ^= 1
+    path.write_bytes(content)
+    again = compile_thrice()
+    assert again.cache_hits == 0  # type: ignore[attr-defined]
+    assert run(again, 5) == 15
     assert compile_thrice().cache_hits == 1  # type: ignore[attr-defined]
 
 

@@ -58,6 +58,36 @@ print(numba.threading_layer(), len(failures))
 """
 
 
+FORK = """
+import logging, os, sys, numpy as np
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.cpu.jit.recording import Program, record
+from caffepy.layers.activation.relu import relu
+x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
+backend = CpuBackend(2)
+y, program = backend.zeros(x.shape), None
+def work():
+    backend.apply(relu, (x, 0.0), (y,))
+def right():
+    y[...] = 7
+    program.launch()
+    found = np.array_equal(y, np.maximum(x, 0))
+    y[...] = 7
+    work()
+    return found and np.array_equal(y, np.maximum(x, 0))
+with backend.activate():
+    program = Program([record(work)])
+    assert right()
+    child = os.fork()
+    if not child:
+        logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+        found = all([right() for _ in range(30)])
+        sys.stdout.flush()
+        os._exit(0 if found else 3)
+    print(os.waitpid(child, 0)[1], right())
+"""
+
+
 def run_python(code: str, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=110,
@@ -76,6 +106,20 @@ def test_solver_threads_share_numba() -> None:
 def test_threads_take_turns_where_numba_has_only_its_work_queue() -> None:
     blocked = ["numba.np.ufunc.omppool", "numba.np.ufunc.tbbpool"]
     assert run_python(TRAIN.format(blocked=blocked)).split() == ["workqueue", "0"]
+
+
+def test_a_threading_layer_that_numba_lacks_is_the_users_mistake() -> None:
+    code = "from caffepy.backend.cpu.jit.threads import THREADS\nfrom caffepy.errors import ConfigError\n"
+    code += "try: THREADS.run(0, 0, 0, 2)\nexcept ConfigError as error: print(error)\n"
+    said = run_python(code, NUMBA_THREADING_LAYER="fastest")
+    assert said.startswith("NUMBA_THREADING_LAYER is 'fastest': ") and said.endswith("; unset it\n")
+
+
+def test_a_forked_process_computes_by_one_thread() -> None:
+    """The pool's threads are the parent's alone; GNU's OpenMP ends a child that asks for them."""
+    said, ended = run_python(FORK).splitlines()
+    assert "was forked from one that had computed by several threads: it computes by one; start processes by" in said
+    assert ended == "0 True"
 
 
 def test_second_process_compiles_nothing(tmp_path: Path) -> None:

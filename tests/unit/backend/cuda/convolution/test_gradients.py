@@ -22,7 +22,7 @@ def module(cupy_or_mock: None) -> Any:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    axes = draw(st.sampled_from([2, 3]))
+    axes = draw(st.sampled_from([1, 2, 3]))
     kernel = tuple(draw(st.integers(1, 4)) for _ in range(axes))
     dilation = tuple(draw(st.integers(1, 2)) for _ in range(axes))
     reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
@@ -57,6 +57,15 @@ def test_it_is_for_data_gradients_of_large_windows_with_stride_one(module: Any) 
     assert not module.suits_flipping(large(Direction.DATA, stride=2))
     assert not module.suits_flipping(large(Direction.DATA, group=2))
     assert not module.suits_flipping(large(Direction.DATA, pad=31)), "its padding would be negative"
+
+
+def test_over_one_axis_it_is_for_windows_of_any_size(module: Any) -> None:
+    def line(kernel: int) -> Task:
+        geometry = Geometry((kernel,), (1,), (0,), (1,))
+        return Task(Problem((4, 8, 64), (16, 8, kernel), geometry), Direction.DATA)
+
+    assert module.suits_flipping(line(2))
+    assert not module.suits_flipping(line(1)), "the products of a 1x1 window need no turning"
 
 
 def pointwise(n: int, channels: int, side: int, outputs: int) -> Problem:

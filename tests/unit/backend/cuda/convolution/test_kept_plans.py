@@ -129,14 +129,17 @@ def process(cupy_or_mock: None, cache_home: Path, monkeypatch: pytest.MonkeyPatc
     """Makes a process; all share the cache folder."""
     from fake_cudnn import Frontend
 
+    # Engines without a time are slow.
     autotune = importlib.import_module(f"{PACKAGE}.autotune")
     times = {"eng0": 3.0, "eng1": 1.0, "eng2": 2.0}
 
-    def attempt(candidate: Any, operands: Any, best: float) -> float | None:
-        return times[candidate.name.split()[-1]] if candidate.prepare() else None
+    def attempt(candidate: Any, operands: Any, best: float) -> Any:
+        if not candidate.prepare():
+            return None
+        return autotune.Contender(candidate, times.get(candidate.name.split()[-1], 9.0), MagicMock())
 
     monkeypatch.setattr(autotune, "_attempt", attempt)
-    monkeypatch.setattr(autotune, "measure", lambda candidate, operands, about: about)
+    monkeypatch.setattr(autotune, "measure", lambda contenders: None)
     monkeypatch.setattr(autotune, "operands_for", lambda task, operands: None)
     monkeypatch.setattr(autotune, "is_capturing", lambda: False)
 

@@ -22,6 +22,8 @@ PROBLEMS = {
     "cifar10 conv1": problem((100, 3, 32, 32), 32, 5, pad=2),
     "cifar10 conv2": problem((100, 32, 16, 16), 32, 5, pad=2),
     "cifar10 conv3": problem((100, 32, 8, 8), 64, 5, pad=2),
+    "large window": problem((4, 16, 26, 26), 16, 15, pad=7),
+    "large window, dilated": problem((2, 5, 40, 30), 20, 9, stride=2, dilation=3),
     "one place": problem((1, 1, 1, 1), 1, 1),
     "odd": problem((3, 33, 7, 5), 7, 3, pad=2, dilation=2),
 }
@@ -60,3 +62,17 @@ def test_a_gradient_to_data_is_a_convolution_of_dy() -> None:
 def test_the_model_prefers_to_use_all_multiprocessors() -> None:
     best = tilings(shape_of(Task(PROBLEMS["LeNet conv1"], Direction.FORWARD)), False, MULTIPROCESSORS)[0]
     assert best.grid[0] * best.grid[1] >= MULTIPROCESSORS
+
+
+@pytest.mark.parametrize("name", ["large window", "large window, dilated", "cifar10 conv2"])
+def test_blocks_of_weights_have_the_rows_of_the_window_that_their_columns_need(name: str) -> None:
+    shape = shape_of(Task(PROBLEMS[name], Direction.WEIGHTS))
+    row = shape.kernel[1] * shape.channels
+    fewest = shape.kernel[0]
+    for layout in tilings(shape, True, MULTIPROCESSORS):
+        fewest = min(fewest, layout.kernel_rows)
+        for block in range(layout.grid[1]):
+            columns = range(block * layout.columns, min((block + 1) * layout.columns, shape.depth))
+            top = columns[0] // row if layout.kernel_rows < shape.kernel[0] else 0
+            assert top + layout.kernel_rows > columns[-1] // row
+    assert (fewest < shape.kernel[0]) is name.startswith("large")

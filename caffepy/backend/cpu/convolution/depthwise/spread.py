@@ -8,6 +8,7 @@ where passes for each phase of the stride would write it in strips.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -154,6 +155,17 @@ def spread_kernel(taps: int) -> Kernel:
                         _clear(dx, row, width * channels)
 
     return named_kernel(spread, [taps])
+
+
+def one_window(shape: ConvolutionShape) -> ConvolutionShape:
+    """If the image has a single window, the same with a stride that reaches beyond it, so that it is one run a row."""
+    if shape.out != (1, 1):
+        return shape
+    g = shape.geometry
+    stride = tuple(max(k, size + pad) for k, size, pad in zip(g.kernel, shape.sizes, g.pad, strict=True))
+    x, weights = (shape.images, shape.channels, *shape.sizes), (shape.outputs, shape.group_channels, *g.kernel)
+    wide = ConvolutionShape(x, weights, replace(g, stride=stride))
+    return wide if wide.out == shape.out else shape
 
 
 def is_spread(shape: ConvolutionShape) -> bool:

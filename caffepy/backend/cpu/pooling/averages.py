@@ -1,0 +1,369 @@
+"""The averages of pooling windows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words, device_function, kernel
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead
+from caffepy.backend.cpu.pooling.windows import (
+    COLUMNS,
+    MANY,
+    more_sums,
+    more_sums4,
+    rows_and_grain,
+    window_sums,
+    window_sums2,
+    window_sums4,
+)
+from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.types import Geometry
+
+FEW = 9
+"""Elements whose sums are made anew for each window."""
+FEW_CHANNELS = 4
+"""Channels that leave most lanes of a vector empty: the elements of a row fill it."""
+
+
+@device_function
+def _add_pixels(source: Any, at: Any, step: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
+    """target[to + c] = the sum over `count` pixels, `step` elements apart, of source[at + c]."""
+    for c in range(channels):
+        target[to + c] = 0
+    for i in range(count):
+        for c in range(channels):
+            target[to + c] += source[at + i * step + c]
+
+
+@device_function
+def _add_row(source: Any, at: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
+    """target[to + c] += the sum over `count` pixels that lie next to each other of source[at + c]."""
+    four = count // 4 * 4
+    for i in range(0, four, 4):
+        a = at + i * channels
+        b, c, d = a + channels, a + 2 * channels, a + 3 * channels
+        for j in range(channels):
+            target[to + j] += (source[a + j] + source[b + j]) + (source[c + j] + source[d + j])
+    for i in range(four, count):
+        for j in range(channels):
+            target[to + j] += source[at + i * channels + j]
+
+
+@device_function
+def _add_to_pixels(source: Any, at: Any, channels: Any, target: Any, to: Any, count: Any) -> None:
+    """target[to + c] += source[at + c] for `count` pixels that lie next to each other."""
+    for i in range(count):
+        for c in range(channels):
+            target[to + i * channels + c] += source[at + c]
+
+
+@kernel
+def average_forward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows: Int, items: Int,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+) -> None:  # fmt: skip
+    """Items are parts of the rows (n, oh) of the output: first the rows of a window are added up, then its columns."""
+    size = width * channels
+    for item in range(begin, end):
+        line = ahead(lines, item * size)
+        for row in range(item * rows // items, (item + 1) * rows // items):
+            n = row // out_height
+            h0 = (row % out_height) * stride_h - pad_h
+            h1 = min(h0 + kernel_h, height + pad_h)
+            high = h1 - h0
+            h0, h1 = max(h0, 0), min(h1, height)
+            source = (n * height + h0) * size
+            # Where no column is read twice a line would cost more.
+            apart = stride_w >= kernel_w or out_width == 1
+            for h in range(0 if apart else h1 - h0):
+                for i in range(size):
+                    line[i] = x[source + h * size + i] + (line[i] if h > 0 else 0)
+            for ow in range(out_width):
+                w0 = ow * stride_w - pad_w
+                w1 = min(w0 + kernel_w, width + pad_w)
+                area = high * (w1 - w0)
+                w0, w1 = max(w0, 0), min(w1, width)
+                out = (row * out_width + ow) * channels
+                if apart:
+                    for c in range(channels):
+                        y[out + c] = 0
+                    for h in range(h1 - h0):
+                        _add_row(x, source + h * size + w0 * channels, w1 - w0, channels, y, out)
+                else:
+                    _add_pixels(line, w0 * channels, channels, w1 - w0, channels, y, out)
+                for c in range(channels):
+                    y[out + c] /= area
+
+
+@kernel
+def average_backward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, dy: Floats, dx: Floats, lines: Floats, rows: Int, items: Int,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+) -> None:  # fmt: skip
+    """Items are parts of the rows (n, h) of the image: first the windows' rows that cover it are added up."""
+    size = out_width * channels
+    for item in range(begin, end):
+        line = ahead(lines, item * size)
+        for row in range(item * rows // items, (item + 1) * rows // items):
+            n = row // height
+            h = row % height + pad_h
+            for i in range(size):
+                line[i] = 0
+            for oh in range(max(0, (h - kernel_h) // stride_h + 1), min(out_height, h // stride_h + 1)):
+                high = min(oh * stride_h + kernel_h, height + 2 * pad_h) - oh * stride_h
+                source = (n * out_height + oh) * size
+                for ow in range(out_width):
+                    area = high * (min(ow * stride_w + kernel_w, width + 2 * pad_w) - ow * stride_w)
+                    at = ow * channels
+                    for c in range(channels):
+                        line[at + c] += dy[source + at + c] / area
+            target = row * width * channels
+            for i in range(target, target + width * channels):
+                dx[i] = 0
+            for ow in range(out_width):
+                w0 = ow * stride_w - pad_w
+                w1 = min(w0 + kernel_w, width)
+                _add_to_pixels(line, ow * channels, channels, dx, target + max(w0, 0) * channels, w1 - max(w0, 0))
+
+
+@device_function
+def _clear(target: Any, count: Any) -> None:
+    for i in range(count):
+        target[i] = 0
+
+
+@device_function
+def _multiply(target: Any, at: Any, factors: Any, count: Any) -> None:
+    for i in range(count):
+        target[at + i] *= factors[i]
+
+
+@device_function
+def _sum_elements(line: Any, starts: Any, counts: Any, step: Any, target: Any, at: Any, count: Any) -> None:
+    """target[at + i] = the sum of counts[i] elements of a line, `step` apart, from starts[i] on."""
+    for i in range(count):
+        total = np.float32(0)
+        for k in range(starts[i], starts[i] + counts[i] * step, step):
+            total += line[k]
+        target[at + i] = total
+
+
+@device_function
+def _copy(source: Any, at: Any, count: Any, target: Any, to: Any) -> None:
+    for i in range(count):
+        target[to + i] = source[at + i]
+
+
+@device_function
+def _repeats(rows: Any, row: Any) -> Any:
+    """Whether a row meets what the one before it met."""
+    return row > 0 and rows[2 * row] == rows[2 * row - 2] and rows[2 * row + 1] == rows[2 * row - 1]
+
+
+@kernel
+def average_windows(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
+    out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, step: Int, vector: Int,
+) -> None:  # fmt: skip
+    """Sums of small windows, in registers. Items are the rows (n, oh) of y.
+
+    `rows` and `columns` have for each row and column of y the first that it meets in x, and how many; `high` and
+    `wide` what these are multiplied with: one for each of y with `step` 0, of x with 1.
+    """
+    size, out_size = width * channels, out_width * channels
+    for item in range(begin, end):
+        oh = item % out_height
+        if step == 1 and item > begin and _repeats(rows, oh):
+            _copy(y, (item - 1) * out_size, out_size, y, item * out_size)
+            continue
+        h, met = rows[2 * oh], rows[2 * oh + 1]
+        line = (item // out_height * height + h) * size
+        a = ahead(high, oh if step == 0 else h)
+        for ow in range(out_width):
+            w, count = columns[2 * ow], columns[2 * ow + 1]
+            b = ahead(wide, ow if step == 0 else w)
+            source, out = line + w * channels, item * out_size + ow * channels
+            c = 0
+            while c < channels:
+                left = channels - c
+                if left >= 4 * vector:
+                    window_sums4(
+                        ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left
+                    )  # fmt: skip
+                    c += 4 * vector
+                elif left > vector:
+                    window_sums2(
+                        ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left
+                    )  # fmt: skip
+                    c += 2 * vector
+                else:
+                    at = min(c, max(0, channels - vector))
+                    window_sums(
+                        ahead(x, source + at), met, size, count, channels, a, b, step, ahead(y, out + at),
+                        channels - at,
+                    )  # fmt: skip
+                    c += vector
+
+
+@kernel
+def average_of_parts(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
+    out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, part: Int, vector: Int,
+) -> None:  # fmt: skip
+    """As `average_windows` with step 0, for many channels: those of `part` columns of a row before the next ones."""
+    size = width * channels
+    many = channels // (4 * vector) * 4 * vector
+    for item in range(begin, end):
+        oh = item % out_height
+        a, first = ahead(high, oh), item // out_height * height + rows[2 * oh]
+        for ow in range(out_width):
+            w0, met = columns[2 * ow], columns[2 * ow + 1]
+            out, b = (item * out_width + ow) * channels, ahead(wide, ow)
+            _clear(ahead(y, out), channels)
+            for row in range(first, first + rows[2 * oh + 1]):
+                for w in range(0, met, part):
+                    source, count = row * size + (w0 + w) * channels, min(part, met - w)
+                    for c in range(0, many, 4 * vector):
+                        more_sums4(
+                            ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c
+                        )  # fmt: skip
+                    for c in range(many, channels, vector):
+                        more_sums(
+                            ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c
+                        )  # fmt: skip
+
+
+@kernel
+def average_few(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows_of_y: Int, items: Int, channels: Int, height: Int,
+    size: Int, out_height: Int, out_size: Int, rows: Words, high: Floats, starts: Words, counts: Words, wide: Floats,
+    step: Int, most: Int,
+) -> None:  # fmt: skip
+    """Averages where an image has few channels. Items are parts of the rows (n, oh) of y.
+
+    The rows of x that a row of y meets are added up, whole vectors of their `size` elements, then for each of
+    `out_size` elements the `counts` pixels from `starts` on; `most` is the largest count. `high` and `wide` are what
+    rows and elements are multiplied with: one for each of y with `step` 0, of x with 1.
+    """
+    for item in range(begin, end):
+        line = ahead(lines, item * (size + 1))
+        line[size] = 0
+        begun = item * rows_of_y // items
+        for row in range(begun, (item + 1) * rows_of_y // items):
+            oh, out = row % out_height, row * out_size
+            if step == 1 and row > begun and _repeats(rows, oh):
+                _copy(y, out - out_size, out_size, y, out)
+                continue
+            h0, met = rows[2 * oh], rows[2 * oh + 1]
+            _clear(line, size)
+            for h in range(h0, h0 + met):
+                factor, source = high[oh if step == 0 else h], (row // out_height * height + h) * size
+                for i in range(size):
+                    line[i] += x[source + i] * factor
+            if step == 1:
+                _multiply(line, 0, wide, size)
+            if most == 1:
+                for i in range(out_size):
+                    y[out + i] = line[starts[i]]
+            else:
+                _sum_elements(line, starts, counts, channels, y, out, out_size)
+            if step == 0:
+                _multiply(y, out, wide, out_size)
+
+
+def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -> tuple[ConstantTable, ConstantTable]:
+    """Along one axis what each of y meets in x (first, how many), and one over each window's length.
+
+    With `down` each element of the image meets the windows that cover it.
+    """
+    begins = np.arange(out) * stride - pad
+    lengths = np.minimum(begins + kernel, size + pad) - begins
+    if down:
+        at = np.arange(size) + pad
+        first = np.maximum(0, (at - kernel) // stride + 1)
+        stop = np.minimum(out, at // stride + 1)
+    else:
+        first, stop = np.maximum(begins, 0), np.minimum(begins + kernel, size)
+    met = np.stack([np.minimum(first, (out if down else size) - 1), np.maximum(0, stop - first)], axis=-1)
+    return ConstantTable(np.ascontiguousarray(met, np.int64)), ConstantTable((1 / lengths).astype(np.float32))
+
+
+def _elements(
+    columns: ConstantTable, wide: ConstantTable, channels: int, nothing: int
+) -> tuple[ConstantTable, ConstantTable, ConstantTable, int]:
+    """For the elements of a row of y the first in a row of x that each meets (or `nothing`), and how many pixels.
+
+    Then what these are multiplied with, for each element, and the most pixels that one meets.
+    """
+    first, count = np.repeat(columns.array, channels, axis=0).T
+    starts = np.where(count > 0, first * channels + np.arange(len(first)) % channels, nothing)
+    begins, counts = (ConstantTable(np.ascontiguousarray(table)) for table in (starts, count))
+    return begins, counts, ConstantTable(np.repeat(wide.array, channels)), int(count.max())
+
+
+@dataclass(frozen=True)
+class _Average:
+    """How averages of one shape are computed.
+
+    Args:
+        kernel: which reads x and writes y.
+        items: of the kernel.
+        grain: of the kernel.
+        line: elements of workspace for each item.
+        settings: what the kernel is called with beyond x, y and the workspace.
+    """
+
+    kernel: Kernel
+    items: int
+    grain: int
+    line: int
+    settings: tuple[Any, ...]
+
+    def run(self, threads: int, workspace: Workspace, x: Any, y: Any) -> None:
+        lines = (workspace.take("lines", self.items * self.line),) if self.line else ()
+        self.kernel.run(threads, self.items, self.grain, x, y, *lines, *self.settings)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    threads: int, image: tuple[int, ...], pooled: tuple[int, ...], geometry: Geometry, down: bool
+) -> _Average:  # fmt: skip
+    """The averages of the windows of images of a shape, or with `down` the gradient of these images."""
+    g, (x, y) = geometry, (pooled, image) if down else (image, pooled)
+    rows, columns = (
+        _axis(image[2 + i], pooled[2 + i], g.kernel[i], g.stride[i], g.pad[i], down) for i in range(2)
+    )  # fmt: skip
+    channels, size = x[1], x[1] * x[3]
+    number, grain = rows_and_grain(y)
+    items = max(1, min(4 * threads, number // grain))
+    settings: tuple[Any, ...]
+    if channels <= FEW_CHANNELS:
+        starts, counts, wide, most = _elements(*columns, channels, size)
+        settings = (channels, x[2], size, y[2], channels * y[3], *rows, starts, counts, wide, int(down), most)
+        return _Average(average_few, items, 1, size + 1, (number, items, *settings))
+    most = math.prod(int(met.array[:, 1].max()) for met, _ in (rows, columns))
+    apart = math.prod(y[2:]) == 1 or all(kernel <= stride for kernel, stride in zip(g.kernel, g.stride, strict=True))
+    if most > FEW and (down or not apart):
+        settings = (channels, *image[2:], *pooled[2:], *g.kernel, *g.stride, *g.pad)
+        return _Average(average_backward if down else average_forward, items, 1, size, (number, items, *settings))
+    settings = (channels, *x[2:], *y[2:], rows[0], columns[0], rows[1], columns[1])
+    if channels >= MANY and most > COLUMNS and not down:
+        return _Average(average_of_parts, number, grain, 0, (*settings, COLUMNS, WIDTH))
+    return _Average(average_windows, number, grain, 0, (*settings, int(down), WIDTH))
+
+
+def pool_average_forward(threads: int, workspace: Workspace, x: Any, y: Any, geometry: Geometry) -> None:
+    """See `Backend.pool_average_forward`."""
+    _plan(threads, x.shape, y.shape, geometry, False).run(threads, workspace, x, y)
+
+
+def pool_average_backward(threads: int, workspace: Workspace, dy: Any, dx: Any, geometry: Geometry) -> None:
+    """See `Backend.pool_average_backward`."""
+    _plan(threads, dx.shape, dy.shape, geometry, True).run(threads, workspace, dy, dx)

@@ -1,0 +1,212 @@
+"""Kernels for few shapes: which problems they suit, and that their blocks cover the work."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import convolution_reference as reference
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+from caffepy.backend.types import Geometry
+
+NAMES = ("short_sums", "large_windows", "line_weights", "line_depthwise", "repeated_channels")
+
+
+@pytest.fixture(scope="module")
+def modules(cupy_or_mock: None) -> Iterator[Any]:
+    """The modules; CuPy need not be installed, the device is one with tensor cores."""
+    prefix = "caffepy.backend.cuda.convolution.own_kernels"
+    found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
+    device = MagicMock()
+    device.cuda.Device.return_value.compute_capability = "90"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("short_sums", "line_weights"):
+            patch.setattr(found[name], "cupy", device)
+        yield SimpleNamespace(**found)
+
+
+def task(
+    x: tuple[int, ...], outputs: int, kernel: tuple[int, ...], dtype: str = "float16",
+    direction: Direction = Direction.WEIGHTS, group: int = 1, pad: int = 0, stride: int = 1,
+) -> Task:  # fmt: skip
+    axes = len(kernel)
+    geometry = Geometry(kernel, (stride,) * axes, (pad,) * axes, (1,) * axes, group)
+    return Task(Problem(x, (outputs, x[1] // group, *kernel), geometry, dtype), direction)
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (task((1, 512, 7, 7), 512, (3, 3), pad=1), True),
+        (task((64, 512, 7, 7), 256, (7, 7), "bfloat16"), True),
+        (task((1, 512, 7, 7), 512, (3, 3), "float32"), False),
+        (task((1, 512, 7, 7), 512, (3, 3), direction=Direction.DATA, pad=1), False),
+        (task((8, 512, 7, 7), 512, (3, 3), pad=1), False),
+        (task((1, 508, 7, 7), 512, (3, 3)), False),
+        (task((1, 512, 7, 7), 508, (3, 3)), False),
+        (task((1, 64, 7, 7), 64, (3, 3)), False),
+        (task((1, 1024, 7, 7), 1024, (3, 3), group=2), False),
+        (task((1, 512, 49), 512, (3,)), False),
+    ],
+)
+def test_short_sums_are_of_few_pixels_and_many_weights(modules: Any, given_task: Task, suited: bool) -> None:
+    assert modules.short_sums.suits_short_sums(given_task) is suited
+
+
+@pytest.mark.parametrize("given_task", [task((1, 512, 7, 7), 520, (3, 3), pad=1), task((64, 512, 7, 7), 264, (7, 7))])
+def test_blocks_of_short_sums_cover_all_weights(modules: Any, given_task: Task) -> None:
+    candidates = modules.short_sums.short_sums_candidates(given_task)
+    assert len({candidate.name for candidate in candidates}) == len(candidates) == len(modules.short_sums.TILES)
+    outputs, columns = given_task.problem.weights[0], math.prod(given_task.problem.weights[1:])
+    for candidate, (rows, wide) in zip(candidates, modules.short_sums.TILES, strict=True):
+        assert (columns, outputs) <= (candidate._grid[0] * wide, candidate._grid[1] * rows)
+        assert candidate._grid[1] * rows >= outputs
+
+
+def test_a_whole_image_is_one_pixel_of_all_its_numbers(modules: Any) -> None:
+    problem = task((64, 512, 7, 7), 256, (7, 7)).problem
+    assert modules.short_sums.pixels_of(problem) == 64
+    channels, _, *more = modules.short_sums._arguments(problem)
+    assert channels == 512 * 49
+    assert more[-12:] == [1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (task((4, 1, 64, 64), 8, (31, 31), "float32", Direction.DATA), True),
+        (task((4, 3, 64, 64), 8, (9, 9), "float32", Direction.DATA, pad=4), True),
+        (task((4, 1, 64, 64), 8, (31, 31), "float16", Direction.DATA), False),
+        (task((4, 1, 64, 64), 8, (31, 31), "float32"), False),
+        (task((4, 5, 64, 64), 8, (31, 31), "float32", Direction.DATA), False),
+        (task((4, 1, 64, 64), 8, (8, 8), "float32", Direction.DATA), False),
+        (task((4, 1, 64, 64), 8, (31, 31), "float32", Direction.DATA, stride=2), False),
+        (task((4, 1, 128, 128), 8, (64, 64), "float32", Direction.DATA), False),
+        (task((4, 1, 640, 640), 64, (31, 31), "float32", Direction.DATA), False),
+    ],
+)
+def test_large_windows_are_for_few_channels(modules: Any, given_task: Task, suited: bool) -> None:
+    assert modules.large_windows.suits_large_windows(given_task) is suited
+
+
+@given(width=st.integers(1, 80))
+def test_rows_of_dy_hold_what_threads_load_and_lie_in_different_banks(modules: Any, width: int) -> None:
+    module = modules.large_windows
+    pitch = module.pitch_of(task((1, 1, 99, 99), 1, (9, width), direction=Direction.DATA).problem)
+    loaded = -(-(width + module.RUN - 1) // 4) * 4
+    assert module.TILE_W - module.RUN + loaded <= pitch < module.TILE_W + loaded + 8
+    assert pitch % 8 == 4
+
+
+def test_outputs_are_parts_where_images_are_few(modules: Any) -> None:
+    few, many = (
+        modules.large_windows.LargeWindows(task((n, 1, 64, 64), 8, (31, 31), "float32", Direction.DATA), MagicMock())
+        for n in (4, 64)
+    )
+    assert (few._parts, many._parts) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("given_task", "tf32", "suited"),
+    [
+        (task((64, 64, 1000), 128, (5,), "float32", group=4, pad=2, stride=2), True, True),
+        (task((64, 64, 1000), 128, (5,), "float16", group=4, pad=2, stride=2), False, True),
+        (task((64, 64, 1000), 128, (5,), "float32", group=4, pad=2, stride=2), False, False),
+        (task((64, 64, 1000), 64, (5,), group=64), True, False),
+        (task((64, 64, 1000), 65, (5,)), True, False),
+        (task((64, 64, 1000), 64, (9,)), True, False),
+        (task((64, 16, 4000), 16, (5,), stride=16), True, False),
+        (task((64, 64, 10, 10), 128, (3, 3), group=4), True, False),
+        (task((64, 64, 1000), 128, (5,), direction=Direction.DATA, group=4), True, False),
+    ],
+)
+def test_lines_are_for_groups_that_fit(modules: Any, given_task: Task, tf32: bool, suited: bool) -> None:
+    assert modules.line_weights.suits_line_weights(given_task, SimpleNamespace(tf32=tf32)) is suited
+
+
+@given(outputs=st.integers(1, 64), channels=st.integers(2, 64), kernel=st.integers(1, 9), group=st.integers(1, 5))
+def test_tiles_of_lines_fit_registers_and_cover_the_windows(
+    modules: Any, outputs: int, channels: int, kernel: int, group: int
+) -> None:
+    module = modules.line_weights
+    given_task = task((3, channels * group, 500), outputs * group, (kernel,), group=group)
+    rows, columns = module.tiles_of(given_task.problem)
+    candidate = module.LineWeights(given_task, MagicMock())
+    assert rows * columns <= module.MOST_TILES
+    assert rows * 16 >= outputs
+    assert candidate._grid[2] * columns * 8 >= channels * kernel
+    assert (candidate._grid[2] - 1) * columns * 8 < channels * kernel
+    assert module.words_of(given_task.problem) >= rows * columns * 128
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (task((16, 128, 1000), 128, (7,), direction=Direction.FORWARD, group=128, pad=3), True),
+        (task((16, 128, 1000), 128, (7,), direction=Direction.FORWARD, group=128, stride=2), True),
+        (task((16, 128, 1000), 128, (7,), direction=Direction.DATA, group=128, pad=3), True),
+        (task((16, 128, 1000), 128, (7,), direction=Direction.DATA, group=128, stride=2), False),
+        (task((16, 128, 1000), 128, (7,), group=128), False),
+        (task((16, 128, 1000), 256, (7,), direction=Direction.FORWARD, group=128), False),
+        (task((16, 128, 1000), 128, (33,), direction=Direction.FORWARD, group=128), False),
+        (task((16, 128, 19000), 128, (7,), direction=Direction.FORWARD, group=128, stride=13), False),
+        (task((16, 128, 10, 10), 128, (3, 3), direction=Direction.FORWARD, group=128), False),
+    ],
+)
+def test_depthwise_lines_are_of_one_axis(modules: Any, given_task: Task, suited: bool) -> None:
+    assert modules.line_depthwise.suits_line_depthwise(given_task) is suited
+
+
+@given(length=st.integers(1, 5000), pad=st.integers(0, 6))
+def test_blocks_of_depthwise_lines_cover_all_results(modules: Any, length: int, pad: int) -> None:
+    module = modules.line_depthwise
+    for direction in (Direction.FORWARD, Direction.DATA):
+        given_task = task((2, 3, length + 6), 3, (7,), direction=direction, group=3, pad=pad)
+        candidate = module.LineDepthwise(given_task)
+        (channels, source, result, chunks), chunk = candidate._sizes, module._chunk(given_task)
+        assert chunk % module.THREADS == 0
+        assert candidate._grid == (2 * channels * chunks,)
+        assert (chunks - 1) * chunk < result <= chunks * chunk
+        padding = module.padding(given_task.problem, direction)
+        assert result == source + 2 * padding - 6
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (task((2, 5, 9, 9), 15, (3, 3), group=5), True),
+        (task((2, 5, 9, 9), 15, (3, 3), direction=Direction.FORWARD, group=5), True),
+        (task((2, 5, 9, 9), 15, (3, 3), "float32", Direction.DATA, group=5), True),
+        (task((2, 5, 9, 9), 15, (3, 3), direction=Direction.DATA, group=5), False),
+        (task((2, 5, 9, 9), 5, (3, 3), group=5), False),
+        (task((2, 10, 9, 9), 15, (3, 3), group=5), False),
+        (task((2, 5, 9), 15, (3,), group=5), False),
+        (task((64, 4, 512, 512), 128, (3, 3), group=4), False),
+    ],
+)
+def test_channels_are_repeated_where_there_is_a_multiplier_and_memory(
+    modules: Any, given_task: Task, suited: bool
+) -> None:
+    assert modules.repeated_channels.suits_repeating(given_task) is suited
+
+
+def test_the_depthwise_problem_of_repeated_channels_is_the_same(modules: Any) -> None:
+    problem = task((2, 3, 7, 6), 12, (3, 2), group=3, pad=1, stride=2).problem
+    other = modules.repeated_channels.repeated(problem)
+    assert (other.y, other.weights) == (problem.y, problem.weights)
+    rng = np.random.default_rng(1)
+    x, weights, dy = (rng.standard_normal(shape) for shape in (problem.x, problem.weights, problem.y))
+    y, dx, dweights = reference.convolution(x, weights, dy, problem.geometry)
+    others = reference.convolution(np.repeat(x, 4, 1), weights, dy, other.geometry)
+    np.testing.assert_allclose(others[0], y, atol=1e-12)
+    np.testing.assert_allclose(others[1].reshape(2, 3, 4, 7, 6).sum(2), dx, atol=1e-12)
+    np.testing.assert_allclose(others[2], dweights, atol=1e-12)
