@@ -69,10 +69,10 @@ def test_a_call_reads_all_that_the_one_before_wrote() -> None:
 def test_what_kernels_do_not_do_is_done_in_its_turn() -> None:
     backend, image = CpuBackend(2), np.zeros((1, 3, 4, 4), np.float32)
     y, z, total = (backend.zeros((1, 3, 4, 4)) for _ in range(3))
-    flat = [np.zeros(3, np.float32) for _ in range(2)]
+    turned = np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float32).T
     works = [
         lambda: backend.copy(image, y),
-        lambda: backend.copy(flat[0], flat[1]),  # NumPy's
+        lambda: backend.copy(*turned),  # NumPy's
         lambda: backend.copy(y, z),
         lambda: backend.add(z, total),
     ]
@@ -81,12 +81,12 @@ def test_what_kernels_do_not_do_is_done_in_its_turn() -> None:
     assert [program.calls for program in programs] == [1, 2]
     assert len(calls) == 3
     assert calls[1] is works[1]
-    image[...], flat[0][...] = 5, 7
+    image[...], turned[0][...] = 5, 7
     for call in calls:
         call()
     assert (z == 5).all()
     assert (total == 5).all()
-    assert (flat[1] == 7).all()
+    assert (turned[1] == 7).all()
 
 
 def test_a_program_keeps_what_its_kernels_work_on() -> None:
