@@ -74,6 +74,10 @@ def _library_text(file: str, before: str, parts: tuple[str, ...]) -> str:
     return before + "".join(map(kernel_text, ("common", *parts, file)))
 
 
+TF32_PRODUCTS = ("tensor_cores",)
+"""Parts of kernels that multiply TF32 numbers on tensor cores, for `library_kernel`."""
+
+
 def library_kernel(file: str, name: str, defines: str = "", parts: tuple[str, ...] = ()) -> Any:
     """The kernel `name` of kernels/<file>.cu, which stands on other files and has C++ text put before it."""
     return compiled(_library_text(file, defines, parts), name)

@@ -6,7 +6,7 @@ warps of a block do that in one.
 
 from __future__ import annotations
 
-from caffepy.backend.cuda.compiler import aligned, c_type, defines, launch_blocks, library_kernel
+from caffepy.backend.cuda.compiler import TF32_PRODUCTS, aligned, c_type, defines, launch_blocks, library_kernel
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array
 
@@ -48,7 +48,8 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     out_row, out_column = (stride // out.itemsize for stride in out.strides)
     grid = (-(-rows // 16), -(-columns // (8 * tiles)))
     arguments = (a, b, out, rows, columns, depth, a_pitch, b_pitch, out_row, out_column, accumulate)
-    launch_blocks(library_kernel("small_product", "product", text), grid, (32 * warps,), arguments)
+    kernel = library_kernel("small_product", "product", text, TF32_PRODUCTS)
+    launch_blocks(kernel, grid, (32 * warps,), arguments)
 
 
 def _tiles(rows: int, columns: int) -> int:

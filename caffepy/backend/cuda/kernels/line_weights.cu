@@ -13,18 +13,6 @@ constexpr int SHIFT = ((-PAD) % TOGETHER + TOGETHER) % TOGETHER;  // what lies b
 constexpr int LOADED = (SPAN + SHIFT + TOGETHER - 1) / TOGETHER;
 static_assert(PATCH_PITCH >= LOADED * TOGETHER && PATCH_PITCH % 4 == 0, "channels lie apart");
 
-__device__ __forceinline__ unsigned int tf32(float x) {
-    unsigned int result;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
-    return result;
-}
-
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Copies PACKS packs of TOGETHER neighbours of each of ROWS lines, many loads before the first store. from(row, i) is where pack i
 // lies, or null for zeros; to(row, i) where it goes.
 template <int ROWS, int PACKS, typename From, typename To>

@@ -29,18 +29,6 @@ __device__ constexpr int quotient_up(int a, int b) { return (a + b - 1) / b; }
 // The largest power of two up to 4 that divides a number of elements.
 __device__ constexpr int width_for(int elements) { return elements % 4 == 0 ? 4 : elements % 2 == 0 ? 2 : 1; }
 
-__device__ __forceinline__ unsigned int tf32(float x) {
-    unsigned int result;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
-    return result;
-}
-
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 template <int V>
 __device__ __forceinline__ void store_rounded(unsigned int *to, const Pack<float, V> &values) {
     alignas(16) Pack<unsigned int, V> words;

@@ -5,18 +5,6 @@
 // neighbours in memory of a factor are neighbours along the depth) and A_VECTORS, B_VECTORS (whether four of them can be loaded at
 // once everywhere).
 
-__device__ __forceinline__ unsigned int tf32(float x) {
-    unsigned int result;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
-    return result;
-}
-
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Elements (line, k) to (line, k + 7) of a factor whose lines have so many elements in memory, 0 beyond its edges.
 template <bool DEPTH_FIRST, bool VECTORS>
 __device__ __forceinline__ void load_eight(float (&to)[8], const In *factor, int line, int k, int lines, int depth, int pitch) {

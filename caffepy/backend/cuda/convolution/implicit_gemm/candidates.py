@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, library_kernel
+from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.implicit_gemm.tiling import LARGE_WINDOW, Layout, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Task
@@ -82,7 +82,7 @@ class SmallConvolution:
         kind = {} if layout.weights else {"GATHER": 1}
         element = C_TYPES[cupy.dtype(self._task.problem.array_dtype).char]
         text = defines(Element=element, **kind, **layout.constants())
-        self._kernel = library_kernel("small_convolution", name, text)
+        self._kernel = library_kernel("small_convolution", name, text, TF32_PRODUCTS)
         self._kernel.max_dynamic_shared_size_bytes = 4 * layout.words
         return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from caffepy.backend.cuda.compiler import C_TYPES, argument, defines, library_kernel
+from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy
@@ -107,7 +107,7 @@ class LineWeights:
             CHANNELS=problem.weights[1], KERNEL=g.kernel[0], STRIDE=g.stride[0], PAD=g.pad[0], DILATION=g.dilation[0],
             TILES_N=tiles_of(problem)[1], PATCH_PITCH=patch_pitch(problem), TOGETHER=together(problem),
         )  # fmt: skip
-        self._kernel = library_kernel("line_weights", "line_weights", text)
+        self._kernel = library_kernel("line_weights", "line_weights", text, TF32_PRODUCTS)
         self._kernel.max_dynamic_shared_size_bytes = 4 * self._words
         return True
 
