@@ -8,22 +8,21 @@ in both of its layouts, of which the faster counts. Every side has a process of 
 figure is the median over all groups of iterations, the memory the process's largest resident set. CPU time is given
 too, as it suffers less from whatever else the machine does; both sides' idle threads spin for a while and count.
 
-Blobs share memory on the CPU, too. MiB of a process at most, two threads, caffepy / PyTorch's smaller layout: ResNet-50
-1155 to 1184 / 1447, before 2082; MobileNet 911 / 1159, before 1509; CaffeNet 962 / 1262, before 983. CPU time of one
-thread with and without sharing, by turns in one process, least ms: ResNet-50 2047 and 2088, MobileNet 871 and 910,
-LeNet 14.9 and 15.1. The data and diff of each blob were 1.5 GiB and are 0.6. The memory in this table is from before:
-
 Two threads of an AMD EPYC (Zen 4, AVX-512), a virtual machine with nothing else to do, PyTorch 2.13, in ms; ratios of
-the median, of the least time and of the least CPU time. Two runs of two rounds, of ResNet-50, MobileNet and CaffeNet
-one of them of one round:
+the median, of the least time and of the least CPU time; MiB of a process at most, caffepy and PyTorch's smaller layout.
+One round; CaffeNet of an earlier day:
 
-    net              caffepy     PyTorch    ratios                        memory, MiB
-    mobilenet 16     477, 493   681, 645    0.70  0.77  0.77, 0.76  0.77  0.73    1518 / 1263
-    resnet18 8       358, 336   509, 503    0.70  0.68  0.68, 0.67  0.70  0.67     702 /  749
-    resnet50 8      1167,1204  1348,1328    0.87  0.89  0.88, 0.91  0.89  0.86    2083 / 1550
-    lenet             10, 8.3     11, 10    0.92  0.88  0.87, 0.83  0.84  0.82     191 /  321
-    cifar10_quick     44,  39     49, 44    0.89  0.86  0.86, 0.88  0.95  0.94     226 /  355
-    caffenet              251        522    0.48  0.47  0.48                       976 / 1263
+    net              caffepy   PyTorch    ratios              memory
+    mobilenet 16         475       618    0.77  0.80  0.78     912 / 1149
+    resnet18 8           362       532    0.68  0.65  0.63     441 /  757
+    resnet50 8          1077      1313    0.82  0.83  0.81    1127 / 1420
+    lenet                9.0      13.6    0.66  0.68  0.65     138 /  319
+    cifar10_quick         37        42    0.89  0.91  0.89     206 /  355
+    caffenet             251       522    0.48  0.47  0.48     962 / 1262
+
+Since blobs share memory, data and diff of ResNet-50's are 0.6 GiB in the place of 1.5 and the process takes 1.1 in the
+place of 2.0. CPU time of one thread with and without sharing, by turns in one process, least ms: ResNet-50 2047 and
+2088, MobileNet 871 and 910, LeNet 14.9 and 15.1.
 
 One thread of the same machine, busy with other things, with vectors of eight on both sides (llvmlite told of no
 AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2), least CPU time in ms:

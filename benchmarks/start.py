@@ -9,10 +9,11 @@ with those that the first run filled. A figure is the number of calls and their 
 two lines of the log before the first iteration's end.
 
 LeNet on the CPU with empty caches, two cores of a virtual machine, first iteration's end: 12.3 to 13.3 s at first, 5.0
-to 5.4 s with the steps of this table, and with other processes 2.9, 3.1 and 3.3 s, where 5.9 s were taken without them
-seconds later (CPU time of all processes 5.6 s, without them 6.4; the machine was not quite idle). Beside programs that
-keep both cores busy other processes gain little: 5.3 to 6.7 s, without them 6.9 to 8.2. With full caches 0.9 s; CPU
-time 1.0 s, before 1.6 to 1.8. The steps, in CPU time of one thread (each by itself, on a busy machine):
+to 5.4 s with the steps of this table, and with other processes 2.9 to 3.4 s in five runs, where 5.9 s were taken
+without them seconds later (CPU time of all processes 5.6 s, without them 6.4). A first run whose files had to be read
+from disk took 8.3. Beside programs that keep both cores busy other processes gain little: 5.3 to 6.7 s, without them
+6.9 to 8.2. With full caches 0.8 to 1.1 s; CPU time 1.0 s, before 1.6 to 1.8. The steps, in CPU time of one thread (each
+by itself, on a busy machine):
 
     24 to 25 kernels, as numba compiles them                                              13.9 s
     each function optimised and compiled once, within its kernel (jit/pipeline.py)         7.7

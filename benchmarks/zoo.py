@@ -54,9 +54,18 @@ one). Memory is that before blobs were shared and folded weights no longer kept:
     CIFAR-10 full, 100  106 / 75       1.40   0.25 / 0.69     CIFAR-10 full  0.240 / 0.431  0.56   0.17 / 0.11
     autoencoder, 100    57.9 / 19.0    3.06   0.23 / 0.65     autoencoder    0.617 / 0.371  1.66   0.18 / 0.08
 
-On a quiet machine (two threads of an AMD EPYC, Zen 4) ratios of the last ones and of CIFAR-10's quick net were 0.88 and
-1.08, 0.87, 1.10 and 1.27 in training, of the autoencoder in inference 1.08. MiB of a process at most with ResNet-50,
-one image: 404, before 507; MobileNet 233.
+Two threads of an AMD EPYC (Zen 4), a quiet virtual machine, `--modes last`, after all that is described below:
+
+    inference, 1   ms             ratio  GiB                  training             ms           ratio  GiB
+    ResNet-50      37.5 / 69.4    0.54   0.35 / 0.41          CIFAR-10 full, 100   37 / 56      0.67   0.21 / 0.38
+    GoogLeNet      16.9 / 27.0    0.63   0.20 / 0.14          autoencoder, 100     14.3 / 16.4  0.87   0.22 / 0.33
+    LeNet          0.058 / 0.076  0.77   0.12 / 0.10          MobileNet, ResNet-18 and -50, LeNet, CIFAR-10 quick:
+    AlexNet        18.7 / 22.2    0.84   0.69 / 0.44              0.66 to 0.89, see cpu_train.py
+    DenseNet-121   30.6 / 35.3    0.87   0.22 / 0.18
+    SqueezeNet     3.9 / 4.0      0.97   0.15 / 0.08
+    autoencoder    0.105 / 0.091  1.16   0.18 / 0.10
+    MobileNet      8.8 / 6.6      1.33   0.23 / 0.13          (6.2 to 6.9 ms in four runs minutes later)
+    MobileNet-SSD  22.5 / 12.4    1.81   0.26 / 0.16          (15.5 to 17.8; its program alone takes 12.8)
 
 What was learnt:
 
