@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,12 +25,24 @@ from laboratory import (
     scores_of_snapshot,
 )
 from training_faults import wait_for_silence
+from turns import turn
 
 from caffepy.backend import create_backend
 
 ITERATIONS = 30
 TOLERANCE = 1e-4
 EXACT = ("--math", "fp32")
+AT_ONCE = 4
+"""Of these tests. NCCL's kernels on two GPUs wait for each other, and the GPUs give each process its time apart: with
+many processes on both the two seldom run together, and a stop takes longer than is promised."""
+
+pytestmark = pytest.mark.timeout(450)
+
+
+@pytest.fixture(autouse=True)
+def _turn() -> Iterator[None]:
+    with turn("caffepy-parallel-gpu-tests", AT_ONCE):
+        yield
 
 
 @pytest.fixture(scope="module")

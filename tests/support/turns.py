@@ -1,0 +1,43 @@
+"""Turns of tests in several processes at what the machine has too little of for all of them at once."""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def turn(name: str, at_once: int, patience: float = 300.0) -> Iterator[None]:
+    """A block that at most so many threads and processes of this user are in.
+
+    Args:
+        name: of what they take turns at.
+        at_once: how many may be in their blocks.
+        patience: seconds to wait.
+
+    Raises:
+        TimeoutError: others took all turns for so long.
+    """
+    end = time.monotonic() + patience
+    with ExitStack() as stack:
+        paths = (Path(tempfile.gettempdir(), f"{name}-{getpass.getuser()}-{i}.lock") for i in range(at_once))
+        files = [stack.enter_context(path.open("w")) for path in paths]
+        while not any(map(_locked, files)):
+            if time.monotonic() > end:
+                raise TimeoutError(f"no turn at {name} within {patience:.0f} s")
+            time.sleep(0.05)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether a file could be locked, for as long as it is open."""
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
