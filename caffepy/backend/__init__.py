@@ -67,7 +67,7 @@ def create_backend(
 
 def foreseeing_on_cpu(threads: int | None) -> Backend:
     """A CPU backend for nets whose kernels are only noted (`caffepy/backend/cpu/jit/ahead.py`)."""
-    from caffepy.backend.cpu.foresight import ForeseeingBackend
+    from caffepy.backend.cpu.foreseeing_backend import ForeseeingBackend
 
     return ForeseeingBackend(threads)
 
@@ -88,6 +88,6 @@ def foreseeing(backend: Backend, net: str) -> AbstractContextManager[Backend | N
     if "caffepy.backend.cuda.backend" not in sys.modules:
         return nullcontext(None)
     from caffepy.backend.cuda.backend import CudaBackend
-    from caffepy.backend.cuda.compilation.foresight import foreseeing_backend
+    from caffepy.backend.cuda.compilation.foreseeing_backend import foreseeing_backend
 
     return foreseeing_backend(backend, net) if isinstance(backend, CudaBackend) else nullcontext(None)

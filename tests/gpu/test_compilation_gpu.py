@@ -88,26 +88,26 @@ def test_damaged_machine_code_is_made_anew(backend: Backend) -> None:
 @pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16"])
 def test_kernels_of_training_are_foreseen(backend: Backend, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from caffepy.backend.cuda import compiler
-    from caffepy.backend.cuda.compilation import foresight
+    from caffepy.backend.cuda.compilation import foreseeing_backend
     from caffepy.backend.cuda.compilation.cubins import make_cubin
 
     foreseen: list[str] = []
     asked: list[str] = []
-    monkeypatch.setattr(foresight, "is_known", lambda *_: False)
+    monkeypatch.setattr(foreseeing_backend, "is_known", lambda *_: False)
     monkeypatch.setattr(compiler, "foresee", lambda text, target: foreseen.append(text))
     monkeypatch.setattr(compiler, "make_cubin", lambda text, target: asked.append(text) or make_cubin(text, target))
     train(backend, kind, 1)
-    assert len(set(foreseen)) > 12, "foresight ended early: see the log at debug"
+    assert len(set(foreseen)) > 12, "foreseeing ended early: see the log at debug"
     missed = set(asked) - set(foreseen)
     assert len(missed) <= 4, sorted(text[:300] for text in missed)
 
 
-def test_foresight_changes_no_number(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    from caffepy.backend.cuda.compilation import foresight
+def test_foreseeing_changes_no_number(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from caffepy.backend.cuda.compilation import foreseeing_backend
 
     results = []
     for known in (True, False):
-        monkeypatch.setattr(foresight, "is_known", lambda *_, known=known: known)
+        monkeypatch.setattr(foreseeing_backend, "is_known", lambda *_, known=known: known)
         results.append(train(backend, "FLOAT16", 3))
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -71,12 +71,12 @@ def train(backend: Any, recorder: Recorder, kind: str, solver: str) -> dict[str,
 @contextmanager
 def foreseeing_anything() -> Any:
     """Foresee kernels for no NVRTC at all, each time anew."""
-    from caffepy.backend.cuda.compilation import foresight
+    from caffepy.backend.cuda.compilation import foreseeing_backend
     from caffepy.backend.cuda.compilation.target import Target
 
-    foresight.find_target = lambda: Target("none", "", ())
-    foresight.is_known = lambda *_: False
-    foresight.remember = lambda *_: None
+    foreseeing_backend.find_target = lambda: Target("none", "", ())
+    foreseeing_backend.is_known = lambda *_: False
+    foreseeing_backend.remember = lambda *_: None
     yield
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.backend.cuda.compilation.cubins import foresee, make_cubin
-from caffepy.backend.cuda.compilation.foreseen import ForeseenKernel, foreseen_target
+from caffepy.backend.cuda.compilation.foreseen_array import ForeseenKernel, foreseen_target
 from caffepy.backend.cuda.compilation.target import OPTIONS, Target, find_target
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.layout import WIDE_LOAD

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import layout
-from caffepy.backend.cuda.compilation.foreseen import ForeseenArray, foreseen_target
+from caffepy.backend.cuda.compilation.foreseen_array import ForeseenArray, foreseen_target
 from caffepy.backend.cuda.compiler import defines, launch, library_kernel
 from caffepy.backend.cuda.device import cupy, device_memory
 from caffepy.backend.layout import aligned_bytes, memory_order, view

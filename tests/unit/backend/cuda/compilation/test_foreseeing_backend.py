@@ -54,7 +54,7 @@ def test_nothing_else_is_foreseen(runs: dict[str, Any], kind: str) -> None:
 @pytest.fixture
 def flat(cupy_or_mock: None) -> Any:
     """Makes flat arrays without memory."""
-    return importlib.import_module("caffepy.backend.cuda.compilation.foreseen").ForeseenArray.flat
+    return importlib.import_module("caffepy.backend.cuda.compilation.foreseen_array").ForeseenArray.flat
 
 
 def same(array: Any, expected: Any, begin: int, base: Any) -> None:

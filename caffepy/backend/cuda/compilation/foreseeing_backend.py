@@ -1,4 +1,4 @@
-"""A CUDA backend on which a net is run for the kernels that it will ask for; see `foreseen.py`.
+"""A CUDA backend on which a net is run for the kernels that it will ask for; see `foreseen_array.py`.
 
 Owns what of tuning can be foreseen: our own candidates, and what is around cuDNN's.
 """
@@ -16,7 +16,7 @@ from caffepy.backend.composite import Composite
 from caffepy.backend.cuda.backend import CudaBackend
 from caffepy.backend.cuda.batch_norm import BatchNormKernels
 from caffepy.backend.cuda.compilation.cubins import is_known, remember
-from caffepy.backend.cuda.compilation.foreseen import foreseeing
+from caffepy.backend.cuda.compilation.foreseen_array import foreseeing
 from caffepy.backend.cuda.compilation.target import find_target
 from caffepy.backend.cuda.compiler import c_type, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import (
