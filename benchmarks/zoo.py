@@ -27,45 +27,31 @@ of eight nets 0.79: tables in docs/gpu.md. Of the other rows only the ratios to 
 another day: training in FLOAT16 Inception-v3 0.51, FCN-8s 0.65, ResNet-18, GoogLeNet, SqueezeNet and DenseNet-121 0.40
 to 0.67.
 
-Two threads of a Xeon, five nets at a time on a host that also compiled for the GPU's rows, `--quick` (PyTorch eager in
-both layouts): ms of caffepy and of the fastest peer, ratio, GiB of both processes. The host was busy, so that rows of
-few milliseconds say little (the autoencoder's training alone on it: 19.3 to 20.3 ms, 1.2 with two threads, 0.88 with
-one). Memory is that before blobs were shared and folded weights no longer kept:
+Two threads of an AMD EPYC (Zen 4), a virtual machine with nothing else to do, `--quick --modes last`: ms of caffepy and
+of the fastest peer (onnxruntime in all of inference but ResNet-50), ratio, GiB of both processes:
 
-    training            ms             ratio  GiB             inference, 1   ms             ratio  GiB
-    GoogLeNet, 8        554 / 1246     0.44   0.97 / 1.30     GoogLeNet      18.9 / 42.2    0.45   0.26 / 0.13
-    AlexNet, 10         450 / 735      0.61   1.00 / 1.53     AlexNet        31.9 / 25.0    1.28   0.74 / 0.44
-    VGG-19, 2           1131 / 1792    0.63   2.08 / 2.56     VGG-19         182 / 190      0.96   1.77 / 1.06
-    MobileNet, 16       657 / 1006     0.65   1.50 / 1.48     MobileNet      9.1 / 6.7      1.37   0.25 / 0.12
-    SqueezeNet, 16      381 / 577      0.66   0.82 / 1.13     SqueezeNet     6.5 / 4.6      1.43   0.20 / 0.09
-    VGG-16, 2           1020 / 1494    0.68   2.00 / 2.47     VGG-16         164 / 197      0.83   1.75 / 1.02
-    CaffeNet, 10        356 / 470      0.76   0.97 / 1.42     CaffeNet       20.5 / 20.7    0.99   0.75 / 0.44
-    LRCN, 4             341 / 441      0.77   0.92 / 1.44     LRCN           35.5 / 27.6    1.29   0.74 / 0.66
-    ResNet-18, 8        514 / 632      0.81   0.69 / 1.06     ResNet-18      21.2 / 19.9    1.07   0.33 / 0.21
-    FCN-8s, 1           7927 / 9753    0.81   3.48 / 3.59     FCN-8s         1571 / 1342    1.17   2.17 / 2.18
-    LeNet, 64           14.4 / 17.2    0.84   0.19 / 0.64     LeNet          0.089 / 0.129  0.69   0.17 / 0.07
-    SSD300, 1           1140 / 1331    0.86   0.79 / 1.19     SSD300         255 / 313      0.81   0.59 / 0.32
-    siamese net, 64     29.2 / 33.1    0.88   0.22 / 0.65     siamese net    0.104 / 0.217  0.48   0.17 / 0.07
-    ResNet-50, 8        1612 / 1714    0.94   2.05 / 1.78     ResNet-50      52.8 / 42.2    1.25   0.50 / 0.32
-    DenseNet-121, 4     785 / 808      0.97   1.60 / 1.28     DenseNet-121   47.4 / 45.4    1.04   0.30 / 0.17
-    ResNet-152, 2       1346 / 1331    1.01   1.67 / 1.63     ResNet-152     138 / 121      1.14   0.95 / 0.61
-    Inception-v3, 4     1305 / 1204    1.08   1.40 / 1.39     Inception-v3   69.1 / 61.8    1.12   0.47 / 0.29
-    MobileNet-SSD, 2    328 / 296      1.11   0.57 / 0.91     MobileNet-SSD  34.3 / 14.8    2.32   0.29 / 0.14
-    CIFAR-10 full, 100  106 / 75       1.40   0.25 / 0.69     CIFAR-10 full  0.240 / 0.431  0.56   0.17 / 0.11
-    autoencoder, 100    57.9 / 19.0    3.06   0.23 / 0.65     autoencoder    0.617 / 0.371  1.66   0.18 / 0.08
-
-Two threads of an AMD EPYC (Zen 4), a quiet virtual machine, `--modes last`, after all that is described below:
-
-    inference, 1   ms             ratio  GiB                  training             ms           ratio  GiB
-    ResNet-50      37.5 / 69.4    0.54   0.35 / 0.41          CIFAR-10 full, 100   37 / 56      0.67   0.21 / 0.38
-    GoogLeNet      16.9 / 27.0    0.63   0.20 / 0.14          autoencoder, 100     14.3 / 16.4  0.87   0.22 / 0.33
-    LeNet          0.058 / 0.076  0.77   0.12 / 0.10          MobileNet, ResNet-18 and -50, LeNet, CIFAR-10 quick:
-    AlexNet        18.7 / 22.2    0.84   0.69 / 0.44              0.66 to 0.89, see cpu_train.py
-    DenseNet-121   30.6 / 35.3    0.87   0.22 / 0.18
-    SqueezeNet     3.9 / 4.0      0.97   0.15 / 0.08
+    inference, 1   ms             ratio  GiB              training             ms           ratio  GiB
+    ResNet-50      37.5 / 69.4    0.54   0.35 / 0.41      GoogLeNet, 8         420 / 673    0.62   0.56 / 0.97
+    FCN-8s         1069 / 1787    0.60   2.00 / 2.22      LeNet, 64            9.0 / 13.6   0.66   0.13 / 0.31
+    SSD300         188 / 296      0.63   0.56 / 0.34      SqueezeNet, 16       241 / 359    0.67   0.45 / 0.78
+    GoogLeNet      16.9 / 27.0    0.63   0.20 / 0.14      CIFAR-10 full, 100   37 / 56      0.67   0.21 / 0.38
+    VGG-16         103 / 154      0.67   1.70 / 1.02      ResNet-18, 8         362 / 532    0.68   0.43 / 0.74
+    LeNet          0.058 / 0.076  0.77   0.12 / 0.10      MobileNet, 16        475 / 618    0.77   0.89 / 1.12
+    AlexNet        18.7 / 22.2    0.84   0.69 / 0.44      MobileNet-SSD, 2     133 / 163    0.81   0.44 / 0.58
+    CaffeNet       15.3 / 17.7    0.87   0.69 / 0.44      ResNet-50, 8         1077 / 1313  0.82   1.10 / 1.39
+    DenseNet-121   30.6 / 35.3    0.87   0.22 / 0.18      DenseNet-121, 4      514 / 605    0.85   0.73 / 0.92
+    Inception-v3   47.0 / 53.9    0.87   0.33 / 0.31      Inception-v3, 4      772 / 909    0.85   0.82 / 1.05
+    ResNet-18      15.5 / 17.1    0.91   0.23 / 0.23      autoencoder, 100     14.3 / 16.4  0.87   0.22 / 0.33
+    ResNet-152     98 / 105       0.94   0.68 / 0.67      CIFAR-10 quick, 100  37 / 42      0.89   0.20 / 0.35
+    SqueezeNet     3.9 / 4.0      0.97   0.15 / 0.08      ResNet-152, 2        880 / 969    0.91   1.19 / 1.27
+    LRCN           19.8 / 19.4    1.02   0.69 / 0.60
     autoencoder    0.105 / 0.091  1.16   0.18 / 0.10
-    MobileNet      8.8 / 6.6      1.33   0.23 / 0.13          (6.2 to 6.9 ms in four runs minutes later)
-    MobileNet-SSD  22.5 / 12.4    1.81   0.26 / 0.16          (15.5 to 17.8; its program alone takes 12.8)
+    MobileNet      8.8 / 6.6      1.33   0.23 / 0.13      (in another run 11.3 / 9.1; alone 6.2 to 6.9)
+    MobileNet-SSD  16.6 / 12.9    1.29   0.26 / 0.15      (in another run 22.5 / 12.4; its kernels take 12.8)
+
+The siamese net's training (64 pairs) gave 1.24, 0.76 and 0.89 in three runs. Two threads of a Xeon, five nets at a time
+on a busy host, ratios: training AlexNet 0.61, VGG-19 0.63, VGG-16 0.68, CaffeNet 0.76, LRCN 0.77, FCN-8s 0.81, SSD300
+0.86; inference of VGG-19 0.96, of the siamese net 0.48, of CIFAR-10's full net 0.56.
 
 What was learnt:
 
