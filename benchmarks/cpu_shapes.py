@@ -9,50 +9,25 @@ sides take turns; a figure is the median over the rounds of each round's median,
 ratios. Names are matched by their beginnings. `--avx2` keeps both sides to vectors of eight. At the end the rows above
 `--limit` are named, the worst first.
 
-Two cores of an AMD EPYC (Zen 4), a virtual machine that others use too, so times of the processor with one thread;
-PyTorch 2.13. Whole runs of one commit, 162 layers, 441 ratios; the first while little else ran, the others while the
-machine was busy, which moves a ratio by a tenth or two either way (two rounds with AVX-512, one with AVX2):
+Two cores of an AMD EPYC (Zen 4), a virtual machine, times of the processor with one thread; PyTorch 2.13. Whole runs of
+162 layers, 441 ratios, one round each, while little else ran; "before" are two rounds of an earlier commit:
 
-                                 AVX-512 before    AVX-512 after     AVX2 after
-    median                       0.96              0.83              0.86
-    worst                        5.74              3.85              5.70
-    above 2 / 1.5 / 1.2          12 / 31 / 85      5 / 18 / 45       10 / 28 / 63
+                                 AVX-512 before    AVX-512    AVX2 before    AVX2
+    median                       0.83              0.82       0.86           0.82
+    worst                        3.85              1.87       5.70           4.19
+    above 2 / 1.5 / 1.2          5 / 18 / 45       0 / 7 / 36 10 / 28 / 63   3 / 13 / 35
 
-    forward, data, weights       before                  after                   AVX2
-    group 32 of 32, 7            1.34   1.43   1.63      1.15   1.13   1.15      0.95   0.75   1.06
-    group 32 of 16, 14           0.97   1.00   1.58      1.04   1.18   1.63      1.25   1.44   1.11
-    group 4 of 24                1.31   1.44   1.40      1.13   1.17   1.14      0.89   0.86   1.06
-    group 8 of 4 to 32           1.11   1.34   3.79      1.20   1.59   1.36      0.63   0.87   0.81
-    3-d group 4                  1.16   1.40   0.61      1.42   1.15   0.79      0.87   1.05   0.56
-    3-d 512, 1, 4                2.85   1.49   1.65      0.48   0.29   0.18      0.44   0.58   0.22
-    depthwise 512, 14            1.18   1.23   1.43      0.54   0.68   0.52      1.67   1.60   1.04
-    depthwise 64/2, 112          1.25   0.40   1.43      1.18   0.94   1.15      1.48   0.96   1.11
-    depthwise multiplier 8       0.70   2.58   0.45      0.69   0.70   0.39      0.93   1.19   2.10
-    depthwise multiplier 32      0.40   4.58   5.74      0.30   1.19   1.42      0.21   1.29   1.71
-    transposed depthwise 16x16/8 2.70   1.64   0.13      0.52   1.33   0.09      0.42   0.75   0.17
-    transposed depthwise 64x64   2.11   1.14   0.16      0.42   1.18   0.19      0.39   1.15   0.19
-    average 2x2/2                1.56   1.53             0.60   0.63             0.58   0.50
-    average 1x1/2                1.89   1.62             0.70   0.70             1.06   0.56
+Above 1.5 with AVX-512: weights of group 8 of 12 channels 1.87 and of group 32 of 16 with stride 2 1.79; depthwise 512,
+14 forward and for the bottom 1.61 and 1.55 (its 12 MiB lie in the third cache or not: 0.54 and 0.68 in another run);
+transposed 64x64/32 forward 1.61; depthwise 5x5/2 of 240 channels for the bottom 1.56; groups of 4 to 32 for the bottom
+1.50. Above 2 with AVX2: group 32 of 8 with stride 2 for the weights 4.19 and forward 3.17, where a few groups of an
+image were copied at a time (1.86 and 1.00 since they are no more); depthwise 512, 14 for the bottom 2.47.
 
-Above 1.5 with AVX-512: average global forward 3.85 (three times the time that it takes alone, where it is 1.2) and of
-one image 1.6; 1x1 from one channel to 64 2.1, 3.7 and 2.8; maximum over the plane of 64 images of 2048 channels 2.2;
-depthwise 31x31 forward 1.9; averages 2x2/2 of 33 and of 3 channels for the bottom 1.7 and 1.6; group 32 of 16 weights
-1.6 and with stride 2 for the bottom 1.5; groups of 4 to 32 for the bottom and of 32 to 4 forward 1.6; group 8 of 12
-weights 1.5; 1x1 2048 to 512 and 256 to 1024 weights 1.5; 1x1/2 of 64 channels for the bottom 1.5; dilated by 6 weights
-1.5. Above 2 with AVX2: 1x1 from one channel 3.3, 5.7 and 3.1; averages forward of one channel 2.6 and over the plane
-2.5, of 3 channels for the bottom 2.5; maximum over the plane 2.6; depthwise of 3 channels 2.4 and 2.2; multiplier 8
-weights 2.1.
-
-Since then, measured in turns with the commit before on a busy machine, AVX-512, processor's time of one thread in ms
-(the table above was not measured again):
+What the last changes gained, times in ms in turns with the commit before, or ratios of runs before and after:
 
     weights: 5x5 3 to 32, 32 to 32, 32 to 64 of CIFAR-10's quick net     7.2, 14, 6.5    5.6, 11, 4.8
     weights: dilated by 6; 1x1 2048 to 512; 1x7, padded                  21, 86, 5.5     15, 71, 5.0
     forward, data, weights: 1x1 from one channel to 64                   0.29 0.71 0.34  0.13 0.13 0.13
-
-Depthwise layers, pooling and LRN later, 168 ratios, one thread, beside as little else as this machine allows, which was
-not nothing (before: three rounds of pooling, two of depthwise layers; after: one). Above 1.2 were 22 of them with
-AVX-512 and 29 with AVX2, the worst 2.62 and 3.05; now 7 and 14, the worst 1.76 and 2.38:
 
     forward, data, weights     before           after            AVX2 before      after
     maximum over 2048, 64      2.62 0.53        1.13 0.38        3.05 0.33        0.48 0.36
@@ -62,13 +37,7 @@ AVX-512 and 29 with AVX2, the worst 2.62 and 3.05; now 7 and 14, the worst 1.76 
     depthwise 3, 224           1.83 0.88 0.59   0.64 0.35 0.56   2.43 2.12 0.60   0.56 0.36 0.45
     depthwise 31x31            2.10 1.21 0.06   0.86 0.54 0.05   1.19 1.53 0.08   0.64 0.78 0.09
     depthwise whole image      0.68 1.58 0.12   0.58 0.92 0.10   0.86 2.69 0.32   0.58 0.57 0.26
-
-With AVX2 multiplier 8 for the weights went from 2.65 to 0.51.
-
-Left above 1.3: 512, 14, which the third cache holds or not (1.76 forward; with AVX2 1.81, data 2.38 and weights 1.32,
-where the run before had 1.11, 1.19 and 0.66); 64/2, 112 (forward 1.66 and 1.34, weights 1.35); transposed 4x4/2
-(forward 1.64 and 1.72, data 1.49) and 64x64/32 (data 1.45); with AVX2 multiplier 32 (forward 1.51, where the run before
-had 0.26, and weights 1.41), 5x5/2 (data 1.34) and 960, 7 (weights 1.32).
+    multiplier 8, weights      0.45             0.39             2.65             0.51
 
 What was learnt, last first:
 

@@ -37,9 +37,10 @@ from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
-"""Elements of padded images made at a time, so that the workspace does not grow with the batch."""
+"""Elements of padded images, or of groups of one, made at a time: the workspace grows with neither batch nor image."""
 CHUNK_GROUPS = 2**18
-"""Likewise of images whose groups lie apart, which then are in the second cache when they are read."""
+"""Elements for each thread of whole images whose groups lie apart, which then are in the second cache when they are
+read. Fewer groups of an image at a time take up to twice as long, with vectors of eight: lines are read in parts."""
 CACHED = 2**18
 """Elements for each thread of gradients that all phases pass over before the next ones."""
 
@@ -114,7 +115,7 @@ class TileConvolution:
         images = x.shape[0]
         chunk = CHUNK if padding.groups == 1 else self.threads * CHUNK_GROUPS
         step = images if not padding.needed else max(1, chunk // padding.elements)
-        many = padding.groups if step > 1 else max(1, min(padding.groups, chunk // padding.group))
+        many = padding.groups if step > 1 else max(1, min(padding.groups, CHUNK // padding.group))
         for first in range(0, images, step):
             some = slice(first, min(first + step, images))
             if not padding.needed:
