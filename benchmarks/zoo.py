@@ -28,10 +28,10 @@ another day: training in FLOAT16 Inception-v3 0.51, FCN-8s 0.65, ResNet-18, Goog
 to 0.67.
 
 Two threads of an AMD EPYC (Zen 4), a virtual machine with nothing else to do, `--quick --modes last`: ms of caffepy and
-of the fastest peer (onnxruntime in all of inference but ResNet-50), ratio, GiB of both processes:
+of the fastest peer (in inference onnxruntime), ratio, GiB of both processes:
 
     inference, 1   ms             ratio  GiB              training             ms           ratio  GiB
-    ResNet-50      37.5 / 69.4    0.54   0.35 / 0.41      GoogLeNet, 8         420 / 673    0.62   0.56 / 0.97
+    ResNet-50      35.9 / 38.0    0.95   0.35 / 0.35      GoogLeNet, 8         420 / 673    0.62   0.56 / 0.97
     FCN-8s         1069 / 1787    0.60   2.00 / 2.22      LeNet, 64            9.0 / 13.6   0.66   0.13 / 0.31
     SSD300         188 / 296      0.63   0.56 / 0.34      SqueezeNet, 16       241 / 359    0.67   0.45 / 0.78
     GoogLeNet      16.9 / 27.0    0.63   0.20 / 0.14      CIFAR-10 full, 100   37 / 56      0.67   0.21 / 0.38
