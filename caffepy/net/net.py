@@ -204,7 +204,7 @@ class Net:
 
     def _refresh_copies(self) -> None:
         """Refresh the half-precision copies, in a folded net only of the parameters that are read as they are."""
-        folded = {id(layer) for node in self.schedule for layer in _folded_layers(node)}
+        folded = {id(layer) for convolution in self._folded for layer in convolution.folded_layers}
         if not folded:
             self.parameters.refresh(self._dtypes)
             return
@@ -219,9 +219,14 @@ class Net:
 
     def fold_parameters(self) -> None:
         """Compute the weights that folded layers make of the present parameters."""
-        folded = [node.layer for node in self.schedule if isinstance(node.layer, FoldedConvolution)]
-        for layer in sorted(folded, key=lambda layer: -layer.blobs[0].count):  # what the first ones free is used again
+        for layer in sorted(
+            self._folded, key=lambda layer: -layer.blobs[0].count
+        ):  # what the first ones free is used again
             layer.fold()
+
+    @property
+    def _folded(self) -> list[FoldedConvolution]:
+        return [node.layer for node in self.schedule if isinstance(node.layer, FoldedConvolution)]
 
     @property
     def _dtypes(self) -> set[str]:
@@ -286,7 +291,7 @@ class Net:
         Args:
             nodes: only these nodes of the schedule, in the order of `forward`.
         """
-        assert not any(isinstance(node.layer, FoldedConvolution) for node in self.schedule), "a folded net runs forward"
+        assert not self._folded, "a folded net runs forward"
         _ = self.parameters.diff  # binds the gradients to the flat buffer before any layer writes them
         for node in reversed(self.schedule if nodes is None else nodes):
             self.backward_node(node)
@@ -431,8 +436,3 @@ class Net:
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
         return (layer.name, index) not in self._table.shared
-
-
-def _folded_layers(node: Node) -> list[Layer]:
-    """The layers of a node whose parameters are read in folding alone."""
-    return node.layer.folded_layers if isinstance(node.layer, FoldedConvolution) else []

@@ -81,11 +81,7 @@ class TileConvolution:
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
     ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
-        plan, start = self._planned(), self.zeros if bias is None else bias
-        packed = self.kept_for(weights)
-        if packed is None:
-            packed = self.workspace.take("weights", plan.packed_size)
-            plan.pack(self.threads, weights, self.shape.group_step, packed)
+        plan, start, packed = self._planned(), self.zeros if bias is None else bias, self.packed(weights)
         for some, groups, padded in self._padded(x, self.shape.padding):
             ending = Ending(None if residual is None else residual[some], relu)
             plan.run(self.threads, some.stop - some.start, padded, packed, start, y[some], ending, groups)
@@ -95,11 +91,27 @@ class TileConvolution:
             self._forward = _plan_forward(self.shape)
         return self._forward
 
+    @property
+    def packed_size(self) -> int:
+        """Elements of the weights in the order of `forward`."""
+        return self._planned().packed_size
+
+    def pack(self, weights: Any, packed: Any) -> None:
+        """Bring weights into the order of `forward`."""
+        self._planned().pack(self.threads, weights, self.shape.group_step, packed)
+
+    def packed(self, weights: Any) -> Any:
+        """Weights in the order of `forward`: kept, or packed for the present pass."""
+        packed = self.kept_for(weights)
+        if packed is None:
+            packed = self.workspace.take("weights", self.packed_size)
+            self.pack(weights, packed)
+        return packed
+
     def keep(self, weights: Any) -> None:
         """Bring weights into the order of `forward` for all its calls with them, until they are given here again."""
-        plan = self._planned()
-        self.kept = aligned(plan.packed_size) if self.kept is None else self.kept
-        plan.pack(self.threads, weights, self.shape.group_step, self.kept)
+        self.kept = aligned(self.packed_size) if self.kept is None else self.kept
+        self.pack(weights, self.kept)
         self._kept_at = address_of(weights)
 
     def use_kept_for(self, given: Any) -> None:

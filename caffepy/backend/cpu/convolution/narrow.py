@@ -31,11 +31,10 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
 )
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace, aligned
+from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
 
 GRAIN = 8192
@@ -330,10 +329,8 @@ class NarrowConvolution(TileConvolution):
             super().forward(x, weights, bias, y, relu, sums, residual)
             return
         assert sums is None, "gives no sums"
-        plan, table, size = self._planned_pass()
-        start, packed = self.zeros if bias is None else bias, self.kept_for(weights)
-        packed = self._packed(weights, table, size) if packed is None else packed
-        plan.run(self.threads, x.shape[0], x, packed, start, y, relu and residual is None)
+        plan, start = self._planned_pass()[0], self.zeros if bias is None else bias
+        plan.run(self.threads, x.shape[0], x, self.packed(weights), start, y, relu and residual is None)
         if residual is not None:  # tiles overlap, so they cannot add it
             note_host_work()
             y += residual
@@ -352,14 +349,16 @@ class NarrowConvolution(TileConvolution):
             self._forward_pass = plan, _table(order), order.size
         return self._forward_pass
 
-    def keep(self, weights: Any) -> None:
+    @property
+    def packed_size(self) -> int:
+        return self._planned_pass()[2] if _fits(self._lanes) else super().packed_size
+
+    def pack(self, weights: Any, packed: Any) -> None:
         if not _fits(self._lanes):
-            super().keep(weights)
+            super().pack(weights, packed)
             return
         _, table, size = self._planned_pass()
-        self.kept = aligned(size) if self.kept is None else self.kept
-        self._gather(weights, table, size, self.kept)
-        self._kept_at = address_of(weights)
+        self._gather(weights, table, size, packed)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         if is_spread(self._runs):

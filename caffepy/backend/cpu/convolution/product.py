@@ -7,6 +7,7 @@ the image has one lane. Vectors run along the output channels, and memory sets t
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
-from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Geometry
 
@@ -41,12 +41,9 @@ def is_product(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometr
 class ProductConvolution(TileConvolution):
     """A planned convolution whose windows are the rows of a matrix: the weights are read where they lie."""
 
-    def __init__(
-        self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
-        geometry: Geometry,
-    ) -> None:  # fmt: skip
-        super().__init__(threads, workspace, x_shape, weights_shape, geometry)
-        self._gemm = Gemm(threads, workspace)
+    @cached_property
+    def _gemm(self) -> Gemm:
+        return Gemm(self.threads, self.workspace)
 
     def _matrix(self, array: Any, columns: int) -> Any:
         return memory_order(array).reshape(-1, columns)
@@ -168,44 +165,43 @@ def is_thin(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
 class ThinConvolution(TileConvolution):
     """A planned convolution of single pixels of a few channels."""
 
-    def __init__(
-        self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
-        geometry: Geometry,
-    ) -> None:  # fmt: skip
-        super().__init__(threads, workspace, x_shape, weights_shape, geometry)
-        self._gemm = Gemm(threads, workspace)
-        self._pixels = math.prod(self.shape.sizes)
-        self._grain = max(1, GRAIN // self.shape.outputs)
+    @cached_property
+    def _gemm(self) -> Gemm:
+        return Gemm(self.threads, self.workspace)
 
-    def _turned(self, weights: Any) -> Any:
-        shape = self.shape
-        turned = self.workspace.take("thin weights", MOST_CHANNELS * shape.outputs)
-        turn_weights.run(1, MOST_CHANNELS, 1, weights, shape.channels, shape.outputs, turned)
-        return turned
+    @property
+    def packed_size(self) -> int:
+        return MOST_CHANNELS * self.shape.outputs
 
-    def keep(self, weights: Any) -> None:
-        """Nothing: these few weights are turned in each pass."""
+    def pack(self, weights: Any, packed: Any) -> None:
+        turn_weights.run(1, MOST_CHANNELS, 1, weights, self.shape.channels, self.shape.outputs, packed)
+
+    def _pixels(self, images: int) -> int:
+        return images * math.prod(self.shape.sizes)
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
     ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
+        shape = self.shape
         spread_pixels.run(
-            self.threads, x.shape[0] * self._pixels, self._grain, x, self.shape.channels, self._turned(weights),
-            self.zeros if bias is None else bias, y, self.shape.outputs, y if residual is None else residual,
-            int(residual is not None), int(relu),
+            self.threads, self._pixels(x.shape[0]), max(1, GRAIN // shape.outputs), x, shape.channels,
+            self.packed(weights), self.zeros if bias is None else bias, y, shape.outputs,
+            y if residual is None else residual, int(residual is not None), int(relu),
         )  # fmt: skip
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         shape = self.shape
-        columns = self._turned(weights)[: shape.channels * shape.outputs].reshape(shape.channels, shape.outputs).T
+        turned = self.workspace.take("turned weights", self.packed_size)
+        self.pack(weights, turned)
+        columns = turned[: shape.channels * shape.outputs].reshape(shape.channels, shape.outputs).T
         slopes, target = memory_order(dy).reshape(-1, shape.outputs), memory_order(dx).reshape(-1, shape.channels)
         self._gemm(slopes, columns, target, accumulate=False)
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         shape = self.shape
         totals = self.workspace.take("totals", BLOCKS * shape.weights)
-        pixels = x.shape[0] * self._pixels
+        pixels = self._pixels(x.shape[0])
         sum_pixels.run(
             self.threads, BLOCKS, max(1, BLOCKS * GRAIN // max(1, pixels * shape.outputs)), x, shape.channels, dy,
             shape.outputs, pixels, BLOCKS, totals,

@@ -13,7 +13,7 @@ import numpy as np
 
 from caffepy.backend.cpu.gemm.dots import MOST_VECTORS, dots
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
-from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, pack_weights
+from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
@@ -133,7 +133,7 @@ def transpose(  # noqa: PLR0913 -- a kernel
 @lru_cache(maxsize=1024)
 def _offsets(count: int, step: int) -> ConstantTable:
     """Offsets of rows `step` elements apart; a tile reads beyond the last, which is repeated."""
-    return ConstantTable(np.minimum(np.arange(count + 12), count - 1) * step)
+    return extended(np.arange(count) * step)
 
 
 @lru_cache(maxsize=1024)

@@ -72,7 +72,10 @@ def test_residual_and_relu_are_what_passes_of_their_own_give(
 
 
 LAYERS = {
-    "tiles": ((1, 20, 9, 9), 40, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)),
+    "winograd": ((1, 20, 9, 9), 40, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)),
+    "tiles": ((1, 20, 9, 9), 40, Geometry((5, 5), (1, 1), (2, 2), (1, 1), 1)),
+    "few channels": ((1, 3, 9, 9), 40, Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)),
+    "few channels, depthwise": ((1, 3, 19, 20), 3, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 3)),
     "product": ((1, 20, 4, 4), 40, Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)),
     "narrow": ((1, 20, 9, 9), 20, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 20)),
 }

@@ -25,10 +25,9 @@ from caffepy.backend.cpu.convolution.winograd.kernels import (
 )
 from caffepy.backend.cpu.gemm.microkernel import ROWS
 from caffepy.backend.cpu.gemm.packing import Panels, extended
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace, aligned
+from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
 
 ROWS_OF_ALL = math.lcm(*ROWS.values())
@@ -228,16 +227,14 @@ class WinogradConvolution(TileConvolution):
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
     ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
-        packed = self.kept_for(weights)
-        if packed is None:
-            packed = self.workspace.take("weights", self._ahead.packed_size)
-            self._ahead.pack(weights, False, packed)
-        self._ahead.run(x, packed, bias, y, Ending(residual, relu))
+        self._ahead.run(x, self.packed(weights), bias, y, Ending(residual, relu))
 
-    def keep(self, weights: Any) -> None:
-        self.kept = aligned(self._ahead.packed_size) if self.kept is None else self.kept
-        self._ahead.pack(weights, False, self.kept)
-        self._kept_at = address_of(weights)
+    @property
+    def packed_size(self) -> int:
+        return self._ahead.packed_size
+
+    def pack(self, weights: Any, packed: Any) -> None:
+        self._ahead.pack(weights, False, packed)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         packed = self.workspace.take("weights", self._back.packed_size)
