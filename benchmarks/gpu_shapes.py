@@ -1,6 +1,7 @@
 """Convolution, pooling and LRN on a GPU over a grid of shapes: caffepy's time beside PyTorch's, in the same process.
 
-    python benchmarks/gpu_shapes.py [--seconds 100] [--dtypes FLOAT,FLOAT16] [--limit 1.2] [--skip 140] [name ...]
+    python benchmarks/gpu_shapes.py [--seconds 100] [--dtypes FLOAT,FLOAT16] [--limit 1.2] [--skip 140] [--count 70]
+        [name ...]
 
 The grid is that of cpu_shapes.py, and the smaller of its shapes again with 64 images: dense, grouped and depthwise
 convolutions with and without multiplier, dilated, transposed, over one, two and three axes, with small and large
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0, help="after which no row begins; 0: all are run")
     parser.add_argument("--limit", type=float, default=1.2)
     parser.add_argument("--skip", type=int, default=0, help="rows at the beginning that an earlier run has seen")
+    parser.add_argument("--count", type=int, help="rows to run behind these; all by default")
     options = parser.parse_args()
     end = time.monotonic() + (options.seconds or float("inf"))
 
@@ -213,7 +215,7 @@ def main() -> None:
     print(f"{'microseconds':48}forward, for the gradient of the bottom, for that of the weights")
     print(f"{'':48}" + " |".join([f"{'caffepy':>9} {'PyTorch':>9} {'ratio':>6}"] * 3))
     backend, ratios, missing = CudaBackend(0, "tf32"), {}, []
-    for case, dtype in islice(rows(options), options.skip, None):
+    for case, dtype in islice(rows(options), options.skip, options.count and options.skip + options.count):
         if time.monotonic() > end:
             missing.append(f"{case.name} {dtype}")
             continue
