@@ -29,6 +29,7 @@ __all__ = [
     "device_names",
     "device_properties",
     "free_memory",
+    "has_tensor_cores",
     "import_cudnn",
     "load_cudnn_ahead",
 ]
@@ -42,6 +43,9 @@ except ImportError as error:
     raise MissingExtraError("CuPy", EXTRA, PURPOSE) from error
 
 GIBIBYTE = 2**30
+
+AMPERE = 80
+"""Compute capability, times ten, of the first GPUs whose tensor cores take TF32 and bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,11 @@ def free_memory(number: int) -> int:
     check_device(number)
     with cupy.cuda.Device(number):
         return int(cupy.cuda.runtime.memGetInfo()[0])
+
+
+def has_tensor_cores() -> bool:
+    """Whether the tensor cores of the present GPU take all factors that own kernels give them: TF32 and both halves."""
+    return int(cupy.cuda.Device().compute_capability) >= AMPERE
 
 
 def _no_device_reason() -> str:

@@ -26,7 +26,7 @@ SMALL_AREA = 9
 LARGE_PLANE = 16
 """Pixels of a window from which on many threads share it, where it is the whole plane."""
 
-LARGE_WINDOW = 25
+LEAST_WINDOW_FOR_NARROW_LOADS = 25
 """Pixels of a window from which on a thread takes long enough for more threads to be worth narrower loads."""
 
 LEAST_WIDTH = 2
@@ -101,7 +101,7 @@ def _plan(case: Pooling) -> Launch | None:
 def _width(case: Pooling) -> int:
     """Channels of a thread; with large windows fewer, but two, until there are blocks for all multiprocessors."""
     width, count = case.width, math.prod(case.pooled)
-    if case.name.endswith("forward") and math.prod(case.geometry.kernel) >= LARGE_WINDOW:
+    if case.name.endswith("forward") and math.prod(case.geometry.kernel) >= LEAST_WINDOW_FOR_NARROW_LOADS:
         while width > LEAST_WIDTH and count < FULL * THREADS * width:
             width //= 2
     return width

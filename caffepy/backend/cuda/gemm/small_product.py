@@ -7,7 +7,7 @@ warps of a block do that in one.
 from __future__ import annotations
 
 from caffepy.backend.cuda.compiler import TF32_PRODUCTS, aligned, c_type, defines, launch_blocks, library_kernel
-from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.device import has_tensor_cores
 from caffepy.backend.types import Array
 
 MOST_RESULTS = 2**17
@@ -18,9 +18,6 @@ LEAST_DEPTH, MOST_DEPTH = 32, 8192
 
 MOST_MULTIPLICATIONS = 2**26
 
-TENSOR_CORES = 80
-"""Compute capability, times ten, from which on tensor cores take TF32."""
-
 FEW_WARPS, MANY_WARPS = 8, 16
 """Warps of a block: each takes 32 of the depth at a time."""
 
@@ -30,7 +27,7 @@ def suits_small_product(shape: tuple[int, ...], depth: int) -> bool:
     results = shape[0] * shape[1]
     if not (results <= MOST_RESULTS and LEAST_DEPTH <= depth <= MOST_DEPTH):
         return False
-    return results * depth <= MOST_MULTIPLICATIONS and int(cupy.cuda.Device().compute_capability) >= TENSOR_CORES
+    return results * depth <= MOST_MULTIPLICATIONS and has_tensor_cores()
 
 
 def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:

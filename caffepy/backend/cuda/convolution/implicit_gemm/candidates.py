@@ -12,9 +12,9 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
-from caffepy.backend.cuda.convolution.implicit_gemm.tiling import LARGE_WINDOW, Layout, shape_of, tilings
+from caffepy.backend.cuda.convolution.implicit_gemm.tiling import LEAST_WINDOW_BY_ROWS, Layout, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Task
-from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.device import cupy, has_tensor_cores
 from caffepy.backend.cuda.memory import raw
 
 MOST_MULTIPLICATIONS = 2**30
@@ -29,14 +29,11 @@ MOST_CHANNELS = 64
 MOST_CANDIDATES = 2
 """Tilings that are tried, each of which takes half a second to compile."""
 
-TENSOR_CORES = 80
-"""Compute capability, times ten, from which on tensor cores take TF32."""
-
 
 def suits_small_kernels(task: Task, resources: Resources) -> bool:
     """Whether the kernels can do a task and may be ahead with it."""
     problem, g = task.problem, task.problem.geometry
-    large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= LARGE_WINDOW
+    large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= LEAST_WINDOW_BY_ROWS
     most = MOST_FOR_LARGE_WINDOWS if large else MOST_MULTIPLICATIONS
     if len(problem.x) != 4 or g.group != 1 or task.sums or problem.multiplications > most:
         return False
@@ -46,7 +43,7 @@ def suits_small_kernels(task: Task, resources: Resources) -> bool:
         return False
     if task.direction is Direction.DATA and g.stride != (1, 1):
         return False
-    return int(cupy.cuda.Device().compute_capability) >= TENSOR_CORES
+    return has_tensor_cores()
 
 
 def small_candidates(task: Task, resources: Resources) -> list[SmallConvolution]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from caffepy.backend.cuda.compiler import defines, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
-from caffepy.backend.cuda.convolution.gradients import LARGE_WINDOW
+from caffepy.backend.cuda.convolution.gradients import CUDNN_SLOW_WINDOW
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
@@ -43,7 +43,7 @@ def suits_large_windows(task: Task) -> bool:
     problem, g = task.problem, task.problem.geometry
     if task.direction is not Direction.DATA or len(problem.x) != 4 or problem.dtype != "float32" or g.group != 1:
         return False
-    if g.stride != (1, 1) or g.dilation != (1, 1) or math.prod(g.kernel) < LARGE_WINDOW:
+    if g.stride != (1, 1) or g.dilation != (1, 1) or math.prod(g.kernel) < CUDNN_SLOW_WINDOW:
         return False
     if problem.x[1] > MOST_CHANNELS or problem.x[0] * problem.x[1] > MOST_IMAGES:
         return False

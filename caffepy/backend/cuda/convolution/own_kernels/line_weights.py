@@ -12,7 +12,7 @@ from typing import Any
 from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.device import cupy, has_tensor_cores
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import round_up
@@ -35,9 +35,6 @@ MOST_WORDS = 24 * 1024
 BLOCKS = 264
 """Blocks that are wanted: two for each multiprocessor of an H200, for more there are no registers."""
 
-TENSOR_CORES = 80
-"""Compute capability, times ten, from which on tensor cores take TF32."""
-
 
 def suits_line_weights(task: Task, resources: Resources) -> bool:
     """Whether the kernels can do a task and may be ahead with it."""
@@ -51,7 +48,7 @@ def suits_line_weights(task: Task, resources: Resources) -> bool:
         return False
     if max(math.prod(problem.x), math.prod(problem.y)) > MAX_INDEX or words_of(problem) > MOST_WORDS:
         return False
-    return int(cupy.cuda.Device().compute_capability) >= TENSOR_CORES
+    return has_tensor_cores()
 
 
 def patch_pitch(problem: Problem) -> int:

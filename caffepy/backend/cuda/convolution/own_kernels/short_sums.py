@@ -14,7 +14,7 @@ import numpy as np
 from caffepy.backend.cuda.compiler import defines, divider, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_whole_image
-from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.device import has_tensor_cores
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import CHANNELS_LAST
@@ -34,9 +34,6 @@ TILES = ((128, 128), (64, 128), (64, 64))
 
 THREADS = 256
 
-TENSOR_CORES = 80
-"""Compute capability, times ten, from which on tensor cores have these instructions."""
-
 TYPES = {"float16": ("float16", "f16"), "bfloat16": ("bfloat16", "bf16")}
 """What dtypes are called in kernels/common.cu and in PTX."""
 
@@ -52,7 +49,7 @@ def suits_short_sums(task: Task) -> bool:
         return False
     if max(math.prod(problem.x), math.prod(problem.weights)) > MAX_INDEX:
         return False
-    return int(cupy.cuda.Device().compute_capability) >= TENSOR_CORES
+    return has_tensor_cores()
 
 
 def pixels_of(problem: Problem) -> int:

@@ -23,14 +23,12 @@ NAMES = ("short_sums", "large_windows", "line_weights", "line_depthwise", "repea
 
 @pytest.fixture(scope="module")
 def modules(cupy_or_mock: None) -> Iterator[Any]:
-    """The modules; CuPy need not be installed, the device is one with tensor cores."""
+    """The modules; CuPy need not be installed, the GPU is one with tensor cores."""
     prefix = "caffepy.backend.cuda.convolution.own_kernels"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
-    device = MagicMock()
-    device.cuda.Device.return_value.compute_capability = "90"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("short_sums", "line_weights"):
-            patch.setattr(found[name], "cupy", device)
+            patch.setattr(found[name], "has_tensor_cores", lambda: True)
         yield SimpleNamespace(**found)
 
 
