@@ -154,56 +154,40 @@ def _tile(vectors: int, rows: int) -> Any:
     return intrinsic(typed)
 
 
-tile1, tile2, tile3 = (_tile(vectors, rows) for vectors, rows in ROWS.items())
-"""Tiles of 1, 2 and 3 vectors. Tables are int64; `start` is added to c's row offset times `keep` (0 or 1), so that it
-is either one row for all (zeros, bias) or c itself; `count` rows are written, and `last` lanes of the last vector.
-With `adds` not 0, the rows of `addend`, which lie as c's do, are added; with `relu` not 0 the result is rectified."""
+def _tile_function(name: str, rows: dict[int, int]) -> Any:
+    """A function that kernels call, which writes a tile of 1, 2 or 3 vectors with so many rows each.
+
+    Its name tells it apart in the machine code that processes keep.
+    """
+    tile1, tile2, tile3 = (_tile(vectors, many) for vectors, many in rows.items())
+
+    def any_tile(  # noqa: PLR0913 -- a kernel
+        vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
+        inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any,
+        relu: Any,
+    ) -> None:  # fmt: skip
+        if vectors == 2:
+            tile2(
+                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+                addend, adds, relu,
+            )  # fmt: skip
+        elif vectors == 3:
+            tile3(
+                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+                addend, adds, relu,
+            )  # fmt: skip
+        else:
+            tile1(
+                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+                addend, adds, relu,
+            )  # fmt: skip
+
+    any_tile.__name__ = any_tile.__qualname__ = name
+    return device_function(any_tile)
 
 
-@device_function
-def tile(  # noqa: PLR0913 -- a kernel
-    vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
-) -> None:  # fmt: skip
-    """A tile of 1, 2 or 3 vectors."""
-    if vectors == 2:
-        tile2(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-    elif vectors == 3:
-        tile3(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-    else:
-        tile1(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-
-
-tall1, tall2, tall3 = (_tile(vectors, rows) for vectors, rows in TALL.items())
-
-
-@device_function
-def tall_tile(  # noqa: PLR0913 -- a kernel
-    vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
-) -> None:  # fmt: skip
-    """As `tile`, with the rows of `TALL`."""
-    if vectors == 2:
-        tall2(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-    elif vectors == 3:
-        tall3(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-    else:
-        tall1(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
+tile, tall_tile = _tile_function("tile", ROWS), _tile_function("tall_tile", TALL)
+"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Tables are int64; `start` is added to c's row offset
+times `keep` (0 or 1), so that it is either one row for all (zeros, bias) or c itself; `count` rows are written, and
+`last` lanes of the last vector. With `adds` not 0, the rows of `addend`, which lie as c's do, are added; with `relu`
+not 0 the result is rectified."""

@@ -13,6 +13,7 @@ from caffepy.backend.cpu.pooling.windows import (
     more_maximum,
     more_maximum4,
     rows_and_grain,
+    window_bounds,
     window_maximum,
     window_maximum2,
     window_maximum4,
@@ -30,13 +31,9 @@ def max_forward(  # noqa: PLR0913 -- a kernel
     size = width * channels
     for item in range(begin, end):
         n = item // out_height
-        h0 = (item % out_height) * stride_h - pad_h
-        h1 = min(h0 + kernel_h, height)
-        h0 = max(h0, 0)
+        h0, h1 = window_bounds(item % out_height, stride_h, pad_h, kernel_h, height)
         for ow in range(out_width):
-            w0 = ow * stride_w - pad_w
-            w1 = min(w0 + kernel_w, width)
-            w0 = max(w0, 0)
+            w0, w1 = window_bounds(ow, stride_w, pad_w, kernel_w, width)
             out = (item * out_width + ow) * channels
             index = h0 * width + w0
             source = (n * height * width + index) * channels
@@ -74,13 +71,9 @@ def max_of_parts(  # noqa: PLR0913 -- a kernel
     many = channels // (4 * vector) * 4 * vector
     for item in range(begin, end):
         n = item // out_height
-        h0 = (item % out_height) * stride_h - pad_h
-        h1 = min(h0 + kernel_h, height)
-        h0 = max(h0, 0)
+        h0, h1 = window_bounds(item % out_height, stride_h, pad_h, kernel_h, height)
         for ow in range(out_width):
-            w0 = ow * stride_w - pad_w
-            w1 = min(w0 + kernel_w, width)
-            w0 = max(w0, 0)
+            w0, w1 = window_bounds(ow, stride_w, pad_w, kernel_w, width)
             out, index = (item * out_width + ow) * channels, h0 * width + w0
             for c in range(channels):
                 y[out + c], mask[out + c] = x[(n * height * width + index) * channels + c], index

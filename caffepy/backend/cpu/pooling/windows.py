@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import types
 
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
+from caffepy.backend.cpu.jit.kernel import device_function
 from caffepy.backend.cpu.jit.vector import INDICES, NAME, VECTOR, WIDTH, Writer
 
 GRAIN = 8192
@@ -160,6 +161,14 @@ window_sums, window_sums2, window_sums4 = (_window_sums(vectors) for vectors in 
 more_maximum, more_maximum4 = (_window_maximum(vectors, goes_on=True) for vectors in (1, 4))
 more_sums, more_sums4 = (_window_sums(vectors, goes_on=True) for vectors in (1, 4))
 """As these, from what y and mask hold."""
+
+
+@device_function
+def window_bounds(number: Any, stride: Any, pad: Any, kernel: Any, size: Any) -> Any:
+    """The first element of a window along an axis that lies within the image, and the end of those that do."""
+    first = number * stride - pad
+    end = min(first + kernel, size)
+    return max(first, 0), end
 
 
 def rows_and_grain(shape: tuple[int, ...]) -> tuple[int, int]:
