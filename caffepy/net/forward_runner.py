@@ -28,14 +28,6 @@ log = logging.getLogger(__name__)
 
 MOST_MOVES = 3
 """Passes in which tops may move before all later ones run layer by layer."""
-RECORDED = {
-    "AbsVal", "BNLL", "BatchNorm", "Bias", "Clip", "Concat", "Convolution", "ConvolutionDepthwise", "Crop",
-    "Deconvolution", "DepthwiseConvolution", "Dropout", "ELU", "Eltwise", "Exp", "Flatten", "HardSwish",
-    "InnerProduct", "Input", "LRN", "Log", "PReLU", "Permute", "Pooling", "Power", "PriorBox", "ReLU", "ReLU6",
-    "Reshape", "Scale", "ShuffleChannel", "Sigmoid", "Slice", "Softmax", "Split", "Swish", "TanH", "Threshold",
-    "Tile",
-}  # fmt: skip
-"""Layers that do the same in each pass of the TEST phase, by primitives of the backend alone."""
 
 
 class ForwardRunner:
@@ -184,9 +176,9 @@ def can_record(net: Net) -> bool:
 
 
 def is_recorded(node: Node) -> bool:
-    """Whether the layer, or each of those that were made one, is among RECORDED and leaves no later pass anything."""
+    """Whether the layer, or each of those that were made one, is recordable and leaves no later pass anything."""
     layers = node.layer.members if isinstance(node.layer, FusedLayer) else [node.layer]
-    return all(layer.type in RECORDED and not layer.running_statistics() for layer in layers)
+    return all(layer.recordable and not layer.running_statistics() for layer in layers)
 
 
 class RecordedPass:

@@ -15,6 +15,7 @@ class ActivationLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
     keeps_labels = True
 
     _saved_bottom: ScratchBuffer | None = None

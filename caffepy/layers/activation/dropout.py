@@ -17,6 +17,7 @@ class DropoutLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.dropout_param

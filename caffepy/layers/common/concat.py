@@ -13,6 +13,7 @@ class AxisLayer(Layer):
     """A layer whose blobs agree in every axis but one."""
 
     supports_half = True
+    recordable = True
     keeps_labels = True
 
     _axis: int

@@ -49,6 +49,7 @@ class EltwiseLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
     keeps_labels = True
 
     bottoms = (2, None)

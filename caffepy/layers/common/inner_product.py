@@ -21,6 +21,7 @@ class InnerProductLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
 
     _bottom_shape: tuple[int, ...] | None = None
 

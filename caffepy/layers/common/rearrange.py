@@ -13,6 +13,7 @@ class RearrangingLayer(Layer):
     supports_half = True
     keeps_labels = True
     inherits_dtype = True
+    recordable = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)

@@ -18,6 +18,7 @@ class ReshapingLayer(Layer):
     supports_half = True
     keeps_labels = True
     inherits_dtype = True
+    recordable = True
 
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 

@@ -9,6 +9,8 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 class SoftmaxLayer(Layer):
     """y = exp(x - max) / sum of it along `axis` (Caffe's `softmax_layer.cpp`)."""
 
+    recordable = True
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self._axis = bottom[0].axis(self.param.softmax_param.axis, f"layer '{self.name}' ({self.type})")
         top[0].reshape(bottom[0].shape)

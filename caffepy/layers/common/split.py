@@ -15,6 +15,7 @@ class SplitLayer(Layer):
     supports_half = True
     keeps_labels = True
     inherits_dtype = True
+    recordable = True
 
     tops = (1, None)
 

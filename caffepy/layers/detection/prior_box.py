@@ -23,6 +23,7 @@ class PriorBoxLayer(Layer):
     has_backward = False
     reads_shapes_only = True
     supports_half = True
+    recordable = True
     float32_tops_from = 0
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

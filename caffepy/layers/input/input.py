@@ -10,6 +10,7 @@ class InputLayer(Layer):
     """Tops that the caller fills (Caffe's `input_layer.cpp`): one shape for each of them, or one for all."""
 
     supports_half = True
+    recordable = True
     float32_tops_from = 1
     bottoms = (0, 0)
     tops = (1, None)

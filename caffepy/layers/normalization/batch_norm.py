@@ -58,6 +58,7 @@ class BatchNormLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
     stored_by_count = True
 
     _shape: tuple[int, ...] | None = None

@@ -65,6 +65,7 @@ class LRNLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)

@@ -26,6 +26,7 @@ class BroadcastLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
     keeps_labels = True
 
     bottoms = (1, 2)

@@ -19,6 +19,8 @@ class ConvolutionLayer(BaseConvolutionLayer):
     elements past the image are 0.
     """
 
+    recordable = True
+
     def _weights_shape(self, channels: int) -> Shape:
         param = self.param.convolution_param
         return (param.num_output, channels // param.group, *self._geometry.kernel)

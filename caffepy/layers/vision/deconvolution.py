@@ -16,6 +16,8 @@ class DeconvolutionLayer(BaseConvolutionLayer):
     stride (size - 1) + dilation (kernel - 1) + 1 - 2 pad.
     """
 
+    recordable = True
+
     def _weights_shape(self, channels: int) -> Shape:
         param = self.param.convolution_param
         return (channels, param.num_output // param.group, *self._geometry.kernel)

@@ -47,6 +47,7 @@ class PoolingLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
     keeps_labels = True
 
     tops = (1, 2)
