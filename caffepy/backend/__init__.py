@@ -66,7 +66,7 @@ def create_backend(
 
 
 def foreseeing_on_cpu(threads: int | None) -> Backend:
-    """A CPU backend for nets whose kernels are only noted (`caffepy/backend/cpu/jit/ahead.py`)."""
+    """A CPU backend for nets whose kernels are only noted (`caffepy/backend/cpu/jit/ahead_of_time.py`)."""
     from caffepy.backend.cpu.foreseeing_backend import ForeseeingBackend
 
     return ForeseeingBackend(threads)

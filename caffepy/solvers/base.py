@@ -52,7 +52,8 @@ from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
-from caffepy.solvers.nets import ForeseenUpdate, NetFactory
+from caffepy.solvers.nets.factory import NetFactory
+from caffepy.solvers.nets.foreseen import ForeseenUpdate
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from caffepy.files import load_library
-from caffepy.training import read_ahead
+from caffepy.training import early_libraries
 
 _EXIT_SECONDS = 10.0
 """How long the process's end waits for each start that is under way: a driver must not be left in the middle of it."""
@@ -37,7 +37,7 @@ def begin_context(device: int) -> threading.Thread:
 def begin(devices: Iterable[int] = ()) -> None:
     """Start the driver and some devices, and to read CUDA's libraries; returns at once."""
     begin_driver()
-    read_ahead.begin()
+    early_libraries.begin()
     for device in devices:
         begin_context(device)
 

@@ -11,10 +11,11 @@ from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.phases.kernel_processes import PROCESSES
 
 MOST_PROCESSES = 8
+"""That compile at the same time, even where there are more cores."""
 
 
 def begin() -> None:
-    """Start them where nothing was compiled before, else let them be started by the first kernel that has to be.
+    """Start the processes where nothing was compiled before; else the first kernel that has to be compiled starts them.
 
     Not with one core, nor under MPI, whose ranks would each start as many.
     """

@@ -1,6 +1,6 @@
 """The program that compiles the CPU kernels of nets that another process is about to train; see `early_kernels.py`.
 
-Standard input has a description of each net (`caffepy.solvers.nets.foresee_described`), one a line; what it writes is
+Standard input has a description of each net (`caffepy.solvers.nets.foreseen`), one a line; what it writes is
 described in `caffepy/phases/kernel_processes.py`. It ends when everything is compiled, or when nobody reads what it
 writes.
 """
@@ -23,13 +23,13 @@ def compile_nets(nets: Iterable[str], processes: int, write: Callable[[str], Non
         processes: how many work at once, with this one.
         write: takes the lines that are to be written.
     """
-    from caffepy.backend.cpu.jit.ahead import Foreseen, compile_all, is_kept
+    from caffepy.backend.cpu.jit.ahead_of_time import ForeseenKernels, compile_all, is_kept
     from caffepy.phases.kernel_processes import done_line, list_line
-    from caffepy.solvers.nets import foresee_described
+    from caffepy.solvers.nets.foreseen import run_described
 
-    kernels = Foreseen()
+    kernels = ForeseenKernels()
     for net in nets if is_kept() else ():
-        kernels.note(partial(foresee_described, net))
+        kernels.note(partial(run_described, net))
     jobs = kernels.jobs()
     write(list_line([name for name, _ in jobs]))
     compile_all(jobs, processes, lambda name: write(done_line(name)))
@@ -59,7 +59,7 @@ def main() -> None:
 def _described() -> Iterable[str]:
     """The lines, for which this waits after it has imported what it will need."""
     from caffepy.backend import foreseeing_on_cpu
-    from caffepy.backend.cpu.jit.ahead import warm_up
+    from caffepy.backend.cpu.jit.ahead_of_time import warm_up
 
     foreseeing_on_cpu(1)
     warm_up()

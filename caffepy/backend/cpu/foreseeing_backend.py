@@ -12,10 +12,10 @@ from caffepy.backend.types import Array
 
 
 class ForeseeingBackend(CpuBackend):
-    """A backend whose arrays are never filled: the system gives their memory when it is touched.
+    """A backend whose arrays are never written, so that they take no memory: the system gives it when it is touched.
 
     Args:
-        threads: as `CpuBackend` takes it; a kernel may be another with another number.
+        threads: as `CpuBackend` takes it; which kernels are called can depend on it.
     """
 
     holds_values = False

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from caffepy.cli import train
-from caffepy.training import early_cuda, read_ahead
+from caffepy.training import early_cuda, early_libraries
 
 
 class Driver:
@@ -43,7 +43,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
     monkeypatch.setattr(early_cuda, "load_library", lambda name: found)
-    monkeypatch.setattr(read_ahead, "begin", lambda: None)
+    monkeypatch.setattr(early_libraries, "begin", lambda: None)
     early_cuda.begin_driver.cache_clear()
     early_cuda.begin_context.cache_clear()
     yield found

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from importlib import import_module
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from caffepy.backend import Backend, Expression, foreseeing, foreseeing_on_cpu
+from caffepy.backend import Backend
 from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
@@ -19,14 +16,12 @@ from caffepy.config.paths import PathResolver
 from caffepy.data.prefetch import wait_on
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import LayerContext, PassCounter
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
-from caffepy.phases import phase
-from caffepy.phases.kernel_processes import PROCESSES
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.rules.update import Update
+from caffepy.solvers.nets.foreseen import ForeseenNet, ForeseenUpdate
 from caffepy.trace import NO_TRACE, Tracer
 
 log = logging.getLogger(__name__)
@@ -47,136 +42,6 @@ class NetSource:
     param: caffe_pb2.NetParameter
     field: str
     resolve: Resolve
-
-
-@dataclass(frozen=True)
-class ForeseenUpdate:
-    """What follows on a backward pass.
-
-    Args:
-        rule, histories, clip, guard: as `Update` takes them; the number of histories.
-        several: whether several devices train together.
-    """
-
-    rule: Expression
-    histories: int
-    clip: float
-    guard: bool
-    several: bool
-
-    def run(self, net: Net) -> None:
-        """Update a net's parameters once."""
-        history = [net.parameters.new_history() for _ in range(self.histories)]
-        guard = self.guard or "float16" in net.parameters.copies
-        void = (lambda: net.parameters.void) if self.several else None
-        update = Update(net, self.rule, history, self.clip, guard, 0, void=void)
-        # The rule's arguments: data, diff and histories, two multipliers, these three, found_inf, its own.
-        own = len(self.rule.parameters) - self.histories - 8
-        values = net.backend.device_scalars(3 + own, 0).values
-        update.run(values[0], values[1], values[2], values[3:])
-
-
-def foresee_kernels(
-    param: caffe_pb2.NetParameter,
-    context: LayerContext,
-    state: caffe_pb2.NetState | None,
-    fuse: bool,
-    update: ForeseenUpdate | None,
-) -> None:
-    """Let other processes compile what the backend of a net will want and no cache has; returns before they are done.
-
-    Args:
-        param: the net as read.
-        context: the net's, with the shapes of its samples.
-        state: as `Net` takes it.
-        fuse: as `Net` takes it.
-        update: what follows on the backward pass; None: there is no such pass.
-    """
-    shard = replace(context.shard, rank=0)
-    settings = (state, context.sample_shapes, shard, context.dialect, context.test_iter, fuse, update)
-    net_text = f"{param.SerializeToString(deterministic=True).hex()} {settings}"
-    with phase("kernels foreseen"), foreseeing(context.backend, net_text) as backend:
-        if backend is not None:
-            _run_once(backend, param, context, state, fuse, update)
-    own_code = any(layer.type == "Python" for layer in param.layer)
-    if context.backend.name == "cpu" and PROCESSES.wanted and not own_code:
-        with phase("kernels foreseen"):
-            PROCESSES.foresee(_describe(param, context, state, fuse, update))
-
-
-def _run_once(
-    backend: Backend,
-    param: caffe_pb2.NetParameter,
-    context: LayerContext,
-    state: caffe_pb2.NetState | None,
-    fuse: bool,
-    update: ForeseenUpdate | None,
-) -> None:
-    """An iteration on a backend that foresees."""
-    own = replace(context, backend=backend, passes=PassCounter(), first_sample=None, describe_sample=None)
-    net = Net(param, own, state, fuse)
-    try:
-        net.debug_info = False
-        net.prepare()
-        net.forward()
-        if update is not None:
-            net.clear_param_diffs()
-            net.backward()
-            update.run(net)
-    finally:
-        net.close()
-
-
-_CONTEXT = ("phase", "seed", "test_iter", "iter_size", "sample_shapes")
-"""What another process is told of a `LayerContext` as it is."""
-
-
-def _describe(
-    param: caffe_pb2.NetParameter,
-    context: LayerContext,
-    state: caffe_pb2.NetState | None,
-    fuse: bool,
-    update: ForeseenUpdate | None,
-) -> str:
-    """A line for `foresee_described`, which runs in another process."""
-    folder = getattr(context.resolve, "folder", None)
-    description: dict[str, Any] = {
-        "param": param.SerializeToString().hex(),
-        "state": None if state is None else state.SerializeToString().hex(),
-        "fuse": fuse,
-        "threads": getattr(context.backend, "threads", None),
-        "folder": None if folder is None else str(folder),
-        "dialect": context.dialect and context.dialect.value,
-        "shard": asdict(context.shard),
-        "context": {name: getattr(context, name) for name in _CONTEXT},
-    }
-    if update is not None:
-        rule = update.rule.function
-        description["update"] = {**vars(update), "rule": (rule.__module__, rule.__name__)}
-    return json.dumps(description, default=int)  # NumPy's integers
-
-
-def foresee_described(description: str) -> None:
-    """An iteration of a net that `foresee_kernels` describes for other processes, on arrays that hold nothing."""
-    told = json.loads(description)
-    param = caffe_pb2.NetParameter.FromString(bytes.fromhex(told["param"]))
-    state = None if told["state"] is None else caffe_pb2.NetState.FromString(bytes.fromhex(told["state"]))
-    backend = foreseeing_on_cpu(told["threads"])
-    context = LayerContext(
-        backend,
-        shard=Shard(**told["shard"]),
-        resolve=PathResolver(None if told["folder"] is None else Path(told["folder"], "net.prototxt")),
-        dialect=told["dialect"] and Dialect(told["dialect"]),
-        **told["context"],
-    )
-    _run_once(backend, param, context, state, told["fuse"], _told_update(told.get("update")))
-
-
-def _told_update(told: dict[str, Any] | None) -> ForeseenUpdate | None:
-    if told is None:
-        return None
-    module, name = told["rule"]
-    return ForeseenUpdate(**{**told, "rule": getattr(import_module(module), name)})
 
 
 class NetFactory:
@@ -234,7 +99,8 @@ class NetFactory:
     def foresee(self, update: ForeseenUpdate | None = None) -> None:
         """Have the kernels of the net that was made last compiled, with those of an update; returns at once."""
         net, param, state = self._made[-1]
-        foresee_kernels(param, replace(net.context, sample_shapes=sample_shapes(net)), state, self.fuse, update)
+        context = replace(net.context, sample_shapes=sample_shapes(net))
+        ForeseenNet(param, context, state, self.fuse, update).compile_kernels()
 
     def train_setup(self) -> tuple[caffe_pb2.NetParameter, LayerContext, caffe_pb2.NetState]:
         """What `train_net` makes its net of, for planning it.

@@ -14,13 +14,14 @@ from google.protobuf import text_format
 
 from caffepy.backend import foreseeing_on_cpu
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit import ahead
-from caffepy.backend.cpu.jit.ahead import Foreseen, compile_all
+from caffepy.backend.cpu.jit import ahead_of_time
+from caffepy.backend.cpu.jit.ahead_of_time import ForeseenKernels, compile_all
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.recording import record
 from caffepy.phases.kernel_processes import PROCESSES
 from caffepy.proto import caffe_pb2
-from caffepy.solvers import create_solver, nets
+from caffepy.solvers import create_solver
+from caffepy.solvers.nets.foreseen import run_described
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -58,10 +59,10 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_kernels_foreseen_are_those_that_an_iteration_calls(described: list[str], more: str):
     solver = solver_of(NET, more)
     called = {entry.name for entry, *_ in record(solver.solve).kept}
-    foreseen = Foreseen()
+    foreseen = ForeseenKernels()
     for line in described:
-        foreseen.note(lambda line=line: nets.foresee_described(line))
-    names = {name for name, _ in foreseen.jobs()} - {ahead.LOOP_NAME}
+        foreseen.note(lambda line=line: run_described(line))
+    names = {name for name, _ in foreseen.jobs()} - {ahead_of_time.LOOP_NAME}
     assert called
     assert called <= names
     assert len(names - called) <= 2, "what a layer does on the host may differ"
@@ -75,9 +76,9 @@ def test_a_net_with_a_users_code_is_not_described(described: list[str]):
 
 def test_foreseeing_runs_nothing(described: list[str], monkeypatch: pytest.MonkeyPatch):
     solver_of(NET)
-    monkeypatch.setattr(ahead.Entry, "address", property(lambda self: pytest.fail(f"{self.name} is compiled")))
-    foreseen = Foreseen()
-    foreseen.note(lambda: nets.foresee_described(described[0]))
+    monkeypatch.setattr(ahead_of_time.Entry, "address", property(lambda self: pytest.fail(f"{self.name} is compiled")))
+    foreseen = ForeseenKernels()
+    foreseen.note(lambda: run_described(described[0]))
     assert foreseen.entries
 
 
@@ -95,7 +96,7 @@ def test_what_goes_wrong_leaves_what_was_foreseen_until_then():
     def work() -> None:
         CpuBackend(1).pool_max_forward(*([None] * 4))  # type: ignore[arg-type]
 
-    foreseen = Foreseen()
+    foreseen = ForeseenKernels()
     foreseen.note(work)
     assert foreseen.jobs() == []
 
@@ -109,14 +110,14 @@ def _double(begin: Int, end: Int, x: Floats) -> None:
 @pytest.mark.parametrize(("items", "pays"), [(10, False), (1000, True)])
 def test_a_kernel_that_may_pay_is_foreseen_where_this_work_alone_pays_for_it(items: int, pays: bool):
     answers: list[bool] = []
-    Foreseen().note(lambda: answers.append(_double.pays(items, compiling=100)))
+    ForeseenKernels().note(lambda: answers.append(_double.pays(items, compiling=100)))
     assert answers == [pays]
     assert "_compiled" not in _double.__dict__
 
 
 SHARED = """
 import os, sys
-from caffepy.backend.cpu.jit.ahead import compile_all
+from caffepy.backend.cpu.jit.ahead_of_time import compile_all
 folder, dying = sys.argv[1], sys.argv[2]
 
 def job(name):
@@ -166,8 +167,8 @@ def test_a_process_that_dies_takes_one_kernel_with_it(tmp_path: Path):
 
 
 def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ahead.os, "listdir", lambda path: ["1", "2"])
-    monkeypatch.setattr(ahead.os, "fork", lambda: pytest.fail("forked"))
+    monkeypatch.setattr(ahead_of_time.os, "listdir", lambda path: ["1", "2"])
+    monkeypatch.setattr(ahead_of_time.os, "fork", lambda: pytest.fail("forked"))
     order: list[str] = []
     compile_all([("a", lambda: order.append("compile a")), ("b", lambda: order.append("compile b"))], 4, order.append)
     assert order == ["compile a", "a", "compile b", "b"]
@@ -177,8 +178,8 @@ def test_without_further_processes_one_does_all(monkeypatch: pytest.MonkeyPatch)
     def fork() -> int:
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr(ahead, "_may_fork", lambda: True)
-    monkeypatch.setattr(ahead.os, "fork", fork)
+    monkeypatch.setattr(ahead_of_time, "_may_fork", lambda: True)
+    monkeypatch.setattr(ahead_of_time.os, "fork", fork)
     done: list[str] = []
     compile_all([(name, lambda: None) for name in "abc"], 3, done.append)
     assert done == ["a", "b", "c"]

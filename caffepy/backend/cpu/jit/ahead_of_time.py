@@ -1,4 +1,4 @@
-"""Kernels that are compiled before anybody calls them: which ones some work would call, and how processes share them.
+"""Kernels that are compiled ahead of time: which ones some work would call, and how processes share them out.
 
 Owns nothing that runs in a process that trains; see `caffepy/phases/kernel_processes.py`.
 """
@@ -25,12 +25,12 @@ Job = tuple[str, Callable[[], object]]
 """A kernel's name and what compiles it."""
 _NUMBER = struct.Struct("=I")
 MOST_JOBS = 4096
-"""Whose numbers, 16 KiB, a pipe takes before anybody reads (pipe(7))."""
+"""Jobs at most: a pipe holds their numbers, 16 KiB, before anybody reads them (pipe(7))."""
 _LARGE = ("convolution", "winograd", "gemm")
 """Folders whose kernels take longest to compile."""
 
 
-class Foreseen(Recording):
+class ForeseenKernels(Recording):
     """Notes the kernels of some work, which are not run."""
 
     foresees = True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from caffepy.training import read_ahead
+from caffepy.training import early_libraries
 
 
 def library(folder: Path, name: str) -> Path:
@@ -28,15 +28,15 @@ def test_packages_are_preferred_and_all_come_in_the_order_of_their_use(tmp_path:
     library(system, "libcudnn_adv.so.9")
     core = library(site / "cupy/_core", "core.so")
     library(site / "cupy/_core", "core.pyx")
-    found = read_ahead.library_files([str(tmp_path / "absent"), "", str(site)], [str(system)])
+    found = early_libraries.library_files([str(tmp_path / "absent"), "", str(site)], [str(system)])
     assert found == [core, graph, engines, common]
 
 
 def test_more_than_memory_has_to_spare_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library(tmp_path / "nvidia/cudnn/lib", "libcudnn_ops.so.9")
-    assert len(read_ahead.library_files([str(tmp_path)], [])) == 1
-    monkeypatch.setattr(read_ahead, "_free_memory", lambda: 4 * len(b"library") - 1)
-    assert read_ahead.library_files([str(tmp_path)], []) == []
+    assert len(early_libraries.library_files([str(tmp_path)], [])) == 1
+    monkeypatch.setattr(early_libraries, "_free_memory", lambda: 4 * len(b"library") - 1)
+    assert early_libraries.library_files([str(tmp_path)], []) == []
 
 
 class System:
@@ -61,7 +61,7 @@ def test_what_is_in_memory_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     path.write_bytes(bytes(50))
     system = System({1, 3}, 10)
     monkeypatch.setattr(os, "preadv", system.preadv)
-    assert read_ahead.read(path, memoryview(bytearray(10))) == 30
+    assert early_libraries.read(path, memoryview(bytearray(10))) == 30
     assert system.read == [0, 2, 4]
 
 
@@ -77,7 +77,7 @@ def test_a_system_that_cannot_say_what_is_in_memory_is_left_alone(
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(OSError, match="not known here"):
-        read_ahead.read(path, memoryview(bytearray(10)))
+        early_libraries.read(path, memoryview(bytearray(10)))
 
 
 def test_files_that_cannot_be_read_do_not_keep_others_from_being_read(
@@ -85,11 +85,11 @@ def test_files_that_cannot_be_read_do_not_keep_others_from_being_read(
 ) -> None:
     there = library(tmp_path, "there")
     seen = []
-    monkeypatch.setattr(read_ahead, "library_files", lambda: [tmp_path / "absent", there])
+    monkeypatch.setattr(early_libraries, "library_files", lambda: [tmp_path / "absent", there])
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset, flags=0: seen.append(offset) or 1)
-    read_ahead.begin.cache_clear()
-    thread = read_ahead.begin()
+    early_libraries.begin.cache_clear()
+    thread = early_libraries.begin()
     thread.join(10)
     assert not thread.is_alive()
-    read_ahead.begin.cache_clear()
+    early_libraries.begin.cache_clear()
     assert seen == [3]
