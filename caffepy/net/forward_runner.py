@@ -1,6 +1,6 @@
 """Forward passes of a net that is only tested: folded and captured once for the present shapes, then replayed.
 
-On the CPU the calls of kernels are written down instead of captured, and made again without Python between layers.
+On the CPU the calls of kernels are recorded instead of captured, and made again without Python between layers.
 Solvers' tests, `caffepy test` and `caffepy.load` run their nets by it.
 """
 
@@ -170,7 +170,7 @@ class ForwardRunner:
 
 
 def can_record(net: Net) -> bool:
-    """Whether passes can be written down: the device can do that, and all inputs are written to arrays that stay."""
+    """Whether passes can be recorded: the device can do that, and all inputs are written to arrays that stay."""
     given = all(node.layer.type == "Input" for node in net.schedule if not node.bottoms)
     return given and net.backend.records and not net.backend.captures
 

@@ -1,4 +1,4 @@
-"""Kernel calls that are written down, to be made again without Python.
+"""Kernel calls that are recorded, to be made again without Python.
 
 Between two kernels of a net Python needs about 40 us, as long as the kernels of small layers, and one thread only.
 """
