@@ -28,7 +28,7 @@ from caffepy.cli.options import (
 )
 from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
-from caffepy.phases import SHORT_TURN, START, announcing, phase
+from caffepy.phases import START, SWITCH_INTERVAL, announcing, phase
 from caffepy.training import early_kernels
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["caffepy", *args.arguments])
     logger.info("caffepy %s, Python %s: %s", version.__version__, platform.python_version(), command)
     manager = P2PManager(options)
-    with announcing(START, SHORT_TURN), progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
+    with announcing(START, SWITCH_INTERVAL), progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
         manager.run()
     _say_how_to_resume(args, made[0].solver, manager.iteration)
     return 0

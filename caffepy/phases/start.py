@@ -23,9 +23,9 @@ SILENCE = 1.0
 """Seconds without a line of the log after which there is one."""
 _LOOK = 0.1
 """Seconds between two looks."""
-SHORT_TURN = 0.0005
-"""Seconds that a thread may keep others waiting at the start, for Python's 0.005: each of a start's many short calls of
-CUDA would wait so long for the threads that read data."""
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which Python lets another thread run at the start, for its usual 0.005: each of a start's many short
+calls of CUDA would wait so long for the threads that read data."""
 
 
 @dataclass
@@ -141,12 +141,12 @@ class _LastLine(logging.Handler):
 
 
 @contextmanager
-def announcing(phases: Phases, turn: float | None = None) -> Iterator[None]:
+def announcing(phases: Phases, switch_interval: float | None = None) -> Iterator[None]:
     """Until the first iteration is done or a `with` block is left, say what is being done where the log is silent.
 
     Args:
         phases: what is being done.
-        turn: until then, seconds that a thread may keep others waiting; None: as ever.
+        switch_interval: Python's until then (`sys.setswitchinterval`), in seconds; None: as it is.
     """
     stop = threading.Event()
     package = logging.getLogger("caffepy")
@@ -161,7 +161,7 @@ def announcing(phases: Phases, turn: float | None = None) -> Iterator[None]:
 
     package.addHandler(last)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(turn or interval)
+    sys.setswitchinterval(switch_interval or interval)
     thread = threading.Thread(target=look, name="announcing", daemon=True)
     thread.start()
     try:

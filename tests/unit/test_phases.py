@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from caffepy.phases import SHORT_TURN, Phases, announcing
+from caffepy.phases import SWITCH_INTERVAL, Phases, announcing
 from caffepy.phases.start import SILENCE
 
 
@@ -78,7 +78,7 @@ def test_silence_is_broken_until_the_first_iteration(caplog: pytest.LogCaptureFi
         return len(caplog.records) - before
 
     turns = sys.getswitchinterval()
-    with caplog.at_level(logging.INFO, "caffepy"), announcing(phases, SHORT_TURN):
+    with caplog.at_level(logging.INFO, "caffepy"), announcing(phases, SWITCH_INTERVAL):
         assert sys.getswitchinterval() < turns, "threads take short turns until the first iteration"
         with phases.phase("nets", "Building the nets"):
             assert lines_after(SILENCE + 0.1) == 1
