@@ -1,4 +1,4 @@
-"""Files: only regular ones are read, and what is written appears complete or not at all; shared libraries are loaded."""
+"""Files: only regular ones are read, what is written appears complete or not at all, shared libraries are loaded."""
 
 from __future__ import annotations
 
