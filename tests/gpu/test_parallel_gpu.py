@@ -24,8 +24,8 @@ from laboratory import (
     assert_same_weights,
     scores_of_snapshot,
 )
+from process_semaphore import semaphore
 from training_faults import wait_for_silence
-from turns import turn
 
 from caffepy.backend import create_backend
 
@@ -40,8 +40,8 @@ pytestmark = pytest.mark.timeout(450)
 
 
 @pytest.fixture(autouse=True)
-def _turn() -> Iterator[None]:
-    with turn("caffepy-parallel-gpu-tests", AT_ONCE):
+def _semaphore() -> Iterator[None]:
+    with semaphore("caffepy-parallel-gpu-tests", AT_ONCE):
         yield
 
 

@@ -66,8 +66,8 @@ class ForeseenKernels(Recording):
         return [*loop, *((entry.name, entry.compile) for entry in entries)][:MOST_JOBS]
 
 
-def is_kept() -> bool:
-    """Whether another process can have what this one compiles."""
+def are_kept() -> bool:
+    """Whether kernels are kept, so that another process has those that this one compiles."""
     return kernels_folder() is not None
 
 

@@ -20,8 +20,8 @@ from caffepy.errors import CaffepyError, MissingExtraError, RunError
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 1024
-"""Rows and columns of the product of `load_ahead`."""
+LOADING_SIZE = 1024
+"""Rows and columns of the product for which `load_ahead` has cuBLAS load its kernels."""
 
 DEFAULT_MATH = 0
 TF32_MATH = 3
@@ -193,7 +193,7 @@ def _multiply(device: int) -> None:
 def _multiply_zeros(stream: Any) -> None:
     blas = Blas(stream.ptr, True, Scratch())
     try:
-        factor, result = allocate((AHEAD, AHEAD), "float16"), allocate((AHEAD, AHEAD), "float16")
+        factor, result = (allocate((LOADING_SIZE,) * 2, "float16") for _ in range(2))
         factor.data.memset_async(0, factor.nbytes, stream)
         blas.library_gemm(factor, factor, result, False, True, False)
         stream.synchronize()

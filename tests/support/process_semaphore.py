@@ -1,4 +1,4 @@
-"""Turns of tests in several processes at what the machine has too little of for all of them at once."""
+"""A semaphore between the processes that run tests, for what the machine has too little of for all at once."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import IO
 
 
 @contextmanager
-def turn(name: str, at_once: int, patience: float = 300.0) -> Iterator[None]:
+def semaphore(name: str, count: int, timeout: float = 300.0) -> Iterator[None]:
     """A block that at most so many threads and processes of this user are in.
 
     Args:
-        name: of what they take turns at.
-        at_once: how many may be in their blocks.
-        patience: seconds to wait.
+        name: the same in all that share it.
+        count: how many may be in their blocks.
+        timeout: seconds to wait.
 
     Raises:
-        TimeoutError: others took all turns for so long.
+        TimeoutError: others were in their blocks for so long.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     with ExitStack() as stack:
-        paths = (Path(tempfile.gettempdir(), f"{name}-{getpass.getuser()}-{i}.lock") for i in range(at_once))
+        paths = (Path(tempfile.gettempdir(), f"{name}-{getpass.getuser()}-{i}.lock") for i in range(count))
         files = [stack.enter_context(path.open("w")) for path in paths]
         while not any(map(_locked, files)):
             if time.monotonic() > end:
-                raise TimeoutError(f"no turn at {name} within {patience:.0f} s")
+                raise TimeoutError(f"others have {name} for longer than {timeout:.0f} s")
             time.sleep(0.05)
         yield
 
