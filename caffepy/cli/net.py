@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
     """
     if (args.model is None) == (args.solver is None):
         raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
-    from caffepy.cli.nets import refuse_empty
+    from caffepy.cli.nets import refuse_net_without_layers
 
     subject = _read(args)
-    refuse_empty(args.model or args.solver, subject.param, subject.state)
+    refuse_net_without_layers(args.model or args.solver, subject.param, subject.state)
     subject.context = replace(subject.context, sample_shapes=_sample_shapes(subject, args.shape))
     if args.memory:
         _print_memory(subject, args)

@@ -41,7 +41,7 @@ def open_net(
     from caffepy.net.memory.plan import plan_memory, sample_shapes
 
     param, state = net_and_state(args, phase)
-    refuse_empty(args.model, param, state)
+    refuse_net_without_layers(args.model, param, state)
     backend = create_backend(single_device(args), args.threads, args.math)
     try:
         with backend.activate():
@@ -70,7 +70,7 @@ def net_and_state(args: argparse.Namespace, phase: int) -> tuple[NetParameter, N
     return param, net_state(phase, param.state, NetState(level=args.level, stage=args.stage))
 
 
-def refuse_empty(path: Path, param: NetParameter, state: NetState) -> None:
+def refuse_net_without_layers(path: Path, param: NetParameter, state: NetState) -> None:
     """Check that include and exclude rules leave layers.
 
     Raises:
