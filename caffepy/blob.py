@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from caffepy.backend.layout import memory_order, view
+from caffepy.backend.layout import view
 from caffepy.errors import BlobSizeError, ShapeError
 
 if TYPE_CHECKING:
@@ -236,17 +236,13 @@ class Blob:
             owner = array if array.base is None else array.base
             if owner is not array and (owner.ndim, owner.size, owner.dtype) != (1, array.size, array.dtype):
                 return
-            self._away, self._data = self._in_memory_order(self.backend.to_host(array)), None
+            self._away, self._data = view(self.backend.to_host(self.backend.flat(array)), self._shape), None
             memory = weakref.ref(owner)
             del array, owner
             held = memory()
             if held is not None:
                 self._data = held if tuple(held.shape) == self._shape else self.backend.view(held, self._shape)
                 self._away = None
-
-    def _in_memory_order(self, host: Any) -> Any:
-        """The numbers as they lie on the device, where they can go without a buffer on the way."""
-        return view(memory_order(host).reshape(-1), self._shape)
 
     def allocated(self, part: str) -> Array | None:
         """`data` or `diff` by name; None before its first use, and of data that are in host memory."""
