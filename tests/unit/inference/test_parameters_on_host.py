@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -243,3 +244,38 @@ def test_threads_that_ask_at_the_same_time_get_one_array() -> None:
     with ThreadPoolExecutor(4) as threads:
         first, *others = threads.map(ask, range(4))
     assert all(each is first for each in others)
+
+
+class Leasing(Leaving):
+    """Notes which memory an input or an output may use on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leased: Any = None
+        self.used: list[Any] = []
+
+    @contextmanager
+    def workspace_lease(self, buffer: Any) -> Iterator[None]:
+        self.leased = buffer
+        try:
+            yield
+        finally:
+            self.leased = None
+
+    def upload(self, host: Any, destination: Any) -> None:
+        self.used.append(self.leased)
+        super().upload(host, destination)
+
+    def download(self, arrays: Any) -> Any:
+        self.used.append(self.leased)
+        return super().download(arrays)
+
+
+def test_inputs_and_outputs_use_the_memory_of_the_blobs_on_their_way() -> None:
+    device = Leasing()
+    model = make(device)
+    for count in (2, 3):
+        device.used.clear()
+        check(model, images(count))
+        arena = next(reversed(model._runners.values())).arena
+        assert arena is not None and len(device.used) == 2 and all(each is arena for each in device.used)
