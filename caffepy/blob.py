@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from caffepy.backend.layout import view
 from caffepy.errors import BlobSizeError, ShapeError
 
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limit on the elements of one blob."""
+
+_moving = threading.Lock()
+"""Held while values leave a device or come back to it."""
 
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:
@@ -76,7 +82,8 @@ class Blob:
 
     `data` and `diff` are views in Caffe's logical order (N, C, H, W), whatever the order in memory:
     the backend chooses that, so nothing may assume that they are contiguous. Both are allocated on
-    first use. A reshape to the same shape keeps them; any other reshape drops them.
+    first use. A reshape to the same shape keeps them; any other reshape drops them. Values that
+    `leave_device` moved to host memory come back with the next use of `data`.
 
     Args:
         backend: where the arrays live.
@@ -96,6 +103,10 @@ class Blob:
         self._diff: Array | None = None
         self._initial: Callable[[], Any] | None = None
         """Gives the values that the blob has when they are first used."""
+        self._away: Any = None
+        """The values while they are in host memory alone: a NumPy array in the backend's memory order."""
+        self._source: Blob | None = None
+        """Whose values these are; see `follow`."""
         self.gradient_started = False
         """Whether `diff` already holds a part of this iteration's parameter gradient."""
         self.reshape(shape)
@@ -126,10 +137,28 @@ class Blob:
     @property
     def data(self) -> Array:
         """The values, zero until written where `fill_with` has not said what they are."""
-        if self._data is None:
-            self._data = self.backend.zeros(self._shape, self.dtype)
-        self.fill()
-        return self._data
+        data = self._data
+        if data is None:
+            data = self._allocate() if self._source is None else self._source.data
+        if self._initial is not None:
+            self.fill()
+        return data
+
+    def _allocate(self) -> Array:
+        """Memory for the values: zeros, or those that were in host memory."""
+        with _moving:
+            if self._data is None and self._away is None:
+                self._data = self.backend.zeros(self._shape, self.dtype)
+            elif self._data is None:
+                self._data, self._away = self._brought_back(self._away), None
+            return self._data
+
+    def _brought_back(self, host: Any) -> Array:
+        with self.backend.activate():
+            array = self.backend.zeros(self._shape, self.dtype)
+            self.backend.from_host(host, array)
+            self.backend.synchronize()  # whoever asks may use another stream
+        return array
 
     @property
     def diff(self) -> Array:
@@ -158,7 +187,9 @@ class Blob:
 
     def fill(self) -> None:
         """Take the values that `fill_with` named now."""
-        if self._initial is not None:
+        if self._source is not None:
+            self._source.fill()
+        elif self._initial is not None:
             values, self._initial = self._initial, None
             self.backend.from_host(values(), self._data)
 
@@ -167,18 +198,56 @@ class Blob:
         for array in (data, diff):
             assert array is None or tuple(array.shape) == self._shape, (array.shape, self._shape)
         if data is not None:
-            self._data, self._initial = data, None
+            self.drop_data()
+            self._data = data
         if diff is not None:
             self._diff = diff
 
     def drop_data(self) -> None:
         """Give up the values; they are zero, and allocated anew, when they are used next."""
-        self._data = self._initial = None
+        self._data = self._initial = self._away = self._source = None
+
+    def follow(self, other: Blob) -> None:
+        """Have the values of another blob of the same shape, wherever they are."""
+        assert other.shape == self._shape, (other.shape, self._shape)
+        self.drop_data()
+        self._source, self.copies = other.source, other.copies
+
+    @property
+    def source(self) -> Blob:
+        """The blob that has the values: this one, or the one that it follows."""
+        return self if self._source is None else self._source
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the values are in host memory alone."""
+        return self.source._away is not None
+
+    def leave_device(self) -> None:
+        """Move the values to host memory until `data` is used again, and give up theirs on the device.
+
+        They stay where anybody else holds an array of this memory, who may write there, or where the memory is part of
+        a larger one.
+        """
+        with _moving:
+            array = self._data
+            if array is None or self._initial is not None or not self.backend.holds_values:
+                return
+            owner = array if array.base is None else array.base
+            if owner is not array and (owner.ndim, owner.size, owner.dtype) != (1, array.size, array.dtype):
+                return
+            self._away, self._data = view(self.backend.to_host(self.backend.flat(array)), self._shape), None
+            memory = weakref.ref(owner)
+            del array, owner
+            held = memory()
+            if held is not None:
+                self._data = held if tuple(held.shape) == self._shape else self.backend.view(held, self._shape)
+                self._away = None
 
     def allocated(self, part: str) -> Array | None:
-        """`data` or `diff` by name; None before its first use."""
+        """`data` or `diff` by name; None before its first use, and of data that are in host memory."""
         self.fill()
-        return self._data if part == "data" else self._diff
+        return self.source._data if part == "data" else self._diff
 
     def values_as(self, dtype: str) -> Array:
         """A parameter's values in `dtype`, as of the last refresh of the copies."""
@@ -203,7 +272,8 @@ class Blob:
 
     def host_data(self) -> Any:
         """The values as a C-contiguous NumPy array in logical order (a copy)."""
-        return self.backend.to_host(self.data)
+        away = self.source._away
+        return self.backend.to_host(self.data) if away is None else away.copy(order="C")
 
     def host_diff(self) -> Any:
         """The derivatives as a C-contiguous NumPy array in logical order (a copy)."""

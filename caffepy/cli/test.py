@@ -90,7 +90,12 @@ def _runner(net: Net, args: argparse.Namespace, by_runtime: bool) -> Runner:
         return RuntimeRunner(net, *net_and_state(args, net.phase))
     from caffepy.net.forward_runner import ForwardRunner
 
-    return ForwardRunner(net, args.eager)
+    if net.backend.captures:
+        net.keep_parameters_apart()
+    runner = ForwardRunner(net, args.eager)
+    if net.backend.captures:
+        runner.leave_device()
+    return runner
 
 
 def _score(runner: Runner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:

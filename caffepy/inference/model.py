@@ -109,10 +109,12 @@ class Model:
             return self._runtime_net(runner).run(hosts)
         for name, array in here.items():
             self.backend.copy(array, runner.net.blobs[name].data)
-        for name, array in hosts.items():
-            self.backend.upload(array, runner.net.blobs[name].data)
+        with self.backend.workspace_lease(runner.arena):
+            for name, array in hosts.items():
+                self.backend.upload(array, runner.net.blobs[name].data)
         runner.forward()
-        return self._results(runner.net, bool(here))
+        with self.backend.workspace_lease(runner.arena):
+            return self._results(runner.net, bool(here))
 
     def parameters_changed(self) -> None:
         """Take over values that were written into `net`'s parameters since the last call."""

@@ -39,6 +39,10 @@ class ShapeRunners:
         self.kept: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
         """By the inputs' shapes, the one used last at the end."""
         self._last: ForwardRunner | None = None
+        self._leaves = net.backend.captures
+        """Whether weights that passes do not read may lie in host memory."""
+        if self._leaves:
+            net.keep_parameters_apart()
 
     def runner(self, shapes: Shapes) -> ForwardRunner:
         """The runner for these shapes of the inputs, in the net's order.
@@ -46,6 +50,8 @@ class ShapeRunners:
         Raises:
             ShapeError: the net has no parameters for them, or layers cannot take them.
         """
+        if self._leaves and not self._net.parameters.apart:
+            self._forget_addresses()
         runner = self.kept.get(shapes)
         if runner is None:
             runner = self._make(shapes)
@@ -58,6 +64,13 @@ class ShapeRunners:
                 _hand_on_states(self._last.net, runner.net)
             self._last = runner
         return runner
+
+    def _forget_addresses(self) -> None:
+        """Let graphs be made anew: somebody used the parameters' flat array, to which they moved."""
+        self._leaves = False
+        for runner in self.kept.values():
+            runner.drop()
+            runner.parameters_changed()
 
     def parameters_changed(self) -> None:
         """Let all runners take the parameters' present values in their next passes."""
@@ -77,12 +90,16 @@ class ShapeRunners:
         plan = plan_memory(param, context, self._state, fuse=True)
         net = Net(param, replace(context, passes=PassCounter()), self._state, fuse=True)
         try:
-            net.share_trained_layers_with(self._net)
+            net.share_trained_layers_with(self._net, follow=self._leaves)
         except ConfigError as error:
             given = ", ".join(f"{name} {shape_text(s)}" for name, s in zip(self._written, shapes, strict=True))
             raise ShapeError(f"net '{net.name}' has no parameters for inputs of shape {given}: {error}") from error
-        plan.bind(net, plan.new_arena(backend))
-        return ForwardRunner(net, self._eager)
+        runner = ForwardRunner(net, self._eager)
+        if self._leaves:
+            runner.leave_device()  # before memory is taken for blobs
+        runner.arena = plan.new_arena(backend)
+        plan.bind(net, runner.arena)
+        return runner
 
     def _with_shapes(self, shapes: Shapes) -> caffe_pb2.NetParameter:
         """The net with other shapes of its inputs; Input layers of other phases and stages are left as they are."""

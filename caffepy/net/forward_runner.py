@@ -51,6 +51,8 @@ class ForwardRunner:
         self._random: DeviceScalars | None = None
         recorded = can_record(net) and not eager and not net.debug_info
         self._recorded = RecordedPass(net) if recorded else None
+        self.arena: Array | None = None
+        """The memory of the net's blobs, which between passes holds nothing, where whoever made the runner says so."""
 
     @property
     def wanted(self) -> bool:
@@ -74,15 +76,30 @@ class ForwardRunner:
             self.capture()
         if self.captured and not observed and self._replay():
             return
-        self.net.folds_parameters = False
+        copying, self.net.folds_parameters = self.net.keeps_copies, False
+        self.net.keeps_copies = False
         try:
             if self._recorded is None or observed or not self._warm:
                 self.net.forward()
             else:
                 self._recorded.run()
-        finally:
-            self.net.folds_parameters = True  # for whoever runs the net without this object
+        finally:  # for whoever runs the net without this object
+            self.net.folds_parameters, self.net.keeps_copies = True, copying
         self._warm = True
+
+    def leave_device(self) -> None:
+        """Take the parameters' present values, and move to host memory the weights that passes do not read.
+
+        Those were folded, or have copies in the dtype in which they are read. Only parameters that are kept apart move;
+        biases and statistics are not worth the time. What a pass reads after all comes back in the first one.
+        """
+        net = self.net
+        read = {b.source for layer in net.unfolded_layers() if layer.dtype == "float32" for b in layer.blobs}
+        weights = dict.fromkeys(blob.source for layer in net.layers for blob in layer.blobs if len(blob.shape) > 1)
+        leaving = net.parameters.may_leave(blob for blob in weights if blob not in read)
+        self._refresh()
+        for blob in leaving:
+            blob.leave_device()
 
     def _refresh(self) -> None:
         if self._stale:

@@ -204,12 +204,11 @@ class Net:
 
     def _refresh_copies(self) -> None:
         """Refresh the half-precision copies, in a folded net only of the parameters that are read as they are."""
-        folded = {id(layer) for convolution in self._folded for layer in convolution.folded_layers}
-        if not folded:
+        own = self.unfolded_layers()
+        if len(own) == len(self.layers) and not self.parameters.apart:
             self.parameters.refresh(self._dtypes)
             return
-        kept = [layer for layer in self.layers if id(layer) not in folded and layer.dtype != "float32"]
-        self.parameters.refresh_single((blob, layer.dtype) for layer in kept for blob in layer.blobs)
+        self.parameters.refresh_single((b, one.dtype) for one in own if one.dtype != "float32" for b in one.blobs)
 
     def _fill_parameters(self) -> None:
         """Fill the parameters that nothing has used yet: in a pass that is captured it would be too late."""
@@ -219,10 +218,14 @@ class Net:
 
     def fold_parameters(self) -> None:
         """Compute the weights that folded layers make of the present parameters."""
-        for layer in sorted(
-            self._folded, key=lambda layer: -layer.blobs[0].count
-        ):  # what the first ones free is used again
+        largest_first = sorted(self._folded, key=lambda layer: -layer.blobs[0].count)
+        for layer in largest_first:  # what the first ones free is used again
             layer.fold()
+
+    def unfolded_layers(self) -> list[Layer]:
+        """Those whose parameters passes read, as they are or in another dtype."""
+        folded = {id(layer) for convolution in self._folded for layer in convolution.folded_layers}
+        return [layer for layer in self.layers if id(layer) not in folded]
 
     @property
     def _folded(self) -> list[FoldedConvolution]:
@@ -416,14 +419,23 @@ class Net:
         """
         return copy_trained_layers(self.layers, weights, origin, self._table.shared, self.context.log_level)
 
-    def share_trained_layers_with(self, other: Net) -> None:
+    def share_trained_layers_with(self, other: Net, follow: bool = False) -> None:
         """Let layers of the same name use the parameter arrays of `other`, as test nets do.
+
+        These stay where they are then; with `follow` the arrays that `other` has later are used as well.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
         self._buffer = other.parameters
-        share_trained_layers(self.layers, other.layers)
+        if not follow:
+            self._buffer.gather()
+        share_trained_layers(self.layers, other.layers, follow)
+
+    def keep_parameters_apart(self) -> None:
+        """Let each parameter have memory of its own, where none is bound to that of others yet."""
+        if self._buffer is None and not any(parameter.sharers for parameter in self._table.parameters):
+            self._buffer = ParameterBuffer(self.backend, self._table.parameters, apart=True)
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""

@@ -187,23 +187,52 @@ class ParameterBuffer:
     Args:
         backend: where the memory is.
         parameters: in Caffe's order, the first layer's first.
+        apart: each parameter keeps memory of its own, until `data` is used.
     """
 
     FLAGS = 64
     """Elements behind the learned parameters' gradients, all-reduced with them."""
 
-    def __init__(self, backend: Backend, parameters: list[Parameter]) -> None:
+    def __init__(self, backend: Backend, parameters: list[Parameter], apart: bool = False) -> None:
         self.backend = backend
         self.parameters = parameters
         self.size = self._lay_out()
-        self.data = backend.zeros((self.size,))
+        self._data: Array | None = None
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
         """`data` in other dtypes, for layers that want them so; see `refresh`."""
         self._single_copies: list[tuple[Blob, str]] = []
         """Parameters with copies of their own; see `refresh_single`."""
-        for parameter in parameters:
-            self._move(parameter)
+        self._left = False
+        """Whether parameters have left the device once."""
+        if not apart:
+            self.gather()
+
+    @property
+    def data(self) -> Array:
+        """All parameters, flat."""
+        return self.gather()
+
+    @property
+    def apart(self) -> bool:
+        """Whether each parameter has memory of its own."""
+        return self._data is None
+
+    def gather(self) -> Array:
+        """`data`; the parameters move there, unless they have before."""
+        if self._data is None:
+            self._data = self.backend.zeros((self.size,))
+            for parameter in self.parameters:
+                self._move(parameter)
+        return self._data
+
+    def may_leave(self, blobs: Iterable[Blob]) -> list[Blob]:
+        """Which of some parameters, which passes do not read, may leave the device after the next folding.
+
+        The first time all; later those that are away: at what came back somebody looked, or a pass reads it after all.
+        """
+        first, self._left = not self._left, True
+        return [blob for blob in blobs if self.apart and (first or blob.is_away)]
 
     def _lay_out(self) -> int:
         order = _backward_order(self.parameters)

@@ -99,8 +99,13 @@ def _check_layer(
         check_values(blob, where)
 
 
-def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer]) -> None:
+def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], follow: bool = False) -> None:
     """Let `layers` use the parameter arrays of those of `others` that have the same name.
+
+    Args:
+        layers: that get them.
+        others: whose they are.
+        follow: also the arrays that `others` have later.
 
     Raises:
         ConfigError: numbers or shapes of parameters differ.
@@ -117,8 +122,11 @@ def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer]) -> No
                 f"{', '.join(format_shape(b.shape) for b in source.blobs) or 'none'} there"
             )
         for mine, theirs in zip(target.blobs, source.blobs, strict=True):
-            mine.bind(data=theirs.data)
-            mine.copies = theirs.copies
+            if follow:
+                mine.follow(theirs)
+            else:
+                mine.bind(data=theirs.data)
+                mine.copies = theirs.copies
 
 
 def trained_layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[caffe_pb2.LayerParameter]:

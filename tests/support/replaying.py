@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.layout import view
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
@@ -43,3 +47,15 @@ class Replaying(CpuBackend):
                 backend.capturing = False
 
         return Graph()
+
+
+class Leaving(Replaying):
+    """One whose arrays are those that CuPy makes: each a view of flat memory of its own; it packs no weights."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Any:
+        """A view of memory that only this array has."""
+        return view(np.zeros(math.prod(shape), dtype), shape)
+
+    def keep_weights(self, plan: Any, weights: Any, given: Any = None) -> bool:
+        """Never, as on a GPU."""
+        return False

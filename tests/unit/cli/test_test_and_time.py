@@ -9,7 +9,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from replaying import Leaving
 
+import caffepy.backend
 from caffepy.cli.main import main
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
@@ -140,6 +142,26 @@ def test_the_net_is_folded_unless_something_else_is_asked_for(
     values = [[float(line.split(" = ")[1].split()[0]) for line in lines] for lines in scores]
     assert len(values[0]) == 3
     np.testing.assert_allclose(values, [values[0]] * 3, rtol=1e-5)
+
+
+def test_folded_weights_leave_a_device_that_captures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    Path("net.prototxt").write_text(FOLDABLE.replace('type: "gaussian"', 'type: "constant" value: 0.5'))
+    scores, away, loss = [], [], Net.loss
+
+    def noting(net: Net) -> float:
+        away.append([blob.is_away for layer in net.layers for blob in layer.blobs if len(blob.shape) > 1])
+        return loss(net)
+
+    monkeypatch.setattr(Net, "loss", noting)
+    for made in (None, Leaving()):
+        if made is not None:
+            monkeypatch.setattr(caffepy.backend, "create_backend", lambda *_, made=made: made)
+        assert main(["test", "--model=net.prototxt", "--weights=net.caffemodel", "--iterations=3"]) == 0
+        scores.append([line for line in messages(capsys) if "loss = " in line])
+    assert away == [[False, False]] * 3 + [[True, False]] * 3
+    assert scores[0] == scores[1] and made.launches == 2
 
 
 def test_time_shows_the_layers_of_a_test_one_by_one(capsys: pytest.CaptureFixture[str]):

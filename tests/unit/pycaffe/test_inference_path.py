@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Replaying
+from replaying import Leaving, Replaying
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import DataError, ShapeError
@@ -350,6 +350,35 @@ def test_what_a_program_writes_while_another_net_computes_is_kept(path: Path) ->
     with other.device.computing():  # in another thread
         written[...] = images(5)
     agree(net.forward()["prob"], plain.forward(data=images(5))["prob"])
+
+
+def test_weights_that_left_the_device_are_seen_written_saved_and_shared(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(Leaving())
+    monkeypatch.setattr(settings, "cpu_device", lambda: device)
+    net, other = make(path), make(path)
+    monkeypatch.undo()
+    plain = make(path, plain=True)
+    weights = net._core.layers[1].blobs[0]
+    begin(net, 3)
+    assert folded(net) and weights.is_away
+    net.save(tmp_path / "net.caffemodel")
+    assert folded(net) and weights.is_away, "saving takes no memory of the device"
+    plain.params["c"][0].data[...] = 0
+    plain.copy_from(tmp_path / "net.caffemodel")
+    agree(net.forward(data=images(7))["prob"], plain.forward(data=images(7))["prob"])
+    for each in (net, plain):
+        each.params["c"][0].data[...] *= 3
+    for seed in range(2):
+        agree(net.forward(data=images(seed))["prob"], plain.forward(data=images(seed))["prob"])
+    begin(other, 3)
+    assert folded(other) and other._core.layers[1].blobs[0].is_away
+    net.share_with(other)
+    other.params["c"][0].data[...] = net.params["c"][0].data[...] = -1
+    plain.params["c"][0].data[...] = -1
+    for each in (net, other):
+        agree(each.forward(data=images(4))["prob"], plain.forward(data=images(4))["prob"])
 
 
 def test_passes_are_captured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
