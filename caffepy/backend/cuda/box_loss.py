@@ -23,7 +23,7 @@ WARP = 32
 
 
 @cache
-def _kernel(name: str, settings: BoxLossSettings) -> Any:
+def _defines(settings: BoxLossSettings) -> str:
     numbers = {
         "CLASSES": settings.classes,
         "BACKGROUND": settings.background,
@@ -48,7 +48,7 @@ def _kernel(name: str, settings: BoxLossSettings) -> Any:
         "WEIGHT": settings.weight,
     }
     texts = {key: f"{float(np.float32(value))!r}f" for key, value in fractions.items()}
-    return library_kernel("box_loss", name, defines(**{key: int(value) for key, value in numbers.items()}, **texts))
+    return defines(**{key: int(value) for key, value in numbers.items()}, **texts)
 
 
 class CudaBoxLoss:
@@ -102,7 +102,7 @@ class CudaBoxLoss:
             copy(result, gradient)
 
     def _kernel(self, name: str) -> Any:
-        return _kernel(f"box_loss_{name}", self._settings)
+        return library_kernel("box_loss", f"box_loss_{name}", _defines(self._settings))
 
     def _launch(self, name: str, blocks: int, *arguments: Any) -> None:
         self._kernel(name)((blocks,), (THREADS,), tuple(map(argument, arguments)))
