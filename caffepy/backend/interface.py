@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from caffepy.backend.detection_primitives import DetectionPrimitives
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.input_ring import InputPrimitives
@@ -34,7 +35,7 @@ from caffepy.backend.row_primitives import RowPrimitives
 from caffepy.backend.types import Array, BatchNormState, Counter, Geometry, LrnWindow, RandomStream, element_dtype
 
 
-class Backend(InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
+class Backend(DetectionPrimitives, InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     """One device, as layers and solvers see it. All floating-point arrays are float32 unless said otherwise."""
 
     name: str

@@ -302,6 +302,22 @@ def run_rows(backend: Any) -> None:
     backend.roi_average_backward(bins, rois, planes, 0.5)
 
 
+def run_box_loss(backend: Any) -> None:
+    """SSD's loss, with mining and without."""
+    from caffepy.layers.detection.device_loss import PROBLEM, device_settings
+    from caffepy.proto import caffe_pb2
+
+    kinds = caffe_pb2.MultiBoxLossParameter
+    locations, scores = backend.zeros((2, 48)), backend.zeros((2, 36))
+    priors, objects = backend.zeros((1, 2, 48)), backend.zeros((1, 1, 5, 8))
+    for mining, score_loss in ((kinds.MAX_NEGATIVE, kinds.SOFTMAX), (kinds.NONE, kinds.LOGISTIC)):
+        param = kinds(num_classes=3, mining_type=mining, conf_loss_type=score_loss)
+        loss = backend.box_loss(device_settings(param, (True, True)), 2, 12)
+        loss.forward(locations, scores, priors, objects, backend.zeros((2,)), backend.zeros((PROBLEM,)))
+        loss.boxes_gradient(locations, priors, objects, locations)
+        loss.scores_gradient(scores, scores)
+
+
 def run_recurrent(backend: Any) -> None:
     """The gates of an LSTM."""
     gates, state, cont = backend.zeros((3, 20)), backend.zeros((3, 5)), backend.zeros((3,))
@@ -343,6 +359,7 @@ def main() -> int:
     run_recurrent(backend)
     run_input(backend)
     run_rows(backend)
+    run_box_loss(backend)
     run_formulas(backend)
     Path(sys.argv[1]).write_text(json.dumps(recorder.as_list()))
     return 0

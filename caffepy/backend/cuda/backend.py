@@ -18,6 +18,7 @@ from caffepy.backend.cuda import memory as cuda_memory
 from caffepy.backend.cuda import pooling as cuda_pooling
 from caffepy.backend.cuda import random as cuda_random
 from caffepy.backend.cuda.batch_norm import BatchNormKernels
+from caffepy.backend.cuda.box_loss import CudaBoxLoss
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.autotune import Autotuner
 from caffepy.backend.cuda.convolution.kept_plans import KeptPlans
@@ -43,6 +44,7 @@ from caffepy.backend.cuda.input import CudaInput
 from caffepy.backend.cuda.rows.primitives import CudaRows
 from caffepy.backend.cuda.softmax import SoftmaxKernels
 from caffepy.backend.cuda.timer import CudaTimer
+from caffepy.backend.detection_primitives import BoxLoss, BoxLossSettings
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.types import (
@@ -83,6 +85,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     dtypes = DTYPES
     mask_dtype = "uint8"
     keeps_lrn_scale = False
+    computes_box_loss = True
 
     def __init__(self, device: int, math: str = "fp32", autotune: bool = True, deterministic: bool = True) -> None:
         if math not in MATH_MODES:
@@ -327,6 +330,11 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
 
     def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
         cuda_random.dropout(source, destination, ratio, stream, counter)
+
+    # -- detection ----------------------------------------------------------------------------------
+
+    def box_loss(self, settings: BoxLossSettings, images: int, priors: int) -> BoxLoss:
+        return CudaBoxLoss(settings, images, priors, self._scratch)
 
     # -- softmax ------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
+from caffepy.backend.detection_primitives import BoxLoss, BoxLossSettings
 from caffepy.backend.device_scalars import Synchronous
 from caffepy.backend.handles import AsyncCopy, Convolution
 from caffepy.backend.interface import Backend
@@ -81,6 +82,7 @@ class MetaBackend(Synchronous, Backend):
         self.dtypes = like.dtypes if like else ("float32", "float16", "bfloat16")
         self.mask_dtype = like.mask_dtype if like else "uint8"
         self.keeps_lrn_scale = like.keeps_lrn_scale if like else False
+        self.computes_box_loss = like.computes_box_loss if like else True
         self._like = like
         self.convolutions: dict[int, int] = {}
         """For each step with a convolution the bytes of the largest one's arrays."""
@@ -213,6 +215,9 @@ class MetaBackend(Synchronous, Backend):
         self.note([array], [])
         return True
 
+    def box_loss(self, settings: BoxLossSettings, images: int, priors: int) -> BoxLoss:
+        return MetaBoxLoss(self.note)
+
 
 class MetaConvolution:
     """A `Convolution` that notes what it would read and write.
@@ -246,3 +251,25 @@ class MetaConvolution:
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
         self._note([x, dy, dweights if accumulate else None], [dweights])
+
+
+class MetaBoxLoss:
+    """A `BoxLoss` that notes what it would read and write.
+
+    Args:
+        note: notes arrays that are read, and those that are written.
+    """
+
+    def __init__(self, note: Callable[[Iterable[Any], Iterable[Any]], None]) -> None:
+        self._note = note
+
+    def forward(
+        self, locations: Array, scores: Array, priors: Array, objects: Array, totals: Array, problem: Array
+    ) -> None:
+        self._note([locations, scores, priors, objects, problem], [totals, problem])
+
+    def boxes_gradient(self, locations: Array, priors: Array, objects: Array, gradient: Array) -> None:
+        self._note([locations, priors, objects], [gradient])
+
+    def scores_gradient(self, scores: Array, gradient: Array) -> None:
+        self._note([scores], [gradient])

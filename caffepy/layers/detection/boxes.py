@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, exact_function
+from caffepy.errors import DataError
 from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
@@ -107,12 +108,17 @@ def read_priors(layer: Layer, values: Rows, code: int) -> Priors:
         good &= (priors.extents > 0).all(1)
     if not good.all():
         number = int(np.flatnonzero(~good)[0])
-        box, variance = (" ".join(f"{v:g}" for v in rows[number]) for rows in (boxes, variances))
-        raise layer.data_error(
-            f"prior {number} of '{layer.param.bottom[2]}' is ({box}) with variances ({variance}): it needs variances "
-            "above 0" + (" and a width and height above 0" if code != CORNER else "") + "; correct its PriorBox layer"
-        )
+        raise bad_prior(layer, number, boxes[number], variances[number], code)
     return priors
+
+
+def bad_prior(layer: Layer, number: int, box: Rows, variances: Rows, code: int) -> DataError:
+    """The error that prior `number` of bottom 2 cannot be computed with."""
+    corners, factors = (" ".join(f"{v:g}" for v in values) for values in (box, variances))
+    return layer.data_error(
+        f"prior {number} of '{layer.param.bottom[2]}' is ({corners}) with variances ({factors}): it needs variances "
+        "above 0" + (" and a width and height above 0" if code != CORNER else "") + "; correct its PriorBox layer"
+    )
 
 
 def decode(priors: Priors, codes: Rows, code: int, variance_in_target: bool) -> Rows:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.errors import DataError
 from caffepy.layers.core.base import Layer
 from caffepy.layers.detection.boxes import Rows, box_sizes
 
@@ -32,6 +33,22 @@ class GroundTruth:
     def begins(self, images: int) -> NDArray[np.int64]:
         """Where the objects of each image begin, and the end of the last one's (images + 1,)."""
         return np.searchsorted(self.images, np.arange(images + 1))
+
+
+def bad_object(layer: Layer, blob: str, number: int, row: Rows) -> DataError:
+    """The error that row `number` of a blob has an image or a label that is no number."""
+    return layer.data_error(
+        f"row {number} of '{blob}' has the image {row[0]:g} and the label {row[1]:g}; both must be whole numbers"
+    )
+
+
+def bad_class(layer: Layer, blob: str, image: int, label: int) -> DataError:
+    """The error that an object of a blob has a label that names no class of a MultiBoxLoss."""
+    classes = layer.param.multibox_loss_param.num_classes
+    return layer.data_error(
+        f"'{blob}' has an object of class {label} in image {image} of the batch, but there are {classes} classes, 0 to "
+        f"{classes - 1}; correct the labels or num_classes"
+    )
 
 
 def _rounded(values: Rows) -> NDArray[np.int64]:
@@ -61,10 +78,7 @@ def read_ground_truth(
     rows = np.asarray(values, np.float32).reshape(-1, COLUMNS)
     if not np.isfinite(rows[:, :2]).all():
         number = int(np.flatnonzero(~np.isfinite(rows[:, :2]).all(1))[0])
-        raise layer.data_error(
-            f"row {number} of '{blob}' has the image {rows[number, 0]:g} and the label {rows[number, 1]:g}; both must "
-            "be whole numbers"
-        )
+        raise bad_object(layer, blob, number, rows[number])
     images = rows[:, 0].astype(np.int64)
     if ends_at_mark and (images == -1).any():
         end = int(np.argmax(images == -1))

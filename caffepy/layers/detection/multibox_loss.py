@@ -10,7 +10,8 @@ from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import scaled
 from caffepy.layers.detection.boxes import Priors, Rows, decode, read_priors
 from caffepy.layers.detection.confidence import class_losses, logistic_loss, softmax_loss
-from caffepy.layers.detection.ground_truth import COLUMNS, GroundTruth, read_ground_truth
+from caffepy.layers.detection.device_loss import DeviceProblem, device_settings
+from caffepy.layers.detection.ground_truth import COLUMNS, GroundTruth, bad_class, read_ground_truth
 from caffepy.layers.detection.host import host_threads, warn
 from caffepy.layers.detection.localization import Positives, box_gradients, box_losses, differences
 from caffepy.layers.detection.matching import UNMATCHED, Matching, match_boxes
@@ -36,7 +37,9 @@ class MultiBoxLossLayer(LossLayer):
     SMOOTH_L1 or L2, scores with the object's label or the background's by SOFTMAX or LOGISTIC. With mining only some
     of the scores count. The divisor is the number of matches (VALID, the default; over all devices), of priors (FULL),
     of images (BATCH_SIZE), or 1 (NONE), at least 1. `propagate_down: false` at the predictions or scores leaves out
-    their loss, as in Caffe. Matching and both losses are computed on the host.
+    their loss, as in Caffe. A GPU computes all of it where it can (`device_loss.py`); else, and on the CPU, matching
+    and both losses are computed on the host. Of equal losses a GPU mines the first prior's, the host whichever Caffe's
+    `std::sort` puts first.
     """
 
     bottoms = (4, 4)
@@ -54,6 +57,9 @@ class MultiBoxLossLayer(LossLayer):
         )
         self._squared = param.loc_loss_type == _Parameter.L2
         self._counts = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
+        settings = device_settings(param, self._counts)
+        self._settings = settings if self.backend.computes_box_loss else None
+        self._problem = DeviceProblem(self) if self._settings is not None else None
         self._totals = self.backend.zeros((2,))
         self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
 
@@ -102,35 +108,56 @@ class MultiBoxLossLayer(LossLayer):
                     blob, bottom[_PRIORS],
                 )  # fmt: skip
         self._shape = (images, priors)
+        self._device_loss = None if self._settings is None else self.backend.box_loss(self._settings, images, priors)
         counted = self.normalization(caffe_pb2.LossParameter.VALID) == caffe_pb2.LossParameter.VALID
         self._divisor = None if counted else self.divisor(caffe_pb2.LossParameter.VALID, images * priors, images)
 
-    def capture_blocker(self) -> str:
-        return "it matches boxes on the host"
+    def capture_blocker(self) -> str | None:
+        return "it matches boxes on the host" if self._settings is None else super().capture_blocker()
+
+    def raise_device_errors(self) -> None:
+        if self._problem is not None:
+            self._problem.raise_device_errors()
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self._device_loss is not None and self._problem is not None:
+            locations, scores, priors, objects = (blob.data for blob in bottom)
+            self._device_loss.forward(locations, scores, priors, objects, self._totals, self._problem.array)
+        else:
+            self._forward_on_host(bottom)
+        self.put_loss(self._sum, self._count, self._divisor, top[0].data)
+
+    def _forward_on_host(self, bottom: Blobs) -> None:
         values = [self.backend.to_host(blob.data) for blob in bottom]
         totals = np.zeros(2, np.float32)
         if self.backend.holds_values:
             with np.errstate(all="ignore"):  # a loss that is not finite is the solver's matter
                 totals[0], totals[1] = self._compute(*values)
         self.backend.from_host(totals, self._totals)
-        self.put_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         for index in (_LOC, _CONF):
             if not propagate_down[index]:
                 continue
             blob = bottom[index]
-            if self.backend.holds_values:
-                self.backend.from_host(self._gradients[index].reshape(blob.shape), blob.diff)
-            else:
-                self.backend.fill(blob.diff, 0)
+            self._put_gradient(index, bottom)
             if self._divisor is None:
                 self.backend.apply(over_matches, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
             else:
                 self.backend.apply(scaled, (blob.diff, self.scale()), (blob.diff,))
             self.finish(top, blob.diff)
+
+    def _put_gradient(self, index: int, bottom: Blobs) -> None:
+        """The gradient of a bottom, not divided by anything."""
+        blob, device = bottom[index], self._device_loss
+        if device is not None and index == _LOC:
+            device.boxes_gradient(blob.data, bottom[_PRIORS].data, bottom[_TRUTH].data, blob.diff)
+        elif device is not None:
+            device.scores_gradient(blob.data, blob.diff)
+        elif self.backend.holds_values:
+            self.backend.from_host(self._gradients[index].reshape(blob.shape), blob.diff)
+        else:
+            self.backend.fill(blob.diff, 0)
 
     # -- on the host ---------------------------------------------------------------------------------
 
@@ -160,10 +187,7 @@ class MultiBoxLossLayer(LossLayer):
         truth = read_ground_truth(self, values, name, param.background_label_id, difficult=param.use_difficult_gt)
         bad = np.flatnonzero((truth.labels >= self._classes) & (truth.images >= 0) & (truth.images < self._shape[0]))
         if len(bad) and not param.map_object_to_agnostic:
-            raise self.data_error(
-                f"'{name}' has an object of class {truth.labels[bad[0]]} in image {truth.images[bad[0]]} of the batch, "
-                f"but there are {self._classes} classes, 0 to {self._classes - 1}; correct the labels or num_classes"
-            )
+            raise bad_class(self, name, int(truth.images[bad[0]]), int(truth.labels[bad[0]]))
         return truth
 
     def _match(self, priors: Priors, locations: Rows, truth: GroundTruth) -> tuple[NDArray[np.int32], Rows]:

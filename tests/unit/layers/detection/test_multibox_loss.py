@@ -245,7 +245,26 @@ def test_the_meta_device_learns_shapes_and_times_of_use() -> None:
     net.forward()
     net.backward()
     assert net.blobs["y"].shape == ()
-    assert net.nodes[-1].layer.capture_blocker() == "it matches boxes on the host"
+
+
+@pytest.mark.parametrize(
+    ("text", "blocker"),
+    [
+        ("", None),
+        ("mining_type: NONE share_location: false", "it matches boxes on the host"),
+        ("use_prior_for_matching: false", "it matches boxes on the host"),
+        ("mining_type: HARD_EXAMPLE", "it matches boxes on the host"),
+        ("nms_param { nms_threshold: 0.5 top_k: 9 }", "it matches boxes on the host"),
+        ("conf_loss_type: LOGISTIC background_label_id: 1", "it matches boxes on the host"),
+        ("conf_loss_type: LOGISTIC", None),
+    ],
+)
+def test_a_gpu_captures_what_it_does_not_leave_to_the_host(text: str, blocker: str | None) -> None:
+    inputs = make_inputs(3, CLASSES if "share_location" in text else 1)
+    net = build(f"{PLAIN} {text}", {name: value.astype(np.float32) for name, value in inputs.items()}, MetaBackend())
+    assert net.nodes[-1].layer.capture_blocker() == blocker
+    on_cpu = build(f"{PLAIN} {text}", inputs, backend_named("cpu"))
+    assert on_cpu.nodes[-1].layer.capture_blocker() == "it matches boxes on the host"
 
 
 @pytest.mark.parametrize(
