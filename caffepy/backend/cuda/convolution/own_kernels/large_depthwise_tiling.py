@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import islice, product
 
 from caffepy.backend.cuda.convolution.own_kernels.correlation import Axis, axis_of
 from caffepy.backend.cuda.convolution.problem import Direction, Task
@@ -28,6 +28,9 @@ MOST_THREADS, MULTIPROCESSORS, WARPS = 512, 132, 12
 
 MOST_COLUMNS = 64
 """Columns of dy that a block has at once."""
+
+MOST_FACTORS = 4
+"""Parts of dy that are compared, the largest that fit."""
 
 SHARED_BY_BLOCKS, MOST_WARPS = 220 * 1024, 16
 """Shared memory of a multiprocessor, and warps that it has registers for: each of its four parts has 128 for four."""
@@ -147,15 +150,15 @@ def large_depthwise_tilings(task: Task) -> tuple[Tiling, ...]:
     correlation = correlation_of(task)
     best: dict[int, tuple[float, Tiling]] = {}
     for tiling in _possible(correlation):
-        if tiling.threads <= MOST_THREADS and correlation.shared_bytes(tiling) <= MOST_BYTES:
-            cycles = cycles_of(correlation, tiling)
-            if tiling.channels not in best or cycles < best[tiling.channels][0]:
-                best[tiling.channels] = cycles, tiling
+        cycles = cycles_of(correlation, tiling)
+        if tiling.channels not in best or cycles < best[tiling.channels][0]:
+            best[tiling.channels] = cycles, tiling
     return tuple(tiling for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:2])
 
 
 def _possible(correlation: Correlation) -> Iterator[Tiling]:
-    down, across = correlation.down, correlation.across
+    """Those that fit a multiprocessor."""
+    down, across, factors = correlation.down, correlation.across, _factors(correlation)
     # Odd runs: threads that lie side by side read different banks.
     shapes = product((1, 2, 4, 8), (7, 5, 3, 1) if across.a == 1 else (7, 4, 2, 1), (4, 2, 1) if down.a == 1 else (1,))
     for channels, run, rows in shapes:
@@ -164,8 +167,14 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
         every_run = _threads(across.results, run, across.b if across.a == 1 and run > 1 else 1)
         every_group = _threads(down.results, rows, down.b if down.a == 1 and rows > 1 else 1)
         shares = [number for number in (1, 2, 4, 8, 16, 32) if number <= len(down.phases)]
-        for runs, groups, factors, shared in product(every_run, every_group, _factors(correlation), shares):
-            yield Tiling(channels, run, rows, runs, groups, factors, shared)
+        for runs, groups in product(every_run, every_group):
+            if channels * runs * groups <= MOST_THREADS:
+                first = Tiling(channels, run, rows, runs, groups, factors[0])
+                fitting = (
+                    each for each in factors if correlation.shared_bytes(replace(first, factors=each)) <= MOST_BYTES
+                )
+                for each, shared in product(islice(fitting, MOST_FACTORS), shares):
+                    yield replace(first, factors=each, shares=shared)
 
 
 def _threads(results: int, each: int, multiple: int) -> list[int]:
@@ -183,7 +192,7 @@ def _factors(correlation: Correlation) -> list[tuple[int, int]]:
     # With a stride few pixels of dy need many of x.
     most = {-(-width // MOST_COLUMNS) * parts for parts in ((1, 2, 4) if correlation.across.b > 1 else (1,))}
     columns = [-(-width // min(parts, width)) for parts in sorted(most)]
-    return list(dict.fromkeys(product(rows, columns)))
+    return sorted(set(product(rows, columns)), key=lambda part: (-math.prod(part), part))
 
 
 def cycles_of(correlation: Correlation, tiling: Tiling) -> float:
