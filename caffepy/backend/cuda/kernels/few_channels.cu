@@ -24,13 +24,17 @@ extern "C" __global__ void turn_weights(const STORED *weights, float *turned) {
 
 // What TAPS_NOW weights of a row, from `before` on, contribute of one output.
 template <int TAPS_NOW>
-__device__ __forceinline__ void add_columns(float (&sums)[RUN][CHANNELS], const STORED *line, const float *window, int before, int first,
-                                            int width) {
-    float values[RUN + (TAPS_NOW - 1) * APART];
+__device__ __forceinline__ void add_columns(float (&sums)[RUN][CHANNELS], const STORED *line, const float *window, int before,
+                                            int first, int width) {
+    Words<STORED, 1> values[RUN + (TAPS_NOW - 1) * APART];  // floats only behind all loads: these would wait for each other
 #pragma unroll
     for (int v = 0; v < RUN + (TAPS_NOW - 1) * APART; ++v) {
         const int at = first + before * APART + v;
-        values[v] = at >= 0 && at < width ? to_float(line[at * OUTPUTS]) : 0.0f;
+        if (at >= 0 && at < width) {
+            values[v].load(line + at * OUTPUTS);
+        } else {
+            values[v].clear();
+        }
     }
 #pragma unroll
     for (int l = 0; l < TAPS_NOW; ++l)
@@ -38,7 +42,7 @@ __device__ __forceinline__ void add_columns(float (&sums)[RUN][CHANNELS], const 
         for (int c = 0; c < CHANNELS; ++c) {
             const float factor = window[(c - (before + l) * STEP * CHANNELS) * OUTPUTS];
 #pragma unroll
-            for (int r = 0; r < RUN; ++r) sums[r][c] = fmaf(values[r + l * APART], factor, sums[r][c]);
+            for (int r = 0; r < RUN; ++r) sums[r][c] = fmaf(values[r + l * APART][0], factor, sums[r][c]);
         }
 }
 
@@ -61,8 +65,8 @@ __device__ __forceinline__ int met(int i, int k, int stride, int pad, int dilati
 
 // dx, by `warps` warps: (n, row of results d, run, phase, row h), the last first. `origin`: the pixel of dy for the first result of all.
 extern "C" __global__ void __launch_bounds__(THREADS)
-few_channels(const STORED *dy, const float *turned, STORED *dx, unsigned int warps, int depth, int height, int width, int out_d, int out_h,
-             int out_w, int origin, int runs) {
+few_channels(const STORED *dy, const float *turned, STORED *dx, unsigned int warps, int depth, int height, int width, int out_d,
+             int out_h, int out_w, int origin, int runs) {
     const unsigned int warp = (blockIdx.x * THREADS + threadIdx.x) / LANES;
     const int lane = threadIdx.x % LANES;
     if (warp >= warps) return;

@@ -6,21 +6,22 @@
 //   dx        dy      weights   1         DILATION / gcd, turned round, for each phase: every STRIDE-th result from the phase on
 //   dweights  x       dy        DILATION  STRIDE
 //
-// A block has a tile of the source and the factors of CHANNELS channels in shared memory. A thread has RUN columns times ROWS rows of results
-// of one channel; it moves down the source and keeps ROWS rows of at most MOST_TAPS factors in registers, so that a number that is
-// loaded is used RUN or ROWS times. Rows and columns of a thread lie B apart where A is 1: they need the same pixels.
+// A block has a tile of the source and the factors of CHANNELS channels in shared memory. A thread has RUN columns times ROWS rows of
+// results of one channel; it moves down the source and keeps ROWS rows of at most MOST_TAPS factors in registers, so that a number that
+// is loaded is used RUN or ROWS times. Rows and columns of a thread lie B apart where A is 1: they need the same pixels.
 //
-// The text before this file defines the type STORED of the arrays but dweights, A_H, A_W, B_H, B_W, CHANNELS (channels of a block), TOGETHER (of a
-// load; a divisor of CHANNELS and of all channels), RUN, ROWS (1 where A_H is not), RUNS and GROUPS (threads across and down), RESIDENT
-// (blocks of a multiprocessor), SOURCE_H and SOURCE_W (the tile), PIXELS (of shared memory from a row of it to the next), EXTRA (pixels
-// left free behind those of a thread, so that the threads of a warp read different banks), FACTOR_H and FACTOR_W, TAPS (columns of
-// factors of a result; with phases the most), STEP_H and STEP_W (from a factor to the next, negative where they are turned round),
-// PHASES_H and PHASES_W ({first factor, offset in the source, taps} of each phase), BIAS, RELU, and WEIGHTS (1: the second kernel,
-// else the first).
+// The text before this file defines the type STORED of the arrays but dweights, A_H, A_W, B_H, B_W, CHANNELS (of a block), TOGETHER (of
+// a load; a divisor of CHANNELS and of all channels), RUN, ROWS (1 where A_H is not), RUNS and GROUPS (threads across and down), SPLIT
+// (threads that share the rows of factors of a result; 1 with phases and for WEIGHTS), RESIDENT (blocks of a multiprocessor), SOURCE_H
+// and SOURCE_W (the tile), PIXELS (of shared memory from a row of it to the next), EXTRA (pixels left free behind those of a thread, so
+// that the threads of a warp read different banks), FACTOR_H and FACTOR_W, TAPS (columns of factors of a result; with phases the most),
+// STEP_H and STEP_W (from a factor to the next, negative where they are turned round), PHASES_H and PHASES_W ({first factor, offset in
+// the source, taps} of each phase), BIAS, RELU, and WEIGHTS (1: the second kernel, else the first).
 
-constexpr int MOST_TAPS = 8, THREADS = CHANNELS * RUNS * GROUPS, AT_ONCE = 8;
+constexpr int MOST_TAPS = 8, THREADS = CHANNELS * RUNS * GROUPS * SPLIT, AT_ONCE = 8;
 constexpr int APART_H = A_H == 1 && ROWS > 1 ? B_H : 1, APART_W = A_W == 1 && RUN > 1 ? B_W : 1;
-constexpr int TILE_H = GROUPS * ROWS, TILE_W = RUNS * RUN, SHIFT = APART_W * A_W;  // SHIFT: columns from a result's pixel to the next's
+constexpr int TILE_H = GROUPS * ROWS, TILE_W = RUNS * RUN;
+constexpr int SHIFT = APART_W * A_W;  // columns from a result's pixel to that of the thread's next
 constexpr int SPAN = RUN * SHIFT, PITCH = PIXELS * CHANNELS, SOURCE = (SOURCE_H * PITCH + 3) / 4 * 4;
 static_assert(EXTRA == 0 || A_W > 1, "a column's number in shared memory is known to the compiler");
 static_assert(ROWS == 1 || A_H == 1, "rows that share factors share pixels");
@@ -32,6 +33,7 @@ struct Phase {
 
 __constant__ Phase phases_h[] = PHASES_H, phases_w[] = PHASES_W;
 constexpr int NUMBER_H = sizeof(phases_h) / sizeof(Phase), NUMBER_W = sizeof(phases_w) / sizeof(Phase);
+static_assert(SPLIT == 1 || (NUMBER_H * NUMBER_W == 1 && !WEIGHTS), "who shares results has no other phases");
 
 __device__ constexpr int divisor_of(int a, int b) { return b == 0 ? a : divisor_of(b, a % b); }
 
@@ -44,26 +46,33 @@ __device__ __forceinline__ void load_tile(float *to, const STORED *image, int fi
                                           int channels, int first_channel) {
     constexpr int PACKS = CHANNELS / TOGETHER, ITEMS = HEIGHT * WIDTH * PACKS;
     for (int first = threadIdx.x; first < ITEMS; first += THREADS * AT_ONCE) {
-        Pack<float, TOGETHER> values[AT_ONCE];
+        Words<STORED, TOGETHER> values[AT_ONCE];  // floats only behind all loads: these would wait for each other
 #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) {
             const int i = first + u * THREADS, pixel = i / PACKS, y = pixel / WIDTH;
             const int at_h = first_h + y, at_w = first_w + pixel - y * WIDTH, channel = first_channel + i % PACKS * TOGETHER;
             const bool inside = at_h >= 0 && at_h < height && at_w >= lowest && at_w < width;
             const bool there = i < ITEMS && inside && channel < channels;
-            values[u] = there ? load<TOGETHER>(image + ((size_t)at_h * width + at_w) * channels + channel, 0) : Pack<float, TOGETHER>{};
+            if (there) {
+                values[u].load(image + ((size_t)at_h * width + at_w) * channels + channel);
+            } else {
+                values[u].clear();
+            }
         }
 #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) {
             const int i = first + u * THREADS, pixel = i / PACKS, y = pixel / WIDTH, at = pixel - y * WIDTH;
             float *const line = to + (SPREAD ? y * PITCH + place_of(at) * CHANNELS : pixel * CHANNELS);
-            if (i < ITEMS) store_raw<TOGETHER>(line, i % PACKS, values[u]);
+            Pack<float, TOGETHER> numbers;
+#pragma unroll
+            for (int v = 0; v < TOGETHER; ++v) numbers[v] = values[u][v];
+            if (i < ITEMS) store_raw<TOGETHER>(line, i % PACKS, numbers);
         }
     }
 }
 
-// Adds what TAPS_NOW columns of factors from `before` on contribute. `line`: the thread's first row of the source in an image of so many rows; rows
-// beyond it are zeros.
+// Adds what TAPS_NOW columns of factors from `before` on contribute. `line`: the thread's first row of the source, in an image of
+// `height` rows; rows beyond it are zeros.
 template <int TAPS_NOW>
 __device__ __forceinline__ void add_columns(float (&sums)[ROWS][RUN], const float *source, const float *factors, int before, int taps,
                                             int line, int height) {
@@ -108,15 +117,31 @@ __device__ __forceinline__ void add_all(float (&sums)[ROWS][RUN], const float *s
     }
 }
 
+// The sum of what the threads that share a result have, for the first of them; all threads must call it.
+__device__ __forceinline__ void add_shares(float (&sums)[ROWS][RUN], float *shared, int split) {
+    constexpr int OWN = THREADS / SPLIT;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROWS * RUN; ++i) shared[i * THREADS + threadIdx.x] = sums[i / RUN][i % RUN];
+    __syncthreads();
+    if (split > 0) return;
+#pragma unroll
+    for (int i = 0; i < ROWS * RUN; ++i)
+#pragma unroll
+        for (int s = 1; s < SPLIT; ++s) sums[i / RUN][i % RUN] += shared[i * THREADS + s * OWN + threadIdx.x];
+}
+
 #define OWN_RESULTS                                                                                                        \
-    const int own = threadIdx.x % CHANNELS, run = threadIdx.x / CHANNELS % RUNS, group = threadIdx.x / (CHANNELS * RUNS);                    \
+    const int own = threadIdx.x % CHANNELS, run = threadIdx.x / CHANNELS % RUNS;                                           \
+    const int group = threadIdx.x / (CHANNELS * RUNS) % GROUPS, split = threadIdx.x / (CHANNELS * RUNS * GROUPS);          \
     const int row = group / APART_H * ROWS * APART_H + group % APART_H, column = run / APART_W * RUN * APART_W + run % APART_W;
 
 extern __shared__ float4 shared_numbers[];
 
 #if WEIGHTS
 
-// parts[part][channel][result]: the sum over some pieces of the images of dy * x. Blocks: (part, tile, pack of channels), the last first.
+// parts[part][channel][result]: the sum over some pieces of the images of dy * x. Blocks: (part, tile, pack of channels), the last
+// first.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 large_depthwise_weights(const STORED *x, const STORED *dy, float *parts, int channels, int packs, int tiles_h, int tiles_w, int number,
                         int height, int width, int out_h, int out_w, int pad_h, int pad_w, int result_h, int result_w, int pieces,
@@ -132,14 +157,14 @@ large_depthwise_weights(const STORED *x, const STORED *dy, float *parts, int cha
         const int first_i = down * FACTOR_H, lowest = across * FACTOR_W, first_j = min(lowest, out_w - FACTOR_W);
         const int origin_h = top * A_H + first_i * B_H - pad_h, origin_w = left * A_W + first_j * B_W - pad_w;
         __syncthreads();
-        load_tile<SOURCE_H, SOURCE_W, true>(source, x + (size_t)n * height * width * channels, origin_h, origin_w, 0, height, width, channels,
-                                      first_channel);
-        load_tile<FACTOR_H, FACTOR_W, false>(factors, dy + (size_t)n * out_h * out_w * channels, first_i, first_j, lowest, out_h, out_w,
-                                      channels, first_channel);
+        load_tile<SOURCE_H, SOURCE_W, true>(source, x + (size_t)n * height * width * channels, origin_h, origin_w, 0, height, width,
+                                            channels, first_channel);
+        load_tile<FACTOR_H, FACTOR_W, false>(factors, dy + (size_t)n * out_h * out_w * channels, first_i, first_j, lowest, out_h,
+                                             out_w, channels, first_channel);
         __syncthreads();
         if (top + row >= result_h || left + column >= result_w) continue;
-        add_all<TAPS>(sums, source + row * A_H * PITCH + place_of(column * A_W) * CHANNELS + own, factors + own, min(FACTOR_H, out_h - first_i),
-                      origin_h + row * A_H, height);
+        const float *const from = source + row * A_H * PITCH + place_of(column * A_W) * CHANNELS + own;
+        add_all<TAPS>(sums, from, factors + own, min(FACTOR_H, out_h - first_i), origin_h + row * A_H, height);
     }
     if (first_channel + own >= channels) return;
     float *const to = parts + ((size_t)part * channels + first_channel + own) * result_h * result_w;
@@ -154,8 +179,8 @@ large_depthwise_weights(const STORED *x, const STORED *dy, float *parts, int cha
 
 #else
 
-// Blocks: (image, tile, pack of channels), the last first, and those that share the phases down. `origin`: the source's pixel for the first result. Result i of phase f is row
-// i * NUMBER_H + f.
+// Blocks: (image, tile, pack of channels), the last first, and those that share the phases down. `origin`: the source's pixel for the
+// first result. Result i of phase f is row i * NUMBER_H + f.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 large_depthwise(const STORED *images, const STORED *weights, const float *bias, STORED *results, int channels, int packs, int tiles_h,
                 int tiles_w, int height, int width, int result_h, int result_w, int origin_h, int origin_w) {
@@ -164,29 +189,40 @@ large_depthwise(const STORED *images, const STORED *weights, const float *bias, 
     const int tile = blockIdx.x / packs % (tiles_h * tiles_w), n = blockIdx.x / packs / (tiles_h * tiles_w);
     const int first_channel = blockIdx.x % packs * CHANNELS, top = tile / tiles_w * TILE_H, left = tile % tiles_w * TILE_W;
     const int first_h = origin_h + top * A_H, first_w = origin_w + left * A_W;
-    load_tile<SOURCE_H, SOURCE_W, true>(source, images + (size_t)n * height * width * channels, first_h, first_w, 0, height, width, channels,
-                                  first_channel);
+    load_tile<SOURCE_H, SOURCE_W, true>(source, images + (size_t)n * height * width * channels, first_h, first_w, 0, height, width,
+                                        channels, first_channel);
+    const int there = min(CHANNELS, channels - first_channel) * AREA;
 #pragma unroll 8
     for (int i = threadIdx.x; i < AREA * CHANNELS; i += THREADS) {
         const int c = i / AREA, k = i - c * AREA;
-        factors[k * CHANNELS + c] = first_channel + c < channels ? to_float(weights[(size_t)first_channel * AREA + i]) : 0.0f;
+        const float weight = to_float(weights[(size_t)first_channel * AREA + min(i, there - 1)]);
+        factors[k * CHANNELS + c] = i < there ? weight : 0.0f;
     }
     __syncthreads();
     OWN_RESULTS
     const int channel = first_channel + own;
-    if (channel >= channels) return;
-    const float shift = BIAS ? bias[channel] : 0.0f;
+    if (SPLIT == 1 && channel >= channels) return;
+    const float shift = BIAS && channel < channels ? bias[channel] : 0.0f;
 #pragma unroll 1
     for (int f = blockIdx.y; f < NUMBER_H; f += gridDim.y)
 #pragma unroll 1
         for (int g = 0; g < NUMBER_W; ++g) {
             const Phase down = phases_h[f], across = phases_w[g];
-            if ((top + row) * NUMBER_H + f >= result_h || (left + column) * NUMBER_W + g >= result_w) continue;
+            const bool wanted = (top + row) * NUMBER_H + f < result_h && (left + column) * NUMBER_W + g < result_w;
+            if (SPLIT == 1 && !wanted) continue;
             const int own_h = row * A_H + down.offset, own_w = place_of(column * A_W) + across.offset;
             const float *const from = source + own_h * PITCH + own_w * CHANNELS + own;
             const float *const window = factors + (down.first * FACTOR_W + across.first) * CHANNELS + own;
             float sums[ROWS][RUN] = {};
-            if (across.taps == TAPS) {
+            if constexpr (SPLIT > 1) {
+                constexpr int EACH = (FACTOR_H + SPLIT - 1) / SPLIT;
+                const int before = split * EACH, taps = min(EACH, FACTOR_H - before);
+                const float *const own_window = window + before * STEP_H * FACTOR_W * CHANNELS;
+                add_all<TAPS>(sums, from + before * B_H * PITCH, own_window, wanted && taps > 0 ? taps : -ROWS,
+                              first_h + own_h + before * B_H, height);
+                add_shares(sums, source, split);
+                if (split > 0 || channel >= channels) return;
+            } else if (across.taps == TAPS) {
                 add_all<TAPS>(sums, from, window, down.taps, first_h + own_h, height);
             } else if (NUMBER_W > 1 && across.taps == TAPS - 1) {
                 add_all<(NUMBER_W > 1 ? TAPS - 1 : 0)>(sums, from, window, down.taps, first_h + own_h, height);

@@ -29,6 +29,9 @@ MOST_THREADS, MULTIPROCESSORS, WARPS = 512, 132, 12
 MOST_COLUMNS = 64
 """Columns of dy that a block has at once."""
 
+SPLITS, LEAST_ROWS = (2, 4, 8), 4
+"""Threads that share a result, and rows of factors that each must have."""
+
 MOST_FACTORS = 4
 """Parts of dy that are compared, the largest that fit."""
 
@@ -41,13 +44,14 @@ class Tiling:
     """What a block and a thread compute.
 
     Args:
-        channels: of a block, 1, 2, 4 or 8.
+        channels: of a block, a power of two up to 32.
         run: columns of a thread.
         rows: of a thread.
         runs: threads across.
         groups: threads down.
         factors: rows and columns of factors at once.
         shares: blocks that share the phases down.
+        split: threads that share the rows of factors of a result.
     """
 
     channels: int
@@ -57,16 +61,17 @@ class Tiling:
     groups: int
     factors: tuple[int, int]
     shares: int = 1
+    split: int = 1
 
     @property
     def name(self) -> str:
         """Unique among those of a task."""
         thread, factors = f"{self.channels}x{self.rows}x{self.run}", "x".join(map(str, self.factors))
-        return f"large depthwise {thread} by {self.groups}x{self.runs}, {factors} in {self.shares}"
+        return f"large depthwise {thread} by {self.groups}x{self.runs}, {factors} in {self.shares} by {self.split}"
 
     @property
     def threads(self) -> int:
-        return self.channels * self.runs * self.groups
+        return self.channels * self.runs * self.groups * self.split
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ class Correlation:
     def shared_bytes(self, tiling: Tiling) -> int:
         """The source and the factors."""
         source = round_up(self.source(tiling)[0] * self.pixels(tiling) * tiling.channels, 4)
-        return 4 * (source + math.prod(tiling.factors) * tiling.channels)
+        sums = tiling.threads * tiling.rows * tiling.run if tiling.split > 1 else 0
+        return 4 * max(source + math.prod(tiling.factors) * tiling.channels, sums)
 
     def tiles(self, tiling: Tiling) -> tuple[int, int]:
         """Of a plane of results."""
@@ -160,7 +166,9 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
     """Those that fit a multiprocessor."""
     down, across, factors = correlation.down, correlation.across, _factors(correlation)
     # Odd runs: threads that lie side by side read different banks.
-    shapes = product((1, 2, 4, 8), (7, 5, 3, 1) if across.a == 1 else (7, 4, 2, 1), (4, 2, 1) if down.a == 1 else (1,))
+    shapes = product(
+        (1, 2, 4, 8, 16, 32), (7, 5, 3, 1) if across.a == 1 else (7, 4, 2, 1), (4, 2, 1) if down.a == 1 else (1,)
+    )
     for channels, run, rows in shapes:
         if channels >= 2 * correlation.task.problem.x[1]:
             continue
@@ -175,6 +183,17 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
                 )
                 for each, shared in product(islice(fitting, MOST_FACTORS), shares):
                     yield replace(first, factors=each, shares=shared)
+                if correlation.task.direction is not Direction.WEIGHTS and len(down.phases) == len(across.phases) == 1:
+                    yield from _split(correlation, first)
+
+
+def _split(correlation: Correlation, tiling: Tiling) -> Iterator[Tiling]:
+    """The same with several threads for each result."""
+    for split in SPLITS:
+        several = replace(tiling, split=split)
+        possible = split * LEAST_ROWS <= tiling.factors[0] and several.threads <= MOST_THREADS
+        if possible and correlation.shared_bytes(several) <= MOST_BYTES:
+            yield several
 
 
 def _threads(results: int, each: int, multiple: int) -> list[int]:
@@ -211,8 +230,10 @@ def cycles_of(correlation: Correlation, tiling: Tiling) -> float:
     else:
         one, alone = loads, wait
         for (down, across), number in correlation.numbers_of_taps.items():
-            cycles, chain = _cycles_of_warp(correlation, tiling, down, across)
-            one += warps * number * (cycles + _stores(tiling)) / tiling.shares
+            cycles, chain = _cycles_of_warp(correlation, tiling, -(-down // tiling.split), across)
+            if tiling.split > 1:
+                cycles += 3 * tiling.rows * tiling.run
+            one += warps * number * (cycles + _stores(correlation, tiling) / tiling.split) / tiling.shares
             alone += number * (chain + 4 * tiling.rows * tiling.run) / tiling.shares
         blocks *= images * tiling.shares
     waves = -(-blocks // (MULTIPROCESSORS * resident))
@@ -258,6 +279,15 @@ def _cycles_of_warp(correlation: Correlation, tiling: Tiling, down: int, across:
     return cycles, products + words + 40 * steps
 
 
-def _stores(tiling: Tiling) -> float:
-    """Of a thread's results: neighbouring channels are written together."""
-    return tiling.rows * tiling.run * (2 + 16 / tiling.channels)
+PARTIAL = 6
+"""Cycles of a store that does not fill the 32 bytes which memory has together; of one that does one."""
+
+
+def _stores(correlation: Correlation, tiling: Tiling) -> float:
+    """Of a warp's results: neighbouring channels are written together."""
+    problem = correlation.task.problem
+    item, channels = 4 if problem.dtype == "float32" else 2, min(tiling.channels, problem.x[1])
+    together = channels * item / 32
+    whole = together == int(together) and problem.x[1] * item % 32 == 0
+    cycles = together if whole else max(0.0, together - 1) + PARTIAL * min(2.0, together + 1)
+    return tiling.rows * tiling.run * (2 + 32 / tiling.channels * cycles)

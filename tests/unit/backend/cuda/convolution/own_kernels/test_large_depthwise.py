@@ -127,6 +127,11 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
             assert tiles * threads * each >= axis.results > (tiles - 1) * threads * each
             assert each == 1 or axis.a > 1 or threads % axis.b == 0  # the kernel's static_assert
         assert tiling.rows == 1 or correlation.down.a == 1
+        if tiling.split > 1:
+            assert direction is not Direction.WEIGHTS
+            assert len(correlation.down.phases) == len(correlation.across.phases) == tiling.shares == 1
+            sums = tiling.threads * tiling.rows * tiling.run
+            assert correlation.shared_bytes(tiling) >= 4 * sums
         pieces = correlation.pieces(tiling)
         for axis, part, number in zip((correlation.down, correlation.across), tiling.factors, pieces, strict=True):
             assert 0 < part <= axis.factors <= part * number
