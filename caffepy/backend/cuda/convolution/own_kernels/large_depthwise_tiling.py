@@ -32,6 +32,9 @@ MOST_COLUMNS = 64
 SPLITS, LEAST_ROWS = (2, 4, 8), 4
 """Threads that share a result, and rows of factors that each must have."""
 
+MOST_TILINGS = 3
+"""Those that are tried."""
+
 MOST_FACTORS = 4
 """Parts of dy that are compared, the largest that fit."""
 
@@ -152,14 +155,14 @@ def suits_large_depthwise(task: Task) -> bool:
 
 @lru_cache(maxsize=256)
 def large_depthwise_tilings(task: Task) -> tuple[Tiling, ...]:
-    """For each number of channels the one that is likely the fastest, the likely fastest first; at most two."""
+    """For each number of channels the one that is likely the fastest, the likely fastest first."""
     correlation = correlation_of(task)
     best: dict[int, tuple[float, Tiling]] = {}
     for tiling in _possible(correlation):
         cycles = cycles_of(correlation, tiling)
         if tiling.channels not in best or cycles < best[tiling.channels][0]:
             best[tiling.channels] = cycles, tiling
-    return tuple(tiling for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:2])
+    return tuple(tiling for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MOST_TILINGS])
 
 
 def _possible(correlation: Correlation) -> Iterator[Tiling]:
