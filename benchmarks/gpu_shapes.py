@@ -32,6 +32,22 @@ rows have not been run. All that were above 1.2, with the kernels of backend/cud
 1-d dilated 512, causal, 64 images, FLOAT16, data had 1.28 (567 us) and was not measured again: it is tried as a forward
 convolution now, which takes 382.
 
+Of a later run of the other rows these were left, and have kernels of their own now. The figures of caffepy are those of
+the kernels, launched five times behind one another, so that the short ones count the host's launches; 9x9 is this
+benchmark's. Not measured again by this benchmark: the rest.
+
+                                                            before   caffepy   PyTorch   ratio
+    depthwise 31x31, 64 images, FLOAT           forward  37955       641      4509      0.14
+    the same                                    data     13005       635     12945      0.05
+    the same                                    weights  50318       840      4421      0.19
+    depthwise 31x31, 64 images, FLOAT16         forward  12123       651      4942      0.13
+    the same                                    weights  16305       883     16080      0.05
+    transposed depthwise 16x16/8, FLOAT         forward    348        24       452      0.05
+    the same, 64 images, FLOAT16                weights   2570       742      1859      0.40
+    3-d first 3x7x7/2, FLOAT                    data       341       164       250      0.66
+    1x15, one channel, FLOAT                    data        25.4      55        68      0.81
+    depthwise 9x9, FLOAT                        forward      -         7.3     122      0.06
+
 What was learnt:
 - cuDNN's plans for three spatial axes take half the time with channels last, and changing the order of 64 images takes
   longer than the convolution, so blobs lie so.
@@ -46,6 +62,14 @@ What was learnt:
   The second was chosen in five tunings of five, but not in one run before, whose ratio was 3.38; a kernel of our own is
   tried as well now. A candidate is lost when its first run takes more than a second, with the loading of its library,
   or when its first timed run is disturbed: each is a single measurement.
+- cuDNN has no plan for depthwise convolutions of large windows in float32 that PyTorch's own kernels are not ten times
+  ahead of, and these need six times what the arithmetic takes (31x31, 64 images: 24.7 GFLOP, 0.4 ms). A convolution,
+  its gradient to data for each phase of the stride, and that to weights are the same sums, so one kernel has them all:
+  numbers that a thread keeps in registers are used 7 or 4 times, and shared memory is read a third as often as the
+  multipliers could bear.
+- A store that does not fill 32 aligned bytes takes a multiprocessor about six cycles: with 21 channels, written eight
+  at a time, that is most of the time of a transposed depthwise convolution (533 us for 270 MB).
+- Halves that become floats within the condition of their load wait for it one by one: twice the time of float32.
 - In full float32 cuDNN leaves most of the device idle with one image: products of unrolled windows, split along the
   sum, take a quarter of the time of ResNet-50.
 - Weights' gradients are float32 here also in FLOAT16, PyTorch's are halves: with few pixels most bytes are theirs (a

@@ -36,7 +36,7 @@ CASES = {
     "a large window": ((2, 3, 24, 20), 5, window(11, 1, 4)),
     "a large window on one channel": ((2, 1, 20, 75), 3, window((9, 11), 1, 2)),
     "a large window on 16 channels": ((2, 16, 20, 18), 16, window(11, 1, 5)),
-    "depthwise, a large window": ((3, 12, 37, 45), 12, window((31, 21), 1, (15, 10), 1, 12)),
+    "depthwise, a large window": ((3, 12, 37, 45), 12, Geometry((31, 21), (1, 1), (15, 10), (1, 1), 12)),
     "depthwise, a large window / 8": ((2, 21, 40, 64), 21, window(16, 8, 4, 1, 21)),
     "depthwise, a large dilated window / 2": ((2, 5, 40, 33), 5, Geometry((7, 9), (2, 3), (6, 7), (3, 2), 5)),
     "depthwise, a whole image": ((2, 10, 9, 11), 10, window((9, 11), 1, 0, 1, 10)),
