@@ -62,10 +62,10 @@ What was learnt:
   The second was chosen in five tunings of five, but not in one run before, whose ratio was 3.38; a kernel of our own is
   tried as well now. A candidate is lost when its first run takes more than a second, with the loading of its library,
   or when its first timed run is disturbed: each is a single measurement.
-- Nothing was lost in tuning where 31x31 took thirteen times PyTorch's time: no candidate was better. PyTorch has depthwise
-  kernels of its own there, which take nine times what the arithmetic takes (64 images: 24.7 GFLOP, 0.4 ms). A
-  convolution, its gradient to data for each phase of the stride, and that to weights are the same sums, so one text has
-  them all: a thread uses each number that it loads 7 or 4 times.
+- 31x31 took thirteen times PyTorch's time for want of a candidate, it seems: where both have cuDNN's plans alone the
+  times are even, elsewhere PyTorch runs depthwise kernels of its own, which take nine times what the arithmetic takes
+  (64 images: 24.7 GFLOP, 0.4 ms). A convolution, its gradient to data for each phase of the stride, and that to weights
+  are the same sums, so one text has them all: a thread uses each number that it loads 7 or 4 times.
 - A transposed depthwise convolution with 21 channels, written eight at a time, took 533 us for 270 MB. Stores that do
   not fill 32 aligned bytes would explain it, at six cycles of a multiprocessor each; packs may have all channels now.
 - In full float32 cuDNN leaves most of the device idle with one image: products of unrolled windows, split along the
