@@ -11,13 +11,20 @@ import pytest
 from convolution_checks import Arrays, check_candidate, check_same_bits, spoil
 from stored_numbers import STORAGES
 
-OWN = ("depthwise line", "short sums", "large windows", "lines", "small", "flipped", "repeated", "products")
+OWN = ("depthwise line", "short sums", "large windows", "lines", "small", "flipped", "repeated", "products",
+       "large depthwise", "few channels")  # fmt: skip
 """Families of candidates."""
 
 EXPECTED = {
     "a large window": ("large windows", "small", "flipped"),
     "a large window on one channel": ("large windows", "flipped"),
     "a large window on 16 channels": ("small", "flipped"),
+    "depthwise, a large window": ("large depthwise",),
+    "depthwise, a large window / 8": ("large depthwise",),
+    "depthwise, a large dilated window / 2": ("large depthwise",),
+    "depthwise, a whole image": ("large depthwise",),
+    "a stride along a row, one channel": ("few channels",),
+    "three axes / 2 on 3 channels": ("few channels",),
     "few pixels": ("short sums",),
     "few pixels / 2": ("short sums",),
     "few images, whole": ("short sums", "products"),

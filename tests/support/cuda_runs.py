@@ -229,7 +229,7 @@ def run_gradients(backend: Any, dtype: str) -> None:
 
 
 def run_convolutions(backend: Any, dtype: str) -> None:
-    """Gradients that few shapes have kernels for: of few pixels, of large windows, over one axis."""
+    """Shapes that few kernels are for: few pixels or channels, large windows, one axis."""
     from caffepy.backend import Geometry
 
     def window(size: tuple[int, ...], stride: int = 1, group: int = 1) -> Geometry:
@@ -245,6 +245,9 @@ def run_convolutions(backend: Any, dtype: str) -> None:
         ((2, 12, 200), 40, window((5,), 2, 2)),
         ((2, 12, 1100), 12, window((5,), 1, 12)),
         ((2, 6, 9, 9), 18, window((3, 3), 1, 6)),
+        ((2, 6, 30, 20), 6, window((11, 9), 1, 6)),
+        ((2, 8, 40, 30), 8, window((9, 9), 6, 8)),
+        ((2, 3, 20, 24), 16, window((5, 7), 2)),
         ((2, 6, 9, 9), 12, window((1, 1), 1, 3)),
     ):
         weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)

@@ -31,6 +31,9 @@ from caffepy.backend.cuda.convolution.gradients import (
 )
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_candidates, suits_small_kernels
+from caffepy.backend.cuda.convolution.own_kernels.few_channels import FewChannels, suits_few_channels
+from caffepy.backend.cuda.convolution.own_kernels.large_depthwise import large_depthwise_candidates
+from caffepy.backend.cuda.convolution.own_kernels.large_depthwise_tiling import suits_large_depthwise
 from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
 from caffepy.backend.cuda.convolution.own_kernels.line_depthwise import LineDepthwise, suits_line_depthwise
 from caffepy.backend.cuda.convolution.own_kernels.line_weights import LineWeights, suits_line_weights
@@ -181,6 +184,8 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     found = []
     if suits_depthwise(task):
         found.append(family("depthwise", lambda: depthwise_candidates(task, resources)))
+    if suits_large_depthwise(task):
+        found.append(family("large depthwise", lambda: large_depthwise_candidates(task, resources)))
     if suits_line_depthwise(task):
         found.append(family(LineDepthwise.name, lambda: [LineDepthwise(task)]))
     if suits_small_kernels(task, resources):
@@ -189,6 +194,8 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
         found.append(family("short sums", lambda: short_sums_candidates(task)))
     if suits_large_windows(task):
         found.append(family(LargeWindows.name, lambda: [LargeWindows(task, resources)]))
+    if suits_few_channels(task):
+        found.append(family(FewChannels.name, lambda: [FewChannels(task, resources)]))
     if suits_line_weights(task, resources):
         found.append(family(LineWeights.name, lambda: [LineWeights(task, resources)]))
     return found

@@ -1,0 +1,237 @@
+"""Depthwise convolutions with large windows, and data gradients of few channels: what threads compute of them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import convolution_reference as reference
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from caffepy.backend.cuda.convolution.own_kernels.correlation import Axis, axis_of, phases_text
+from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+from caffepy.backend.types import Geometry
+
+NAMES = ("large_depthwise", "large_depthwise_tiling", "few_channels")
+
+
+@pytest.fixture(scope="module")
+def modules(cupy_or_mock: None) -> Iterator[Any]:
+    """The modules; CuPy need not be installed."""
+    prefix = "caffepy.backend.cuda.convolution.own_kernels"
+    found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("large_depthwise", "few_channels"):
+            patch.setattr(found[name], "cupy", SimpleNamespace(dtype=np.dtype))
+            patch.setattr(found[name], "raw", lambda array: array)
+        yield SimpleNamespace(**found)
+
+
+def depthwise(
+    x: tuple[int, ...], kernel: tuple[int, int], stride: int = 1, pad: int = 0, dilation: int = 1,
+    direction: Direction = Direction.FORWARD, dtype: str = "float32",
+) -> Task:  # fmt: skip
+    geometry = Geometry(kernel, (stride,) * 2, (pad,) * 2, (dilation,) * 2, x[1])
+    return Task(Problem(x, (x[1], 1, *kernel), geometry, dtype), direction)
+
+
+def correlated(axis: Axis, source: Any, factors: Any, length: int) -> Any:
+    """What the kernels compute along one axis."""
+    results = np.zeros(length)
+    for number, phase in enumerate(axis.phases):
+        for q in range(axis.results):
+            at = q * len(axis.phases) + number
+            for tap in range(phase.taps if at < length else 0):
+                pixel = axis.origin + phase.offset + q * axis.a + tap * axis.b
+                inside = 0 <= pixel < len(source)
+                results[at] += factors[phase.first + tap * axis.step] * (source[pixel] if inside else 0)
+    return results
+
+
+@given(
+    length=st.integers(1, 40), kernel=st.integers(1, 20), stride=st.integers(1, 17), pad=st.integers(0, 19),
+    dilation=st.integers(1, 7), direction=st.sampled_from(Direction),
+)  # fmt: skip
+def test_a_convolution_and_its_gradients_are_correlations(
+    length: int, kernel: int, stride: int, pad: int, dilation: int, direction: Direction
+) -> None:
+    problem = Problem((1, 1, length), (1, 1, kernel), Geometry((kernel,), (stride,), (pad,), (dilation,)))
+    assume(problem.y[2] > 0)
+    rng = np.random.default_rng(1)
+    x, weights, dy = (rng.integers(-9, 9, shape).astype(float) for shape in (problem.x, problem.weights, problem.y))
+    expected = dict(zip(Direction, reference.convolution(x, weights, dy, problem.geometry), strict=True))[direction]
+    inputs = {Direction.FORWARD: (x, weights), Direction.DATA: (dy, weights), Direction.WEIGHTS: (x, dy)}[direction]
+    axis = axis_of(problem, direction, 0)
+    assert {phase.taps for phase in axis.phases} <= {axis.taps, axis.taps - 1, 0}  # what the kernels are compiled for
+    assert np.array_equal(correlated(axis, inputs[0][0, 0], inputs[1][0, 0], expected.size), expected[0, 0])
+
+
+def test_phases_are_an_initialiser() -> None:
+    problem = Problem((1, 1, 12), (1, 1, 3), Geometry((3,), (2,), (1,), (1,)))
+    assert phases_text(axis_of(problem, Direction.DATA, 0)) == "{{1, 0, 1}, {2, 0, 2}}"
+
+
+@pytest.mark.parametrize(
+    ("given_task", "suited"),
+    [
+        (depthwise((64, 64, 56, 56), (31, 31), pad=15), True),
+        (depthwise((64, 64, 56, 56), (31, 31), pad=15, direction=Direction.WEIGHTS, dtype="float16"), True),
+        (depthwise((64, 64, 56, 56), (7, 7), pad=3), True),
+        (depthwise((64, 64, 56, 56), (5, 5), pad=2), False),
+        (depthwise((64, 64, 56, 56), (5, 5), 4, 2), False),
+        (depthwise((64, 64, 56, 56), (2, 2), 8), True),
+        (depthwise((64, 64, 56, 56), (1, 1), 8), False),
+        (depthwise((0, 64, 56, 56), (31, 31)), False),
+        (replace(depthwise((64, 64, 56, 56), (31, 31)), bias=True, relu=True), True),
+        (replace(depthwise((64, 64, 56, 56), (31, 31)), sums=True), False),
+        (replace(depthwise((64, 64, 56, 56), (31, 31)), residual=True), False),
+        (
+            Task(Problem((2, 6, 9, 9), (12, 1, 9, 9), Geometry((9, 9), (1, 1), (0, 0), (1, 1), 6)), Direction.DATA),
+            False,
+        ),
+        (Task(Problem((2, 6, 99), (6, 1, 64), Geometry((64,), (1,), (0,), (1,), 6)), Direction.DATA), False),
+    ],
+)
+def test_large_depthwise_is_for_large_windows_or_strides(modules: Any, given_task: Task, suited: bool) -> None:
+    assert modules.large_depthwise_tiling.suits_large_depthwise(given_task) is suited
+
+
+@settings(deadline=None)  # some tasks have thousands of tilings
+@given(
+    x=st.tuples(st.integers(1, 70), st.integers(1, 70), st.integers(1, 90), st.integers(1, 90)),
+    kernel=st.tuples(st.integers(1, 63), st.integers(1, 63)), stride=st.integers(1, 16), dilation=st.integers(1, 3),
+    direction=st.sampled_from(Direction), dtype=st.sampled_from(["float32", "float16"]),
+)  # fmt: skip
+def test_tilings_cover_the_results_and_fit_a_multiprocessor(
+    modules: Any, x: tuple[int, ...], kernel: tuple[int, int], stride: int, dilation: int, direction: Direction,
+    dtype: str,
+) -> None:  # fmt: skip
+    module = modules.large_depthwise_tiling
+    given_task = depthwise(x, kernel, stride, max(kernel) // 2, dilation, direction, dtype)
+    assume(min(given_task.problem.y) > 0 and module.suits_large_depthwise(given_task))
+    correlation, found = module.correlation_of(given_task), module.large_depthwise_tilings(given_task)
+    assert len({tiling.name for tiling in found}) == len(found) <= module.MOST_TILINGS
+    for tiling in found:
+        assert tiling.threads <= module.MOST_THREADS and correlation.shared_bytes(tiling) <= module.MOST_BYTES
+        assert correlation.packs(tiling) * tiling.channels >= x[1]
+        axes = ((correlation.down, tiling.rows, tiling.groups), (correlation.across, tiling.run, tiling.runs))
+        for axis, each, threads, tiles in zip(*zip(*axes, strict=True), correlation.tiles(tiling), strict=True):
+            assert tiles * threads * each >= axis.results > (tiles - 1) * threads * each
+            assert each == 1 or axis.a > 1 or threads % axis.b == 0  # the kernel's static_assert
+        assert tiling.rows == 1 or correlation.down.a == 1
+        if tiling.split > 1:
+            assert direction is not Direction.WEIGHTS
+            assert len(correlation.down.phases) == len(correlation.across.phases) == tiling.shares == 1
+            sums = tiling.threads * tiling.rows * tiling.run
+            assert correlation.shared_bytes(tiling) >= 4 * sums
+        pieces = correlation.pieces(tiling)
+        for axis, part, number in zip((correlation.down, correlation.across), tiling.factors, pieces, strict=True):
+            assert 0 < part <= axis.factors <= part * number
+        if direction is Direction.WEIGHTS:
+            assert 1 <= correlation.parts(tiling) <= x[0] * math.prod(pieces)
+
+
+def test_shapes_of_nets_have_tilings(modules: Any) -> None:
+    module = modules.large_depthwise_tiling
+    for given_task in (
+        depthwise((64, 64, 56, 56), (31, 31), 1, 15),
+        depthwise((64, 21, 224, 224), (16, 16), 8, 4),
+        depthwise((1, 21, 512, 512), (64, 64), 32, 16),
+        depthwise((8, 32, 64, 64), (63, 63), 1, 31),
+    ):
+        for direction in Direction:
+            assert len(module.large_depthwise_tilings(replace(given_task, direction=direction))) > 0
+
+
+def test_threads_read_different_banks_where_the_stride_is_even(modules: Any) -> None:
+    module = modules.large_depthwise_tiling
+    correlation = module.correlation_of(depthwise((64, 21, 224, 224), (16, 16), 8, 4))
+    for tiling in module.large_depthwise_tilings(correlation.task):
+        apart = tiling.run * 8 + correlation.extra(tiling)
+        assert apart % 2 == 1
+        last = correlation.source(tiling)[1] - 1
+        assert correlation.pixels(tiling) == last + last // (tiling.run * 8) + 1
+
+
+def launches_of(modules: Any, given_task: Task, accumulate: bool, monkeypatch: Any) -> tuple[Any, Any, Any]:
+    """The candidate, its kernel and what was added up, of one run."""
+    kernel, sums = MagicMock(), MagicMock()
+    monkeypatch.setattr(modules.large_depthwise, "library_kernel", MagicMock(return_value=kernel))
+    monkeypatch.setattr(modules.large_depthwise, "sum_parts", sums)
+    candidate = modules.large_depthwise.large_depthwise_candidates(given_task, MagicMock())[0]
+    assert candidate.prepare()
+    arrays = (np.zeros(shape, np.float32) for shape in given_task.problem.arrays(given_task.direction))
+    operands = importlib.import_module("caffepy.backend.cuda.convolution.algorithm").Operands
+    candidate.run(operands(*arrays, accumulate=accumulate))
+    return candidate, kernel, sums
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_block_for_each_tile_image_and_pack(
+    modules: Any, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_task = depthwise((3, 10, 30, 40), (9, 9), 1, 4, direction=direction)
+    candidate, kernel, sums = launches_of(modules, given_task, False, monkeypatch)
+    (grid, block, _), keywords = kernel.call_args
+    tiling, correlation = candidate._tiling, candidate._correlation
+    weights = direction is Direction.WEIGHTS
+    planes = correlation.parts(tiling) if weights else 3
+    assert grid == (planes * math.prod(correlation.tiles(tiling)) * correlation.packs(tiling), tiling.shares)
+    assert block == (tiling.threads,)
+    assert keywords == {"shared_mem": correlation.shared_bytes(tiling)}
+    assert kernel.max_dynamic_shared_size_bytes == keywords["shared_mem"]
+    assert sums.called is (weights and planes > 1)
+
+
+@pytest.mark.parametrize(("accumulate", "added"), [(False, False), (True, True)])
+def test_one_part_is_written_where_it_belongs(
+    modules: Any, accumulate: bool, added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_task = depthwise((1, 2, 9, 9), (9, 9), direction=Direction.WEIGHTS)
+    _, _, sums = launches_of(modules, given_task, accumulate, monkeypatch)
+    assert sums.called is added
+
+
+@pytest.mark.parametrize(
+    ("x", "outputs", "kernel", "suited"),
+    [
+        ((8, 1, 32, 512), 32, (1, 15), True),
+        ((1, 3, 16, 112, 112), 64, (3, 7, 7), True),
+        ((8, 4, 32, 512), 32, (3, 3), True),
+        ((8, 5, 32, 512), 32, (3, 3), False),
+        ((8, 3, 32, 512), 15, (3, 3), False),
+        ((8, 3, 32, 512), 64, (1, 1), False),
+        ((8, 3, 32), 64, (3,), False),
+        ((256, 3, 512, 512), 64, (15, 15), False),
+    ],
+)
+def test_few_channels_are_up_to_four(
+    modules: Any, x: tuple[int, ...], outputs: int, kernel: tuple[int, ...], suited: bool
+) -> None:
+    axes = len(kernel)
+    geometry = Geometry(kernel, (1,) * axes, (0,) * axes, (1,) * axes)
+    given_task = Task(Problem(x, (outputs, x[1], *kernel), geometry), Direction.DATA)
+    assert modules.few_channels.suits_few_channels(given_task) is suited
+    assert not modules.few_channels.suits_few_channels(replace(given_task, direction=Direction.FORWARD))
+
+
+@given(width=st.integers(5, 90), stride=st.integers(1, 9), height=st.integers(5, 9), depth=st.integers(0, 3))
+def test_warps_cover_all_results(modules: Any, width: int, stride: int, height: int, depth: int) -> None:
+    module, more = modules.few_channels, bool(depth)
+    sizes = (*(depth,) * more, height, width)
+    geometry = Geometry((1,) * more + (5, 5), (1,) * more + (2, stride), (0,) * (2 + more), (1,) * (2 + more))
+    problem = Problem((2, 3, *sizes), (16, 3, *geometry.kernel), geometry)
+    runs = module.runs_of(problem)
+    assert runs * module.RUN * stride >= width > (runs - 1) * module.RUN * stride
+    assert module.warps_of(problem) == 2 * math.prod(sizes[:-1]) * stride * runs
+    window = module._window(problem)
+    assert [window[f"KERNEL_{axis}"] for axis in "DHW"] == [1, 5, 5]
+    assert (window["STRIDE_D"], window["STRIDE_H"], window["PAD_H"], window["DILATION_D"]) == (1, 2, 0, 1)
