@@ -23,12 +23,13 @@ def compile_nets(nets: Iterable[str], processes: int, write: Callable[[str], Non
         processes: how many work at once, with this one.
         write: takes the lines that are to be written.
     """
-    from caffepy.backend.cpu.jit.ahead import Foreseen, compile_all, is_kept
+    from caffepy.backend.cpu.jit.ahead import Foreseen, compile_all
+    from caffepy.backend.cpu.jit.cache import can_keep
     from caffepy.phases.kernel_processes import done_line, list_line
     from caffepy.solvers.nets import foresee_described
 
     kernels = Foreseen()
-    for net in nets if is_kept() else ():
+    for net in nets if can_keep() else ():
         kernels.note(partial(foresee_described, net))
     jobs = kernels.jobs()
     write(list_line([name for name, _ in jobs]))
