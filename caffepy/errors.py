@@ -11,6 +11,10 @@ import re
 
 LONGEST_MESSAGE = 4000
 """Characters of an error's line; the middle of a longer one is left out."""
+NO_THREADS = (
+    "the system gives this process no more threads: raise the limit of processes (ulimit -u, a container's pids "
+    "limit), or end other programs"
+)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -118,8 +122,15 @@ class AbortedError(PeerError):
     """This thread was released from a wait because another one failed first."""
 
 
+def lacks_threads(error: BaseException) -> bool:
+    """Whether an error is Python's where the system gives no further thread."""
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+
+
 def describe(error: BaseException) -> str:
     """An error in one line: one of ours as it stands, another with its type."""
+    if lacks_threads(error):
+        return NO_THREADS
     return one_line(str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}")
 
 

@@ -138,8 +138,8 @@ def atomic_write(path: Path, unharmed: str = "", durable: bool = True) -> Iterat
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
     """
-    temporary = temporary_beside(path)
     try:
+        temporary = temporary_beside(path)
         with _create(temporary) as file:
             try:
                 yield file
@@ -183,7 +183,13 @@ def _unwritable(path: Path, error: OSError, unharmed: str = "") -> RunError:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that cannot be foreseen, for what is to be renamed to `path` when it is complete."""
+    """A name that cannot be foreseen, for what is to be renamed to `path` when it is complete.
+
+    Raises:
+        OSError: the path is empty, which names the working directory, or is the root.
+    """
+    if not path.name:
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 

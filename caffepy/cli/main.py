@@ -17,7 +17,16 @@ from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
-from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, one_line
+from caffepy.errors import (
+    NO_THREADS,
+    CaffepyError,
+    ConfigError,
+    InternalError,
+    OutOfMemoryError,
+    RunError,
+    lacks_threads,
+    one_line,
+)
 from caffepy.phases import START, announcing
 from caffepy.registry import suggest
 
@@ -89,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
     except Exception as error:  # the last resort: the user gets one line, and the traceback on request
+        if lacks_threads(error):
+            return _report(NO_THREADS, RunError.exit_status, traced)
         return _report(_describe(error, traced), InternalError.exit_status, traced)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, element_dtype
 from caffepy.blob import Blob, format_shape
-from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, RunError, ShapeError
+from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, RunError, ShapeError, describe
 from caffepy.layers.core.base import Layer, LayerContext, layer_class
 from caffepy.net.precision import Precision
 from caffepy.net.splits import unknown_bottom
@@ -95,7 +95,7 @@ class Node:
             problem = f"layer '{layer.name}' ({layer.type}): out of memory: {error or 'the host has no more'}"
             raise OutOfMemoryError(problem, "use a smaller batch_size") from error
         except Exception as error:
-            found = f"layer '{layer.name}' ({layer.type}): {type(error).__name__}: {error}"
+            found = f"layer '{layer.name}' ({layer.type}): {describe(error)}"
             if isinstance(error, _MISTAKES):
                 found += "; this is a mistake in caffepy, not in the net: please report it with the net's prototxt"
                 raise InternalError(found) from error

@@ -92,7 +92,8 @@ class KernelProcesses:
         if process is None:
             return
         _kill(process)
-        self._thread.join(5.0)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
         atexit.unregister(self.close)
 
     def _start(self) -> None:
@@ -109,9 +110,17 @@ class KernelProcesses:
                 logger.debug("CPU kernels are compiled by this process alone: %s", error)
                 self._ended = True
                 return
+        thread = threading.Thread(target=self._serve, args=(self._process,), name="kernel processes", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more threads
+            logger.debug("CPU kernels are compiled by this process alone: %s", error)
+            self._ended = True
+            with self._process as process:
+                _kill(process)
+            return
+        self._thread = thread
         atexit.register(self.close)
-        self._thread = threading.Thread(target=self._serve, args=(self._process,), name="kernel processes", daemon=True)
-        self._thread.start()
 
     def _serve(self, process: subprocess.Popen[str]) -> None:
         """Tell the program about the nets, and read what it does until it ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,17 @@ from caffepy.solvers import Action, SingleDevice, create_solver
 from caffepy.solvers.execution_options import ExecutionOptions
 
 Call = Callable[[], Any]
+
+
+def _weakly(ask: Callable[[], Action]) -> Callable[[], Action]:
+    """A method that does not keep its object: caffepy's nets know it, which are closed when the program's have gone."""
+    method = weakref.WeakMethod(ask)
+
+    def asked() -> Action:
+        bound = method()
+        return Action.NONE if bound is None else bound()
+
+    return asked
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Solver:
             self.device.backend,
             resolve=PathResolver(path),
             callback=self._callbacks,
-            request=self._before_iteration,
+            request=_weakly(self._before_iteration),
             keep_going=True,
             engine=ExecutionOptions(fuse=False, share=False),
         )

@@ -23,12 +23,13 @@ def compile_nets(nets: Iterable[str], processes: int, write: Callable[[str], Non
         processes: how many work at once, with this one.
         write: takes the lines that are to be written.
     """
-    from caffepy.backend.cpu.jit.ahead_of_time import ForeseenKernels, are_kept, compile_all
+    from caffepy.backend.cpu.jit.ahead_of_time import ForeseenKernels, compile_all
+    from caffepy.backend.cpu.jit.cache import can_keep
     from caffepy.phases.kernel_processes import done_line, list_line
     from caffepy.solvers.nets.foreseen import run_described
 
     kernels = ForeseenKernels()
-    for net in nets if are_kept() else ():
+    for net in nets if can_keep() else ():
         kernels.note(partial(run_described, net))
     jobs = kernels.jobs()
     write(list_line([name for name, _ in jobs]))

@@ -44,6 +44,12 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old"}
 
 
+@pytest.mark.parametrize("path", [Path(), Path("/")])
+def test_a_path_that_names_no_file(path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot be written: Is a directory; name a file"):
+        write(path, b"x")
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="b/a: cannot be written: No such file or directory; make its folder first$"):
         write(tmp_path / "b" / "a", b"x")

@@ -151,3 +151,16 @@ def _has_ended(number: int) -> bool:
         return "Z" in Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except (ProcessLookupError, FileNotFoundError):
         return True
+
+
+def test_without_a_thread_for_it_there_is_no_program(processes: KernelProcesses, monkeypatch: pytest.MonkeyPatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        started(processes, say("list a"), SLEEP)
+    assert seconds(lambda: processes.wait("a")) < 0.5
+    assert processes._process is not None
+    assert processes._process.wait(20)
+    processes.close()

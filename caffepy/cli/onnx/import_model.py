@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     require_onnx("to read ONNX files")
     from caffepy.onnx.importer.result import build_imported, check_imported, write_imported
 
-    base = args.output or args.model.with_suffix("")
+    base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
     if base.is_dir():
         raise ConfigError(f"{base} is a folder; give --output a path without ending, e.g. {base / args.model.stem}")
     param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import threading
 from pathlib import Path
 
 import cv2
@@ -61,3 +62,14 @@ def test_a_second_image_is_not_overwritten_with_probabilities(capsys: pytest.Cap
     assert main(["classify", "cat.png", "dog.png", "--model", "net.prototxt"]) == 2
     assert "'dog.png' stands where the output is named" in capsys.readouterr().err
     assert Path("dog.png").read_bytes() == before
+
+
+def test_a_system_without_further_threads_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert main(["train", "--cpu", "--solver", "solver.prototxt"]) == 1
+    assert re.search(r"(?m)^caffepy: error: the system gives .* no more threads: .*ulimit -u", capsys.readouterr().err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -253,3 +254,14 @@ def test_processes_take_turns_and_the_root_alone_tests_and_writes(solver_file: P
 def test_mistakes(solver_file: Path, call, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         call(solver_file)
+
+
+def test_a_solver_that_has_trained_goes_when_the_program_drops_it(solver_file: Path) -> None:
+    solver = caffe.SGDSolver(str(solver_file))
+    fill(solver.net)
+    solver.step(1)
+    left = weakref.ref(solver), weakref.ref(solver.solver.net)
+    del solver
+    gc.collect()
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from numba.core.registry import cpu_target
 
-from caffepy.backend.cpu.jit.cache import kernels_folder
+from caffepy.backend.cpu.jit.cache import can_keep
 from caffepy.backend.cpu.jit.kernel import Entry
 from caffepy.backend.cpu.jit.recording import CURRENT, Recording
 from caffepy.backend.cpu.jit.threads import LOOP_NAME, compile_parallel_loop
@@ -66,11 +66,6 @@ class ForeseenKernels(Recording):
         return [*loop, *((entry.name, entry.compile) for entry in entries)][:MOST_JOBS]
 
 
-def are_kept() -> bool:
-    """Whether kernels are kept, so that another process has those that this one compiles."""
-    return kernels_folder() is not None
-
-
 def warm_up() -> None:
     """Do what numba does before it compiles its first function, 0.3 s."""
     cpu_target.typing_context.refresh()
@@ -81,7 +76,8 @@ def compile_all(jobs: Sequence[Job], processes: int, done: Callable[[str], None]
     """Compile kernels by this process and forks of it; returns when all have ended.
 
     Forks are made only where no other thread runs, which might hold a lock. A process takes the next job from a pipe,
-    so that none is done twice and one that dies takes a single job with it.
+    so that none is done twice and one that dies takes a single job with it. It takes no more when it cannot keep what
+    it compiles, on a full disk: nobody would have anything of it.
 
     Args:
         jobs: in the order in which they are begun.
@@ -120,7 +116,7 @@ def _fork(count: int, work: Callable[[], None]) -> list[int]:
 
 
 def _work(reader: int, jobs: Sequence[Job], done: Callable[[str], None]) -> None:
-    while number := os.read(reader, _NUMBER.size):
+    while can_keep() and (number := os.read(reader, _NUMBER.size)):
         name, compile_kernel = jobs[_NUMBER.unpack(number)[0]]
         try:
             compile_kernel()

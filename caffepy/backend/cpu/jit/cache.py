@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -110,6 +111,18 @@ class _CheckedFiles(IndexDataCacheFile):  # type: ignore[misc,unused-ignore]
         return super()._load_data(name)  # a pickle ends where it says, not where the file does
 
 
+class _Failures:
+    """Whether something could not be kept; a full disk says so at the first attempt only."""
+
+    any = False
+
+
+def can_keep() -> bool:
+    """Whether what this process compiles is there for others, as far as is known."""
+    folder = kernels_folder()
+    return folder is not None and not _Failures.any and os.access(folder, os.W_OK)
+
+
 def _checksum(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
@@ -141,6 +154,7 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
         try:
             super().save_overload(sig, data)
         except OSError as error:
+            _Failures.any = True
             logger.debug("%s: a compiled kernel is not kept: %s", self.cache_path, error)
 
 

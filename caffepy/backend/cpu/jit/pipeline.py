@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 from llvmlite.binding import Linkage
-from numba import types
+from numba import config, types
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
@@ -19,6 +19,7 @@ from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NopythonRewrites
 from numba.core.untyped_passes import InlineClosureLikes
 
+from caffepy.errors import ConfigError
 from caffepy.phases.kernel_processes import PROCESSES
 
 
@@ -114,6 +115,8 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     _sig: Any
 
     def _compile_uncached(self) -> Any:
+        if config.DISABLE_JIT:
+            raise ConfigError("NUMBA_DISABLE_JIT is set, but kernels on the CPU are compiled by numba: unset it")
         PROCESSES.missed()
         return self._compiler.compile(self._sig.args, self._sig.return_type)
 

@@ -174,6 +174,15 @@ def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch):
     assert order == ["compile a", "a", "compile b", "b"]
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_cannot_be_kept_is_not_compiled(monkeypatch: pytest.MonkeyPatch, kept: int):
+    """A disk that is full after some kernels: who waits for the others has to compile them all the same."""
+    done: list[str] = []
+    monkeypatch.setattr(ahead, "can_keep", lambda: len(done) < kept)
+    compile_all([(name, lambda: None) for name in "abc"], 1, done.append)
+    assert done == ["a", "b", "c"][:kept]
+
+
 def test_without_further_processes_one_does_all(monkeypatch: pytest.MonkeyPatch):
     def fork() -> int:
         raise BlockingIOError("no more processes")

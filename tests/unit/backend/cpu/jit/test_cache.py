@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numba
 import pytest
 from numba import types
 from numba.core.untyped_passes import InlineClosureLikes
@@ -18,6 +20,7 @@ from numba.core.untyped_passes import InlineClosureLikes
 import caffepy
 from caffepy.backend.cpu.jit import cache as cpu_cache
 from caffepy.backend.cpu.jit import pipeline
+from caffepy.errors import ConfigError
 
 SIGNATURE = types.int64(types.int64)
 RUN_A_KERNEL = """
@@ -46,6 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "kernels"
     path.mkdir()
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: path)
+    monkeypatch.setattr(cpu_cache._Failures, "any", False)
     return path
 
 
@@ -171,6 +175,30 @@ def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: None)
     assert run(compile_thrice(), 7) == 21
     assert compile_thrice().cache_hits == 0  # type: ignore[attr-defined]
+
+
+def test_others_can_have_what_can_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    assert cpu_cache.can_keep()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: not (path == folder and mode & os.W_OK))
+        assert not cpu_cache.can_keep(), "a folder for reading only"
+    monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: None)
+    assert not cpu_cache.can_keep()
+
+
+def test_after_a_failure_others_are_not_counted_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def save(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cpu_cache._CheckedFiles, "save", save)
+    assert run(compile_thrice(), 8) == 24
+    assert not cpu_cache.can_keep()
+
+
+def test_a_numba_that_is_told_to_compile_nothing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(ConfigError, match="NUMBA_DISABLE_JIT is set.*unset it"):
+        compile_thrice()
 
 
 def start(packages: Path, cache: Path, **keywords: object) -> subprocess.Popen[str]:
