@@ -15,16 +15,11 @@ from caffepy.backend.cpu.convolution.phases import merged
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
-from caffepy.backend.layout import memory_order
 
-EVERY = slice(None)
-"""All groups."""
 TOGETHER = 512
 """Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
-LINE = 16
-"""Elements of a line of the caches."""
 
 
 @kernel
@@ -51,42 +46,6 @@ def pad_images(  # noqa: PLR0913 -- a kernel
                 padded[target + left + i] = x[source + i]
             for i in range(stop, padded_row):
                 padded[target + i] = 0
-
-
-@kernel
-def pad_groups(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, padded: Floats, columns: Int, sources: Words, left: Int, rows: Int,
-    padded_rows: Int, padded_columns: Int, groups: Int, every: Int, size: Int, width: Int,
-) -> None:  # fmt: skip
-    """As `pad_images`, for padded images in which each group of `size` channels is an image of its own.
-
-    Items are rows of the padded images; `columns`, `left` and `padded_columns` count pixels; `every` counts the groups
-    of a pixel, `groups` those that are copied.
-    """
-    plane = padded_rows * padded_columns * size
-    for item in range(begin, end):
-        h, n = sources[item % padded_rows], item // padded_rows
-        inside = 0 if h < 0 else min(columns, padded_columns - left)
-        first = n * groups * plane + item % padded_rows * padded_columns * size
-        if inside > 0 and item + 1 < end and groups == every:
-            next_row = ahead(x, (n * rows + h + 1) * columns * every * size)  # read in another order than memory's
-            for i in range(0, columns * every * size, LINE):
-                fetch(ahead(next_row, i))
-        for target in range(first, first + groups * plane, plane):
-            for i in range(left * size):
-                padded[target + i] = 0
-            for i in range((left + inside) * size, padded_columns * size):
-                padded[target + i] = 0
-        for block in range(0, groups, 4):  # groups that share lines of memory, or neighbouring ones
-            for w in range(inside):
-                at = (((n * rows + h) * columns + w) * every + block) * size
-                for group in range(block, min(groups, block + 4)):
-                    to = first + group * plane + (left + w) * size
-                    for i in range(0, size - width + 1, width):
-                        copy_vectors(ahead(x, at + i), ahead(padded, to + i), 1)
-                    for i in range(size // width * width, size):
-                        padded[to + i] = x[at + i]
-                    at += size
 
 
 @kernel
@@ -144,34 +103,17 @@ class Padding:
         channels: elements of a pixel.
         before: zeros before the image along each axis.
         padded: sizes of the padded image.
-        groups: of channels, each of which lies in the padded image as if it were an image of its own: what a group's
-            windows read lies together, and not as far apart as all channels.
     """
 
     sizes: tuple[int, ...]
     channels: int
     before: tuple[int, ...]
     padded: tuple[int, ...]
-    groups: int = 1
-
-    @property
-    def cuts(self) -> bool:
-        """Whether there are zeros around the image."""
-        return self.sizes != self.padded or any(self.before)
 
     @property
     def needed(self) -> bool:
-        return self.cuts or self.groups > 1
-
-    @property
-    def pixel(self) -> int:
-        """Elements from a pixel of a padded image to the next one."""
-        return self.channels // self.groups
-
-    @property
-    def group(self) -> int:
-        """Elements of a group of a padded image."""
-        return self.rows * self.row
+        """Whether there are zeros around the image."""
+        return self.sizes != self.padded or any(self.before)
 
     @property
     def rows(self) -> int:
@@ -180,16 +122,16 @@ class Padding:
 
     @property
     def row(self) -> int:
-        """Elements of a row of a padded image, in one group."""
-        return self.padded[-1] * self.pixel
+        """Elements of a row of a padded image."""
+        return self.padded[-1] * self.channels
 
     @property
     def elements(self) -> int:
-        return self.group * self.groups
+        return self.rows * self.row
 
     def offset(self, rows: Any, columns: Any) -> Any:
         """Offset of a pixel of a padded image, or between pixels that are so many rows and columns apart."""
-        return rows * self.row + columns * self.pixel
+        return rows * self.row + columns * self.channels
 
     @cached_property
     def _sources(self) -> ConstantTable:
@@ -204,18 +146,8 @@ class Padding:
         """Whether rows of the padded image are rows of the image."""
         return self._sources.array[rows] >= 0
 
-    def write(self, threads: int, x: Any, padded: Any, groups: slice = EVERY) -> None:
-        """Copy the images x (N, ...), or some of their groups, with zeros around them."""
-        if self.groups > 1:
-            first, stop, _ = groups.indices(self.groups)
-            x = memory_order(x).reshape(-1)[first * self.pixel :]
-            images = x.size // (math.prod(self.sizes) * self.channels) + (first > 0)
-            pad_groups.run(
-                threads, images * self.rows, max(1, 16384 // (self.row * (stop - first))), x, padded, self.sizes[-1],
-                self._sources, self.before[-1], math.prod(self.sizes[:-1]), self.rows, self.padded[-1], stop - first,
-                self.groups, self.pixel, WIDTH,
-            )  # fmt: skip
-            return
+    def write(self, threads: int, x: Any, padded: Any) -> None:
+        """Copy the images x (N, ...) with zeros around them."""
         pad_images.run(
             threads, x.shape[0] * self.rows, max(1, 16384 // self.row), x, padded, self.sizes[-1] * self.channels,
             self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
@@ -351,27 +283,28 @@ class Correlation:
     def __init__(self, padding: Padding, taps: Taps, pixels: Pixels, filters: Filters) -> None:
         self.padding = padding
         h, w = pixels.h, pixels.w
-        if padding.cuts and len(taps.rows):
+        if padding.needed and len(taps.rows):
             met = taps.met(padding, h, w)
             filters = replace(filters, rows=np.reshape(filters.rows, (len(taps.rows), -1))[met])
             taps = taps.part(met)
-        self._x_group = padding.group if padding.groups > 1 else taps.channels
+        self._x_group = taps.channels
         self._pixels = len(h)
         self._together = max(1, TOGETHER // max(1, len(h)))
         self._at = padding.offset(h, w), np.reshape(pixels.offsets, -1)
         self._taps, self._inner = len(taps.rows), taps.length * taps.channels
         self._taps_at = extended(padding.offset(taps.rows, taps.columns))
         self._weight_rows = extended(filters.rows)
+        self._weight_order = extended(np.argsort(np.reshape(filters.rows, -1), kind="stable"))
         self._weight_step = filters.step
         self._y_image, self._columns, self._groups = pixels.image, filters.columns, filters.groups
         self.panels = Panels(np.size(filters.rows), filters.columns, self._together * self._pixels)
         widths = np.arange(1, 4)[:, None] * WIDTH
         self._packed_taps = extended(np.arange(self._taps) * self._inner * widths)
-        self._cutting = padding.cuts and self._taps > 0
+        self._cutting = padding.needed and self._taps > 0
         cuts = taps.inside(padding, h, w) if self._cutting else np.zeros((1, 4), np.int64)
         self._inside = cuts
         self._arranged: dict[int, _Arrangement] = {}
-        self._divisions: dict[tuple[int, int, int], list[tuple[int, int, Division]]] = {}
+        self._divisions: dict[tuple[int, int], list[tuple[int, int, Division]]] = {}
 
     def _arrangement(self, together: int) -> _Arrangement:
         """The pixels of so many images; of small ones those lie in one tile that meet the same taps."""
@@ -396,40 +329,35 @@ class Correlation:
 
     def pack(self, threads: int, weights: Any, group_step: int, packed: Any) -> None:
         """Bring the weights into the order in which `run` reads them."""
-        packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step)
+        order = self._weight_order
+        packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step, order)
         pack_weights(threads, self.panels, weights, packing, packed)
 
-    def _division(self, threads: int, images: int, groups: int) -> list[tuple[int, int, Division]]:
+    def _division(self, threads: int, images: int) -> list[tuple[int, int, Division]]:
         """Images that are taken together, how often, and how their pixels are divided; then those that are left."""
-        key = threads, images, groups
+        key = threads, images
         if key not in self._divisions:
             together = min(self._together, -(-images // threads))
             parts = [(together, images // together), (images % together, 1)]
             self._divisions[key] = [
-                (many, times, divide(self.panels, many * self._pixels, threads, times * groups))
+                (many, times, divide(self.panels, many * self._pixels, threads, times * self._groups))
                 for many, times in parts if many and times
             ]  # fmt: skip
         return self._divisions[key]
 
-    def run(  # noqa: PLR0913 -- a kernel's
-        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None,
-        groups: slice = EVERY,
-    ) -> None:  # fmt: skip
-        """Compute y of some images, or some of their groups, from x, which is padded and has these groups only."""
+    def run(
+        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
+    ) -> None:
+        """Compute y of some images from x, which is padded."""
         addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
-        first, stop, _ = groups.indices(self._groups)
-        if first:
-            packed = packed[first * self.panels.size :]
-            start = start if isinstance(start, ConstantTable) else start[first * self._columns :]  # zeros are alike
-            y, addend = (a if a is None else memory_order(a).reshape(-1)[first * self._columns :] for a in (y, addend))
         done = 0
-        for together, times, (block, blocks, parts) in self._division(threads, images, stop - first):
+        for together, times, (block, blocks, parts) in self._division(threads, images):
             own = self._arrangement(together)
             correlate.run(
-                threads, times * (stop - first) * parts * blocks, 1, x, done * self.padding.elements,
+                threads, times * self._groups * parts * blocks, 1, x, done * self.padding.elements,
                 together * self.padding.elements, self._x_group, own.x_at, self._taps_at, self._taps, self._inner,
                 packed, self.panels.size, self._packed_taps, start, y, done * self._y_image, together * self._y_image,
-                self._columns, own.y_at, together * self._pixels, block, blocks, stop - first, self.panels.table,
+                self._columns, own.y_at, together * self._pixels, block, blocks, self._groups, self.panels.table,
                 self.panels.count, WIDTH, int(self._cutting), own.cuts2, own.cuts3, own.cuts1, parts,
                 y if addend is None else addend, int(addend is not None), int(relu),
             )  # fmt: skip

@@ -3,30 +3,22 @@
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the padded gradient of the output, once for each phase of the stride; that of an image of a
-few channels goes another way (`few_channels.py`).
+image is the same sum over the padded gradient of the output. With a stride, or in groups, images are read without
+padding (`grouped/windows.py`); the gradient of an image of a few channels goes another way (`few_channels.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import (
-    EVERY,
-    Correlation,
-    Ending,
-    Filters,
-    Padding,
-    Pixels,
-    Taps,
-    pack_all,
-)
+from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
 from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, has_few_channels
+from caffepy.backend.cpu.convolution.grouped.weights import GroupWeightGradient
+from caffepy.backend.cpu.convolution.grouped.windows import WindowCorrelation
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
@@ -37,12 +29,10 @@ from caffepy.backend.cpu.workspace import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
-"""Elements of padded images, or of groups of one, made at a time: the workspace grows with neither batch nor image."""
-CHUNK_GROUPS = 2**18
-"""Elements for each thread of whole images whose groups lie apart, which then are in the second cache when they are
-read. Fewer groups of an image at a time take up to twice as long, with vectors of eight: lines are read in parts."""
-CACHED = 2**18
-"""Elements for each thread of gradients that all phases pass over before the next ones."""
+"""Elements of padded images made at a time: the workspace grows with neither batch nor image."""
+FEW = 128
+"""Pixels of the output, of all images, below which the weights' gradient of groups goes the way of a single group: to
+turn what comes of them would take longer than to copy the image."""
 
 
 class TileConvolution:
@@ -70,10 +60,11 @@ class TileConvolution:
         self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, columns), np.float32))
         self.kept: Any = None
         self._kept_at = 0
-        self._forward: Correlation | None = None
-        self._backward: list[Correlation] | None = None
+        self._forward: Correlation | WindowCorrelation | None = None
+        self._backward: Correlation | WindowCorrelation | None = None
         self._few: FewChannelsGradient | None = None
         self._gradient: WeightGradient | None = None
+        self._group_gradient: GroupWeightGradient | None = None
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -82,13 +73,17 @@ class TileConvolution:
     ) -> None:  # fmt: skip
         assert sums is None, "gives no sums"
         plan, start, packed = self._planned(), self.zeros if bias is None else bias, self.packed(weights)
-        for some, groups, padded in self._padded(x, self.shape.padding):
+        if isinstance(plan, WindowCorrelation):
+            plan.run(self.threads, x.shape[0], x, packed, start, y, Ending(residual, relu))
+            return
+        for some, padded in self._padded(x, self.shape.padding):
             ending = Ending(None if residual is None else residual[some], relu)
-            plan.run(self.threads, some.stop - some.start, padded, packed, start, y[some], ending, groups)
+            plan.run(self.threads, some.stop - some.start, padded, packed, start, y[some], ending)
 
-    def _planned(self) -> Correlation:
+    def _planned(self) -> Correlation | WindowCorrelation:
         if self._forward is None:
-            self._forward = _plan_forward(self.shape)
+            windows = self.shape.apart
+            self._forward = WindowCorrelation(self.shape, back=False) if windows else _plan_forward(self.shape)
         return self._forward
 
     @property
@@ -122,23 +117,18 @@ class TileConvolution:
         """The weights in the order of `forward` if `keep` has had them, else None."""
         return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None
 
-    def _padded(self, x: Any, padding: Padding) -> Iterator[tuple[slice, slice, Any]]:
-        """The images in order, a chunk at a time: (which images, which of their groups, their padded form)."""
+    def _padded(self, x: Any, padding: Padding) -> Iterator[tuple[slice, Any]]:
+        """The images in order, a chunk at a time: (which images, their padded form)."""
         images = x.shape[0]
-        chunk = CHUNK if padding.groups == 1 else self.threads * CHUNK_GROUPS
-        step = images if not padding.needed else max(1, chunk // padding.elements)
-        many = padding.groups if step > 1 else max(1, min(padding.groups, CHUNK // padding.group))
+        step = max(1, CHUNK // padding.elements) if padding.needed else images
         for first in range(0, images, step):
             some = slice(first, min(first + step, images))
             if not padding.needed:
-                yield some, EVERY, x[some]
+                yield some, x[some]
                 continue
-            for group in range(0, padding.groups, many):
-                groups = slice(group, min(group + many, padding.groups))
-                size = (some.stop - first) * (groups.stop - group) * padding.group
-                padded = self.workspace.take("images", size + WIDTH)
-                padding.write(self.threads, x[some], padded, groups)
-                yield some, groups if padding.groups > 1 else EVERY, padded
+            padded = self.workspace.take("images", (some.stop - first) * padding.elements + WIDTH)
+            padding.write(self.threads, x[some], padded)
+            yield some, padded
 
     # -- gradient of the image ----------------------------------------------------------------------
 
@@ -149,28 +139,28 @@ class TileConvolution:
             self._few.run(dy, weights, self.zeros, dx)
             return
         if self._backward is None:
-            self._backward = _plan_backward(self.shape)
-        parts = pack_all(self._backward, self.threads, self.workspace, weights, self.shape.group_step)
-        phases, padding = list(zip(self._backward, parts, strict=True)), self._backward[0].padding
-        step = dx.shape[0] if len(phases) == 1 else max(1, self.threads * CACHED // (dx.size // dx.shape[0]))
-        for chunk, groups, padded in self._padded(dy, padding):
-            for at in range(chunk.start, chunk.stop, step):  # phases write the same lines, which stay in a cache
-                some = slice(at, min(at + step, chunk.stop))
-                images = padded[some.start - chunk.start :]
-                if padding.needed:
-                    images = padded[(some.start - chunk.start) * padding.elements :]
-                for phase, packed in phases:
-                    phase.run(
-                        self.threads, some.stop - at, images, packed, self.zeros, dx[some], None, groups
-                    )  # fmt: skip
+            windows = self.shape.apart or max(self.shape.geometry.stride) > 1
+            self._backward = WindowCorrelation(self.shape, back=True) if windows else _plan_backward(self.shape)
+        plan, packed = self._backward, self.workspace.take("weights", self._backward.packed_size)
+        plan.pack(self.threads, weights, self.shape.group_step, packed)
+        if isinstance(plan, WindowCorrelation):
+            plan.run(self.threads, dy.shape[0], dy, packed, self.zeros, dx)
+            return
+        for some, padded in self._padded(dy, plan.padding):
+            plan.run(self.threads, some.stop - some.start, padded, packed, self.zeros, dx[some])
 
     # -- gradient of the weights --------------------------------------------------------------------
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
+        if self.shape.apart and self.shape.pixels >= FEW:
+            if self._group_gradient is None:
+                self._group_gradient = GroupWeightGradient(self.shape, self.threads, self.workspace)
+            self._group_gradient.run(x, dy, dweights, accumulate)
+            return
         if self._gradient is None:
             self._gradient = WeightGradient(self.shape, self.threads, self.workspace)
-        for some, groups, padded in self._padded(x, self.shape.padding):
-            self._gradient.add(padded, dy[some], dweights, accumulate, some.start == 0, groups)
+        for some, padded in self._padded(x, self.shape.padding):
+            self._gradient.add(padded, dy[some], dweights, accumulate, some.start == 0)
         self._gradient.finish(dweights, accumulate)
 
 
@@ -182,18 +172,16 @@ def _plan_forward(shape: ConvolutionShape) -> Correlation:
     return Correlation(shape.padding, shape.taps, pixels, filters)
 
 
-def _plan_backward(shape: ConvolutionShape) -> list[Correlation]:
+def _plan_backward(shape: ConvolutionShape) -> Correlation:
+    """The gradient of the image of a convolution without a stride."""
     axes = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
     reaches = [reach(phases, size) for phases, size in zip(axes, shape.out, strict=True)]
     before, padded = tuple(zeros for zeros, _ in reaches), tuple(size for _, size in reaches)
-    padding = Padding(shape.out, shape.outputs, before, padded, shape.apart)
-    kernel = shape.geometry.kernel
-    rows = [
-        merged_axes(parts, shape.sizes[:-1], kernel[:-1], before[:-1], padded[:-1])
-        for parts in itertools.product(*axes[:-1])
-    ]
-    columns = [merged_axes((axis,), shape.sizes[-1:], kernel[-1:], before[-1:], padded[-1:]) for axis in axes[-1]]
-    return [_plan_phase(shape, padding, h, w) for h in rows for w in columns]
+    padding = Padding(shape.out, shape.outputs, before, padded)
+    kernel, one = shape.geometry.kernel, [phases[0] for phases in axes]
+    h = merged_axes(one[:-1], shape.sizes[:-1], kernel[:-1], before[:-1], padded[:-1])
+    w = merged_axes(one[-1:], shape.sizes[-1:], kernel[-1:], before[-1:], padded[-1:])
+    return _plan_phase(shape, padding, h, w)
 
 
 def _plan_phase(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -> Correlation:

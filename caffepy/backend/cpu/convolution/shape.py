@@ -26,6 +26,8 @@ class ConvolutionShape:
         self.outputs, self.group_channels = weights[:2]
         self.out = tuple(spatial_output(size, *self.window(i)) for i, size in enumerate(self.sizes))
         self.out_height, self.out_width = math.prod(self.out[:-1]), self.out[-1]
+        self.pixels = self.images * self.out_height * self.out_width
+        """Of the output of all images."""
         self.group_outputs = self.outputs // g.group
         self.depth = math.prod(weights[1:])
         """Elements of one filter."""
@@ -34,9 +36,9 @@ class ConvolutionShape:
         self.group_step = self.group_outputs * self.depth
         """Elements of the filters of one group."""
         padded = tuple(size + 2 * pad for size, pad in zip(self.sizes, g.pad, strict=True))
-        self.apart = g.group if math.prod(g.kernel) > 1 else 1
-        """Groups that padded images hold one after the other; 1: all channels of a pixel lie together."""
-        self.padding = Padding(self.sizes, self.channels, g.pad, padded, self.apart)
+        self.apart = g.group > 1 and math.prod(g.kernel) > 1
+        """Whether what a window reads lies apart, pixel by pixel."""
+        self.padding = Padding(self.sizes, self.channels, g.pad, padded)
         self.line_rows = merged(
             [np.arange(out) * stride for out, stride in zip(self.out[:-1], g.stride[:-1], strict=True)], padded[:-1]
         )
@@ -51,7 +53,7 @@ class ConvolutionShape:
     def _make_taps(self) -> Taps:
         """Whole kernel rows where their elements lie next to each other in the image, else single kernel elements."""
         g = self.geometry
-        whole = g.dilation[-1] == 1 or g.kernel[-1] == 1
+        whole = g.kernel[-1] == 1 or (g.dilation[-1] == 1 and g.group == 1)
         length = g.kernel[-1] if whole else 1
         axes = zip(g.kernel[:-1], g.dilation[:-1], strict=True)
         rows = merged([np.arange(kernel) * dilation for kernel, dilation in axes], self.padding.padded[:-1])

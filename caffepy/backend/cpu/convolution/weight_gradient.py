@@ -9,23 +9,73 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import EVERY, Padding
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.gemm.microkernel import TALL, tall_tile
 from caffepy.backend.cpu.gemm.packing import COST_TALL, SPARE, Panels, extended
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
 CACHED = 144 * 1024
 """Elements of x or dy, and of panels of the other, that the gradient of the weights works on at a time."""
-CACHED_GROUP = 32 * 1024
-"""Likewise of one group, whose tiles read the elements of no other."""
 COPYING, TURNING = 1.5, 2.0
 """What it costs to copy a vector into a panel and to turn an element of the result, as `COST_TALL` counts."""
-FIELDS = 10
+LINE = 16
+"""Elements of a line of the caches."""
+FIELDS = 11
 """Numbers of a unit."""
-_ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
+ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
+"""What sums begin with."""
+
+
+@device_function
+def add_products(  # noqa: PLR0913 -- a kernel's
+    a: Any, a_lines: Any, a_step: Any, b: Any, b_lines: Any, b_step: Any, lines: Any, line: Any, block: Any,
+    starts: Any, panel_lines: Any, entries: Any, c: Any, c_rows: Any, accumulate: Any, zeros: Any, rows: Any,
+    units: Any, first_unit: Any, stop_unit: Any, panel: Any, width: Any,
+) -> None:  # fmt: skip
+    """c[r, j] (+)= sum over the lines of all images of a * b, for some units, tiles of c.
+
+    The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
+    power of two, which map to the same few cache lines. `starts` has for each list of lines where each block of lines
+    begins in it; `a_lines` and `panel_lines` hold all lists one after the other.
+    """
+    blocks = (lines + block - 1) // block
+    for number in range(blocks):
+        first = number * block
+        keep = 1 if accumulate == 1 or first > 0 else 0
+        height = min(block, lines - first)
+        packed = -1
+        for unit in range(FIELDS * first_unit, FIELDS * stop_unit, FIELDS):
+            vectors = units[unit]
+            last = units[unit + 6]
+            wide = vectors * width
+            if units[unit + 2] != packed:
+                packed = units[unit + 2]
+                inside = wide - width + last
+                for h in range(height):
+                    source = packed + b_lines[first + h]
+                    target = h * line * wide
+                    for _ in range(line):
+                        if inside == wide:
+                            copy_vectors(ahead(b, source), ahead(panel, target), vectors)
+                        else:
+                            for j in range(inside):
+                                panel[target + j] = b[source + j]
+                        source += b_step
+                        target += wide
+            at = units[unit + 7] * (blocks + 1) + number
+            begins, ends = starts[at], starts[at + 1]
+            w0, w1 = units[unit + 8], units[unit + 9]
+            if keep == 0 or (ends > begins and w1 > w0):
+                target_at = ahead(c, units[unit + 3])
+                tall_tile(
+                    vectors, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
+                    table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
+                    table_at(panel_lines, (vectors - 1) * entries + begins), wide, ends - begins, w1 - w0,
+                    target_at if keep == 1 else zeros, keep, target_at, table_at(c_rows, units[unit + 10]),
+                    units[unit + 5], last, zeros, 0, 0,
+                )  # fmt: skip
 
 
 @kernel
@@ -34,60 +84,26 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
     line: Int, block: Int, starts: Words, panel_lines: Words, entries: Int, c: Floats, c_rows: Words, accumulate: Int,
     zeros: Floats, rows: Words, units: Words, count: Int, items: Int, panels: Floats, panel_size: Int, width: Int,
 ) -> None:  # fmt: skip
-    """c[r, j] (+)= sum over the lines of all images of a * b. Items are parts of the units, tiles of c.
-
-    The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
-    power of two, which map to the same few cache lines. `starts` has for each list of lines where each block of lines
-    begins in it; `a_lines` and `panel_lines` hold all lists one after the other.
-    """
-    blocks = (lines + block - 1) // block
+    """See `add_products`. Items are parts of the units."""
     for item in range(begin, end):
-        panel = ahead(panels, item * panel_size)
-        for number in range(blocks):
-            first = number * block
-            keep = 1 if accumulate == 1 or first > 0 else 0
-            height = min(block, lines - first)
-            packed = -1
-            for unit in range(FIELDS * (item * count // items), FIELDS * ((item + 1) * count // items), FIELDS):
-                vectors = units[unit]
-                last = units[unit + 6]
-                wide = vectors * width
-                if units[unit + 2] != packed:
-                    packed = units[unit + 2]
-                    inside = wide - width + last
-                    for h in range(height):
-                        source = packed + b_lines[first + h]
-                        target = h * line * wide
-                        for _ in range(line):
-                            if inside == wide:
-                                copy_vectors(ahead(b, source), ahead(panel, target), vectors)
-                            else:
-                                for j in range(inside):
-                                    panel[target + j] = b[source + j]
-                            source += b_step
-                            target += wide
-                at = units[unit + 7] * (blocks + 1) + number
-                begins, ends = starts[at], starts[at + 1]
-                w0, w1 = units[unit + 8], units[unit + 9]
-                if keep == 0 or (ends > begins and w1 > w0):
-                    target_at = ahead(c, units[unit + 3])
-                    tall_tile(
-                        vectors, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
-                        table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
-                        table_at(panel_lines, (vectors - 1) * entries + begins), wide, ends - begins, w1 - w0,
-                        target_at if keep == 1 else zeros, keep, target_at, c_rows, units[unit + 5], last, zeros, 0, 0,
-                    )  # fmt: skip
+        add_products(
+            a, a_lines, a_step, b, b_lines, b_step, lines, line, block, starts, panel_lines, entries, c, c_rows,
+            accumulate, zeros, rows, units, item * count // items, (item + 1) * count // items,
+            ahead(panels, item * panel_size), width,
+        )  # fmt: skip
 
 
 @kernel
 def transpose_add(
     begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, accumulate: Int
 ) -> None:
-    """target[j, r] (+)= source[r, j]. Items are j."""
-    for j in range(begin, end):
+    """target[j, r] (+)= source[r, j]. Items are lines of j."""
+    for item in range(begin, end):
+        first, stop = item * LINE, min(columns, (item + 1) * LINE)
         for r in range(rows):
-            value = source[r * columns + j]
-            target[j * rows + r] = target[j * rows + r] + value if accumulate == 1 else value
+            for j in range(first, stop):
+                value = source[r * columns + j]
+                target[j * rows + r] = target[j * rows + r] + value if accumulate == 1 else value
 
 
 class _Lines(NamedTuple):
@@ -120,15 +136,14 @@ class WeightGradient:
         self._shape, self._threads, self._workspace = shape, threads, workspace
         self._inner = shape.taps.length * shape.taps.channels
         self._turned = self._cycles(turned=True) < self._cycles(turned=False)
-        self._slopes = Padding(shape.out, shape.outputs, (0,) * len(shape.out), shape.out, shape.apart)
+        self._slopes_row = shape.out_width * shape.outputs
         self._lines: dict[int, _Lines] = {}
         self._taps_at = shape.padding.offset(shape.taps.rows, shape.taps.columns)
         self._met = shape.padding.has_rows(shape.line_rows[:, None] + shape.taps.rows[None, :])
         self._lists: dict[bytes, int] = {}
         self._rows: dict[tuple[int, ...], int] = {}
         units = self._turned_units() if self._turned else self._plain_units()
-        self._units = np.array(units, np.int64)
-        self._unit_tables: dict[tuple[int, int], ConstantTable] = {}
+        self._units, self._count = extended(units), len(units)
         self._rows_table = extended(list(self._rows))
         self._c_rows = extended(np.arange(SPARE) * (shape.outputs if self._turned else shape.depth))
         self._block = self._lines_at_a_time()
@@ -144,9 +159,9 @@ class WeightGradient:
     def _lines_at_a_time(self) -> int:
         """Output lines whose part of a, and one panel of b, stay in the second cache while all tiles pass over them."""
         shape = self._shape
-        line = shape.padding.row * shape.geometry.stride[-2] if self._turned else self._slopes.row
+        line = shape.padding.row * shape.geometry.stride[-2] if self._turned else self._slopes_row
         line += 3 * WIDTH * shape.out_width
-        return max(1, (CACHED if shape.apart == 1 else CACHED_GROUP) // line)
+        return max(1, CACHED // line)
 
     def _extent(self, runs: Any, first: int, stop: int) -> _Extent:
         """Of these elements of these runs."""
@@ -164,7 +179,7 @@ class WeightGradient:
             shape, p = self._shape, self._shape.padding
             image, height = np.arange(images)[:, None], shape.out_height
             x = (image * p.elements + shape.line_rows * p.row).reshape(-1)
-            dy = (image * self._slopes.elements + np.arange(height) * self._slopes.row).reshape(-1)
+            dy = ((image * height + np.arange(height)) * self._slopes_row).reshape(-1)
             lists = [np.flatnonzero(np.tile(np.frombuffer(met, bool), images)) for met in self._lists]
             bounds = np.minimum(np.arange(-(-images * height // self._block) + 1) * self._block, images * height)
             offsets = np.cumsum([0, *map(len, lists)])
@@ -201,7 +216,7 @@ class WeightGradient:
                     count = min(TALL[vectors], shape.group_outputs - row)
                     dw_at = (group * shape.group_outputs + row) * shape.depth + element
                     units.append(
-                        (vectors, dy_group + row, x_group + x_at, dw_at, tables[count], count, last, *extent)
+                        (vectors, dy_group + row, x_group + x_at, dw_at, tables[count], count, last, *extent, 0)
                     )  # fmt: skip
         return units
 
@@ -220,7 +235,7 @@ class WeightGradient:
                 at = group * shape.group_outputs + column
                 for row, table, count, extent in rows[TALL[vectors]]:
                     offset = row * shape.outputs + at
-                    units.append((vectors, x_group, dy_group + column, offset, table, count, last, *extent))
+                    units.append((vectors, x_group, dy_group + column, offset, table, count, last, *extent, 0))
         return units
 
     def _turned_rows(self, elements: Any, row: int, high: int) -> tuple[int, int, int, _Extent]:
@@ -231,41 +246,22 @@ class WeightGradient:
 
     def _groups(self) -> list[tuple[int, int]]:
         """Where each group's elements begin in x and in dy."""
-        shape, (x, dy) = self._shape, (self._shape.padding, self._slopes)
-        steps = (x.group, dy.group) if shape.apart > 1 else (shape.group_channels, shape.group_outputs)
-        return [(group * steps[0], group * steps[1]) for group in range(shape.geometry.group)]
+        shape = self._shape
+        return [(g * shape.group_channels, g * shape.group_outputs) for g in range(shape.geometry.group)]
 
-    def _units_of(self, groups: slice) -> tuple[ConstantTable, int]:
-        """The tiles of some groups, which lie in x and dy one after the other, and their number."""
-        first, stop, _ = groups.indices(self._shape.geometry.group)
-        each = len(self._units) // self._shape.geometry.group
-        if (first, stop) not in self._unit_tables:
-            units = self._units[first * each : stop * each].copy()
-            units[:, 1:3] -= np.subtract(units[0, 1:3], self._units[0, 1:3])
-            self._unit_tables[first, stop] = extended(units)
-        return self._unit_tables[first, stop], (stop - first) * each
-
-    def add(self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool, groups: slice = EVERY) -> None:
-        """Add some images' share to that of some groups, the first images' or others'.
-
-        x is padded and has these groups only, or is as it is if it needs no padding.
-        """
+    def add(self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool) -> None:
+        """Add some images' share, the first ones' or others'; x is padded, or as it is if it needs no padding."""
         shape, lines = self._shape, dy.shape[0] * self._shape.out_height
-        tables = self._tables(dy.shape[0])
-        if self._slopes.needed:
-            slopes = self._workspace.take("slopes", dy.shape[0] * self._slopes.elements)
-            self._slopes.write(self._threads, dy, slopes, groups)
-            dy = slopes
-        steps = shape.geometry.stride[-1] * shape.padding.pixel, self._slopes.pixel
+        tables, count = self._tables(dy.shape[0]), self._count
+        steps = shape.geometry.stride[-1] * shape.channels, shape.outputs
         (a, a_step), (b, b_step) = ((x, steps[0]), (dy, steps[1])) if self._turned else ((dy, steps[1]), (x, steps[0]))
         target = self._workspace.take("weights", dweights.size) if self._turned else dweights
-        units, count = self._units_of(groups)
         items = min(self._threads, count)
         size = min(self._block, lines) * shape.out_width * 3 * WIDTH
         correlate_weights.run(
             self._threads, items, 1, a, tables.a, a_step, b, tables.b, b_step, lines, shape.out_width, self._block,
             tables.starts, tables.panel, tables.entries, target, self._c_rows,
-            int(not first or (accumulate and not self._turned)), _ZEROS, self._rows_table, units, count,
+            int(not first or (accumulate and not self._turned)), ZEROS, self._rows_table, self._units, count,
             items, self._workspace.take("panels", items * size), size, WIDTH,
         )  # fmt: skip
 
@@ -274,6 +270,6 @@ class WeightGradient:
         if self._turned:
             shape, turned = self._shape, self._workspace.take("weights", dweights.size)
             transpose_add.run(
-                self._threads, shape.outputs, max(1, 4096 // shape.depth), turned, dweights, shape.depth,
+                self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), turned, dweights, shape.depth,
                 shape.outputs, int(accumulate),
             )  # fmt: skip

@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from caffepy.backend.cpu.jit.kernel import device_function
-from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
+from caffepy.backend.cpu.jit.vector import WIDTH, Writer
 
 LONG, LONG_TALL = 32, 128
 """Inner steps from which each outer step has a sum of its own: sums of sums lose fewer bits than one long sum.
@@ -41,8 +41,8 @@ TALL1, TALL2, TALL3 = TALL[1], TALL[2], TALL[3]
 class _TileWriter(Writer):
     """Writes the tile's instructions."""
 
-    def __init__(self, builder: Any, vectors: int, rows: int, arguments: list[Any]) -> None:
-        super().__init__(builder)
+    def __init__(self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int) -> None:
+        super().__init__(builder, width)
         self.rows = rows
         self.long = LONG if rows == ROWS[vectors] else LONG_TALL
         self.vectors = vectors
@@ -52,8 +52,8 @@ class _TileWriter(Writer):
         ) = arguments  # fmt: skip
 
     def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        return self.call(f"llvm.fmuladd.{self.name}", kind, [x, y, total])
 
     def _row(self, row: int) -> Any:
         """Rows beyond the count read what the first one does: something that is there."""
@@ -66,7 +66,7 @@ class _TileWriter(Writer):
         for row in range(self.rows):
             offset = self.builder.mul(keep, self.table(self.c_rows, self._row(row)))
             for vector in range(self.vectors):
-                address = self.vector_at(source, self.builder.add(offset, self.word(vector * WIDTH)))
+                address = self.vector_at(source, self.builder.add(offset, self.word(vector * self.width)))
                 if vector == self.vectors - 1:
                     sums.append(self.masked_load(address, mask))
                 else:
@@ -75,7 +75,7 @@ class _TileWriter(Writer):
 
     def _step(self, a_places: list[Any], a_at: Any, b_at: Any, sums: list[Any]) -> list[Any]:
         columns = [
-            self.builder.load(self.vector_at(self.b, self.builder.add(b_at, self.word(v * WIDTH))), align=4)
+            self.builder.load(self.vector_at(self.b, self.builder.add(b_at, self.word(v * self.width))), align=4)
             for v in range(self.vectors)
         ]
         result = []
@@ -106,7 +106,7 @@ class _TileWriter(Writer):
         return either
 
     def _zeros(self) -> list[Any]:
-        return [ir.Constant(VECTOR, [0.0] * WIDTH)] * (self.rows * self.vectors)
+        return [ir.Constant(self.vector, [0.0] * self.width)] * (self.rows * self.vectors)
 
     def _sums(self, first: list[Any], second: list[Any]) -> list[Any]:
         return [self.builder.fadd(x, y) for x, y in zip(first, second, strict=True)]
@@ -114,9 +114,9 @@ class _TileWriter(Writer):
     def _store_row(self, row: int, sums: list[Any], mask: Any) -> None:
         offset = self.table(self.c_rows, self.word(row))
         for vector in range(self.vectors - 1):
-            address = self.vector_at(self.c, self.builder.add(offset, self.word(vector * WIDTH)))
+            address = self.vector_at(self.c, self.builder.add(offset, self.word(vector * self.width)))
             self.builder.store(sums[row * self.vectors + vector], address, align=4)
-        last = self.vector_at(self.c, self.builder.add(offset, self.word((self.vectors - 1) * WIDTH)))
+        last = self.vector_at(self.c, self.builder.add(offset, self.word((self.vectors - 1) * self.width)))
         value = sums[(row + 1) * self.vectors - 1]
         self.store(value, last, self.last, mask)
 
@@ -133,7 +133,7 @@ class _TileWriter(Writer):
                 self._store_row(row, sums, mask)
 
 
-def _tile(vectors: int, rows: int) -> Any:
+def _tile(vectors: int, rows: int, width: int = WIDTH) -> Any:
     numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
     signature = types.void(
         numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word,
@@ -141,7 +141,7 @@ def _tile(vectors: int, rows: int) -> Any:
     )  # fmt: skip
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        _TileWriter(builder, vectors, rows, list(arguments)).write()
+        _TileWriter(builder, vectors, rows, list(arguments), width).write()
         return context.get_dummy_value()
 
     def typed(  # noqa: PLR0913 -- a kernel
@@ -154,12 +154,18 @@ def _tile(vectors: int, rows: int) -> Any:
     return intrinsic(typed)
 
 
+HALF = WIDTH // 2 if WIDTH == 16 else 0
+"""Lanes of a last vector up to which tiles of one vector compute with half of it: as many multiplications take half the
+time where a processor has two units for half vectors, and no longer elsewhere."""
+
+
 def _tile_function(name: str, rows: dict[int, int]) -> Any:
-    """A function that kernels call, which writes a tile of 1, 2 or 3 vectors with so many rows each.
+    """A function that kernels call, which writes a tile of 1, 2 or 3 vectors, or of half a one, with so many rows each.
 
     Its name tells it apart in the machine code that processes keep.
     """
     tile1, tile2, tile3 = (_tile(vectors, many) for vectors, many in rows.items())
+    half_tile = _tile(1, rows[1], HALF or WIDTH)
 
     def any_tile(  # noqa: PLR0913 -- a kernel
         vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
@@ -173,6 +179,11 @@ def _tile_function(name: str, rows: dict[int, int]) -> Any:
             )  # fmt: skip
         elif vectors == 3:
             tile3(
+                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+                addend, adds, relu,
+            )  # fmt: skip
+        elif last <= HALF:
+            half_tile(
                 a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
                 addend, adds, relu,
             )  # fmt: skip

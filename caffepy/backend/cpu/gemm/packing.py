@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.gemm.microkernel import ROWS, TALL
+from caffepy.backend.cpu.gemm.microkernel import HALF, ROWS, TALL
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, turn_square
 
 COST = {1: 4.5, 2: 6.0, 3: 6.0}
 """Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
@@ -38,8 +38,16 @@ def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...
     for threes in range(vectors // 3 + 1):
         rest = vectors - 3 * threes
         choices.append((3,) * threes + (2,) * (rest // 2) + (1,) * (rest % 2))
+    half = 0 < (columns - 1) % WIDTH + 1 <= HALF
+    if half and vectors == 2:
+        choices.append((1, 1))
     cost, high = (COST_TALL, TALL) if tall else (COST, ROWS)
-    return min(choices, key=lambda panels: sum(cost[v] * -(-rows // high[v]) for v in panels))
+
+    def cycles(panels: tuple[int, ...]) -> float:
+        own = [cost[v] * -(-rows // high[v]) for v in panels]
+        return sum(own) - (own[-1] / 2 if half and panels[-1] == 1 else 0)
+
+    return min(choices, key=cycles)
 
 
 class Panels:
@@ -100,6 +108,29 @@ def pack(  # noqa: PLR0913 -- a kernel
                 packed[target + k * wide + j] = 0
 
 
+@kernel
+def pack_rows(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, source: Floats, rows: Words, order: Words, depth: Int, group_step: Int, packed: Floats,
+    size: Int, table: Words, panels: Int, columns: Int, width: Int,
+) -> None:  # fmt: skip
+    """As `pack` for columns that lie together. Items are (group, row), rows in the order in which they lie."""
+    for item in range(begin, end):
+        group, k = item // depth, order[item % depth]
+        origin = group * group_step + rows[k]
+        for panel in range(0, 4 * panels, 4):
+            vectors, first = table[panel], table[panel + 1]
+            wide = vectors * width
+            to = group * size + table[panel + 2] + k * wide
+            inside = min(wide, columns - first)
+            if inside == wide:
+                copy_vectors(ahead(source, origin + first), ahead(packed, to), vectors)
+            else:
+                for j in range(inside):
+                    packed[to + j] = source[origin + first + j]
+                for j in range(inside, wide):
+                    packed[to + j] = 0
+
+
 @dataclass(frozen=True)
 class WeightPacking:
     """Where the weights to pack lie in their array, in elements.
@@ -109,16 +140,25 @@ class WeightPacking:
         step: from one column to the next.
         groups: how many groups of weights there are.
         group_step: from one group to the next.
+        order: of the rows as they lie, where that is another one: large weights are read in it.
     """
 
     rows: Any
     step: int
     groups: int = 1
     group_step: int = 0
+    order: Any = None
 
 
 def pack_weights(threads: int, panels: Panels, source: Any, packing: WeightPacking, packed: Any) -> None:
     """Bring the weights of all groups into panel order."""
+    if packing.order is not None and packing.step == 1:
+        pack_rows.run(
+            threads, packing.groups * panels.depth, max(1, 4096 // max(1, panels.columns)), source, packing.rows,
+            packing.order, panels.depth, packing.group_step, packed, panels.size, panels.table, panels.count,
+            panels.columns, WIDTH,
+        )  # fmt: skip
+        return
     pack.run(
         threads, packing.groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, packing.rows,
         panels.depth, packing.step, packing.group_step, packed, panels.size, panels.table, panels.count,

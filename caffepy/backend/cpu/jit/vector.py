@@ -19,19 +19,22 @@ VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 INDICES = ir.VectorType(ir.IntType(32), WIDTH)
 NAME = f"v{WIDTH}f32"
 _POINTER_NAME = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else f"p0{NAME}"
-_MASK = ir.VectorType(ir.IntType(1), WIDTH)
 
 
 class Writer:
-    """Writes instructions on vectors."""
+    """Writes instructions on vectors, of `width` numbers if that is given."""
 
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
+    def __init__(self, builder: Any, width: int = WIDTH) -> None:
+        self.builder, self.width = builder, width
+        self.vector = ir.VectorType(ir.FloatType(), width)
+        self.index_vector, self.bit_vector = (ir.VectorType(ir.IntType(bits), width) for bits in (32, 1))
+        self.name = f"v{width}f32"
+        self._pointer_name = "p0" if _POINTER_NAME == "p0" else f"p0{self.name}"
 
     def vector_at(self, pointer: Any, offset: Any) -> Any:
         """A pointer to the vector `offset` elements behind `pointer`."""
         address = self.builder.gep(pointer, [offset])
-        return self.builder.bitcast(address, VECTOR.as_pointer())
+        return self.builder.bitcast(address, self.vector.as_pointer())
 
     def table(self, pointer: Any, index: Any) -> Any:
         """The entry `index` of an int64 table."""
@@ -42,15 +45,15 @@ class Writer:
 
     def splat(self, scalar: Any) -> Any:
         """A vector of one number (float32 or int32) in all lanes."""
-        zeros = ir.Constant(INDICES, [0] * WIDTH)
-        undefined = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
+        zeros = ir.Constant(self.index_vector, [0] * self.width)
+        undefined = ir.Constant(ir.VectorType(scalar.type, self.width), ir.Undefined)
         first = self.builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(first, undefined, zeros)
 
     def lanes(self, wanted: Any) -> Any:
         """A mask of the first `wanted` lanes."""
         counts = self.splat(self.builder.trunc(wanted, ir.IntType(32)))
-        return self.builder.icmp_signed("<", ir.Constant(INDICES, list(range(WIDTH))), counts)
+        return self.builder.icmp_signed("<", ir.Constant(self.index_vector, list(range(self.width))), counts)
 
     def call(self, name: str, kind: Any, arguments: list[Any]) -> Any:
         module = self.builder.module
@@ -59,27 +62,27 @@ class Writer:
 
     def rectified(self, value: Any) -> Any:
         """max(value, 0); NaN stays NaN."""
-        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        zero = ir.Constant(self.vector, [0.0] * self.width)
         return self.builder.select(self.builder.fcmp_ordered("<", value, zero), zero, value)
 
     def masked_load(self, address: Any, mask: Any) -> Any:
         """The wanted lanes of a vector in memory, zero in the others."""
-        pointer = VECTOR.as_pointer()
-        kind = ir.FunctionType(VECTOR, [pointer, ir.IntType(32), _MASK, VECTOR])
-        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        pointer = self.vector.as_pointer()
+        kind = ir.FunctionType(self.vector, [pointer, ir.IntType(32), self.bit_vector, self.vector])
+        zero = ir.Constant(self.vector, [0.0] * self.width)
         arguments = [address, ir.Constant(ir.IntType(32), 4), mask, zero]
-        return self.call(f"llvm.masked.load.{NAME}.{_POINTER_NAME}", kind, arguments)
+        return self.call(f"llvm.masked.load.{self.name}.{self._pointer_name}", kind, arguments)
 
     def masked_store(self, value: Any, address: Any, mask: Any) -> None:
         """Write the wanted lanes."""
-        pointer = VECTOR.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [VECTOR, pointer, ir.IntType(32), _MASK])
+        pointer = self.vector.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [self.vector, pointer, ir.IntType(32), self.bit_vector])
         arguments = [value, address, ir.Constant(ir.IntType(32), 4), mask]
-        self.call(f"llvm.masked.store.{NAME}.{_POINTER_NAME}", kind, arguments)
+        self.call(f"llvm.masked.store.{self.name}.{self._pointer_name}", kind, arguments)
 
     def store(self, value: Any, address: Any, wanted: Any, mask: Any) -> None:
         """Write the first `wanted` lanes, which `mask` marks: whole vectors plainly, as masked stores are slow."""
-        whole = self.builder.icmp_signed(">=", wanted, self.word(WIDTH))
+        whole = self.builder.icmp_signed(">=", wanted, self.word(self.width))
         with self.builder.if_else(whole) as (plain, part):
             with plain:
                 self.builder.store(value, address, align=4)

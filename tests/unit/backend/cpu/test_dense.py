@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import direct
 from caffepy.backend.cpu.convolution.product import ThinConvolution
+from caffepy.backend.cpu.gemm.microkernel import HALF
+from caffepy.backend.cpu.gemm.packing import Panels
+from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
@@ -52,13 +55,35 @@ def test_the_gradient_of_weights_leaves_out_what_lies_beside_the_image(channels:
     assert finite.tolist() == [[True, False, False], [False, False, False], [False, False, False]]
 
 
-def test_few_groups_of_an_image_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = Geometry((3, 3), (2, 2), ONE, ONE, 5)
-    monkeypatch.setattr(direct, "CHUNK_GROUPS", 1000)
+def test_a_few_padded_images_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry((3, 3), ONE, ONE, ONE, 1)
     monkeypatch.setattr(direct, "CHUNK", 4000)
-    padding = planned(BACKEND, (3, 90, 9, 8), 85, geometry).shape.padding
-    assert padding.group < 4000 < padding.elements
-    checks.check_convolution(BACKEND, (3, 90, 9, 8), 85, geometry)
+    padding = planned(BACKEND, (3, 20, 9, 8), 17, geometry).shape.padding
+    assert padding.elements < 4000 < 3 * padding.elements
+    checks.check_convolution(BACKEND, (3, 20, 9, 8), 17, geometry)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(1, 9), st.integers(1, 9)), kernel=st.tuples(SMALL, SMALL),
+    stride=st.tuples(st.integers(2, 5), SMALL), pad=st.tuples(SMALL, st.integers(0, 2)),
+    dilation=st.tuples(SMALL, SMALL),
+)  # fmt: skip
+def test_all_phases_of_a_stride_in_one_pass(
+    size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    """Also pixels that no window meets, where the stride is wider than the kernel."""
+    size = tuple(max(own, d * (k - 1) + 1) for own, d, k in zip(size, dilation, kernel, strict=True))
+    checks.check_convolution(BACKEND, (2, 40, *size), 24, Geometry(kernel, stride, pad, dilation, 1))
+
+
+@pytest.mark.parametrize("outputs", [1, 8, 9, 24, 25, 40, 56])
+def test_the_last_of_several_vectors_may_be_half_full(outputs: int) -> None:
+    """Twice as fast where it is computed with half a vector: it has a panel of its own."""
+    last = Panels(9, outputs, 1000).entries[-1].tolist()
+    assert not 0 < outputs % WIDTH <= HALF or (last[0], last[3]) == (1, outputs % WIDTH)
+    checks.check_convolution(BACKEND, (2, 20, 7, 6), outputs, Geometry((3, 3), ONE, ONE, ONE, 1))
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import narrow
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
+from caffepy.backend.cpu.convolution.grouped import weights, windows
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 
 BACKEND = create_backend(None, 2)
@@ -34,8 +35,52 @@ def test_groups_that_lie_apart(
     geometry = Geometry((3, 2), stride, (pad[0] - 1, pad[1] - 1), dilation, groups)
     size = tuple(d * (k - 1) + e + 2 for d, k, e in zip(dilation, geometry.kernel, extra, strict=True))
     plan = planned((images, groups * read, *size), groups * made, geometry)
-    assert plan.shape.padding.groups == groups
+    assert plan.shape.apart
     checks.check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_parts_of_large_images_and_several_small_ones(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows, sets of images and what is left of them, groups brought together or read where they lie."""
+    for module, pixels in ((windows, 20), (weights, 40)):
+        monkeypatch.setattr(module, "TOGETHER", pixels)
+    monkeypatch.setattr(windows, "CACHED", 1000)
+    monkeypatch.setattr(weights, "CACHED", 1000)
+    monkeypatch.setattr(weights.GroupWeightGradient, "_is_copied", lambda _: copied)
+    for size in ((4, 5), (13, 9)):
+        checks.check_convolution(BACKEND, (5, 90, *size), 85, Geometry((3, 3), (1, 2), ONE, ONE, 5))
+
+
+def test_groups_read_no_zeros_beside_the_image() -> None:
+    """Where weights are infinite, only pixels whose windows meet them inside the image are."""
+    geometry, factors = Geometry((3, 3), ONE, ONE, ONE, 2), np.ones((36, 18, 3, 3), np.float32)
+    factors[:, :, 0, 0] = np.inf
+    plan = planned((1, 36, 4, 5), 36, geometry)
+    x, on_weights = (checks.to_device(BACKEND, a) for a in (np.ones((1, 36, 4, 5), np.float32), factors))
+    y = checks.dirty(BACKEND, (1, 36, 4, 5))
+    plan.forward(x, on_weights, None, y)
+    finite = np.isfinite(BACKEND.to_host(y)).all(axis=(0, 1))
+    assert finite[0].all() and finite[:, 0].all() and not finite[1:, 1:].any()
+
+
+@pytest.mark.parametrize("groups", [2, 5])
+def test_threads_change_no_bit_of_groups(groups: int) -> None:
+    results = []
+    for threads in (1, 2, 5):
+        backend, geometry = create_backend(None, threads), Geometry((3, 3), (2, 1), ONE, ONE, groups)
+        x_shape, y_shape, weights_shape = (7, 18 * groups, 9, 8), (7, 20 * groups, 5, 8), (20 * groups, 18, 3, 3)
+        plan = backend.plan_convolution(x_shape, weights_shape, geometry)
+        x, dy, on_weights = (
+            checks.to_device(backend, checks.normal(i, s)) for i, s in enumerate((x_shape, y_shape, weights_shape))
+        )
+        y, dx, dweights = (checks.dirty(backend, s) for s in (y_shape, x_shape, weights_shape))
+        plan.forward(x, on_weights, None, y)
+        plan.backward_data(dy, on_weights, dx)
+        plan.backward_weights(x, dy, dweights, False)
+        results.append([backend.to_host(a).copy() for a in (y, dx, dweights)])
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("multiplier", [9, 32])

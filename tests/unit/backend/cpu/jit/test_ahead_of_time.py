@@ -178,7 +178,7 @@ def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch):
 def test_what_cannot_be_kept_is_not_compiled(monkeypatch: pytest.MonkeyPatch, kept: int):
     """A disk that is full after some kernels: who waits for the others has to compile them all the same."""
     done: list[str] = []
-    monkeypatch.setattr(ahead, "can_keep", lambda: len(done) < kept)
+    monkeypatch.setattr(ahead_of_time, "can_keep", lambda: len(done) < kept)
     compile_all([(name, lambda: None) for name in "abc"], 1, done.append)
     assert done == ["a", "b", "c"][:kept]
 

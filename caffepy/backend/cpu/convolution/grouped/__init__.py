@@ -1,0 +1,1 @@
+"""Convolutions in groups on the CPU. direct imports it."""
