@@ -27,6 +27,8 @@ MANY = 4
 """Vectors, or taps of the gradient of the weights, that are worked on at a time."""
 LEAST = 4 * WIDTH
 """Elements of a line of the output from which it pays where channels fill vectors as well."""
+MOST_TAPS = 9
+"""Of a convolution of a single channel: with more, tiles that share what they read among outputs are faster."""
 GRAIN = 8192
 """Multiplications of vectors below which a second thread costs more than it saves."""
 LINE = 16
@@ -269,9 +271,9 @@ def _length(reach: int) -> int:
 
 
 def is_lines(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
-    """Whether a convolution over one axis is depthwise, and its lines are long enough."""
+    """Whether a convolution over one axis is depthwise, or of one channel, and its lines are long enough."""
     g = geometry
-    if len(x_shape) != 3 or weights_shape[1] != 1 or g.group == 1:
+    if len(x_shape) != 3 or weights_shape[1] != 1 or (g.group == 1 and g.kernel[0] > MOST_TAPS):
         return False
     window = g.kernel[0], g.stride[0], g.pad[0], g.dilation[0]
     least = LEAST if x_shape[1] > WIDTH // 2 else WIDTH

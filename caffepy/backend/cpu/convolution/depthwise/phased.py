@@ -27,8 +27,8 @@ from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 
 GRAIN = 8192
 """Multiplications of vectors below which a second thread costs more than it saves."""
-TAPS = range(2, 9)
-"""Taps of a row of a phase: those of one are read once anyway, and more do not stay in registers."""
+TAPS = range(2, 33)
+"""Taps of a row of a phase: with a single one nothing is read twice, and rows of more are long functions."""
 MOST_STRIDE = 4 if WIDTH == 16 else 2
 """With a wider one a row has few pixels in a phase."""
 BATCH = 5 * 2**19
