@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import narrow
 from caffepy.backend.cpu.convolution.depthwise import phased
+from caffepy.backend.cpu.convolution.depthwise.panels import is_panels
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 from caffepy.backend.cpu.jit.vector import WIDTH
@@ -77,6 +78,25 @@ def test_runs_of_pixels(
     geometry = Geometry(kernel, stride, pad, ONE, channels)
     assert is_spread(planned((2, channels, *size), channels, geometry).shape)
     checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "pad", "dilation"),
+    [
+        ((6, 7), (5, 5), ONE, (2, 2), ONE),
+        ((9, 13), (3, 9), (1, 2), (1, 4), (2, 1)),
+        ((12, 12), (7, 4), ONE, (3, 0), (1, 2)),
+    ],
+)
+def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
+    size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    geometry = Geometry(kernel, stride, pad, dilation, 512)
+    plan = planned((2, 512, *size), 512, geometry)
+    assert is_panels(plan.shape, plan._axes(), size)
+    assert not is_panels(plan.shape, plan._axes(), (64, 64))
+    checks.check_convolution(BACKEND, (2, 512, *size), 512, geometry)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

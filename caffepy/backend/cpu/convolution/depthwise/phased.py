@@ -33,6 +33,8 @@ MOST_STRIDE = 4 if WIDTH == 16 else 2
 """With a wider one a row has few pixels in a phase."""
 BATCH = 5 * 2**19
 """Elements of images that no cache holds: writing a row in order is faster then (`spread.py`)."""
+APART = 512
+"""Elements from one pixel to the next, of which multiples share few sets of the first cache."""
 _ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 
 
@@ -41,8 +43,8 @@ class _TileWriter(LanesWriter):
 
     def write_tile(self, row: Row, arguments: list[Any]) -> None:
         """See `row_tile`."""
-        *first, pixels, low, high, zeros = arguments
-        builder, vector, relu = self.builder, self.word(WIDTH), self.word(0)
+        *first, pixels, relu, low, high, zeros = arguments
+        builder, vector = self.builder, self.word(WIDTH)
         inside = builder.and_(
             builder.icmp_signed("<=", low, self.word(0)), builder.icmp_signed(">=", high, self.word(row.span(8)))
         )
@@ -61,15 +63,15 @@ class _TileWriter(LanesWriter):
 def row_tile(row: Row) -> Any:
     """As `row_sums` for a whole vector, for one channel a group, and eight pixels or four.
 
-    Arguments: as those, with the pixels in place of how many elements are read and written and of `relu`.
+    Arguments: as those, with the pixels in place of how many elements are read and written.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS
+        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, NUMBERS
     )  # fmt: skip
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, x: Any, step: Any, rows: Any, row_count: Any, columns: Any, weights: Any, start: Any,
-        y: Any, y_step: Any, pixels: Any, low: Any, high: Any, zeros: Any,
+        y: Any, y_step: Any, pixels: Any, relu: Any, low: Any, high: Any, zeros: Any,
     ) -> Any:  # fmt: skip
         return signature, generator(
             _TileWriter, Lanes(1, 1), lambda writer, arguments: writer.write_tile(row, arguments)
@@ -109,16 +111,25 @@ def phased_kernel(taps: int, gap: int) -> Kernel:
                         w, at = ahead(packed, v * filters), min(v * vector, channels - vector)  # those overlap
                         if kind == 0:
                             sums(
-                                ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels,
+                                ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels, 0,
                                 low, high, zeros,
                             )  # fmt: skip
                         else:
                             sums_less(
-                                ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels,
+                                ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels, 0,
                                 low, high, zeros,
                             )  # fmt: skip
 
     return named_kernel(phased_rows, [taps, gap])
+
+
+def channel_order(channels: int, taps: int) -> Any:
+    """For each element (vector, tap, lane) of packed weights, which of the weights of a depthwise layer it is.
+
+    The last vector ends with the last channel, so it lies over the one before and needs no mask.
+    """
+    v, k, lane = np.ix_(range(-(-channels // WIDTH)), range(taps), range(WIDTH))
+    return (np.minimum(v * WIDTH, channels - WIDTH) + lane) * taps + k
 
 
 def _phases(shape: ConvolutionShape) -> list[list[Axis]]:
@@ -128,7 +139,7 @@ def _phases(shape: ConvolutionShape) -> list[list[Axis]]:
 def is_phased(shape: ConvolutionShape) -> bool:
     """Whether the gradient of the image is computed in this way."""
     g = shape.geometry
-    depthwise = g.group == shape.channels == shape.outputs and shape.channels >= WIDTH
+    depthwise = g.group == shape.channels == shape.outputs and shape.channels >= WIDTH and shape.channels % APART
     cached = shape.images * math.prod(shape.sizes) * shape.channels <= BATCH
     if not depthwise or not cached or not 1 < g.stride[-1] <= MOST_STRIDE:
         return False
@@ -194,12 +205,8 @@ class PhasedGradient:
 
     @property
     def order(self) -> Any:
-        """For each element (vector, tap, lane) of packed weights, which of the weights it is.
-
-        The last vector ends with the last channel, so it lies over the one before and needs no mask.
-        """
-        v, k, lane = np.ix_(range(self._vectors), range(self._filters), range(WIDTH))
-        return (np.minimum(v * WIDTH, self._channels - WIDTH) + lane) * self._filters + k
+        """For each element of packed weights, which of the weights it is."""
+        return channel_order(self._channels, self._filters)
 
     def run(self, threads: int, images: int, dy: Any, packed: Any, start: Any, dx: Any) -> None:
         """Compute dx; `start` are zeros."""
