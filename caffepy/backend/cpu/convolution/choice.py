@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from caffepy.backend.cpu.convolution.depthwise.lines import LinesConvolution, is_lines
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
@@ -17,6 +18,8 @@ def plan_convolution(
     threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
 ) -> Convolution:
     """A planned convolution over any number of spatial axes."""
+    if is_lines(x_shape, weights_shape, geometry):
+        return LinesConvolution(threads, workspace, x_shape, weights_shape, geometry)
     kind = TileConvolution
     if is_narrow(weights_shape, geometry):
         kind = NarrowConvolution

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.depthwise.flat import FlatPass, is_flat
+from caffepy.backend.cpu.convolution.depthwise.panels import PanelPass, is_panels
+from caffepy.backend.cpu.convolution.depthwise.phased import PhasedGradient, is_phased
 from caffepy.backend.cpu.convolution.depthwise.planes import PlanesPass
 from caffepy.backend.cpu.convolution.depthwise.spread import SpreadGradient, is_spread, one_window
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.lanes import PIXELS, Lanes, Row
+from caffepy.backend.cpu.convolution.lanes import Lanes
 from caffepy.backend.cpu.convolution.lanes_kernels import (
     add_blocks,
     fold_kernel,
@@ -29,6 +31,7 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     row_tap_kernel,
     tap_kernel,
 )
+from caffepy.backend.cpu.convolution.lanes_tables import row_of, row_tables, row_tiles, step_of, table_of, tiles
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
@@ -55,6 +58,8 @@ CACHED = 128 * 1024
 """Elements for each thread of gradients that all phases pass over before the next ones."""
 REPEATED = 256 * 1024
 """Elements of images whose channels are repeated, which are in a cache when they are read."""
+LARGE = 2**18
+"""Elements of an image from which, with vectors of 16, a stride of two is faster read pixel after pixel."""
 _ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 
 
@@ -79,77 +84,9 @@ def _folds(lanes: Lanes) -> bool:
     return lanes.made == 1 and lanes.used < WIDTH
 
 
-def _table(values: Any) -> ConstantTable:
-    """A table as int64; an empty one has an entry, as it has to lie somewhere."""
-    flat = np.asarray(values, np.int64).reshape(-1)
-    return ConstantTable(np.ascontiguousarray(flat if flat.size else np.zeros(1, np.int64)))
-
-
 def _forward_axis(size: int, kernel: int, stride: int, pad: int, dilation: int, out: int) -> Axis:
     taps = np.arange(kernel)
     return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
-
-
-def _row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Of these axes taken as one: the row that each row and tap reads, whether it exists, and the taps' numbers."""
-    at, valid = np.zeros((1, 1), np.int64), np.ones((1, 1), bool)
-    for axis, size in zip(axes, sizes, strict=True):
-        own = axis.indices[:, None] + axis.shifts[None, :]
-        inside = (own >= 0) & (own < size)
-        shape = (at.shape[0] * own.shape[0], at.shape[1] * own.shape[1])
-        at = (at[:, None, :, None] * size + own[None, :, None, :]).reshape(shape)
-        valid = (valid[:, None, :, None] & inside[None, :, None, :]).reshape(shape)
-    return at, valid, merged([axis.taps for axis in axes], kernel)
-
-
-def _row_tables(
-    axes: Sequence[Axis], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
-) -> tuple[ConstantTable, ConstantTable]:
-    """Where the taps of each row begin in a table of those that exist: (offset in what is read, in the weights)."""
-    at, valid, taps = _row_taps(axes, sizes[:-1], kernel[:-1])
-    weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
-    starts = np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
-    return _table(starts), _table(np.stack([at[valid] * sizes[-1] * channels, weights[valid]], axis=-1))
-
-
-def _tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
-    """(first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; those that overlap write the same."""
-    at = axis.indices[:, None] + axis.shifts[None, :]
-    first, stop = (at < 0).sum(axis=1), (at < size).sum(axis=1)
-    whole = np.flatnonzero((first == 0) & (stop == len(axis.shifts)))
-    begin, end = (int(whole[0]), int(whole[-1]) + 1) if len(whole) else (0, 0)
-    tiles = [(m, 1, int(first[m]), max(int(first[m]), int(stop[m]))) for m in [*range(begin), *range(end, len(at))]]
-    least = begin
-    while begin < end:
-        pixels = next(p for p in (8, 4, 1) if end - p >= least and 2 * (end - begin) > p)
-        place = min(begin, end - pixels)
-        tiles.append((place, pixels, 0, len(axis.shifts)))
-        begin = place + pixels
-    return tiles
-
-
-def _step(indices: Any) -> int:
-    """From one entry to the next."""
-    return int(indices[1] - indices[0]) if len(indices) > 1 else 1
-
-
-def _row(axis: Axis, share: float) -> Row | None:
-    """The taps along the last axis if tiles of pixels read at most this share of what each of them reads, else None."""
-    row, pixels = Row(len(axis.taps), _step(axis.indices), _step(axis.shifts)), 2 * PIXELS
-    shares = row.taps > 1 and len(row.columns(pixels)) <= share * pixels * row.taps
-    return row if shares and len(axis.indices) >= PIXELS else None
-
-
-def _row_tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
-    """(first pixel, pixels, first column in the image, end) of tiles that cover a row; columns as for `row_sums`."""
-    count, tiles, begin = len(axis.indices), [], 0
-    while begin < count:
-        pixels = 4 if count - begin <= 4 or count < 8 else 8
-        place = min(begin, count - pixels)
-        column = int(axis.indices[place] + axis.shifts[0])
-        tiles.append((place, pixels, -column, size - column))
-        begin = place + pixels
-    return tiles
 
 
 class _Pass:
@@ -172,17 +109,17 @@ class _Pass:
         self._vectors = -(-groups // lanes.groups)
         tap = lanes.read * WIDTH
         self._filters = math.prod(kernel) * tap
-        self._row_starts, self._row_taps = _row_tables(axes[:-1], source, kernel, self._inputs, tap)
-        self._column_taps = _table(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
-        row = _row(column, 0.6)
+        self._row_starts, self._row_taps = row_tables(axes[:-1], source, kernel, self._inputs, tap)
+        self._column_taps = table_of(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
+        row = row_of(column, 0.75 if WIDTH < 16 or math.prod(source) * self._inputs <= LARGE else 0.6)
         most = TAPS if lanes.read == 1 else FACTORS // lanes.read
         self._row = row if row is not None and row.taps <= most else None
-        self._tiles = (_tiles if self._row is None else _row_tiles)(column, source[-1])
-        self._tile_table = _table(self._tiles)
-        self._steps = [_step(column.indices), _step(column.pixels)]
+        self._tiles = (tiles if self._row is None else row_tiles)(column, source[-1])
+        self._tile_table = table_of(self._tiles)
+        self._steps = [step_of(column.indices), step_of(column.pixels)]
         self._from = int(column.indices[0]) * self._inputs
         rows = merged([axis.pixels for axis in axes[:-1]], target[:-1])
-        self._y_rows = _table((rows * target[-1] + column.pixels[0]) * self._outputs)
+        self._y_rows = table_of((rows * target[-1] + column.pixels[0]) * self._outputs)
         self._rows = len(rows)
         self._images = math.prod(source) * self._inputs, math.prod(target) * self._outputs
         row_taps = math.prod(len(axis.taps) for axis in axes[:-1])
@@ -221,19 +158,20 @@ class _WeightsPass:
         self._vectors = -(-shape.geometry.group // lanes.groups)
         tap = lanes.read * WIDTH
         self._filters = math.prod(kernel) * tap
-        self._starts, self._taps = _row_tables(axes[:-1], source, kernel, inputs, tap)
+        self._starts, self._taps = row_tables(axes[:-1], source, kernel, inputs, tap)
         reached = column.indices[None, :] + column.shifts[:, None]
         begins = (reached < 0).sum(axis=1)
         ends = np.maximum(begins, (reached < source[-1]).sum(axis=1))
-        self._columns = _table(np.stack([begins, ends, column.shifts * inputs, column.taps * tap], axis=-1))
+        self._columns = table_of(np.stack([begins, ends, column.shifts * inputs, column.taps * tap], axis=-1))
         self._from = int(column.indices[0]) * inputs
         at = int(column.indices[0] + column.shifts[0])
         self._bounds = -at, source[-1] - at
-        row = _row(column, 0.8) if lanes.read == 1 else None
+        row = row_of(column, 0.8) if lanes.read == 1 else None
         self._row = row if row is not None and row.taps <= SUMS else None
         planes = PlanesPass(lanes, shape, row) if row is not None and len(source) == 2 else None
         self._planes = planes if planes is not None and planes.pays else None
-        self._positions = _table(np.argsort(_forward_order(lanes, shape).reshape(-1), kind="stable")[-shape.weights :])
+        order = _forward_order(lanes, shape).reshape(-1)
+        self._positions = table_of(np.argsort(order, kind="stable")[-shape.weights :])
 
     def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
         shape, size = self._shape, self._vectors * self._filters
@@ -304,11 +242,14 @@ class NarrowConvolution(TileConvolution):
     ) -> None:  # fmt: skip
         super().__init__(threads, workspace, x_shape, weights_shape, geometry)
         self._lanes, self._back_lanes = _lanes(weights_shape, geometry.group)
-        self._forward_pass: tuple[_Pass | FlatPass, ConstantTable, int] | None = None
-        self._back_passes: tuple[list[_Pass] | list[FlatPass], ConstantTable, int] | None = None
+        self._forward_pass: tuple[_Pass | FlatPass | PanelPass, ConstantTable, int] | None = None
+        self._back_passes: (
+            tuple[list[_Pass] | list[FlatPass] | list[PhasedGradient] | list[PanelPass], ConstantTable, int] | None
+        ) = None
         self._weights_pass: _WeightsPass | None = None
         self._runs = one_window(self.shape)
         self._spread: SpreadGradient | None = None
+        self._phased = is_phased(self.shape)
 
     def _axes(self) -> list[Axis]:
         shape = self.shape
@@ -337,16 +278,19 @@ class NarrowConvolution(TileConvolution):
             if relu:
                 np.maximum(y, 0, out=y)
 
-    def _planned_pass(self) -> tuple[_Pass | FlatPass, ConstantTable, int]:
+    def _planned_pass(self) -> tuple[_Pass | FlatPass | PanelPass, ConstantTable, int]:
         if self._forward_pass is None and is_flat(self.shape):
             flat = FlatPass(self.shape, False, self.workspace)
             self._forward_pass = flat, flat.order, flat.order.array.size
+        if self._forward_pass is None and is_panels(self.shape, self._axes(), self.shape.sizes):
+            panels = PanelPass(self.shape, self._axes(), (self.shape.sizes, self.shape.out), self.workspace)
+            self._forward_pass = panels, table_of(panels.order), panels.order.size
         if self._forward_pass is None:
             shape, geometry = self.shape, self.shape.geometry
             order = _forward_order(self._lanes, shape)
             sizes = (shape.sizes, shape.out)
             plan = _Pass(self._lanes, geometry.group, self._axes(), sizes, geometry.kernel)
-            self._forward_pass = plan, _table(order), order.size
+            self._forward_pass = plan, table_of(order), order.size
         return self._forward_pass
 
     @property
@@ -361,7 +305,7 @@ class NarrowConvolution(TileConvolution):
         self._gather(weights, table, size, packed)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        if is_spread(self._runs):
+        if is_spread(self._runs) and not self._phased:
             if self._spread is None:
                 self._spread = SpreadGradient(self._runs, self.threads, self.workspace)
             self._spread.run(dy, weights, dx)
@@ -393,10 +337,15 @@ class NarrowConvolution(TileConvolution):
                     self.shape.channels,
                 )
 
-    def _plan_back(self) -> tuple[list[_Pass] | list[FlatPass], ConstantTable, int]:
+    def _plan_back(
+        self,
+    ) -> tuple[list[_Pass] | list[FlatPass] | list[PhasedGradient] | list[PanelPass], ConstantTable, int]:
         if is_flat(self.shape):
             flat = FlatPass(self.shape, True, self.workspace)
             return [flat], flat.order, flat.order.array.size
+        if self._phased:
+            phased = PhasedGradient(self.shape)
+            return [phased], table_of(phased.order), phased.order.size
         shape, geometry, lanes, groups = self.shape, self.shape.geometry, self._back_lanes, self.shape.geometry.group
         if _folds(lanes):
             lanes, groups = Lanes(1, 1), shape.outputs
@@ -404,8 +353,11 @@ class NarrowConvolution(TileConvolution):
         plans = [
             _Pass(lanes, groups, axes, (shape.out, shape.sizes), geometry.kernel) for axes in itertools.product(*phases)
         ]
+        if len(plans) == 1 and is_panels(shape, [axis for [axis] in phases], shape.out):
+            panels = PanelPass(shape, [axis for [axis] in phases], (shape.out, shape.sizes), self.workspace)
+            return [panels], table_of(panels.order), panels.order.size
         order = _forward_order(lanes, shape) if _folds(self._back_lanes) else _backward_order(lanes, shape)
-        return plans, _table(order), order.size
+        return plans, table_of(order), order.size
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         repeats = not _fits(self._lanes) and self._lanes.read == 1

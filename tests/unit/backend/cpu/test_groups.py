@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import narrow
+from caffepy.backend.cpu.convolution.depthwise import phased
+from caffepy.backend.cpu.convolution.depthwise.panels import is_panels
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
 from caffepy.backend.cpu.convolution.grouped import weights, windows
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
@@ -110,7 +113,7 @@ def test_planes_of_many_channels(
     ("channels", "size", "kernel", "stride", "pad"),
     [
         (5, (16, 24), (16, 16), (8, 8), (4, 4)),
-        (19, (7, 8), (5, 3), (3, 2), (2, 1)),
+        (19, (7, 7), (5, 3), (3, 2), (2, 1)),
         (33, (5, 6), (1, 1), (2, 2), (0, 0)),
     ],
 )
@@ -119,6 +122,42 @@ def test_runs_of_pixels(
 ) -> None:
     geometry = Geometry(kernel, stride, pad, ONE, channels)
     assert is_spread(planned((2, channels, *size), channels, geometry).shape)
+    checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "pad", "dilation"),
+    [
+        ((6, 7), (5, 5), ONE, (2, 2), ONE),
+        ((9, 13), (3, 9), (1, 2), (1, 4), (2, 1)),
+        ((12, 12), (7, 4), ONE, (3, 0), (1, 2)),
+    ],
+)
+def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
+    size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:  # fmt: skip
+    geometry = Geometry(kernel, stride, pad, dilation, 512)
+    plan = planned((2, 512, *size), 512, geometry)
+    assert is_panels(plan.shape, plan._axes(), size)
+    assert not is_panels(plan.shape, plan._axes(), (64, 64))
+    checks.check_convolution(BACKEND, (2, 512, *size), 512, geometry)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    channels=st.integers(WIDTH, 3 * WIDTH), stride=st.integers(2, 4), kernel=PAIR, dilation=st.integers(1, 3),
+    pad=st.integers(0, 3), extra=st.integers(0, 5), down=st.integers(1, 3),
+)  # fmt: skip
+def test_all_phases_of_a_stride_in_one_pass(
+    channels: int, stride: int, kernel: tuple[int, int], dilation: int, pad: int, extra: int, down: int
+) -> None:
+    """Phases that have one tap less than others, or none, and last vectors that lie over the ones before."""
+    stride = min(stride, phased.MOST_STRIDE)
+    kernel = kernel[0], 2 * stride + kernel[1] - 1
+    size = 8 + dilation * (kernel[0] - 1), 5 * stride + dilation * (kernel[1] - 1) + extra
+    geometry = Geometry(kernel, (down, stride), (pad, pad), (1, dilation), channels)
+    assert phased.is_phased(planned((2, channels, *size), channels, geometry).shape)
     checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
 
 
