@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
+from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, WORD, Writer, ahead
 
