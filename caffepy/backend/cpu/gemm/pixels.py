@@ -2,9 +2,9 @@
 
     y[p, j] = start[j] + sum over k of x[p, k] * w[k, j] (+ addend[p, j]), perhaps rectified
 
-The tiles of `microkernel.py` look up where their rows lie and what they leave out, which takes as long as the products
-of 32 channels. Here rows lie evenly apart, and tiles have as many rows as leave none over: 49 pixels are seven times
-seven, not nine times six.
+The tiles of `microkernel.py` look up where their rows lie and what they leave out, which takes a good part of the time
+of 32 channels. Here rows lie evenly apart, and tiles have as many rows as leave none over: 49 pixels are seven tiles,
+of eight, seven and two rows, not thirteen of four.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_tiles_cover_each_row_once(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [49, 196, 784, 3136, 12544])
 def test_no_tile_is_low_for_the_usual_images(rows: int) -> None:
-    """Low tiles take as long as higher ones: an image of 7 x 7 is six or seven tiles of vectors of 16, not nine."""
+    """An image of 7 x 7 is seven tiles of vectors of 16, not thirteen of four rows."""
     least = {16: 8, 8: 6, 4: 6}[WIDTH]
     assert cut(rows).tiles <= -(-rows // least) + 1
 
