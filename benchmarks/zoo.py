@@ -72,6 +72,21 @@ What was learnt:
 - MobileNet-SSD's pass was 16 programs, cut by PriorBox and by Concat of vectors, which NumPy copied: each wakes all
   threads anew. Now it is one. On a quiet machine its convolutions run at 204 to 221 GFLOP/s on two threads: their sum
   was 11.9 of 13.2 ms.
+- MobileNet's kernels take 6.1 ms on two threads, at 114 GFLOP/s a thread (what tiles reach with all in the first cache)
+  its 1.14 GFLOP 5.0. The worst layers, GFLOP/s on two threads: 1x1 of 32 channels 152, of 49 pixels 182 (13 tiles of
+  4), the classifier 15 (three of the four rows of its tiles were none). Tables of where rows lie cost a tile of 32
+  channels a third of its time. Rows evenly apart, in tiles of 8, 7, 6, 4, 2 and 1, and single tiles shared out, each
+  half of the pixels to one thread whose rows the depthwise layer behind it reads: 93 to 112 a thread. The classifier's
+  4 MB come from memory. In turns with onnxruntime: MobileNet 1.15 to 0.97, MobileNet-SSD 1.08 to 1.00, SqueezeNet 1.16
+  to 0.96 of its time.
+- For moments MobileNet takes 11.5 ms on two threads as on one, probably while both are on one core. A trial that fell
+  there chose one thread for a second and more. Beside busy programs one thread gains a twentieth at most in programs of
+  some milliseconds (SqueezeNet 7.3 and 7.0), so only those below 2 ms are tried. Where a neighbour on the host takes
+  caches or clock, onnxruntime too goes from 5.8 to 8.8 ms within seconds: the sides have to take turns.
+- The autoencoder's kernels take 82 us: 11.3 MB of weights at 140 GB/s, from the third cache. Python took 13 us more, 8
+  of them to make the arguments of the pool anew in each pass; now 3.
+- Depthwise layers take 9 % of MobileNet's pass and 2 to 6 times what their products need, those of stride 2 most; the
+  padded copy of the first image 40 us. Both are left; so is the depthwise layer and the 1x1 behind it in one pass.
 - Built from the prototxts, the peers give our outputs within 1e-5 of the largest (VGG-16: 7e-6) and our losses within
   2e-5 (siamese net; the others 1e-6). Gradients agree within 1e-5 in the median where a net has neither batch
   normalisation nor many units; with two images they differ by up to 2.6 % in the median (Inception-v3). Rounding at the

@@ -6,7 +6,14 @@ from caffepy.backend.cpu.convolution.depthwise.lines import LinesConvolution, is
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
-from caffepy.backend.cpu.convolution.product import ProductConvolution, ThinConvolution, is_product, is_thin
+from caffepy.backend.cpu.convolution.product import (
+    PixelConvolution,
+    ProductConvolution,
+    ThinConvolution,
+    is_pixels,
+    is_product,
+    is_thin,
+)
 from caffepy.backend.cpu.convolution.winograd.passes import WinogradConvolution, is_winograd
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.handles import Convolution
@@ -27,6 +34,8 @@ def plan_convolution(
         kind = ThinConvolution
     elif is_product(x_shape, weights_shape, geometry):
         kind = ProductConvolution
+    elif is_pixels(geometry):
+        kind = PixelConvolution
     elif is_winograd(x_shape, weights_shape, geometry):
         kind = WinogradConvolution
     if len(x_shape) in CHANNELS_LAST:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.gemm.packing import WeightPacking, extended
+from caffepy.backend.cpu.gemm.pixels import PixelProduct
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
@@ -28,18 +30,59 @@ GRAIN = 16384
 """Elements of the output below which a second thread costs more than it saves."""
 
 
+def is_pixels(geometry: Geometry) -> bool:
+    """Whether windows are single pixels that follow each other, and all of them, with all their channels."""
+    g = geometry
+    return math.prod(g.kernel) == 1 and all(stride == 1 for stride in g.stride) and not any(g.pad) and g.group == 1
+
+
 def is_product(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether windows do not overlap and fill the image, and there are too few of them to pack the weights for."""
     g, sizes = geometry, x_shape[2:]
     if g.group > 1 or any(g.pad):
         return False
-    pixels = math.prod(g.kernel) == 1 and all(stride == 1 for stride in g.stride)
+    pixels = is_pixels(geometry)
     windows = x_shape[0] * (math.prod(sizes) if pixels else 1)
     return (pixels or g.kernel == sizes) and windows < weights_shape[0]
 
 
-class ProductConvolution(TileConvolution):
-    """A planned convolution whose windows are the rows of a matrix: the weights are read where they lie."""
+class PixelConvolution(TileConvolution):
+    """A planned convolution whose windows are the rows of a matrix."""
+
+    @cached_property
+    def _product(self) -> PixelProduct:
+        depth = self.shape.depth
+        return PixelProduct(depth, self.shape.outputs, WeightPacking(extended(np.arange(depth)), depth))
+
+    @cached_property
+    def _back(self) -> PixelProduct:
+        depth, outputs = self.shape.depth, self.shape.outputs
+        return PixelProduct(outputs, depth, WeightPacking(extended(np.arange(outputs) * depth), 1))
+
+    @property
+    def packed_size(self) -> int:
+        return self._product.packed_size
+
+    def pack(self, weights: Any, packed: Any) -> None:
+        self._product.pack(self.threads, weights, packed)
+
+    def forward(
+        self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
+    ) -> None:  # fmt: skip
+        assert sums is None, "gives no sums"
+        start = self.zeros if bias is None else bias
+        self._product.run(
+            self.threads, y.size // self.shape.outputs, x, self.packed(weights), start, y, residual, relu
+        )  # fmt: skip
+
+    def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
+        packed = self.workspace.take("weights", self._back.packed_size)
+        self._back.pack(self.threads, weights, packed)
+        self._back.run(self.threads, dy.size // self.shape.outputs, dy, packed, self.zeros, dx)
+
+
+class ProductConvolution(PixelConvolution):
+    """One whose weights, when they are not kept, are read where they lie."""
 
     @cached_property
     def _gemm(self) -> Gemm:
@@ -157,9 +200,7 @@ def add_totals(  # noqa: PLR0913 -- a kernel
 
 def is_thin(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether windows are single pixels of a few channels and outputs fill a vector."""
-    g = geometry
-    alone = math.prod(g.kernel) == 1 and all(stride == 1 for stride in g.stride) and not any(g.pad) and g.group == 1
-    return alone and weights_shape[1] <= MOST_CHANNELS and weights_shape[0] >= WIDTH
+    return is_pixels(geometry) and weights_shape[1] <= MOST_CHANNELS and weights_shape[0] >= WIDTH
 
 
 class ThinConvolution(TileConvolution):

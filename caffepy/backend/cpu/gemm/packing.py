@@ -53,16 +53,18 @@ def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...
 class Panels:
     """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by one of `rows` rows.
 
-    They are meant for tiles or, with `tall`, for tall ones.
+    They are meant for tiles or, with `tall`, for tall ones; with `widths` they have these vectors.
 
     Attributes:
         entries: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
         size: elements of the packed buffer.
     """
 
-    def __init__(self, depth: int, columns: int, rows: int, tall: bool = False) -> None:
+    def __init__(
+        self, depth: int, columns: int, rows: int, tall: bool = False, widths: tuple[int, ...] | None = None
+    ) -> None:
         entries, column, start = [], 0, 0
-        for vectors in panel_vectors(columns, rows, tall):
+        for vectors in panel_vectors(columns, rows, tall) if widths is None else widths:
             last = min(WIDTH, columns - column - (vectors - 1) * WIDTH)
             entries.append((vectors, column, start, last))
             column += vectors * WIDTH

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.threads import THREADS, Command, call_in_turn, state_words
+from caffepy.backend.cpu.jit.threads import THREADS, Command, JointCalls, call_in_turn
 
 
 class Recording:
@@ -57,8 +57,9 @@ def note_host_work() -> None:
 
 TRIALS = 5
 """How often a program is timed on one thread and on all before one of the two is chosen."""
-LONG = 0.02
-"""Seconds from which a program is not tried on one thread."""
+LONG = 0.002
+"""Seconds from which a program is not tried on one thread: that gains a twentieth at most beside a busy program, and
+chosen in a bad moment it takes twice the time until the next trial."""
 TRUSTED, MOST_TRUSTED = 10, 160
 """For how many times the time of its trials a choice holds, as what else the machine does may change: at first, and at
 most after it was confirmed again and again."""
@@ -78,7 +79,7 @@ class Program:
         self._parts = [_table(part) for part in _serial_parts(commands)]
         self._table = _table([_joined(part) for part in self._parts])
         self._threads = int(self._table[:, 3].max(initial=1))
-        self._state = np.zeros(state_words(len(self._table), self._threads), np.int64)
+        self._joint = JointCalls(self._table, self._threads)
         self._lock = threading.Lock()
         self._times: tuple[list[float], list[float]] = ([], [])
         self._on_one, self._trusted = self._threads == 1, TRUSTED
@@ -107,8 +108,7 @@ class Program:
         if on_one:
             _serial()(self._alone.ctypes.data, 0, self.calls)
         else:
-            self._state[:] = 0
-            THREADS.run_program(self._table, self._state, self._threads)
+            THREADS.run_program(self._joint)
 
     def _try(self) -> None:
         """Run TRIALS times on all threads, whose idle ones then stay awake in between, and as often on one; choose."""
@@ -117,8 +117,9 @@ class Program:
         begin = time.perf_counter()
         self._run(on_one)
         self._times[on_one].append(time.perf_counter() - begin)
-        if len(all_threads) == TRIALS and min(all_threads) > LONG:  # the first may have compiled
-            self._on_one, self._tried_at = False, math.inf
+        if len(all_threads) == TRIALS and not one and min(all_threads) > LONG:  # the first may have compiled
+            self._on_one, self._times = False, ([], [])
+            self._tried_at = time.perf_counter() + MOST_TRUSTED * sum(all_threads)
         elif len(one) == TRIALS:
             self._choose(median(all_threads), median(one))
             self._times = ([], [])

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -231,34 +232,46 @@ class _Threads:
         with self._one_loop or nullcontext():
             self._loop(self._address, at + 32, at + 40, at + 48, at, 0, 1, pieces)
 
-    def run_program(self, commands: Any, state: Any, threads: int) -> None:
-        """Make the calls that the rows of an int64 array (calls, 4) name, one after another; see `Command`.
-
-        `state` has `state_words` int64, all 0.
-        """
-        pieces = self._started(threads)
+    def run_program(self, calls: JointCalls) -> None:
+        """Make the calls one after another, all threads together."""
+        pieces = self._started(calls.threads)
         if not self._program:
             with self._lock:
                 self._program = compile_c_function(_make_calls, types.void(*[types.int64] * 4), _OPTIONS).address
-        table, counts = (array.__array_interface__["data"][0] for array in (commands, state))
-        task = _PROGRAM(table, len(commands), counts, threads, _rest_address(), 0, threads, 1)
-        at = ctypes.addressof(task)
-        with self._one_loop or nullcontext():
-            self._loop(self._program, at + 40, at + 48, at + 56, at, 0, 1, pieces)
+        calls.state.fill(0)
+        if self._one_loop is None:
+            self._loop(self._program, *calls.arguments, pieces)
+        else:
+            with self._one_loop:
+                self._loop(self._program, *calls.arguments, pieces)
+
+
+class JointCalls:
+    """Kernel calls for `run_program`, in one program at a time; what it hands to the pool is made once.
+
+    Attributes:
+        threads: that share out each call.
+        state: where they count: lines of a cache for each thread's chunks, and for those done, of each call.
+        arguments: of the pool's `parallel_for` behind its first.
+    """
+
+    def __init__(self, commands: Any, threads: int) -> None:
+        """The rows of an int64 array (calls, 4) name the calls; see `Command`."""
+        self.threads = threads
+        self.state = np.zeros(len(commands) * (threads + 1) * LINE_WORDS, np.int64)
+        table, counts = (array.__array_interface__["data"][0] for array in (commands, self.state))
+        self._kept = commands, _PROGRAM(table, len(commands), counts, threads, _rest_address(), 0, threads, 1)
+        at = ctypes.addressof(self._kept[1])
+        self.arguments = at + 40, at + 48, at + 56, at, 0, 1
 
 
 @cache
 def call_in_turn() -> int:
     """The address of a kernel that makes the calls of a table, like that of `run_program`, on one thread.
 
-    The table is its argument block, the calls its items.
+    A table as of `JointCalls` is its argument block, the calls its items.
     """
     return int(compile_c_function(_call_in_turn, KERNEL_SIGNATURE, _OPTIONS).address)
-
-
-def state_words(calls: int, threads: int) -> int:
-    """How many words `run_program` counts in: lines of a cache for each thread's chunks, and for those done."""
-    return calls * (threads + 1) * LINE_WORDS
 
 
 @cache
