@@ -191,7 +191,9 @@ class Blob:
             self._source.fill()
         elif self._initial is not None:
             values, self._initial = self._initial, None
-            self.backend.from_host(values(), self._data)
+            with self.backend.activate():  # behind the zeros of `_allocate`, whatever the caller's stream
+                self.backend.from_host(values(), self._data)
+                self.backend.synchronize()  # whoever asks may use another stream
 
     def bind(self, data: Array | None = None, diff: Array | None = None) -> None:
         """Use `data` or `diff` from another owner: views of a flat buffer, or another blob's arrays."""

@@ -41,6 +41,15 @@ def backend() -> Iterator[Backend]:
     made.close()
 
 
+@pytest.fixture(autouse=True)
+def _free_memory() -> Iterator[None]:
+    """Give back what a test no longer holds: many processes share the GPU, and their pools would keep all of it."""
+    yield
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of these tests' own."""

@@ -22,7 +22,7 @@ EXPECTED = {
     "depthwise, a large window": ("large depthwise",),
     "depthwise, a large window / 8": ("large depthwise",),
     "depthwise, a large dilated window / 2": ("large depthwise",),
-    "depthwise, a whole image": ("large depthwise",),
+    "depthwise, a large window on a whole image": ("large depthwise",),
     "a stride along a row, one channel": ("few channels",),
     "three axes / 2 on 3 channels": ("few channels",),
     "few pixels": ("short sums",),

@@ -122,6 +122,14 @@ def test_weights_that_come_back_can_be_used_at_once_on_another_stream(gpu: Backe
     model.close()
 
 
+def test_parameters_are_filled_whoever_asks_first(gpu: Backend) -> None:
+    """On no stream of the backend's: the zeros of new memory must not come behind the filler's values."""
+    for _ in range(20):
+        model = make(gpu, "FLOAT16")
+        assert all(np.abs(blob(model, name).host_data()).max() > 0 for name in ("c", "d", "i"))
+        model.close()
+
+
 def test_the_flat_array_can_be_used_and_graphs_are_made_anew(gpu: Backend) -> None:
     model = make(gpu, "FLOAT")
     check(model, gpu, "FLOAT")

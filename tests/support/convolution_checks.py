@@ -39,7 +39,7 @@ CASES = {
     "depthwise, a large window": ((3, 12, 37, 45), 12, Geometry((31, 21), (1, 1), (15, 10), (1, 1), 12)),
     "depthwise, a large window / 8": ((2, 21, 40, 64), 21, window(16, 8, 4, 1, 21)),
     "depthwise, a large dilated window / 2": ((2, 5, 40, 33), 5, Geometry((7, 9), (2, 3), (6, 7), (3, 2), 5)),
-    "depthwise, a whole image": ((2, 10, 9, 11), 10, window((9, 11), 1, 0, 1, 10)),
+    "depthwise, a large window on a whole image": ((2, 10, 9, 11), 10, window((9, 11), 1, 0, 1, 10)),
     "a stride along a row, one channel": ((2, 1, 9, 130), 32, Geometry((1, 15), (1, 4), (0, 7), (1, 1))),
     "three axes / 2 on 3 channels": ((1, 3, 5, 14, 19), 40, Geometry((3, 7, 7), (1, 2, 2), (1, 3, 3), (1,) * 3)),
     "few pixels": ((2, 64, 5, 4), 264, window(3, 1, 1)),

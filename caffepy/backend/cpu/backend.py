@@ -163,6 +163,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
             destination += source
 
     def from_host(self, host: Any, destination: Array) -> None:
+        assert np.shape(host) == destination.shape, (np.shape(host), destination.shape)
         self.copy(host, destination)
 
     def to_host(self, array: Array) -> Any:

@@ -155,7 +155,10 @@ class BatchNormLayer(Layer):
         mean, variance, count = self.blobs[:STATISTICS]
         divisor = float(count.host_data()[0])
         for blob in (mean, variance):
-            self.backend.from_host(blob.host_data() / divisor if divisor else 0, blob.data)
+            if divisor:
+                self.backend.from_host(blob.host_data() / divisor, blob.data)
+            else:
+                self.backend.fill(blob.data, 0)
         self.backend.fill(count.data, 1)
 
     def _count_statistics(self) -> None:
