@@ -101,7 +101,8 @@ def test_weights_written_between_passes(gpu: Backend, kind: str) -> None:
             gpu.from_host(blob(model, name).host_data() * np.float32(1.5), blob(model, name).data)
     with gpu.activate():
         gpu.fill(kept, 0.01)
-    np.testing.assert_array_equal(model(images())["i"], first)
+    if kind != "FLOAT":  # in FLOAT passes read weights as they are
+        np.testing.assert_array_equal(model(images())["i"], first)
     model.parameters_changed()
     check(model, gpu, kind)
     check(model, gpu, kind, 5)
@@ -135,6 +136,7 @@ def test_the_flat_array_can_be_used_and_graphs_are_made_anew(gpu: Backend) -> No
     check(model, gpu, "FLOAT")
     with gpu.activate():
         model.net.parameters.data.fill(0.01)
+        gpu.fill(model.net.layers[model.net.layer_names.index("n")].blobs[2].data, 1)  # statistics of one pass
     model.parameters_changed()
     check(model, gpu, "FLOAT")
     assert not away(model.net)
