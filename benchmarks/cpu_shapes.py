@@ -10,18 +10,17 @@ ratios. Names are matched by their beginnings. `--avx2` keeps both sides to vect
 `--limit` are named, the worst first.
 
 Two cores of an AMD EPYC (Zen 4), a virtual machine, times of the processor with one thread; PyTorch 2.13. Whole runs of
-162 layers, 441 ratios, one round each, while little else ran; "before" are two rounds of an earlier commit:
+162 layers, 441 ratios, one round each, both widths at the same time, hours apart:
 
                                  AVX-512 before    AVX-512    AVX2 before    AVX2
-    median                       0.83              0.82       0.86           0.82
-    worst                        3.85              1.87       5.70           4.19
-    above 2 / 1.5 / 1.2          5 / 18 / 45       0 / 7 / 36 10 / 28 / 63   3 / 13 / 35
+    median                       0.79              0.71       0.81           0.78
+    worst                        1.69              1.45       1.88           2.62
+    above 2 / 1.5 / 1.2          0 / 7 / 26        0 / 0 / 17 0 / 7 / 41     1 / 6 / 38
 
-Above 1.5 with AVX-512: weights of group 8 of 12 channels 1.87 and of group 32 of 16 with stride 2 1.79; depthwise 512,
-14 forward and for the bottom 1.61 and 1.55 (its 12 MiB lie in the third cache or not: 0.54 and 0.68 in another run);
-transposed 64x64/32 forward 1.61; depthwise 5x5/2 of 240 channels for the bottom 1.56; groups of 4 to 32 for the bottom
-1.50. Above 2 with AVX2: group 32 of 8 with stride 2 for the weights 4.19 and forward 3.17, where a few groups of an
-image were copied at a time (1.86 and 1.00 since they are no more); depthwise 512, 14 for the bottom 2.47.
+Single rounds are noisy: the worst with AVX2, transposed depthwise 16x16/8 for the bottom, had 1.02, 1.86, 0.62 and 0.97
+in four more runs, half of them of the commit before. Above 1.2 in most runs with AVX2: depthwise 64/2, 112 forward (1.3
+to 1.8), depthwise 512, 14 (1.2 to 1.7), group 32 of 16 with stride 2 for the weights (1.0 to 1.75), over one axis 1x1
+of 64 channels and 80/4 for the weights (1.4), depthwise dilated forward and 11x1 for the weights (1.3 to 1.5).
 
 What the last changes gained, times in ms in turns with the commit before, or ratios of runs before and after:
 

@@ -11,9 +11,9 @@ in every run; PyTorch runs channels last with TF32 and `cudnn.benchmark`. Times 
 ten runs, the median of three. Rows come in a drawn order, the same every time, so that a run that `--seconds` ends has
 seen some of everything. At the end the ratios above `--limit` are named, the worst first.
 
-One H200. A run of 142 of the 353 rows that there were then: 337 ratios, median 0.92, 9 above 1.2; another of 74 rows:
-159 ratios, median 0.95, 8 above 1.2; 36 rows of the 608 that there are now: 98 ratios, median 0.91, 3 above 1.2. 356
-rows have not been run. All that were above 1.2, with the kernels of backend/cuda/convolution/own_kernels, microseconds:
+H200s. Of the 608 rows 598 were run once, in four runs, the last of 346 rows with 932 ratios, median 0.84, 7 above 1.2;
+before it 252 rows in runs of 142 (of fewer rows than there are now), 74 and 36. Of the last ten of the drawn order only
+depthwise 9x9 was run. All that were above 1.2, with the kernels of backend/cuda/convolution/own_kernels, microseconds:
 
                                                             before   caffepy   PyTorch   ratio
     whole image 7x7, 64 images, FLOAT16         weights     21         8.4      10.1     0.83
@@ -32,20 +32,22 @@ rows have not been run. All that were above 1.2, with the kernels of backend/cud
 1-d dilated 512, causal, 64 images, FLOAT16, data had 1.28 (567 us) and was not measured again: it is tried as a forward
 convolution now, which takes 382.
 
-Of a later run of the other rows these were left, and have kernels of their own now. 9x9 is this benchmark's figure. The
-others are not: both were launched some times behind one another without a graph, which counts the host's launches of
-short ones, and before the last changes to the kernels (threads that share a result, packs of 16 and 32 channels, loads
-of halves). 1x15, one channel, FLOAT, data, which had 1.28, has a kernel too; whether it is ahead was not measured.
+Those of the last run, with the kernels for large depthwise windows and for data gradients of few channels. The rows
+marked * are not this benchmark's: kernels were launched behind one another without a graph, which counts the host's
+launches of short ones, and before their last changes.
 
                                                             before   caffepy   PyTorch   ratio
-    depthwise 31x31, 64 images, FLOAT           forward  37955       641      4509      0.14
-    the same                                    data     13005       635     12945      0.05
-    the same                                    weights  50318       840      4421      0.19
-    depthwise 31x31, 64 images, FLOAT16         forward  12123       651      4942      0.13
-    the same                                    weights  16305       883     16080      0.05
-    transposed depthwise 16x16/8, FLOAT         forward    348        24       452      0.05
-    the same, 64 images, FLOAT16                weights   2570       742      1859      0.40
-    3-d first 3x7x7/2, FLOAT                    data       341       164       250      0.66
+    depthwise 31x31, 64 images, FLOAT           forward  37955       621      3812      0.16
+    the same                                    data     13005       623     12931      0.05
+    the same                                    weights  50318       818      3825      0.21
+    depthwise 31x31, 64 images, FLOAT16         forward  12123       651      4942      0.13 *
+    the same                                    weights  16305       883     16080      0.05 *
+    transposed depthwise 16x16/8, FLOAT         forward    348        11.0     238      0.05
+    the same                                    data        60        22.0      60      0.37
+    the same, 64 images, FLOAT16                weights   2570       742      1859      0.40 *
+    3-d first 3x7x7/2, FLOAT                    data       341       164       250      0.66 *
+    1x15, one channel, FLOAT                    data        25.4       9.8      19.6    0.50
+    the same, 64 images                         data       134        56.3     121      0.47
     depthwise 9x9, FLOAT                        forward      -         7.3     122      0.06
 
 What was learnt:
