@@ -20,6 +20,8 @@ from caffepy.backend.types import Array
 THREADS = 512
 """Of the block that matches an image's priors, or chooses among them."""
 WARP = 32
+COLUMNS = 8
+"""Of the row of an object."""
 
 
 @cache
@@ -71,7 +73,7 @@ class CudaBoxLoss:
     ) -> None:
         """See `BoxLoss.forward`."""
         locations, scores, priors, objects = self._in_order(locations, scores, priors, objects)
-        images, count, rows = self._images, self._priors, objects.size // 8
+        images, count, rows = self._images, self._priors, objects.size // COLUMNS
         every, get = images * count, self._scratch.get
         overlaps, nearest, losses = get("overlaps", every), get("nearest", every, "int32"), get("box losses", every)
         listed, best = get("objects", images * rows, "int32"), get("best priors", images * rows, "uint64")
