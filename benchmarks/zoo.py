@@ -50,8 +50,8 @@ of the fastest peer (in inference onnxruntime), ratio, GiB of both processes:
     MobileNet-SSD  12.0 / 18.1    0.66   0.26 / 0.16      (in turns 1.00; before 1.08)
 
 The last four are of a later day. "In turns": medians of rounds in which both sides take turns, which the zoo does not.
-Training on that day, when one core was slower: MobileNet 1.05, ResNet-50 1.06, LeNet 1.04, ResNet-18 0.67, CIFAR-10
-quick 0.94; the commit of the table above, in turns with that day's, took as long or longer (ResNet-50 1272 and 1482 ms,
+Training on that day: LeNet 0.70, MobileNet 0.74, ResNet-50 0.97, ResNet-18 0.67; while one core was slower 1.04, 1.05,
+1.06 and CIFAR-10 quick 0.94, when the commit before, in turns, took as long or longer (ResNet-50 1272 and 1482 ms
 beside 1159 and 1366). The siamese net's training (64 pairs) gave 1.24, 0.76, 0.89 and 1.09 in four runs. Two threads of
 a Xeon, five nets at a time on a busy host, ratios: training AlexNet 0.61, VGG-19 0.63, VGG-16 0.68, CaffeNet 0.76, LRCN
 0.77, FCN-8s 0.81, SSD300 0.86; inference of VGG-19 0.96, of the siamese net 0.48, of CIFAR-10's full net 0.56.
