@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer
 
 WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
 PIXELS = 4
@@ -116,10 +116,6 @@ class LanesWriter(Writer):
     def _shuffled(self, first: Any, second: Any, index: int) -> Any:
         mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), self._lanes.shuffle(index))
         return self.builder.shuffle_vector(first, second, mask)
-
-    def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
 
     def shifted(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.lanes import PIXELS, Row
-from caffepy.backend.cpu.convolution.phases import Axis, merged
+from caffepy.backend.cpu.convolution.phases import Axis, merged, taps_inside
 from caffepy.backend.cpu.jit.kernel import ConstantTable
 
 
@@ -20,14 +20,8 @@ def table_of(values: Any) -> ConstantTable:
 
 def row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
     """Of these axes taken as one: the row that each row and tap reads, whether it exists, and the taps' numbers."""
-    at, valid = np.zeros((1, 1), np.int64), np.ones((1, 1), bool)
-    for axis, size in zip(axes, sizes, strict=True):
-        own = axis.indices[:, None] + axis.shifts[None, :]
-        inside = (own >= 0) & (own < size)
-        shape = (at.shape[0] * own.shape[0], at.shape[1] * own.shape[1])
-        at = (at[:, None, :, None] * size + own[None, :, None, :]).reshape(shape)
-        valid = (valid[:, None, :, None] & inside[None, :, None, :]).reshape(shape)
-    return at, valid, merged([axis.taps for axis in axes], kernel)
+    at = merged([axis.indices for axis in axes], sizes)[:, None] + merged([axis.shifts for axis in axes], sizes)
+    return at, taps_inside(axes, sizes), merged([axis.taps for axis in axes], kernel)
 
 
 def row_tables(

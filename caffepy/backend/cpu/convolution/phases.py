@@ -34,6 +34,17 @@ class Axis:
     shifts: Any
 
 
+def taps_inside(axes: Sequence[Axis], sizes: Sequence[int]) -> Any:
+    """Of several axes taken as one: whether each pixel's taps read inside of what has these sizes (pixels, taps)."""
+    valid = np.ones((1, 1), bool)
+    for axis, size in zip(axes, sizes, strict=True):
+        own = axis.indices[:, None] + axis.shifts[None, :]
+        inside = (own >= 0) & (own < size)
+        shape = (valid.shape[0] * inside.shape[0], valid.shape[1] * inside.shape[1])
+        valid = (valid[:, None, :, None] & inside[None, :, None, :]).reshape(shape)
+    return valid
+
+
 def axis_phases(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
     """The pixels of an image along one axis, for each phase of the stride that has some.
 

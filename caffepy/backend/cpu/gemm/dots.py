@@ -15,7 +15,7 @@ from numba import types
 
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
-from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer, ahead
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead
 
 ROWS = 4
 """Rows of the matrix that are read side by side."""
@@ -32,9 +32,6 @@ class _DotsWriter(Writer):
         super().__init__(builder)
         self.w, self.w_step, self.count, self.x, self.depth, self.c, self.c_step, self.accumulate = arguments
 
-    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        return self.call(f"llvm.fmuladd.{NAME}", ir.FunctionType(VECTOR, [VECTOR] * 3), [x, y, total])
-
     def _row(self, row: int) -> Any:
         """Address of a row; of the first for those beyond the count."""
         there = self.builder.icmp_signed("<", self.word(row), self.count)
@@ -47,7 +44,7 @@ class _DotsWriter(Writer):
             at = self.builder.add(begin, self.word(span * WIDTH))
             x = load(self.vector_at(self.x, at))
             for row in range(ROWS):
-                result.append(self._multiply_add(load(self.vector_at(rows[row], at)), x, sums[span * ROWS + row]))
+                result.append(self.multiply_add(load(self.vector_at(rows[row], at)), x, sums[span * ROWS + row]))
         return result
 
     def _total(self, vector: Any) -> Any:

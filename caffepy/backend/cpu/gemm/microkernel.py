@@ -51,10 +51,6 @@ class _TileWriter(Writer):
             self.start, self.keep, self.c, self.c_rows, self.count, self.last, self.addend, self.adds, self.relu,
         ) = arguments  # fmt: skip
 
-    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        return self.call(f"llvm.fmuladd.{self.name}", kind, [x, y, total])
-
     def _row(self, row: int) -> Any:
         """Rows beyond the count read what the first one does: something that is there."""
         there = self.builder.icmp_signed("<", self.word(row), self.count)
@@ -82,7 +78,7 @@ class _TileWriter(Writer):
         for row in range(self.rows):
             factor = self.splat(self.builder.load(self.builder.gep(a_places[row], [a_at]), align=4))
             for vector in range(self.vectors):
-                result.append(self._multiply_add(factor, columns[vector], sums[row * self.vectors + vector]))
+                result.append(self.multiply_add(factor, columns[vector], sums[row * self.vectors + vector]))
         return result
 
     def _inner(self, addresses: list[Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from numba import types
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, WORD, Writer, ahead
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, WORD, Writer, ahead
 
 HEIGHTS = (8, 7, 6, 4, 2, 1) if WIDTH == 16 else (6, 5, 4, 2, 1)
 """Rows that a tile may have."""
@@ -46,9 +46,6 @@ class _PixelsWriter(Writer):
             self.adds, self.relu,
         ) = arguments  # fmt: skip
 
-    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        return self.call(f"llvm.fmuladd.{NAME}", ir.FunctionType(VECTOR, [VECTOR] * 3), [x, y, total])
-
     def _vectors(self, row: Any, vectors: int, mask: Any) -> list[Any]:
         """Vectors that follow each other in memory, of the last one what the mask says."""
         whole = [self.builder.load(self.vector_at(row, self.word(v * WIDTH)), align=4) for v in range(vectors - 1)]
@@ -65,7 +62,7 @@ class _PixelsWriter(Writer):
             for row in range(rows):
                 factor = self.splat(builder.load(builder.gep(places[row], [index]), align=4))
                 for vector, column in enumerate(columns):
-                    result.append(self._multiply_add(factor, column, sums[row * vectors + vector]))
+                    result.append(self.multiply_add(factor, column, sums[row * vectors + vector]))
             return [*result, builder.gep(extra[0], [self.word(vectors * WIDTH)])]
 
         zeros = [ir.Constant(VECTOR, [0.0] * WIDTH)] * (rows * vectors)

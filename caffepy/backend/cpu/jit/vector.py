@@ -60,6 +60,11 @@ class Writer:
         function = module.globals.get(name) or ir.Function(module, kind, name)
         return self.builder.call(function, arguments)
 
+    def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        """x * y + total, fused."""
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        return self.call(f"llvm.fmuladd.{self.name}", kind, [x, y, total])
+
     def rectified(self, value: Any) -> Any:
         """max(value, 0); NaN stays NaN."""
         zero = ir.Constant(self.vector, [0.0] * self.width)

@@ -10,7 +10,7 @@ from numba import types
 
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import device_function
-from caffepy.backend.cpu.jit.vector import INDICES, NAME, VECTOR, WIDTH, Writer
+from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer
 
 GRAIN = 8192
 """Elements below which a second thread costs more than it saves."""
@@ -78,7 +78,7 @@ class WindowWriter(Writer):
             return self.splat(builder.load(builder.gep(table, [builder.mul(index, step)]), align=4))
 
         def scaled_sum(totals: list[Any], values: list[Any], factor: Any) -> list[Any]:
-            return [self._multiply_add(value, factor, total) for value, total in zip(values, totals, strict=True)]
+            return [self.multiply_add(value, factor, total) for value, total in zip(values, totals, strict=True)]
 
         def over_rows(h: Any, _: Any, totals: list[Any]) -> list[Any]:
             def over_columns(w: Any, _: Any, sums: list[Any]) -> list[Any]:
@@ -107,10 +107,6 @@ class WindowWriter(Writer):
                 self.builder.store(value, address, align=4)
             else:
                 self.store(value, address, self._left, self._mask)
-
-    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        return self.call(f"llvm.fmuladd.{NAME}", kind, [x, y, total])
 
     def _better(self, best: list[Any], value: Any, at: Any) -> list[Any]:
         """The larger of what was best and `value` at index `at`, and its index; the first one or first NaN wins."""

@@ -15,11 +15,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from caffepy.backend.cpu.convolution.lanes import NUMBERS, TABLE, WORD
+from caffepy.backend.cpu.convolution.lanes import LINE, NUMBERS, TABLE, WORD
+from caffepy.backend.cpu.convolution.lanes_tables import table_of
 from caffepy.backend.cpu.convolution.phases import axis_phases
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import NAME, VECTOR, WIDTH, Writer, ahead, table_at
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry, spatial_output
 
@@ -31,15 +32,10 @@ MOST_TAPS = 9
 """Of a convolution of a single channel: with more, tiles that share what they read among outputs are faster."""
 GRAIN = 8192
 """Multiplications of vectors below which a second thread costs more than it saves."""
-LINE = 16
-"""Elements of a line of the caches."""
 
 
 class _LineWriter(Writer):
     """Writes sums over taps, or over a line for several taps."""
-
-    def _multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        return self.call(f"llvm.fmuladd.{NAME}", ir.FunctionType(VECTOR, [VECTOR] * 3), [x, y, total])
 
     def _loaded(self, pointer: Any, offset: Any) -> Any:
         return self.builder.load(self.vector_at(pointer, offset), align=4)
@@ -58,7 +54,7 @@ class _LineWriter(Writer):
                 index = self.table(taps, builder.add(entry, self.word(1)))
                 weight = self.splat(builder.load(builder.gep(weights, [index]), align=4))
                 factors = [self._loaded(x, builder.add(source, self.word(v * WIDTH))) for v in range(vectors)]
-                return [self._multiply_add(f, weight, total) for f, total in zip(factors, sums, strict=True)]
+                return [self.multiply_add(f, weight, total) for f, total in zip(factors, sums, strict=True)]
 
             sums = self.loop(tap_count, [ir.Constant(VECTOR, [0.0] * WIDTH)] * vectors, [], over_taps)
             sums = [builder.fadd(total, first) for total in sums]
@@ -96,7 +92,7 @@ class _LineWriter(Writer):
 
         def added(at: Any, slope: Any, sums: list[Any]) -> list[Any]:
             return [
-                self._multiply_add(self._loaded(start, at), slope, total)
+                self.multiply_add(self._loaded(start, at), slope, total)
                 for start, total in zip(starts, sums, strict=True)
             ]
 
@@ -261,10 +257,6 @@ class _Plan:
     taps: ConstantTable
 
 
-def _table(values: Any) -> ConstantTable:
-    return ConstantTable(np.ascontiguousarray(np.append(np.asarray(values, np.int64).reshape(-1), 0)))
-
-
 def _length(reach: int) -> int:
     """Elements of a phase of which so many are read: not a multiple of a page, and a block of vectors more."""
     return -(-(reach + MANY * WIDTH) // LINE) * LINE + LINE
@@ -315,7 +307,7 @@ class LinesConvolution:
         offsets = np.tile(taps % stride * length + taps // stride, self._many)
         table = np.stack([offsets, np.arange(len(offsets))], axis=-1)
         starts = np.arange(self._many + 1) * self._kernel
-        return _Plan(self._pad, stride, length, 1, 0, _table(starts), _table(table))
+        return _Plan(self._pad, stride, length, 1, 0, table_of(starts), table_of(table))
 
     def _plan_backward(self) -> _Plan:
         window = self._kernel, self._stride, self._pad, self._dilation
@@ -334,7 +326,7 @@ class LinesConvolution:
                 for j in range(self._many) for shift, tap in pairs
             ]  # fmt: skip
             starts.append(len(table))
-        return _Plan(before, 1, length, merged, self._pad, _table(starts), _table(table))
+        return _Plan(before, 1, length, merged, self._pad, table_of(starts), table_of(table))
 
     def _correlate(
         self, plan: _Plan, x: Any, weights: Any, start: Any, y: Any, lines: tuple[int, int, int, int], relu: bool

@@ -13,27 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.depthwise.phased import channel_order, row_tile
+from caffepy.backend.cpu.convolution.depthwise.phased import APART, GRAIN, ZEROS, channel_order, row_tile
 from caffepy.backend.cpu.convolution.lanes import Row
 from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
 from caffepy.backend.cpu.convolution.lanes_tables import row_of, row_tables, row_tiles, step_of, table_of
 from caffepy.backend.cpu.convolution.phases import Axis, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
-GRAIN = 8192
-"""Multiplications of vectors below which a second thread costs more than it saves."""
-APART = 512
-"""Elements from one pixel to the next, of which multiples share few sets of the first cache."""
 LEAST_TAPS = 25
 """Of a window: those of fewer read too little again."""
 MOST_TAPS = 32
 """Of its row."""
 PIXELS = 2048
 """Of an image, so that one vector of each stays in the second cache."""
-_ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 
 
 @cache
@@ -124,6 +119,6 @@ class PanelPass:
             threads, items, max(1, GRAIN * items // max(1, work)), x, self._sizes[0] * self._channels, self._sizes[0],
             self._row_starts, self._row_taps, self._y_rows, self._rows, self._columns, self._tile_table,
             len(self._tiles), self._from, self._step, packed, self._taps * WIDTH, start, y,
-            self._sizes[1] * self._channels, self._y_step, self._vectors, WIDTH, self._channels, int(relu), _ZEROS,
+            self._sizes[1] * self._channels, self._y_step, self._vectors, WIDTH, self._channels, int(relu), ZEROS,
             self._workspace.take("panels", items * self._sizes[0] * WIDTH), count, items,
         )  # fmt: skip

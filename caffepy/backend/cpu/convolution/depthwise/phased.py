@@ -35,7 +35,8 @@ BATCH = 5 * 2**19
 """Elements of images that no cache holds: writing a row in order is faster then (`spread.py`)."""
 APART = 512
 """Elements from one pixel to the next, of which multiples share few sets of the first cache."""
-_ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
+ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
+"""What is read in place of what lies beside the image."""
 
 
 class _TileWriter(LanesWriter):
@@ -214,7 +215,7 @@ class PhasedGradient:
             threads, images * self._rows, max(1, GRAIN // max(1, self._work)), dy, self._images[0], self._row_starts,
             self._row_taps, self._y_rows, self._rows, self._phases, self._phase_count, self._most, self._columns,
             self._tiles, packed, self._filters * WIDTH, start, dx, self._images[1], self._y_step, self._vectors, WIDTH,
-            self._channels, _ZEROS,
+            self._channels, ZEROS,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.phases import Axis, merged
+from caffepy.backend.cpu.convolution.phases import Axis, merged, taps_inside
 
 
 class Lines(NamedTuple):
@@ -32,14 +32,7 @@ class Lines(NamedTuple):
 
 def lines_of(axes: Sequence[Axis], read: Sequence[int], made: Sequence[int], kernel: Sequence[int]) -> Lines:
     """Several axes taken as one; `read` and `made` are the sizes of what is read and of what is computed."""
-    valid = np.ones((1, 1), bool)
-    for axis, size in zip(axes, read, strict=True):
-        own = axis.indices[:, None] + axis.shifts[None, :]
-        inside = (own >= 0) & (own < size)
-        valid = (valid[:, None, :, None] & inside[None, :, None, :]).reshape(
-            valid.shape[0] * inside.shape[0], valid.shape[1] * inside.shape[1]
-        )
-    kinds, kind = np.unique(valid, axis=0, return_inverse=True)
+    kinds, kind = np.unique(taps_inside(axes, read), axis=0, return_inverse=True)
     return Lines(
         merged([axis.pixels for axis in axes], made), merged([axis.indices for axis in axes], read),
         merged([axis.shifts for axis in axes], read), merged([axis.taps for axis in axes], kernel), kinds,
