@@ -17,10 +17,13 @@ Two cores of an AMD EPYC (Zen 4), a virtual machine, times of the processor with
     worst                        1.69              1.45       1.88           2.62
     above 2 / 1.5 / 1.2          0 / 7 / 26        0 / 0 / 17 0 / 7 / 41     1 / 6 / 38
 
-Single rounds are noisy: the worst with AVX2, transposed depthwise 16x16/8 for the bottom, had 1.02, 1.86, 0.62 and 0.97
-in four more runs, half of them of the commit before. Above 1.2 in most runs with AVX2: depthwise 64/2, 112 forward (1.3
-to 1.8), depthwise 512, 14 (1.2 to 1.7), group 32 of 16 with stride 2 for the weights (1.0 to 1.75), over one axis 1x1
-of 64 channels and 80/4 for the weights (1.4), depthwise dilated forward and 11x1 for the weights (1.3 to 1.5).
+A later version, one round, while the host took a tenth to a sixth from both sides: medians 0.76 and 0.77 of 453 ratios,
+30 and 36 above 1.2, most of them others than in the run before and in turns with its commit. Least times of five rounds
+in turns with PyTorch: above 1.2 with AVX-512 were transposed depthwise 64x64/32 and 16x16/8 for the bottom (1.65,
+1.22), depthwise 64/2, 112 forward (1.3), group 32 of 16 with stride 2 for the weights (1.37), over one axis group 4
+with stride 2 for the weights (1.23); with AVX2 depthwise 64/2, 112 forward (1.6), depthwise dilated forward (1.45),
+11x1 for the weights (1.36), first 80/4 over one axis (1.37) and group 32 of 8 with stride 2 (1.30) for the weights.
+Above in some runs only: group 4 over three axes (1.08 to 1.45).
 
 What the last changes gained, times in ms in turns with the commit before, or ratios of runs before and after:
 
@@ -38,8 +41,46 @@ What the last changes gained, times in ms in turns with the commit before, or ra
     depthwise whole image      0.68 1.58 0.12   0.58 0.92 0.10   0.86 2.69 0.32   0.58 0.57 0.26
     multiplier 8, weights      0.45             0.39             2.65             0.51
 
+In turns with the commit before, least times of six rounds:
+
+                                             before         after          AVX2 before    after
+    depthwise 960, 7, 64: forward, data      2.07 1.91      1.10 1.30      2.43 2.40      2.10 1.98
+    depthwise 512, 14: forward, data         0.47 0.39      0.39 0.40      0.58 0.74      0.58 0.43
+    transposed group 4, data                 3.90           2.40           2.24           2.15
+    group 32 of 16 3x3/2, 28, forward        3.57           2.77           3.24           2.80
+    group 8 of 30 1x1: forward, data         2.83 3.64      2.84 2.89      3.16 2.87      1.67 1.57
+    group 8 of 32 1x1: forward, data         3.68 3.42      2.38 2.35      3.48 3.26      2.08 2.07
+    1-d 1x1 64, dilated 512, weights         3.94 4.81      3.01 3.15      5.66 5.78      3.60 2.98
+
+Of dense convolutions, pooling and LRN over two axes most ratios above 1.2 in such runs are noise: alone on the machine,
+with 3 rounds, one output 3x3 for the bottom (2.57) had 1.00, patches 4x4/4 (1.56, 1.48) 0.93 and 1.12, maximum over
+2048 of 64 images (1.56) 0.6 to 1.2, 1x1 2048 to 512 for the weights (AVX2, 1.48) 1.17, 2x2/3 for the bottom (1.54)
+0.67 to 0.78. Only 3x1/2 forward was above in every run (1.25 to 1.44; now 1.0 to 1.15). Between 1.1 and 1.3 stay: 1x1
+256, 14 of one image forward, whose packing and turning are a good part of 1.2 ms, first 3x3/2 of one image for the
+weights (0.33 ms), and with AVX2 the gradient of 64 to 3 or 1 (1.1 to 1.3, 1.7 once) and transposed 2x2/2 128 to 64.
+
 What was learnt, last first:
 
+- Rows of 7, 14 and 21 pixels are whole tiles of seven: of eight, the last one lay over the one before.
+- With a stride a window's neighbours do not read several of its taps, not only the last: all of these are fetched ahead
+  for the next tile of a group.
+- Single pixels in groups are read block by block, all groups of a block, as larger windows are: one group after the
+  other read an image that the second cache does not hold.
+- AVX2's stores with a mask are slow: a half, a quarter and an eighth of a vector, as many as are wanted, took half of
+  the time of groups of 30.
+- The gradient of the weights of one or two taps over one axis is a product for each tap, of images as they lie, that
+  are not turned. Of three taps it was slower (1.07 to 1.1). Forward and for the bottom such products took 0.65 to 1.8
+  of the time.
+- Tried for the gradient of bilinear deconvolution (depthwise 64x64/32, 16x16/8 with 21 channels), and slower: runs of
+  a window's row that fill vectors whatever the channels, summed in the first cache (1.0 to 1.4) or in registers.
+- Depthwise 64/2, 112 forward: what the next row is the first to read fetched ahead a whole row before took 0.83 to
+  0.92 of the time of the same loop without (2.4 ms; 3.9 with AVX2), but no less than what is there with AVX2.
+- The padded copy of an image is a tenth of the time of a convolution of 32 to 64 channels, even without groups. Read
+  where it lies, with rows of the kernel as runs and pixels sorted by the taps that they meet, passes took, in turns
+  with the commit before (AVX-512): 3x1/2 11.6 to 9.5 ms, 3x3 16, 512 12.9 to 11.1, dilated by 6 14.5 to 12.8, 3x3/2
+  128 18.4 to 17.2, first 7x7/2 20.4 to 18.3, 3x3/2 32 to 64, 112 11.3 to 9.7; with AVX2 first 3x3/2 0.30 to 0.27. The
+  order of a sum stays. Large windows on small images leave tiles half empty (15x15: 1.29 of the time, 5x5 on 28x28
+  pixels for the bottom: 1.03), so these keep the copy.
 - Groups of 8 to 64 channels have little to multiply for each element: padded copies, one group after the other, took a
   sixth to a half of the time. Read where they lie, lines of a group's pixels are in flight while the tile before is
   summed. Pixels are sorted by the taps that they meet inside the image, so that no tile needs zeros. What the next
@@ -170,6 +211,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from processes import narrow_vectors
 from shape_cases import ALPHA, BETA, CASES, Case, layer_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -282,19 +324,6 @@ def serve(threads: int) -> None:
 
 
 # -- the comparison -------------------------------------------------------------------------------------------
-
-
-def narrow_vectors() -> None:
-    """Let this process compute with AVX2 only; before numba or PyTorch is imported."""
-    os.environ |= {"NUMBA_CPU_NAME": "haswell", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    os.environ |= {"OPENBLAS_CORETYPE": "Haswell", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    try:
-        from llvmlite import binding
-    except ModuleNotFoundError:  # the peer's interpreter
-        return
-    features = binding.get_host_cpu_features()
-    features.update((name, False) for name in features if name.startswith("avx512"))
-    binding.get_host_cpu_features = lambda: features
 
 
 def measure(passes: Passes, threads: int) -> dict[str, float]:

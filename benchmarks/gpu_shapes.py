@@ -94,14 +94,14 @@ from cpu_shapes import Passes, torch_passes
 from shape_cases import CASES, Case, layer_text
 
 CALLS, GROUPS = 10, 3
-MOST_ELEMENTS = 1 << 26
+MAX_ELEMENTS = 1 << 26
 """Of a bottom with 64 images."""
 
 
 def grid() -> list[Case]:
     """The shapes in their drawn order."""
     many = [replace(case, name=f"{case.name}, 64 images", x=(64, *case.x[1:])) for case in CASES if case.x[0] < 64]
-    cases = CASES + [case for case in many if _elements(case) <= MOST_ELEMENTS]
+    cases = CASES + [case for case in many if _elements(case) <= MAX_ELEMENTS]
     random.Random(1).shuffle(cases)
     return cases
 

@@ -1,7 +1,8 @@
 """caffepy's side of the benchmarks: a process that reads a job as JSON, measures a net of models/, and prints JSON.
 
-A job has a net's name, `train`, batch, device (cpu, gpu), dtype (FLOAT, FLOAT16, BFLOAT16) and `quick`. With a `file`
-it writes the net as ONNX instead, or with `engine: onnxruntime` measures that file.
+A job is one line: a net's name, `train`, batch, device (cpu, gpu), dtype (FLOAT, FLOAT16, BFLOAT16), `quick`, `avx2`
+(vectors of eight), and the number of `turns` that a `Side` asks for. With a `file` it writes the net as ONNX instead,
+or with `engine: onnxruntime` measures that file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import alone, measure, repeated
+from processes import alone, measure, measure_job, narrow_vectors, repeated
 from zoo_nets import net_param, values
 
 GIB = 2**30
@@ -89,7 +90,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         steps = steps_of(solver)
         steps(3)
         ready = time.perf_counter() - begin
-        milliseconds = measure(steps, job.get("quick", False))
+        milliseconds = measure_job(steps, job)
         found = {"ms": milliseconds, **memory(job["device"]), "ready": ready, "loss": solver.net.loss()}
         found["captured"] = solver.graph_runner.captured if job["device"] == "gpu" else False
         solver.close()
@@ -108,7 +109,8 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
         ready = time.perf_counter() - begin
         runner = next(iter(model._runners.values()))
         with model.backend.activate():
-            milliseconds = measure(repeated(runner.forward, model.backend.synchronize), job.get("quick", False))
+            run = repeated(runner.forward, model.backend.synchronize)
+            milliseconds = measure_job(run, job)
         call = measure(repeated(lambda: model(**arrays)), True)
         found = {"ms": milliseconds, **memory(job["device"]), "ready": ready, "call": call}
         return {**found, "captured": runner.captured}
@@ -173,12 +175,15 @@ def onnxruntime(job: dict[str, Any]) -> dict[str, Any]:
     arrays = {blob: values(each, seed) for seed, (blob, each) in enumerate(job["inputs"].items()) if blob in wanted}
     session.run(None, arrays)
     ready = time.perf_counter() - begin
-    milliseconds = measure(repeated(lambda: session.run(None, arrays)), job.get("quick", False))
+    run = repeated(lambda: session.run(None, arrays))
+    milliseconds = measure_job(run, job)
     return {"ms": milliseconds, **memory("cpu"), "ready": ready}
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     """What the job says."""
+    if job.get("avx2"):
+        narrow_vectors()
     if job.get("engine") == "onnxruntime":
         return onnxruntime(job)
     if "file" in job:
@@ -189,4 +194,4 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_job(json.load(sys.stdin))))
+    print(json.dumps(run_job(json.loads(sys.stdin.readline()))))

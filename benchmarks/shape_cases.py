@@ -67,6 +67,9 @@ def _convolutions() -> Iterator[Case]:
     yield Case("7x1, padded", (8, 128, 17, 17), 128, (7, 1), 1, (3, 0))
     yield Case("1x3, padded", (8, 384, 8, 8), 384, (1, 3), 1, (0, 1))
     yield Case("3x1, stride 2 down", (8, 64, 64, 128), 64, (3, 1), (2, 1), (1, 0))
+    yield Case("3x1 64, 56, padded", (8, 64, 56, 56), 64, (3, 1), 1, (1, 0))
+    yield Case("3x3/2 32 to 64, 112", (8, 32, 112, 112), 64, 3, 2, 1)
+    yield Case("2x2 320, 14", (8, 320, 14, 14), 320, 2)
     yield Case("1x15, one channel", (8, 1, 32, 512), 32, (1, 15), (1, 4), (0, 7))
     yield Case("patches 16x16/16", (4, 3, 224, 224), 384, 16, 16)
     yield Case("patches 4x4/4", (8, 3, 224, 224), 96, 4, 4)
@@ -127,6 +130,7 @@ def _groups() -> Iterator[Case]:
     yield Case("group 8 of 4 to 32", (8, 32, 14, 14), 256, 3, 1, 1, 1, 8)
     yield Case("group 8 of 30 1x1", (8, 240, 28, 28), 240, 1, 1, 0, 1, 8)
     yield Case("group 4 of 8 1x1", (8, 32, 56, 56), 32, 1, 1, 0, 1, 4)
+    yield Case("group 8 of 32 1x1", (8, 256, 28, 28), 256, 1, 1, 0, 1, 8)
 
 
 def _other_axes() -> Iterator[Case]:

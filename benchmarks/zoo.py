@@ -1,13 +1,18 @@
 """Every net of models/, training and inference, CPU and GPU: ours beside PyTorch and onnxruntime, from the same run.
 
     python benchmarks/zoo.py [--nets resnet50,lenet] [--phases train,test] [--devices cpu,gpu] [--dtypes FLOAT,FLOAT16]
-        [--batches 1,64] [--modes graph,compile] [--quick] [--prepare 5] [--seconds 150] [--torch PYTHON] [--check]
+        [--prototxt FILE ...] [--train-batch 8] [--batches 1,64] [--modes graph,compile] [--quick] [--prepare 5]
+        [--seconds 150] [--rounds 5] [--threads 2] [--avx2] [--torch PYTHON] [--check]
 
-A row is a net, phase, device, dtype and batch. Each measurement has a process of its own with a time limit. PyTorch's
-net is built from the same prototxt (benchmarks/peers) and is refused where its parameters or the shape of any blob
-differ from ours; `--check` compares outputs, losses and gradients instead of times. PyTorch runs eagerly, as one CUDA
-graph and compiled, channels last with TF32 on a GPU, and on the CPU also in its plain layout; onnxruntime runs our own
-ONNX export in inference on the CPU. The ratio is that to the fastest of these, below 1 where ours is faster.
+A row is a net, phase, device, dtype and batch. Each measurement has a process of its own with a time limit. On the CPU
+the sides of a row take turns, for `--rounds` rounds: a time is the median over the rounds of each round's median, the
+ratio the median of the rounds' ratios, and who waits uses no core. With `--threads 1` a time is the processor's, which
+other programs disturb less. `--avx2` keeps both sides to vectors of eight, without onnxruntime, which cannot be told.
+
+PyTorch's net is built from the same prototxt (benchmarks/peers) and is refused where its parameters or the shape of any
+blob differ from ours; `--check` compares outputs, losses and gradients instead of times. PyTorch runs eagerly, as one
+CUDA graph and compiled, channels last with TF32 on a GPU, and on the CPU also in its plain layout; onnxruntime runs our
+own ONNX export in inference on the CPU. The ratio is that to the fastest of these, below 1 where ours is faster.
 
 Training is forward, loss, backward and SGD with momentum and weight decay, the inputs already there, at a rate so low
 that no net diverges (FCN-8s did at 1e-4); layers with lr_mult 0 are not learned on either side. Inference is a forward
@@ -15,17 +20,20 @@ pass without the copies of inputs and outputs; onnxruntime's has these. Detector
 sides. A GPU's memory is that of live arrays, ours while it runs and PyTorch's peak; the CPU's is the process's largest
 resident set, PyTorch's or caffepy's library included.
 
+`--prototxt` measures nets of your own: TRAIN's layers where there is a loss, and TEST's without losses. Inputs are made
+up (net_files.py); a layer that PyTorch's side has no counterpart for is named.
+
 `--quick` measures shorter, and of PyTorch's ways only the CUDA graph, or channels last on the CPU; `--modes` chooses
 among them. On a GPU up to four processes start at the same time, and a lock lets one at a time use the device once it
 has its imports behind it; `--seconds` ends what has not begun by then and says which rows are missing. `--prepare 5`
 first runs what PyTorch must compile, five processes at a time, unmeasured: the measurements then find it in PyTorch's
 cache, where each would compile for half a minute with the device to itself.
 
-H200s, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once): training of 18 rows 0.56 to 0.97 and
-MNIST's autoencoder 1.01, inference of one image in FLOAT 0.43 to 0.95, median of 21 nets 0.72, of 64 images in FLOAT16
-0.54 to 0.95, median of eight nets 0.79: tables in docs/gpu.md. Training of ResNet-18, FCN-8s, AlexNet, CaffeNet, VGG-19
-and LRCN was not run beside compiled nets; of the first two only the ratios to the CUDA graph alone are known, of
-another day: FCN-8s 0.65, ResNet-18 0.40 to 0.67. `--seconds` counts what `--prepare` takes.
+H200s, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once): training of 24 rows 0.41 to 0.97,
+median 0.72, but MNIST's autoencoder 1.01 and LRCN 1.14; inference of one image in FLOAT 0.43 to 0.95, median of 20 nets
+0.73; of 64 images in FLOAT16 0.45 to 0.95, median of 20 nets 0.75: tables in docs/gpu.md. `--seconds` counts what
+`--prepare` takes. A row whose passes are no graphs on our side is marked: ResNet-18's training was not for long, and
+took 11.1 to 17.9 ms by what else the host did.
 
 Two threads of an AMD EPYC (Zen 4), a virtual machine with nothing else to do, `--quick --modes last`: ms of caffepy and
 of the fastest peer (in inference onnxruntime), ratio, GiB of both processes:
@@ -49,15 +57,37 @@ of the fastest peer (in inference onnxruntime), ratio, GiB of both processes:
     MobileNet      6.6 / 8.1      0.82   0.23 / 0.12      (in turns 0.97; before 1.15)
     MobileNet-SSD  12.0 / 18.1    0.66   0.26 / 0.16      (in turns 1.00; before 1.08)
 
-The last four are of a later day. "In turns": medians of rounds in which both sides take turns, which the zoo does not.
+The last four are of a later day. All were measured one side after the other but those "in turns", as the zoo does now.
 Training on that day: LeNet 0.70, MobileNet 0.74, ResNet-50 0.97, ResNet-18 0.67; while one core was slower 1.04, 1.05,
 1.06 and CIFAR-10 quick 0.94, when the commit before, in turns, took as long or longer (ResNet-50 1272 and 1482 ms
 beside 1159 and 1366). The siamese net's training (64 pairs) gave 1.24, 0.76, 0.89 and 1.09 in four runs. Two threads of
 a Xeon, five nets at a time on a busy host, ratios: training AlexNet 0.61, VGG-19 0.63, VGG-16 0.68, CaffeNet 0.76, LRCN
 0.77, FCN-8s 0.81, SSD300 0.86; inference of VGG-19 0.96, of the siamese net 0.48, of CIFAR-10's full net 0.56.
 
+In turns, a later day and version, training, ms of caffepy and PyTorch, ratio: ResNet-50 1141 / 1343, 0.85; DenseNet-121
+447 / 547, 0.81; MobileNet 478 / 626, 0.72; ResNet-18 339 / 483, 0.71; LeNet 8.8 / 12.5, 0.81; siamese net 16.6 / 24.8,
+0.68; MobileNet-SSD 124 / 179, 0.87; LRCN 193 / 303, 0.64; CIFAR-10 full 43.4 / 50.7, 0.84; autoencoder 13.6 / 14.3,
+0.95; CIFAR-10 quick 40.6 / 42.5, 0.96 (and 43.7 / 40.9, 1.07). Inference of one image beside onnxruntime: LRCN 21.9 /
+21.6, 0.99; MobileNet 6.5 / 6.5, 1.04; LeNet 0.077 / 0.075, 1.01; the autoencoder 0.186 / 0.103, 1.80, where it takes
+0.117 by itself: in turns of 80 ms the other side's weights lie in the third cache, and threads have fallen asleep.
+With vectors of eight on both sides, one thread, a busy machine: MobileNet's training 0.81.
+
 What was learnt:
 
+- One side after the other, a machine's noise changed ratios by a third: DenseNet-121's training had 0.85 and 1.07. Two
+  threads beside a program that took a core suffered more than PyTorch's in one run (DenseNet-121 1.34, ResNet-50 1.11).
+- Of DenseNet-121's 869 ms kernels took 762 on one thread, so two have 107 ms in which one waits: 3,000 calls of kernels
+  by Python, and NumPy, which joined the sums of 121 batch normalisations in a dozen calls each. Kernels join them now,
+  in memory that is not had anew each time. All passes of a batch normalisation, in turns with the commit before: 0.51
+  of the time for 4 images of 128 channels of 14x14, 0.74 for 512, 0.86 for 8 of 1024, 1.01 for 4 of 256 of 56x56. What
+  is left would go if training's passes were recorded as those of inference are.
+- The gradient of weights of 1x1 windows ran at 70 to 80 GFLOP/s a thread, other products at 90 to 110: a tile reads 48
+  bytes of each pixel, 1 KiB and more apart, and probably waited for memory. The next lines are fetched ahead in the
+  order of memory, a share with each tile, and fewer lines are taken at a time, or more where the gradient itself is
+  large: 0.82 to 0.89 of the time for 64 to 256 and 256 to 64 channels of 56x56 pixels, 128 to 512 and 512 to 128 of
+  28x28, 1024 to 2048 with stride 2; 0.96 to 1 for 14x14. Below 1 KiB it did not pay (1.05 and 1.09).
+- Single pixels of 7x7 images, 392 and more in a batch, were products that read weights where they lie, at 70 to 99
+  GFLOP/s; with weights packed in each pass 0.82 to 0.95 of the time (AVX2: faster forward alone, so from 512 on).
 - SSD's loss took three quarters of an iteration on a GPU where boxes were matched on the host: 23 MB of scores went
   there and their gradient came back. On the device (`backend/cuda/kernels/box_loss.cu`) it needs no sort: a radix
   selection over the bits of the losses finds those that are mined. 55.5 to 13.4 ms (SSD300), 11.7 to 2.98.
@@ -103,6 +133,7 @@ What was learnt:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import statistics
@@ -110,18 +141,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import LIMIT, in_a_process
+from net_files import batch_of, has_loss, is_file, short
+from processes import LIMIT, Side, in_a_process, narrow_vectors
 from zoo_nets import CASES
 
 HERE = Path(__file__).resolve().parent
 TORCH = HERE / "peers" / "torch_run.py"
 GPU_MODES, CPU_MODES = ("eager", "graph", "compile", "compile graph"), ("plain", "last", "compile")
+ROUNDS, ROUNDS_QUICK = 7, 5
+"""In which the CPU's sides take turns."""
+MAX_SIDES = 5
+"""On the CPU."""
 WORKERS = 4
 """Processes that are there at the same time on a GPU, one of which uses it."""
 BATCHES = {"cpu": (1,), "gpu": (1, 64)}
@@ -142,7 +178,7 @@ class Row:
 
     def __str__(self) -> str:
         phase = "train" if self.train else "test"
-        return f"{self.name:18}{phase:6}{self.device:4}{self.dtype:9}{self.batch:4}"
+        return f"{short(self.name):18}{phase:6}{self.device:4}{self.dtype:9}{self.batch:4}"
 
     def job(self) -> dict[str, Any]:
         """For the processes."""
@@ -182,34 +218,67 @@ def _modes(row: Row, quick: bool) -> tuple[str, ...]:
     return ("last",) if quick else CPU_MODES
 
 
-def run_torch(row: Row, mode: str, options: argparse.Namespace) -> Found:
+Launch = tuple[list[str], dict[str, Any], bool]
+"""Of a process: its command, its job, and whether its interpreter has modules of its own."""
+OURS = [sys.executable, str(HERE / "ours.py")]
+
+
+def torch_launch(row: Row, mode: str, options: argparse.Namespace) -> Launch:
     """PyTorch's measurement."""
     description = described(row.name, row.train, row.batch)
     job = {"description": description, "mode": mode, **settings(row, options)}
-    return in_a_process([options.torch, str(TORCH)], job, patience(row, options), options.torch != sys.executable)
+    return [options.torch, str(TORCH)], job, options.torch != sys.executable
+
+
+def run_torch(row: Row, mode: str, options: argparse.Namespace) -> Found:
+    """PyTorch's measurement, not in turns."""
+    command, job, other_python = torch_launch(row, mode, options)
+    return in_a_process(command, job, patience(row, options), other_python)
 
 
 def run_ours(row: Row, options: argparse.Namespace) -> Found:
-    """Our measurement."""
-    return in_a_process([sys.executable, str(HERE / "ours.py")], settings(row, options), patience(row, options))
+    """Our measurement, not in turns."""
+    return in_a_process(OURS, settings(row, options), patience(row, options))
 
 
-def run_onnxruntime(row: Row, options: argparse.Namespace) -> Found:
-    """onnxruntime's measurement of our export."""
-    with tempfile.TemporaryDirectory() as folder:
+def launches(row: Row, options: argparse.Namespace, folder: str) -> Iterator[tuple[str, Launch | str]]:
+    """The processes of a row on the CPU, by who it is, or why there is none."""
+    for mode in () if options.ours_only else modes(row, options):
+        yield f"PyTorch {mode}", torch_launch(row, mode, options)
+    if not (row.train or options.ours_only or options.avx2):  # onnxruntime cannot be told to leave AVX-512
         job = {**settings(row, options), "file": str(Path(folder) / "net.onnx")}
-        command = [sys.executable, str(HERE / "ours.py")]
-        written = in_a_process(command, job, LIMIT)
-        if isinstance(written, str):
-            return written
+        written = in_a_process(OURS, job, LIMIT)
         job |= {"engine": "onnxruntime", "inputs": described(row.name, False, row.batch)["inputs"]}
-        return in_a_process(command, job, LIMIT)
+        yield "onnxruntime", written if isinstance(written, str) else (OURS, job, False)
+    yield "caffepy", (OURS, settings(row, options), False)
+
+
+def run_in_turns(row: Row, options: argparse.Namespace) -> dict[str, Found]:
+    """All measurements of a row on the CPU, whose sides take turns."""
+    found: dict[str, Found] = {}
+    sides: dict[str, Side] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for who, launch in launches(row, options, folder):
+            if isinstance(launch, str):
+                found[who] = launch
+                continue
+            command, job, other_python = launch
+            job |= {"turns": options.rounds, "limit": LIMIT * MAX_SIDES}
+            sides[who] = Side(command, job, patience(row, options), other_python)
+            stack.callback(sides[who].close)
+        for number in range(options.rounds):
+            for who, side in sides.items():
+                side.take_turn()
+                if number == options.rounds - 1:
+                    found[who] = side.finish()
+    return found
 
 
 def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """What all jobs of a row have."""
     lock = options.lock if row.device == "gpu" else ""
-    return {**row.job(), "quick": options.quick, "threads": options.threads, "lock": lock, "limit": options.limit}
+    limits = {"limit": options.limit, "avx2": options.avx2}
+    return {**row.job(), "quick": options.quick, "threads": options.threads, "lock": lock, **limits}
 
 
 def patience(row: Row, options: argparse.Namespace) -> int:
@@ -227,29 +296,40 @@ def prepare(wanted: list[Row], options: argparse.Namespace) -> None:
                     pool.submit(run_torch, row, mode, unlocked)
 
 
-def measurements(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """What is to be called for a row, by who it is."""
-    calls: dict[str, Any] = {}
-    if not options.ours_only:
-        for mode in modes(row, options):
-            calls[f"PyTorch {mode}"] = functools.partial(run_torch, row, mode, options)
-        if row.device == "cpu" and not row.train:
-            calls["onnxruntime"] = functools.partial(run_onnxruntime, row, options)
+def measurements(row: Row, options: argparse.Namespace) -> list[Callable[[], dict[str, Found]]]:
+    """What is to be called for a row; each gives what was found by who it is."""
+    if row.device == "cpu":
+        return [functools.partial(run_in_turns, row, options)]
+    calls: dict[str, Callable[[], Found]] = {}
+    for mode in () if options.ours_only else modes(row, options):
+        calls[f"PyTorch {mode}"] = functools.partial(run_torch, row, mode, options)
     calls["caffepy"] = functools.partial(run_ours, row, options)
-    return calls
+    return [lambda who=who, call=call: {who: call()} for who, call in calls.items()]
+
+
+def trained_batch(name: str, device: str) -> int:
+    """Images of an iteration."""
+    found: int = batch_of(name) if is_file(name) else getattr(CASES[name], device)
+    return found
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """What the command line asks for."""
     for device in options.devices:
         for name in options.nets:
-            case = CASES[name]
             for dtype in options.dtypes if device == "gpu" else ["FLOAT"]:
-                if "train" in options.phases:
-                    yield Row(name, True, device, dtype, getattr(case, device))
+                if "train" in options.phases and not (is_file(name) and not has_loss(name)):
+                    yield Row(name, True, device, dtype, options.train_batch or trained_batch(name, device))
                 if "test" in options.phases:
                     for batch in options.batches or BATCHES[device]:
                         yield Row(name, False, device, dtype, batch)
+
+
+def ratio_of(ours: dict[str, Any], peer: dict[str, Any]) -> float:
+    """Of the times; the median of the rounds' ratios where there were rounds."""
+    if "rounds" not in ours:
+        return float(ours["ms"] / peer["ms"])
+    return statistics.median(one / other for one, other in zip(ours["rounds"], peer["rounds"], strict=True))
 
 
 def show(row: Row, found: dict[str, Found]) -> float | None:
@@ -263,7 +343,9 @@ def show(row: Row, found: dict[str, Found]) -> float | None:
     others = ", ".join(f"{who} {each['ms']:.3f}" for who, each in good.items() if who != best)
     left = f"{ours['ms']:10.3f}{row.batch / ours['ms'] * 1e3:10.0f}{ours['gib']:7.2f}" if ours else f"{'-':>27}"
     right = f"{good[best]['ms']:10.3f}{good[best]['gib']:7.2f} {best:16}" if best else f"{'-':>10}{'-':>7} {'':16}"
-    ratio = ours["ms"] / good[best]["ms"] if ours and best else None
+    ratio = ratio_of(ours, good[best]) if ours and best else None
+    if ours and row.device == "gpu" and not ours["captured"]:
+        others = f"caffepy's passes are no graphs  {others}"
     print(f"{row}{left} {right}{f'{ratio:6.2f}' if ratio else '     -'}  {others}", flush=True)
     return ratio
 
@@ -286,22 +368,22 @@ def measure_all(options: argparse.Namespace) -> None:
     if options.prepare:
         prepare(wanted, options)
 
-    def guarded(call: Any) -> Found | None:
+    def guarded(call: Callable[[], dict[str, Found]]) -> dict[str, Found] | None:
         return None if budget.spent() else call()
 
     workers = WORKERS if options.devices == ["gpu"] else 1
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(workers) as pool:
         options.lock = lock.name
-        futures: list[tuple[Row, dict[str, Future[Found | None]]]] = [
-            (row, {who: pool.submit(guarded, call) for who, call in measurements(row, options).items()})
-            for row in wanted
-        ]
+        futures = [(row, [pool.submit(guarded, call) for call in measurements(row, options)]) for row in wanted]
         for row, parts in futures:
-            found = {who: future.result() for who, future in parts.items()}
-            if any(each is None for each in found.values()):
+            found: dict[str, Found] = {}
+            results = [future.result() for future in parts]
+            if None in results:
                 missing.append(row)
                 continue
-            ratio = show(row, {who: each for who, each in found.items() if each is not None})
+            for result in results:
+                found |= result or {}
+            ratio = show(row, found)
             if ratio:
                 ratios[row] = ratio
     finish(ratios, missing)
@@ -318,7 +400,9 @@ def has_gpu() -> bool:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--nets", default=",".join(CASES))
+    parser.add_argument("--nets", default="", help="all of models/ unless --prototxt says others")
+    parser.add_argument("--prototxt", nargs="+", default=[], metavar="FILE", help="your own nets, as net_files.py says")
+    parser.add_argument("--train-batch", type=int, default=0, help="in training; otherwise the table's or the file's")
     parser.add_argument("--phases", default="train,test")
     parser.add_argument("--devices", default="cpu,gpu" if has_gpu() else "cpu")
     parser.add_argument("--dtypes", default="FLOAT,FLOAT16", help="on a GPU")
@@ -329,17 +413,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0, help="after which nothing more begins")
     parser.add_argument("--limit", type=int, default=0, help="seconds of one measurement")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU")
+    parser.add_argument("--rounds", type=int, default=0, help="in which the CPU's sides take turns")
+    parser.add_argument("--avx2", action="store_true", help="vectors of eight on the CPU, whatever the processor has")
     parser.add_argument("--torch", default=sys.executable, help="the interpreter that has PyTorch")
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument("--check", action="store_true", help="whether PyTorch's nets give our numbers")
     options = parser.parse_args()
+    options.nets = options.nets or ",".join([] if options.prototxt else CASES)
     for field in ("nets", "phases", "devices", "dtypes"):
         setattr(options, field, getattr(options, field).split(","))
+    options.nets = [name for name in options.nets if name]
     unknown = set(options.nets) - set(CASES)
     if unknown:
         parser.error(f"unknown nets {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options.nets += [str(Path(file).resolve()) for file in options.prototxt]
     options.modes = [mode for mode in options.modes.split(",") if mode]
     options.batches = [int(batch) for batch in options.batches.split(",") if batch]
+    options.rounds = options.rounds or (ROUNDS_QUICK if options.quick else ROUNDS)
+    if options.avx2:
+        narrow_vectors()  # for PyTorch's processes
     options.limit = options.limit or (40 if options.quick else LIMIT)
     if options.check:
         from peers.agreement import check

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from net_files import file_param, is_file
+
 ROOT = Path(__file__).resolve().parents[1]
 OBJECTS, WORDS, VOCABULARY = 3, 20, 8801
 """Objects in an image of a detector; words of a sentence, and how many there are."""
@@ -60,7 +62,10 @@ CUT = {"DetectionOutput", "Accuracy", "DetectionEvaluate"}
 """Layers that neither side runs: PyTorch has no counterpart of its own for the choice of boxes."""
 
 Made = tuple[list[int], str]
-"""A blob's shape, and what it holds: normal, unit (0 to 1), begins (0 for the first word, then 1), boxes, or ints:N."""
+"""A blob's shape, and what it holds.
+
+normal, unit (0 to 1), begins (0 for the first word, then 1), boxes, ints:N, or regions:N:H:W of N images.
+"""
 
 
 def inputs(name: str, train: bool, batch: int, image: list[int]) -> dict[str, Made]:
@@ -94,13 +99,15 @@ def net_param(name: str, train: bool, batch: int, source: str = "Input") -> tupl
     """The net's NetParameter with made-up inputs, and these.
 
     Args:
-        name: of CASES.
+        name: of CASES, or a prototxt's path.
         train: the net that is trained, or the one that predicts.
         batch: images.
         source: type of the layer that holds the inputs: Input or DummyData.
     """
     from caffepy.config.load import read_net
 
+    if is_file(name):
+        return file_param(name, train, batch, source)
     case = CASES[name]
     deploy = read_net(ROOT / "models" / case.deploy)
     image = list(next(layer for layer in deploy.layer if layer.type == "Input").input_param.shape[0].dim)[1:]
@@ -128,8 +135,21 @@ def values(made: Made, seed: int) -> Any:
         return (np.arange(shape[0])[:, None] > np.zeros(shape)).astype(np.float32)
     if kind == "boxes":
         return _boxes(shape, generator)
+    if kind.startswith("regions:"):
+        return _regions(shape, generator, [int(number) for number in kind.split(":")[1:]])
     makers: dict[str, Callable[..., Any]] = {"normal": generator.standard_normal, "unit": generator.random}
     return makers[kind](shape, dtype=np.float32)
+
+
+def _regions(shape: list[int], generator: Any, sizes: list[int]) -> Any:
+    """Rows of image, left, top, right, bottom in pixels."""
+    import numpy as np
+
+    images, height, width = sizes
+    low = generator.uniform(0, 0.6, (shape[0], 2))
+    high = low + generator.uniform(0.05, 0.35, (shape[0], 2))
+    corners = np.concatenate([low, high], 1) * np.array([width, height] * 2)
+    return np.column_stack([generator.integers(0, images, shape[0]), corners.round()]).astype(np.float32)
 
 
 def _boxes(shape: list[int], generator: Any) -> Any:

@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: [--force], then a script or `-m` and a module, then its arguments; by default the process's own.
     """
+    importlib.import_module("caffepy.files").open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     force = arguments[:1] == ["--force"]
     arguments = arguments[force:]

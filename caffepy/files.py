@@ -1,4 +1,4 @@
-"""Files: only regular ones are read, what is written appears complete or not at all, shared libraries are loaded."""
+"""Files: only regular ones are read, what is written appears complete or not at all; standard streams, libraries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -299,3 +300,15 @@ def load_library(path: str) -> ctypes.CDLL:
     if not handle:
         raise OSError((system.dlerror() or b"").decode(errors="replace") or f"{path} cannot be loaded")
     return ctypes.CDLL(path, handle=handle)
+
+
+def open_closed_streams() -> None:
+    """Let standard streams with which the process was not started lead to the null device.
+
+    A file that is opened would get the number of such a stream, and with it what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            device = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's
+            stream = open(device, "w" if number else "r", closefd=False)  # noqa: SIM115 - as long as the process
+            setattr(sys, name, stream)

@@ -31,13 +31,13 @@ Filler: TypeAlias = "Callable[[caffe_pb2.FillerParameter, tuple[int, ...], str],
 FILLERS: Registry[Filler] = Registry("filler")
 """Each checks its settings, and gives a function that takes the numbers from a generator."""
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 """Threads that draw numbers ahead: NumPy lets others run meanwhile. ResNet-50's take 0.3 s of one."""
 
 FEW_BYTES = 2**15
 """Values up to which a thread of their own gains nothing."""
 
-MOST_BYTES = 2**29
+MAX_BYTES = 2**29
 """Values that are drawn ahead before the first of them is used."""
 
 _WORD = 2**64 - 1
@@ -100,7 +100,7 @@ class _Waiting:
     def add(self, size: int) -> bool:
         """Count them, if they are not too many."""
         with self._lock:
-            fits = self.size + size <= MOST_BYTES
+            fits = self.size + size <= MAX_BYTES
             self.size += size if fits else 0
         return fits
 
@@ -114,7 +114,7 @@ _WAITING = _Waiting()
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "filler")
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "filler")
 
 
 @FILLERS.register("constant")

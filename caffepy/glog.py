@@ -38,7 +38,9 @@ class GlogFormatter(logging.Formatter):
 
 
 def write_line(line: str) -> None:
-    """Write a line to stderr, at once."""
+    """Write a line to stderr, at once; a process may have been started without one."""
+    if sys.stderr is None:
+        return
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

@@ -18,11 +18,11 @@ from caffepy.files import open_regular
 if TYPE_CHECKING:
     import h5py
 
-_MOST_LINKS = 16
+_MAX_LINKS = 16
 """Soft links in a row, as in HDF5 itself."""
 _SMALL = 1 << 26
 """Bytes that a dataset may always have."""
-_MOST_PACKED = 1032
+_MAX_PACKED = 1032
 """Bytes that deflate makes of one at most: no filter in use packs more densely."""
 _CHUNK_BYTES = 4096
 """What HDF5 takes for each chunk of a dataset while it is read, however small the chunk is."""
@@ -67,7 +67,7 @@ def find_object(group: h5py.Group, name: str) -> Any:
         ValueError: an external link, which names another file, or too many links.
         KeyError, OSError, RuntimeError: the file is damaged.
     """
-    return _find(group, name, [_MOST_LINKS])
+    return _find(group, name, [_MAX_LINKS])
 
 
 def _find(group: Any, name: str, links: list[int]) -> Any:
@@ -82,7 +82,7 @@ def _find(group: Any, name: str, links: list[int]) -> Any:
         if isinstance(link, h5py.SoftLink):
             links[0] -= 1
             if links[0] < 0:
-                raise ValueError(f"'{name}' is reached by more than {_MOST_LINKS} links")
+                raise ValueError(f"'{name}' is reached by more than {_MAX_LINKS} links")
             item = _find(item, link.path, links)
         elif isinstance(link, h5py.HardLink):
             item = item[part]
@@ -119,7 +119,7 @@ def check_dataset(dataset: h5py.Dataset, before: int = 0) -> int:
         count = math.prod(-(-length // part) for length, part in zip(shape, cell, strict=True))
         size = max(size, count * _CHUNK_BYTES)
     length = os.stat(dataset.file.filename).st_size
-    stored, packed = min(dataset.id.get_storage_size(), length), _MOST_PACKED if chunked else 1
+    stored, packed = min(dataset.id.get_storage_size(), length), _MAX_PACKED if chunked else 1
     if size > max(_SMALL, stored * packed) or before + size > _SMALL + length * packed:
         raise ValueError(f"'{name}' would take {size} bytes, but the file has only {stored} of it; is it whole?")
     return before + size

@@ -90,7 +90,8 @@ def progress_bar(
         unit: what is counted.
         wanted: whether to show it; None: where stderr is a terminal.
     """
-    if not (sys.stderr.isatty() if wanted is None else wanted):
+    shown = sys.stderr is not None and sys.stderr.isatty() if wanted is None else wanted
+    if not shown:
         yield
         return
     bar = ProgressBar(iteration, total, unit)

@@ -14,6 +14,11 @@ def _interrupts() -> Iterator[None]:
         yield
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their number: a packed file holds the time, and each worker collects the tests for itself."""
+    return f"{argname} of {len(val)} bytes" if isinstance(val, bytes) else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Make what a test printed text that one process can send to another: paths need not be UTF-8."""

@@ -83,7 +83,27 @@ def _batch_norm(layer: Any, shape: Sequence[int]) -> Settings:
 
 @reader("Scale")
 def _scale(layer: Any, shape: Sequence[int]) -> Settings:
-    return {"bias": layer.scale_param.bias_term, "axis": layer.scale_param.axis}
+    return {"bias": layer.scale_param.bias_term, "axis": layer.scale_param.axis % len(shape)}
+
+
+@reader("Bias")
+def _bias(layer: Any, shape: Sequence[int]) -> Settings:
+    return {"axis": layer.bias_param.axis % len(shape)}
+
+
+@reader("Power")
+def _power(layer: Any, shape: Sequence[int]) -> Settings:
+    return {name: getattr(layer.power_param, name) for name in ("power", "scale", "shift")}
+
+
+@reader("ShuffleChannel")
+def _shuffle(layer: Any, shape: Sequence[int]) -> Settings:
+    return {"group": layer.shuffle_channel_param.group}
+
+
+@reader("ROIPooling")
+def _regions(layer: Any, shape: Sequence[int]) -> Settings:
+    return {"scale": layer.roi_pooling_param.spatial_scale}
 
 
 @reader("ReLU")
@@ -187,7 +207,10 @@ def _embed(layer: Any, shape: Sequence[int]) -> Settings:
     return {"words": layer.embed_param.input_dim, "outputs": layer.embed_param.num_output}
 
 
-@reader("Split", "Reshape", "Sigmoid", "Silence", "SigmoidCrossEntropyLoss", "EuclideanLoss")
+@reader(
+    "Split", "Reshape", "Sigmoid", "Silence", "SigmoidCrossEntropyLoss", "EuclideanLoss", "PReLU", "ReLU6", "TanH",
+    "ELU", "Swish", "HardSwish", "AbsVal", "Axpy", "Upsample", "Interp", "SmoothL1Loss", "L1Loss",
+)  # fmt: skip
 def _nothing(layer: Any, shape: Sequence[int]) -> Settings:
     return {}
 

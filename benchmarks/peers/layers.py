@@ -48,6 +48,7 @@ class Pooling(nn.Module):
     def __init__(self, layer: Described) -> None:
         super().__init__()
         s = layer["settings"]
+        self.masked = len(layer["shapes"]) > 1
         self.is_max, whole = s["max"], s["kernel"] == layer["bottom_shapes"][0][2:] and not any(s["pad"])
         self.whole = whole and layer["shapes"][0][2:] == [1, 1]
         self.window = (tuple(s["kernel"]), tuple(s["stride"]), tuple(s["pad"]))
@@ -56,6 +57,8 @@ class Pooling(nn.Module):
     def forward(self, x: Any) -> Any:
         if self.whole:
             return (F.adaptive_max_pool2d if self.is_max else F.adaptive_avg_pool2d)(x, 1)
+        if self.masked:
+            return F.max_pool2d(x, *self.window, ceil_mode=self.ceil, return_indices=True)
         return (F.max_pool2d if self.is_max else F.avg_pool2d)(x, *self.window, ceil_mode=self.ceil)
 
 

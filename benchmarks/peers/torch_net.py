@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+import peers.more_layers  # noqa: F401 -- registers them
 from peers.layers import MAKERS, Described, prior_boxes
 
 
@@ -60,10 +61,9 @@ class Builder:
             self.values[name] = self.graph.placeholder(name)
         layers = description["layers"]
         for number, layer in enumerate(layers):
-            if layer["type"] == "Scale":
-                continue
             following = layers[number + 1] if number + 1 < len(layers) else None
-            self.add(number, layer, following)
+            if number == 0 or scale_of(layers[number - 1], layer) is None:
+                self.add(number, layer, following)
         if description["losses"]:
             terms = [
                 self.call(operator.mul, self.values[name], weight) for name, weight in description["losses"].items()
@@ -105,9 +105,9 @@ class Builder:
             return
         shapes = layer["shapes"]
         if layer["type"] == "BatchNorm":
-            assert following and following["type"] == "Scale" and following["bottoms"] == tops, layer["name"]
-            name = self.batch_norm(number, layer, following)
-            tops = following["tops"]
+            scale = scale_of(layer, following)
+            name = self.batch_norm(number, layer, scale)
+            tops = scale["tops"] if scale else tops
         else:
             name = self.module(number, layer)
         node = self.graph.call_module(name, tuple(self.value(bottom) for bottom in bottoms))
@@ -142,18 +142,27 @@ class Builder:
             parts.append(Home(lstm.weight_ih_l0, (slice(None), slice(width, None)), True))
         return [*parts, Home(lstm.weight_hh_l0, ..., True)]
 
-    def batch_norm(self, number: int, layer: Described, scale: Described) -> str:
-        """PyTorch's batch normalisation with gain and shift."""
+    def batch_norm(self, number: int, layer: Described, scale: Described | None) -> str:
+        """PyTorch's batch normalisation with gain and shift, where ours has them."""
         s, shape = layer["settings"], layer["bottom_shapes"][0]
-        kinds = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-        module = kinds[len(shape)](shape[1], s["eps"], s["momentum"])
-        if not scale["settings"]["bias"]:
+        kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+        module = kinds[len(shape)](shape[1], s["eps"], s["momentum"], affine=scale is not None)
+        if scale and not scale["settings"]["bias"]:
             module.bias.requires_grad_(False)
         self.root.add_module(f"m{number}", module)
         mean, variance, _ = layer["keys"]
         self.homes |= {mean: Home(module.running_mean, frozen=True), variance: Home(module.running_var, frozen=True)}
-        self.homes |= dict(zip(scale["keys"], (Home(module.weight), Home(module.bias)), strict=False))
+        scales = scale["keys"] if scale else []
+        self.homes |= dict(zip(scales, (Home(module.weight), Home(module.bias)), strict=False))
         return f"m{number}"
+
+
+def scale_of(layer: Described, following: Described | None) -> Described | None:
+    """The Scale right behind a BatchNorm, with one number of its own for each channel."""
+    if layer["type"] != "BatchNorm" or following is None or following["type"] != "Scale":
+        return None
+    alone = following["bottoms"] == layer["tops"] and len(following["bottoms"]) == 1
+    return following if alone and following["parameters"][0] == layer["bottom_shapes"][0][1:2] else None
 
 
 def learned(description: dict[str, Any]) -> int:

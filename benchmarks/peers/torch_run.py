@@ -1,6 +1,7 @@
 """PyTorch's side: a process that reads a job as JSON, measures or compares a described net, and prints JSON.
 
-A job has the description, a device (cpu, gpu), a dtype (FLOAT, FLOAT16, BFLOAT16), a mode and `quick`. Modes are words:
+A job is one line: the description, a device (cpu, gpu), a dtype (FLOAT, FLOAT16, BFLOAT16), a mode, `quick`, and the
+number of `turns` that a `Side` asks for. Modes are words:
 "plain" (layout N, C, H, W) or else channels last; "graph" for one CUDA graph; "compile" for `torch.compile`, for
 inference on a GPU with `reduce-overhead`; neither of the two runs eagerly. Training is forward, loss, backward and SGD
 with momentum and weight decay, in halves with autocast. On a GPU products are TF32 and `cudnn.benchmark` is on.
@@ -21,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from processes import alone, measure, repeated
+from processes import alone, measure_job, repeated
 
 from peers.torch_net import Home, build
 
@@ -35,12 +36,22 @@ def made(shape: list[int], kind: str) -> Any:
         return torch.randint(int(kind[5:]), shape)
     if kind == "begins":
         return torch.ones(shape)
+    if kind.startswith("regions:"):
+        return regions(shape, [int(number) for number in kind.split(":")[1:]])
     if kind != "boxes":
         return torch.rand(shape) if kind == "unit" else torch.randn(shape)
     low = torch.rand(*shape[:3], 2) * 0.6
     high = low + 0.1 + 0.3 * torch.rand(*shape[:3], 2)
     return torch.cat((torch.zeros(*shape[:3], 1), torch.randint(1, 21, (*shape[:3], 1)), low[..., :1] * 0, low, high,
                       low[..., :1] * 0), 3)  # fmt: skip
+
+
+def regions(shape: list[int], sizes: list[int]) -> Any:
+    """Rows of image, left, top, right, bottom in pixels."""
+    images, height, width = sizes
+    low = torch.rand(shape[0], 2) * 0.6
+    corners = torch.cat((low, low + 0.05 + 0.3 * torch.rand(shape[0], 2)), 1) * torch.tensor([width, height] * 2)
+    return torch.cat((torch.randint(0, images, (shape[0], 1)), corners.round()), 1)
 
 
 def placed(tensor: Any, device: str, last: bool, half: Any) -> Any:
@@ -113,7 +124,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                 run()
             wait()
             ready = time.perf_counter() - begin
-            milliseconds = measure(repeated(run, wait), job.get("quick", False))
+            milliseconds = measure_job(repeated(run, wait), job)
     if device == "cpu":
         gib = held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     else:
@@ -176,13 +187,15 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
 
 def distance_of(home: Home, wanted: Any) -> float:
     """Of a parameter's gradient; biases before a batch normalisation have none but rounding."""
+    if home.tensor.grad is None:  # nothing reads what it computes
+        return float(wanted.norm())
     wanted, found = home.order(wanted), home.tensor.grad[home.part]
     return distance(found, wanted) if float(wanted.abs().max()) > 1e-7 else 0.0
 
 
 def main() -> None:
     """Do the job on the standard input."""
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     print(json.dumps(compare(job) if "folder" in job else run_job(job)))
 
 

@@ -1,4 +1,7 @@
-"""The device boundary: `Backend`'s primitives, implemented on NumPy and numba and on CuPy and cuDNN."""
+"""The device boundary: `Backend`'s primitives, implemented on NumPy and numba and on CuPy and cuDNN.
+
+Every part above imports its root; the tables of tests/unit/test_imports.py say who imports more of it.
+"""
 
 from __future__ import annotations
 

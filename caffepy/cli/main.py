@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +30,7 @@ from caffepy.errors import (
     lacks_threads,
     one_line,
 )
+from caffepy.files import open_closed_streams
 from caffepy.phases import START, announcing
 from caffepy.registry import suggest
 
@@ -59,10 +63,15 @@ MODULES = {
 }
 """Modules of the commands, below this folder, that have another name than the command."""
 
+WRITERS = TOOLS | {"export", "import", "data"}
+"""Commands that do not treat signals themselves and write files."""
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
 PIPE_CLOSED = 141
 """Exit status when the reader of the output went away: 128 + SIGPIPE."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, to which the output goes."""
 TRACEBACK = "CAFFEPY_TRACEBACK"
 """The variable that has tracebacks printed."""
 NO_MEMORY = "out of memory: this process cannot have as much as it needs; use a smaller batch_size or a smaller file"
@@ -75,8 +84,17 @@ exit status: 0 done; 1 a failure while running; 2 a mistake in what was given; 7
 130 interrupted"""
 
 
+class Ended(KeyboardInterrupt):
+    """A signal asked the process to end; what cleans up after Ctrl-C does so after this."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
+    open_closed_streams()
     arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
@@ -87,20 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(arguments, verbose)
     except CaffepyError as error:
         return _report(str(error), error.exit_status, traced)
+    except Ended as ended:
+        return _report(f"ended by {ended}", ended.status, traced)
     except KeyboardInterrupt:
         return _report("interrupted", INTERRUPTED, traced)
     except SystemExit as leaving:  # --help and --version; a rank that leaves the message to the root
         return int(leaving.code or 0)
     except BrokenPipeError:
-        # Python would flush the closed pipe once more at exit and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return PIPE_CLOSED
     except MemoryError:
         return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
-    except Exception as error:  # the last resort: the user gets one line, and the traceback on request
-        if lacks_threads(error):
-            return _report(NO_THREADS, RunError.exit_status, traced)
-        return _report(_describe(error, traced), InternalError.exit_status, traced)
+    except Exception as error:
+        return _unforeseen(error, traced)
 
 
 def _run(arguments: list[str], verbose: bool) -> int:
@@ -112,10 +129,34 @@ def _run(arguments: list[str], verbose: bool) -> int:
     args.verbose = verbose
     args.arguments = arguments
     silence = nullcontext() if args.command == "train" else announcing(START)  # train breaks it until it iterates
-    with _dialect(getattr(args, "dialect", None)), silence:
+    signals = _ended_in_order() if args.command in WRITERS else nullcontext()
+    with _dialect(getattr(args, "dialect", None)), silence, signals:
         status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and a closed terminal's SIGHUP raise `Ended`, so that no temporary files are left.
+
+    A signal that whoever started the process lets be ignored, as nohup does, stays ignored.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for other in numbers:  # job managers send several; Ctrl-C and SIGKILL are left for what hangs
+            signal.signal(other, signal.SIG_IGN)
+        raise Ended(number)
+
+    alone = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if alone and signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _dialect(name: str | None) -> AbstractContextManager[None]:
@@ -170,6 +211,11 @@ def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     return (word,)
 
 
+def _discard_output() -> None:
+    """Python would flush what could not be written once more at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _print_anything() -> None:
     """Let names that stdout's encoding cannot express be printed as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
@@ -177,10 +223,21 @@ def _print_anything() -> None:
 
 
 def _report(message: str, status: int, traced: bool) -> int:
-    if traced:
-        traceback.print_exc()
-    print(f"caffepy: error: {rank_prefix()}{one_line(message)}", file=sys.stderr)
+    with suppress(OSError):  # of a full disk
+        if traced:
+            traceback.print_exc()
+        print(f"caffepy: error: {rank_prefix()}{one_line(message)}", file=sys.stderr)
     return status
+
+
+def _unforeseen(error: Exception, traced: bool) -> int:
+    """The last resort: the user gets one line, and the traceback on request."""
+    if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
+        _discard_output()
+        return _report(f"the output cannot be written: {error.strerror}", RunError.exit_status, traced)
+    if lacks_threads(error):
+        return _report(NO_THREADS, RunError.exit_status, traced)
+    return _report(_describe(error, traced), InternalError.exit_status, traced)
 
 
 def _describe(error: Exception, traced: bool) -> str:

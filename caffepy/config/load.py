@@ -41,7 +41,7 @@ MAX_BYTES = 2**31 - 1
 MAX_TEXT_BYTES = 2**24
 """Longest prototxt; the largest nets have a few hundred kB."""
 
-_MOST_REMEMBERED = 2**20
+_MAX_REMEMBERED = 2**20
 """Longest prototxt whose message is remembered."""
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -52,9 +52,11 @@ ITEM_BYTES = {DOUBLE: 8, FLOAT: 4, FLOAT16: 2}
 MAX_AXES = 32
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limits for one blob."""
-_MOST_LAYERS, _MOST_BLOBS = 100_000, 1000
+_MAX_LAYERS, _MAX_BLOBS = 100_000, 1000
 """More layers (and history blobs) than any net has, and blobs than any layer."""
-_MOST_COUNTED = 2**62
+_PATHS = ("source", "root_folder", "mean_file", "meanfile", "file_name", "label_map_file", "video_file")
+"""Settings of layers that Caffe writes into a .caffemodel in the encoding of the machine that trained it."""
+_MAX_COUNTED = 2**62
 """Exclusive limit of a state's counts; sums of them fit in 64 bits."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """What Python, NumPy, h5py and protobuf raise where a file does not hold what it should."""
@@ -93,7 +95,7 @@ def read_prototxt(path: Path | str, kind: str, message: M) -> M:
         ConfigError: the file is absent or no prototxt of such a message.
     """
     text = decode_text(_read_text(path, kind), str(path))
-    if len(text) > _MOST_REMEMBERED:
+    if len(text) > _MAX_REMEMBERED:
         return parse_text(text, message, str(path))
     new: Any = type(message)
     message.MergeFrom(_parsed(text, new, str(path)))
@@ -139,7 +141,7 @@ def read_solver_state(path: Path | str) -> SolverState:
         state = read_binary(path, SolverState())
         if not state.HasField("iter"):
             raise SnapshotError(f"{path}: not a .solverstate: {describe_content(_head(path))}")
-        if len(state.history) > _MOST_LAYERS:
+        if len(state.history) > _MAX_LAYERS:
             raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
         check_state(state, str(path))
     return state
@@ -203,7 +205,7 @@ def check_state(state: SolverState, origin: str) -> None:
     counts |= {"data_position": max((position.position for position in state.data_position), default=0)}
     counts |= {"test_pass_number": max(state.test_pass_number, default=0)}
     for field, count in counts.items():
-        if not 0 <= count < _MOST_COUNTED:
+        if not 0 <= count < _MAX_COUNTED:
             raise SnapshotError(f"{origin}: {field} is {count}, which no training comes to; the file is damaged")
     if not 0 <= state.loss_scale < math.inf:
         raise SnapshotError(f"{origin}: loss_scale is {state.loss_scale}; the file is damaged")
@@ -218,19 +220,24 @@ def _check_counts(param: NetParameter, origin: str) -> None:
         SnapshotError: there are more layers than any net has, or more blobs than any layer.
     """
     layers = max(len(param.layer), len(param.layers))
-    if layers > _MOST_LAYERS:
+    if layers > _MAX_LAYERS:
         raise SnapshotError(f"{origin}: has {layers} layers; the file is damaged")
     blobs = max(len(layer.blobs) for layers in (param.layer, param.layers) for layer in layers)
-    if blobs > _MOST_BLOBS:
+    if blobs > _MAX_BLOBS:
         raise SnapshotError(f"{origin}: has a layer of {blobs} blobs; the file is damaged")
 
 
 def _damaged_text(message: Message) -> str:
-    """The first text in a message that is not UTF-8, for which protobuf gives bytes; empty if there is none."""
-    for _, field, value, path in walk_fields(message):
+    """The first text in a message that is not UTF-8, for which protobuf gives bytes; empty if there is none.
+
+    Paths in the settings of a layer, which no weights need, may be in another encoding: their bytes become escapes.
+    """
+    for holder, field, value, path in walk_fields(message):
         texts = value if hasattr(value, "append") else [value]
         if field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in texts):
-            return path
+            if field.name not in _PATHS:
+                return path
+            setattr(holder, field.name, value.decode(errors="backslashreplace"))
     return ""
 
 

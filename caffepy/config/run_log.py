@@ -30,7 +30,7 @@ _HEAD = re.compile(rf"{_PREFIX}Initializing solver from parameters, (\d{{1,9}}) 
 _LINE = re.compile(rf"{_PREFIX}\| (.*)")
 _LONGEST_LINE = 1 << 24
 """Characters of a line of the log; longer ones are none of ours."""
-_MOST_TEXT = 1 << 26
+_MAX_TEXT = 1 << 26
 """Characters within which the solver must end; the longest prototxt has a quarter of them."""
 
 
@@ -84,11 +84,11 @@ def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:
 
 
 def _find_solver(log: TextIO, path: Path) -> tuple[str, Path]:
-    head, lines, left = None, list[str](), _MOST_TEXT
+    head, lines, left = None, list[str](), _MAX_TEXT
     while line := log.readline(_LONGEST_LINE):
         left -= len(line)
         if left < 0:
-            raise ConfigError(f"--from-log {path}: its solver does not end within the first {_MOST_TEXT} characters")
+            raise ConfigError(f"--from-log {path}: its solver does not end within the first {_MAX_TEXT} characters")
         if head is None:
             head = _HEAD.match(line)
         elif match := _LINE.match(line):

@@ -25,6 +25,9 @@ LR_POLICIES: dict[str, tuple[str, ...]] = {
 }
 """The learning-rate policies of both Caffes and the SSD branch; the fields that each needs besides ``base_lr``."""
 
+DIVISORS = {"step": ("stepsize",), "sigmoid": ("stepsize",), "plateau": ("plateau_winsize",), "poly": ("max_iter",)}
+"""What a policy has no learning rate without."""
+
 MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
 LARC_POLICIES = ("scale", "clip")
@@ -34,7 +37,7 @@ DECOUPLED = ("SGD", "SAG")
 EVAL_TYPES = ("classification", "detection")
 AP_VERSIONS = ("Integral", "11point", "MaxIntegral")
 
-LEAST = {
+MINIMUM = {
     "max_iter": 0,
     "base_lr": 0,
     "min_lr": 0,
@@ -52,7 +55,7 @@ LEAST = {
 }
 """The least value of each field that has one."""
 
-MOST_PASSES = 2**16
+MAX_PASSES = 2**16
 """Largest iter_size: the random numbers and batches of an iteration's passes are prepared together."""
 
 WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
@@ -83,6 +86,25 @@ def check_solver(param: SolverParameter, origin: str = "solver") -> None:
         raise ConfigError(f"{origin}: snapshot is {param.snapshot} but snapshot_prefix is empty; set snapshot_prefix")
 
 
+def check_values(param: SolverParameter, origin: str = "solver") -> None:
+    """Checks what Caffe checks in any solver, which a program may have made with less than a training needs.
+
+    A program that makes steps by itself needs no `max_iter`, no `base_lr` where it sets the rate, and no `lr_policy`
+    where it changes the parameters itself.
+
+    Raises:
+        ConfigError: the first value that is wrong, and what to change.
+    """
+    _check_finite(param, origin)
+    _check_least(param, origin)
+    if _has(param, "lr_policy"):
+        _check_known("lr_policy", param.lr_policy, tuple(LR_POLICIES), origin)
+    for name in DIVISORS.get(param.lr_policy, ()):
+        _check_present(param, (name,), f', and lr_policy "{param.lr_policy}" needs it', origin)
+    _check_other_policies(param, origin)
+    _check_rule(param, origin)
+
+
 def log_ignored(param: SolverParameter) -> None:
     """Logs the settings that have no effect."""
     if param.solver_data_type != FLOAT:
@@ -110,12 +132,13 @@ def _check_finite(param: SolverParameter, origin: str) -> None:
 
 
 def _check_least(param: SolverParameter, origin: str) -> None:
-    for name, least in LEAST.items():
+    for name, least in MINIMUM.items():
         value = getattr(param, name)
-        if _has(param, name) and not value >= least:
+        falling = name == "gamma" and param.lr_policy == "sigmoid"  # NVIDIA Caffe trains so, BVLC's ends the program
+        if _has(param, name) and not value >= least and not falling:
             raise ConfigError(f"{origin}: {name} is {value:g}; it must be at least {least}")
-    if param.iter_size > MOST_PASSES:
-        raise ConfigError(f"{origin}: iter_size is {param.iter_size}; it must be at most {MOST_PASSES}")
+    if param.iter_size > MAX_PASSES:
+        raise ConfigError(f"{origin}: iter_size is {param.iter_size}; it must be at most {MAX_PASSES}")
 
 
 def _check_learning_rate(param: SolverParameter, origin: str) -> None:

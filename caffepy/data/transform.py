@@ -34,7 +34,7 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
-_MOST_CROP = 1 << 16
+_MAX_CROP = 1 << 16
 _SSD_ALONE = ("distort_param", "expand_param", "emit_constraint")
 """What AnnotatedData alone does."""
 
@@ -51,8 +51,8 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
         raise ConfigError(f"{where}: transform_param has both force_color and force_gray; keep one of them")
     if not param.crop_size and bool(param.crop_h) != bool(param.crop_w):
         raise ConfigError(f"{where}: transform_param needs crop_h and crop_w, or neither; crop_size stands for both")
-    if max(param.crop_size, param.crop_h, param.crop_w) > _MOST_CROP:
-        raise ConfigError(f"{where}: transform_param has a crop of more than {_MOST_CROP} pixels")
+    if max(param.crop_size, param.crop_h, param.crop_w) > _MAX_CROP:
+        raise ConfigError(f"{where}: transform_param has a crop of more than {_MAX_CROP} pixels")
     check_random_resize(param, where)
     if param.HasField("resize_param"):
         check_resize(param.resize_param, where)

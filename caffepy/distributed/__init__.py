@@ -4,6 +4,8 @@
 errors, `data_parallel.py` a solver that trains in a group, `spawn.py` the start of processes, `arrays.py` the check of
 arguments, `rendezvous.py` how processes meet, `membership.py` who they are and for whom a rank waits, `backends.py` the
 choice of a communicator. The communicators and the control channel are those of `caffepy.parallel`.
+
+Scripts import it, and pycaffe.
 """
 
 from __future__ import annotations

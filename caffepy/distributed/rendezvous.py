@@ -26,7 +26,7 @@ from caffepy.parallel.store.records import Member
 from caffepy.parallel.store.server import ControlServer
 from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 """Of the file that `file://` names."""
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """What ``env://`` reads: rank 0's address and port, this process's number and the number of processes."""
@@ -219,7 +219,7 @@ def _read(path: Path) -> tuple[list[Address], str]:
         UserError: another user could have written it.
     """
     try:
-        found = json.loads(read_private(path, _MOST_BYTES))
+        found = json.loads(read_private(path, _MAX_BYTES))
         return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error

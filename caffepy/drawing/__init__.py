@@ -2,6 +2,8 @@
 
 `graph` makes boxes and edges of a net, `labels` their text and colours, `layered` gives them positions, and `svg`,
 `raster` and `dot` write them.
+
+cli and pycaffe import it.
 """
 
 from caffepy.drawing.draw import FORMATS, RANKDIRS, draw_net, render_net

@@ -17,7 +17,7 @@ from caffepy.drawing.positions import Grid, place
 from caffepy.errors import ConfigError
 
 SWEEPS = 12
-MOST_POINTS = 300_000
+MAX_POINTS = 300_000
 """Points at which edges cross ranks that are laid out; larger nets would take minutes and fill no screen."""
 
 
@@ -62,10 +62,10 @@ def lay_out(sizes: Sequence[float], edges: Sequence[tuple[int, int]], spacing: f
 def _make_grid(sizes: Sequence[float], edges: Sequence[tuple[int, int]]) -> Grid:
     rank = _ranks(len(sizes), edges)
     points = sum(rank[target] - rank[source] for source, target in edges)
-    if len(sizes) + points > MOST_POINTS:
+    if len(sizes) + points > MAX_POINTS:
         raise ConfigError(
             f"the net has {len(sizes)} boxes and edges over {points} ranks, more than are laid out "
-            f"({MOST_POINTS}); write a .dot file instead"
+            f"({MAX_POINTS}); write a .dot file instead"
         )
     grid = Grid(rank, list(sizes), [[] for _ in sizes], [[] for _ in sizes], [], len(sizes))
     for source, target in edges:

@@ -12,7 +12,7 @@ from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 
-MOST_SHAPES = 4
+MAX_SHAPES = 4
 """Shapes of the inputs whose nets, with memory and graphs, are kept at the same time."""
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ class ShapeRunners:
         runner = self.kept.get(shapes)
         if runner is None:
             runner = self._make(shapes)
-            if len(self.kept) >= MOST_SHAPES:
+            if len(self.kept) >= MAX_SHAPES:
                 self.kept.popitem(last=False)[1].close()
             self.kept[shapes] = runner
         self.kept.move_to_end(shapes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from caffepy.blob import Blob
 from caffepy.errors import ConfigError
-from caffepy.inference.runners import MOST_SHAPES, Shapes
+from caffepy.inference.runners import MAX_SHAPES, Shapes
 from caffepy.layers.core.base import PassCounter
 from caffepy.net import Net
 from caffepy.net.deploy import Deploy, deploy_net
@@ -58,7 +58,7 @@ class RuntimeRunner:
 
     def _runtime(self, shapes: Shapes) -> RuntimeNet:
         if shapes not in self._runtimes:
-            if len(self._runtimes) >= MOST_SHAPES:
+            if len(self._runtimes) >= MAX_SHAPES:
                 self._runtimes.clear()
             wanted = {blob.name: shape for blob, shape in zip(self._inputs, shapes, strict=True)}
             param = deploy_net(self._param, Deploy(wanted, [blob.name for blob in self._outputs]))

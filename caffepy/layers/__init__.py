@@ -1,4 +1,7 @@
-"""Layer types, one family a file; `layer_class` finds them by the name that prototxts use."""
+"""Layer types, one family a file; `layer_class` finds them by the name that prototxts use.
+
+net, solvers and all parts above import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads the logs of trainings, of BVLC's Caffe, NVIDIA's and ours, and writes them as tables and charts."""
+"""Reads the logs of trainings, of BVLC's Caffe, NVIDIA's and ours, and writes them as tables and charts.
+
+cli imports it.
+"""
 
 from caffepy.logs.plot import CHARTS, plot_logs
 from caffepy.logs.read import Row, TrainingLog, read_log

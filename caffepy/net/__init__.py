@@ -1,4 +1,7 @@
-"""Nets: filtering, automatic splits, wiring, flat parameters, forward and backward."""
+"""Nets: filtering, automatic splits, wiring, flat parameters, forward and backward.
+
+solvers and all parts above import it.
+"""
 
 from caffepy.net.net import Net
 from caffepy.net.parameters import Parameter, ParameterBuffer

@@ -6,6 +6,7 @@ The order of steps is that of `Net::Init` in Caffe's `net.cpp`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
 
     A generator, because a layer is connected to blobs that the layers before it have already given their shapes.
     """
-    precision = Precision(param, context.backend)
+    precision, earlier = Precision(param, context.backend), Counter[str]()
     for layer_param, overwritten, labels in zip(
         param.layer, overwritten_tops(param.layer), find_label_tops(param), strict=True
     ):
@@ -90,6 +91,9 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
         refuse_fields(layer_param, f"layer '{layer_param.name}' ({layer_param.type})")
         layer = cls(layer_param, context)
         layer.tops_overwritten, layer.label_tops = overwritten, labels
+        if count := earlier[layer.name]:
+            layer.random_name = f"{layer.name}, after {count} of the same name"
+        earlier[layer.name] += 1
         node = wiring.connect(layer, precision)
         yield from insert_casts(node, context)
         yield node

@@ -15,6 +15,13 @@ from caffepy.backend.handles import Graph
 
 log = logging.getLogger(__name__)
 
+CAPTURE_ATTEMPTS = 2
+"""Passes that run eagerly before capturing is given up.
+
+The first one also tunes, which takes workspaces in another order and in other sizes than passes behind it. What these
+then need beyond it can only be allocated by another eager pass, not while a graph is captured.
+"""
+
 
 @dataclass(frozen=True)
 class Segment:

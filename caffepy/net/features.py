@@ -11,7 +11,7 @@ from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 from caffepy.registry import suggest
 
-_MOST_AXES = 4
+_MAX_AXES = 4
 """Of Datums: N, C, H and W."""
 
 
@@ -61,9 +61,9 @@ def _blob(net: Net, name: str) -> Blob:
 def _datums(name: str, blob: Blob) -> Iterator[caffe_pb2.Datum]:
     """A Datum for each item of the first axis; missing axes count as 1, as in Caffe."""
     values = blob.host_data().astype("float32")
-    if values.ndim > _MOST_AXES:
-        raise ConfigError(f"blob '{name}' has {values.ndim} axes; a Datum takes at most {_MOST_AXES}")
-    values = values.reshape(values.shape + (1,) * (_MOST_AXES - values.ndim))
+    if values.ndim > _MAX_AXES:
+        raise ConfigError(f"blob '{name}' has {values.ndim} axes; a Datum takes at most {_MAX_AXES}")
+    values = values.reshape(values.shape + (1,) * (_MAX_AXES - values.ndim))
     channels, height, width = values.shape[1:]
     for item in values:
         yield caffe_pb2.Datum(channels=channels, height=height, width=width, float_data=item.ravel().tolist())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -18,15 +18,16 @@ import numpy as np
 from caffepy.backend import Array
 from caffepy.backend.handles import DeviceScalars
 from caffepy.blob import Blob
-from caffepy.errors import RunError
-from caffepy.net.capture import GraphSegments, Segment
+from caffepy.errors import DataError, RunError
+from caffepy.layers.core.base import Layer
+from caffepy.net.capture import CAPTURE_ATTEMPTS, GraphSegments, Segment
 from caffepy.net.fusion.fused import FusedLayer
 from caffepy.net.net import Net
 from caffepy.net.wiring import Node, capture_blockers
 
 log = logging.getLogger(__name__)
 
-MOST_MOVES = 3
+MAX_MOVES = 3
 """Passes in which tops may move before all later ones run layer by layer."""
 
 
@@ -45,7 +46,8 @@ class ForwardRunner:
         self.net = net
         self._lazily = lazily
         self._stale = True
-        self._wanted = net.backend.captures and not eager and not net.debug_info
+        captures = net.backend.captures and not eager and not net.debug_info
+        self._attempts_left = CAPTURE_ATTEMPTS if captures else 0
         self._warm = False
         self._segments = GraphSegments(net.backend, [])
         self._random: DeviceScalars | None = None
@@ -57,7 +59,7 @@ class ForwardRunner:
     @property
     def wanted(self) -> bool:
         """Whether passes are to be graphs: they can be as far as is known, and are asked for."""
-        return self._wanted
+        return self._attempts_left > 0
 
     @property
     def captured(self) -> bool:
@@ -78,6 +80,7 @@ class ForwardRunner:
             return
         copying, self.net.folds_parameters = self.net.keeps_copies, False
         self.net.keeps_copies = False
+        self.net.context.forward_only = True
         try:
             if self._recorded is None or observed or not self._warm:
                 self.net.forward()
@@ -85,6 +88,7 @@ class ForwardRunner:
                 self._recorded.run()
         finally:  # for whoever runs the net without this object
             self.net.folds_parameters, self.net.keeps_copies = True, copying
+            self.net.context.forward_only = False
         self._warm = True
 
     def leave_device(self) -> None:
@@ -109,12 +113,12 @@ class ForwardRunner:
                 self._recorded.drop()
 
     def capture(self) -> bool:
-        """Make graphs of a pass like the last one; whether there are any now.
+        """Make graphs of a pass like the last one, which ran eagerly; whether there are any now.
 
         Memory is allocated, which can wait for the work of other devices of the process: where these run at the same
         time, let all of them capture before one of them launches a collective.
         """
-        if self.captured or not (self._wanted and self._warm):
+        if self.captured or not (self.wanted and self._warm):
             return self.captured
         net = self.net
         net.backend.trim()  # what tuning and compiling the first pass took
@@ -124,19 +128,26 @@ class ForwardRunner:
         ]
         self._segments = GraphSegments(net.backend, segments)
         try:
-            with self._counting_on_device():
+            with self._capturing():
                 self._segments.capture()
+            self._attempts_left = CAPTURE_ATTEMPTS
         except RunError as error:
-            log.info("Passes of net '%s' are not captured into graphs: %s", net.name, error)
-            self.stop_capturing()
+            self._not_captured(error)
         except BaseException:
             self.drop()  # the graphs of some segments only
             raise
         return self.captured
 
+    def _not_captured(self, error: RunError) -> None:
+        self.drop()
+        self._attempts_left -= 1
+        if not self.wanted:
+            log.info("Passes of net '%s' are not captured into graphs: %s", self.net.name, error)
+
     @contextmanager
-    def _counting_on_device(self) -> Iterator[None]:
+    def _capturing(self) -> Iterator[None]:
         """Let layers read the number of the pass from the device's memory, where it is another in each replay."""
+        self.net.context.forward_only = True
         passes = self.net.context.passes
         if passes.draws:
             self._random = self.net.backend.device_scalars(1, 1)
@@ -146,10 +157,11 @@ class ForwardRunner:
             yield
         finally:
             passes.on_device = None
+            self.net.context.forward_only = False
 
     def stop_capturing(self) -> None:
         """Run eagerly from now on."""
-        self._wanted = False
+        self._attempts_left = 0
         self.drop()
 
     def _replay(self) -> bool:
@@ -217,6 +229,8 @@ class RecordedPass:
         self._tops: dict[int, list[Array]] = {}
         self._moved: int | None = None
         self._moves = 0
+        noting = [node for node in net.schedule if is_recorded(node) and not isinstance(node.layer, FusedLayer)]
+        self._checked = [n for n in noting if type(n.layer).raise_device_errors is not Layer.raise_device_errors]
 
     def run(self) -> None:
         """One pass."""
@@ -226,7 +240,13 @@ class RecordedPass:
             self._record()
         else:
             self._replay()
+        self._raise_device_errors()
         self._net.context.passes.number += 1
+
+    def _raise_device_errors(self) -> None:
+        """What kernels noted that were called without their layer."""
+        for node in self._checked:
+            node.layer.raise_device_errors()
 
     def drop(self) -> None:
         """Let the next pass be recorded."""
@@ -270,8 +290,9 @@ class RecordedPass:
         works = [partial(self._forward, index) for index in range(len(net.schedule))]
         for recorded, group in groupby(enumerate(works), key=lambda pair: self._tried[pair[0]]):
             calls = [work for _, work in group]
-            if recorded and self._moves < MOST_MOVES:
-                self._calls += net.backend.record(calls)
+            if recorded and self._moves < MAX_MOVES:
+                with deferring_errors(net.schedule):
+                    self._calls += net.backend.record(calls)
             else:
                 for call in calls:
                     call()
@@ -284,8 +305,20 @@ class RecordedPass:
         self._net.forward_node(node)
         tops = [top.data for top in node.tops]
         before = self._tops.setdefault(index, tops)
-        if have_moved(tops, before) and self._moves < MOST_MOVES:
+        if have_moved(tops, before) and self._moves < MAX_MOVES:
             self._moved = index
+
+
+@contextmanager
+def deferring_errors(nodes: Sequence[Node]) -> Iterator[None]:
+    """Leave errors that kernels note for later: to look for them is host work."""
+    for node in nodes:
+        node.defers_device_errors = True
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.defers_device_errors = False
 
 
 def have_moved(arrays: Sequence[Array], before: Sequence[Array]) -> bool:
@@ -317,17 +350,22 @@ class RecordingTrial:
         net, node = self._net, self._node
         given = [bottom.host_data() for bottom in node.bottoms]
         work = partial(net.forward_node, node)
-        calls = net.backend.record([work])
+        with deferring_errors([node]):
+            calls = net.backend.record([work])
+        node.layer.raise_device_errors()  # before other numbers are taken for indices
         if calls == [work]:
             return True  # the backend knows that it is not kernels alone
         tops, results = [top.data for top in node.tops], [top.host_data() for top in node.tops]
-        self._run(calls)
-        found = [top.host_data() for top in node.tops]
-        self._run([work])
+        with deferring_errors([node]):
+            self._run(calls)
+            found = [top.host_data() for top in node.tops]
+            self._run([work])
         moved = have_moved([top.data for top in node.tops], tops)
         alike = all(same_numbers(one, top.data) for one, top in zip(found, node.tops, strict=True))
         self._write(node.bottoms, given)
         self._write(node.tops, results)
+        with suppress(DataError):
+            node.layer.raise_device_errors()  # which forgets what was wrong with those
         return alike and not moved
 
     def _run(self, calls: list[Callable[[], None]]) -> None:

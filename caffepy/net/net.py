@@ -271,7 +271,7 @@ class Net:
         workspace = self.backend.workspace_lease(node.forward_workspace)
         with self._trace.span("forward", node.layer.name), node.named_errors(), workspace:
             node.layer.forward(node.bottoms, node.tops)
-            if not self.backend.asynchronous:
+            if not (self.backend.asynchronous or node.defers_device_errors):
                 node.layer.raise_device_errors()
         if node.layer.saved_loss is not None:
             self._save_loss(node, node.layer.saved_loss)

@@ -1,10 +1,16 @@
-"""Parameters of whole layers between nets and snapshots, matched by the layers' names (Caffe's `net.cpp`)."""
+"""Parameters of whole layers between nets and snapshots, matched by the layers' names (Caffe's `net.cpp`).
+
+Caffe lets layers have the same name and takes the last one's parameters for the first; here the first of a name gets
+the first one's, the second the second one's.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
@@ -13,6 +19,7 @@ from caffepy.net.weights import check_values, is_stored, load_blob, proto_shape,
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
+Named = TypeVar("Named", Layer, caffe_pb2.LayerParameter)
 
 
 def copy_trained_layers(
@@ -37,9 +44,9 @@ def copy_trained_layers(
         SnapshotError: a layer has another number of parameters or other shapes.
     """
     pairs = []
-    targets = _by_name(layers)
-    for source in weights.layer:
-        target = targets.get(source.name)
+    targets = dict(_numbered(layers))
+    for key, source in _numbered(weights.layer):
+        target = targets.get(key)
         if target is None:
             log.log(log_level, "Ignoring source layer %s", source.name)
             continue
@@ -57,9 +64,18 @@ def copy_trained_layers(
     return copied
 
 
-def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
-    """Of several layers with one name the first, as Caffe's search finds it."""
-    return {layer.name: layer for layer in reversed(layers)}
+def _numbered(layers: Iterable[Named]) -> Iterator[tuple[tuple[str, int], Named]]:
+    """The layers by name and number among those of the same name.
+
+    Layers without parameters do not count where others of their name have some.
+    """
+    layers = list(layers)
+    learned = {layer.name for layer in layers if layer.blobs}
+    numbers = Counter[str]()
+    for layer in layers:
+        if layer.blobs or layer.name not in learned:
+            yield (layer.name, numbers[layer.name]), layer
+            numbers[layer.name] += 1
 
 
 def _stored(source: caffe_pb2.LayerParameter, target: Layer) -> dict[int, caffe_pb2.BlobProto]:
@@ -110,9 +126,9 @@ def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], follo
     Raises:
         ConfigError: numbers or shapes of parameters differ.
     """
-    targets = _by_name(layers)
-    for source in others:
-        target = targets.get(source.name)
+    targets = dict(_numbered(layers))
+    for key, source in _numbered(others):
+        target = targets.get(key)
         if target is None:
             continue
         if [b.shape for b in source.blobs] != [b.shape for b in target.blobs]:

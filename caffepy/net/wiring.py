@@ -40,6 +40,7 @@ class Node:
         shapes: the bottoms' shapes when the layer was last reshaped.
         forward_workspace: memory that the layer's forward pass can use for itself, 1-D uint8: no blob needs it then.
         backward_workspace: the same for its backward pass.
+        defers_device_errors: on the CPU, whether errors that kernels note are left for whoever runs the net.
     """
 
     layer: Layer
@@ -50,6 +51,7 @@ class Node:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     forward_workspace: Array | None = None
     backward_workspace: Array | None = None
+    defers_device_errors: bool = False
 
     def reshape(self) -> None:
         """Reshape the layer to its bottoms' present shapes; a loss gets its weight into its top's diff."""

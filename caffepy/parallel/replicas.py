@@ -16,7 +16,7 @@ from caffepy.net.parameters import Parameter
 
 _HASH_BYTES = 6
 """Hashes travel as float64 numbers, which hold whole numbers of 53 bits."""
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 Gather = Callable[[Sequence[int]], NDArray[np.float64]]
 """Makes a row for each device of the numbers that it is called with by all of them."""
@@ -68,7 +68,7 @@ def _describe(parameters: Sequence[Parameter], hashes: NDArray[np.float64], name
     differs = hashes != hashes[0]
     others = [names[int(device)] for device in np.flatnonzero(differs.any(axis=1))]
     first = parameters[int(np.flatnonzero(differs.any(axis=0))[0])]
-    listed = ", ".join(others[:_MOST_NAMES]) + (f" and {len(others) - _MOST_NAMES} more" * (len(others) > _MOST_NAMES))
+    listed = ", ".join(others[:_MAX_NAMES]) + (f" and {len(others) - _MAX_NAMES} more" * (len(others) > _MAX_NAMES))
     return (
         f"{listed} no longer {'has' if len(others) == 1 else 'have'} the parameters of {names[0]}: parameter "
         f"{first.index} of layer '{first.layer}' is the first of {int(differs.any(axis=0).sum())} that differ; go on "

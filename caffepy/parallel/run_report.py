@@ -9,6 +9,7 @@ from typing import Any
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
+from caffepy.files import check_writable
 from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report import Performance, format_report
@@ -22,9 +23,13 @@ def check_trace(path: Path | None, rank: int) -> None:
 
     Raises:
         ConfigError: on the root, if the folder does not exist.
+        RunError: on the root, if the file cannot be written.
     """
-    if rank == 0 and path is not None and not path.absolute().parent.is_dir():
+    if rank != 0 or path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise ConfigError(f"--trace {path}: there is no folder {path.parent}; make it first")
+    check_writable(path)
 
 
 def batch_sizes(net: NetParameter) -> Iterator[tuple[str, int]]:

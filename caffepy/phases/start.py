@@ -163,12 +163,14 @@ def announcing(phases: Phases, switch_interval: float | None = None) -> Iterator
     interval = sys.getswitchinterval()
     sys.setswitchinterval(switch_interval or interval)
     thread = threading.Thread(target=look, name="announcing", daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         stop.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
+        sys.setswitchinterval(interval)  # where no thread could be started
         package.removeHandler(last)
 
 

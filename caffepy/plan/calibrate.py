@@ -42,11 +42,11 @@ class Fit:
     error: float
 
 
-MOST_SAMPLES = 100
+MAX_SAMPLES = 100
 """Sizes of a file; ways to divide them into ranges grow with their square."""
 RANGES = 3
 """Most ranges of sizes that get an alpha and a beta of their own."""
-LEAST = 3
+MIN_POINTS = 3
 """Fewest sizes in a range, where there is more than one."""
 
 
@@ -71,8 +71,8 @@ def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> F
             f"all-reduces of {len(samples)} sizes among {measured.devices} devices say nothing about a link; "
             "at least two sizes and two devices are needed"
         )
-    if len(samples) > MOST_SAMPLES:
-        raise ConfigError(f"all-reduces of {len(samples)} sizes are too many to fit lines to; keep {MOST_SAMPLES}")
+    if len(samples) > MAX_SAMPLES:
+        raise ConfigError(f"all-reduces of {len(samples)} sizes are too many to fit lines to; keep {MAX_SAMPLES}")
     # The hierarchical one sends in a node, or between nodes, what a ring sends.
     name = "ring" if algorithm in (AUTO, "hierarchical") else algorithm
     lines = _Lines(samples, *_coefficients(name, measured.devices, between))
@@ -85,8 +85,8 @@ def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> F
 def _divisions(count: int) -> Iterator[tuple[int, ...]]:
     """Ways to divide `count` sizes into ranges: where each begins, and the end."""
     for parts in range(1, RANGES + 1):
-        for cuts in combinations(range(LEAST, count - LEAST + 1), parts - 1):
-            if all(end - start >= LEAST for start, end in pairwise((0, *cuts, count))) or parts == 1:
+        for cuts in combinations(range(MIN_POINTS, count - MIN_POINTS + 1), parts - 1):
+            if all(end - start >= MIN_POINTS for start, end in pairwise((0, *cuts, count))) or parts == 1:
                 yield (0, *cuts, count)
 
 
@@ -147,7 +147,7 @@ def _non_negative(columns: np.ndarray) -> tuple[float, float]:
     return (float(single[0]), 0.0) if residuals[0] < residuals[1] else (0.0, float(single[1]))
 
 
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 """Of a file of measurements."""
 _SIZE = re.compile(r"(\d{1,18})(?: ?(B|KiB|MiB|GiB))?")
 _UNITS = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -164,7 +164,7 @@ def read_measurements(path: Path) -> Measurements:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        lines = [line.strip().lstrip("#").strip() for line in read_regular(path, MOST_BYTES).decode().splitlines()]
+        lines = [line.strip().lstrip("#").strip() for line in read_regular(path, MAX_BYTES).decode().splitlines()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read: {reason}; save what caffepy bench allreduce prints") from error

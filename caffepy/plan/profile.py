@@ -11,9 +11,9 @@ from typing import Any
 from caffepy.errors import ConfigError, RunError
 from caffepy.files import read_regular
 
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 """Of the file."""
-MOST = 1e15
+MAX_NUMBER = 1e15
 """Largest number in it: bytes of a petabyte, milliseconds of thirty thousand years."""
 FORMAT = "caffepy profile 1"
 """First field of the file; the number grows when its fields change."""
@@ -134,7 +134,7 @@ def read_profile(path: Path) -> Profile:
         ConfigError: the file is not there, is none, or a field is missing or makes no sense.
     """
     try:
-        content = json.loads(read_regular(path, MOST_BYTES))
+        content = json.loads(read_regular(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read as a profile: {reason}; make one with --save-profile") from error
@@ -147,7 +147,7 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-_LEAST = {"batch": 1, "passes": 1, "bytes": 1}
+_MINIMUM = {"batch": 1, "passes": 1, "bytes": 1}
 """Smallest values of fields; of all other numbers it is 0."""
 _KINDS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 
@@ -178,20 +178,20 @@ def _checked(kind: type, values: Any, where: str) -> Any:
         raise ConfigError(f"{where}: field '{odd[0]}' {state}")
     for name, type_name in known.items():
         if type_name in _KINDS:
-            _check_value(values[name], type_name, _LEAST.get(name, 0), f"{where}.{name}")
+            _check_value(values[name], type_name, _MINIMUM.get(name, 0), f"{where}.{name}")
     return kind(**values)
 
 
 def _check_value(value: Any, type_name: str, least: int, where: str) -> None:
     fits = isinstance(value, _KINDS[type_name]) and isinstance(value, bool) == (type_name == "bool")
     if type_name in ("int", "float"):
-        fits = fits and least <= value <= MOST
+        fits = fits and least <= value <= MAX_NUMBER
     if not fits:
         raise ConfigError(f"{where}: is {_shown(value)}, must be a {type_name}{_range(type_name, least)}")
 
 
 def _range(type_name: str, least: int) -> str:
-    return f" of at least {least} and at most {MOST:g}" if type_name in ("int", "float") else ""
+    return f" of at least {least} and at most {MAX_NUMBER:g}" if type_name in ("int", "float") else ""
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""What trained nets say of image files: classes of images and of windows in them, and boxes of an SSD."""
+"""What trained nets say of image files: classes of images and of windows in them, and boxes of an SSD.
+
+cli and pycaffe import it.
+"""
 
 from caffepy.predict.classify import classify
 from caffepy.predict.detect import Box, detect, draw_boxes

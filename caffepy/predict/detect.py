@@ -18,7 +18,7 @@ from caffepy.predict.model import Model
 from caffepy.proto import caffe_pb2
 
 _COLUMNS = 7
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 _COLOURS = ((48, 48, 255), (48, 160, 48), (255, 96, 48), (0, 160, 255), (200, 48, 200), (160, 160, 0))
 """Blue, green, red."""
 
@@ -88,7 +88,7 @@ def read_label_names(path: Path) -> dict[int, str]:
         ConfigError: it is none.
     """
     try:
-        text = decode_text(read_regular(path, _MOST_BYTES), str(path))
+        text = decode_text(read_regular(path, _MAX_BYTES), str(path))
     except OSError as error:
         raise DataError(f"label map '{path}' cannot be read: {error.strerror}") from error
     labels = parse_text(text, caffe_pb2.LabelMap(), str(path))

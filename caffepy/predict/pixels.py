@@ -20,7 +20,7 @@ from caffepy.files import read_regular
 
 Floats = NDArray[Any]
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _LUMINANCE = np.array([0.2125, 0.7154, 0.0721])
 """Red, green and blue in scikit-image's `rgb2gray` (ITU-R BT.709)."""
 
@@ -52,7 +52,7 @@ def _decode(filename: str | Path) -> NDArray[Any]:
     """(H, W) or (H, W, K) as OpenCV has it: blue, green, red and transparency."""
     cv2 = opencv()
     try:
-        data: bytes | memoryview = read_regular(filename, _MOST_BYTES)
+        data: bytes | memoryview = read_regular(filename, _MAX_BYTES)
         data = whole_png(data) if is_png(data) else data
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
     except OSError as error:

@@ -24,7 +24,7 @@ from caffepy.predict.transformer import Transformer
 
 EDGES = ("ymin", "xmin", "ymax", "xmax")
 """A window's numbers, in their order; the last row and column are not in it."""
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 _BATCH = 16
 """Windows that go through the net together."""
 
@@ -49,7 +49,7 @@ def read_windows(path: Path) -> list[Window]:
         DataError: it cannot be read, a column is missing, or a number is none.
     """
     try:
-        text = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "surrogateescape")
+        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise DataError(f"windows '{path}' cannot be read: {error.strerror}") from error
     rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)

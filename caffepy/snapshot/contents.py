@@ -14,10 +14,10 @@ import numpy as np
 from caffepy.config.checksum import extend_checksum
 from caffepy.hdf5 import check_dataset, find_object
 
-_MOST_LEVELS = 100
+_MAX_LEVELS = 100
 """Groups within each other."""
 _SMALL = 1 << 26
-_MOST_PACKED = 64
+_MAX_PACKED = 64
 """A file may unpack to `_SMALL` bytes and this many times its own: Caffe does not pack, and weights hardly can be."""
 _FLOATS, _INTEGERS = ("f2", "f4", "f8"), ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 
@@ -89,7 +89,7 @@ class Contents:
         size, length = 0, self._file.id.get_filesize()
         for path, dataset, attributes in _datasets(self._file):
             size = check_dataset(dataset, size)
-            if size > _SMALL + length * _MOST_PACKED:
+            if size > _SMALL + length * _MAX_PACKED:
                 raise ValueError(f"'{dataset.name}' would bring what is read of {length} bytes to {size}; is it whole?")
             array = _read(dataset)
             self.checksum = _extend(self.checksum, path, array)
@@ -145,7 +145,7 @@ def _datasets(file: h5py.File) -> Iterator[tuple[tuple[str, ...], h5py.Dataset, 
     while waiting:
         path, group = waiting.pop()
         address = h5py.h5o.get_info(group.id).addr
-        if address in seen or len(path) > _MOST_LEVELS:
+        if address in seen or len(path) > _MAX_LEVELS:
             raise ValueError(f"the group '{'/'.join(path)[:200]}' is there twice, in itself or too deep in others")
         seen.add(address)
         attributes = frozenset(group.attrs) if path else frozenset()

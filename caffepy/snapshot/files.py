@@ -38,11 +38,12 @@ def snapshot_names(prefix: str, iteration: int, hdf5: bool = False) -> tuple[str
     return f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
 
 
-def check_snapshot_folder(path: Path) -> None:
-    """Fail before training, not at its first snapshot, if the folder of `path` cannot be written.
+def check_snapshot(path: Path, net: Net) -> None:
+    """Fail before training, not at its first snapshot, if `net` cannot be written to `path`.
 
     Raises:
         ConfigError: its folder is not there or may not be written.
+        RunError: the file is HDF5, and two layers that have parameters have one name.
     """
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -50,6 +51,10 @@ def check_snapshot_folder(path: Path) -> None:
         raise ConfigError(
             f"snapshot_prefix: the folder {folder} {state}; make it, or set snapshot_prefix to another one"
         )
+    if path.suffix == ".h5":
+        from caffepy.snapshot.hdf5 import layer_paths
+
+        layer_paths(net)
 
 
 # -- writing -------------------------------------------------------------------------------------------

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _CAFFES_FIELDS = ("iter", "learned_net", "current_step", "history")
 
 _QUOTED = "caffepy_quoted"
-"""Attribute of the group of a layer whose name is no path that HDF5 would keep; see `_layer_paths`."""
+"""Attribute of the group of a layer whose name is no path that HDF5 would keep; see `layer_paths`."""
 _CHECKSUM, _BLOBS = "caffepy_crc32c", "caffepy_blobs"
 """Attributes of the root: `content_checksum`, and the number of blobs under `/data` or `/history`."""
 
-MOST_PARAMETERS = 100
+MAX_PARAMETERS = 100
 """Exclusive upper bound of a parameter's index; Caffe's layers have a handful."""
 
 
@@ -63,7 +63,7 @@ def write_weights_hdf5(target: BinaryIO, net: Net, write_diff: bool) -> None:
     Raises:
         RunError: two layers that have parameters have one name.
     """
-    paths = _layer_paths(net)
+    paths = layer_paths(net)
     with _create(target, "data") as file:
         data = file.create_group("data")
         diff = file.create_group("diff") if write_diff else None
@@ -77,11 +77,14 @@ def write_weights_hdf5(target: BinaryIO, net: Net, write_diff: bool) -> None:
                     gradients.create_dataset(str(index), data=blob.host_diff())
 
 
-def _layer_paths(net: Net) -> dict[str, str]:
+def layer_paths(net: Net) -> dict[str, str]:
     """The path of each layer's group, by layer name: the name itself where that is unambiguous in HDF5.
 
     Quoted otherwise: `a//b`, `a/` and `.` would be other paths, `/a` would begin at the file's root, and `a/0` is
     the path of the first parameter of a layer `a`.
+
+    Raises:
+        RunError: two layers that have parameters have one name.
     """
     learned = [layer.name for layer in net.layers if layer.blobs]
     for name in learned:
@@ -150,7 +153,7 @@ def _layer_name(content: Content) -> str:
 
 def _index(path: Path, name: str, content: Content) -> int:
     key = content.path[-1]
-    if not (key.isdecimal() and len(key) < 9 and key == str(int(key)) and int(key) < MOST_PARAMETERS):
+    if not (key.isdecimal() and len(key) < 9 and key == str(int(key)) and int(key) < MAX_PARAMETERS):
         raise SnapshotError(f"{path}: layer '{name}' has a dataset '{key}', which is no parameter's number")
     return int(key)
 

@@ -1,4 +1,7 @@
-"""Solvers: the training loop, one file per update rule, learning-rate policies as pure functions."""
+"""Solvers: the training loop, one file per update rule, learning-rate policies as pure functions.
+
+parallel, plan and all parts above import it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib
 from typing import Any
 
 from caffepy.backend.interface import Backend
+from caffepy.config.solver_check import check_values
 from caffepy.errors import ConfigError
 from caffepy.phases import phase
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -25,6 +29,7 @@ def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> 
     """
     if not isinstance(param, SolverParameter):
         raise ConfigError(f"create_solver needs a SolverParameter; caffepy.read_solver({param!r}) would read one")
+    check_values(param)
     with phase("nets", "Building the nets"):
         return solver_class(param.type)(param, backend, **keywords)
 

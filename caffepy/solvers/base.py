@@ -33,7 +33,7 @@ from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot.files import check_snapshot_folder, read_weights, remove_unfinished
+from caffepy.snapshot.files import check_snapshot, read_weights, remove_unfinished
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
@@ -145,7 +145,7 @@ class Solver(SolverFace, ABC):
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
-            check_snapshot_folder(snapshot_paths(self.state)[0])
+            check_snapshot(snapshot_paths(self.state)[0], self.net)
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
 
     def _build_nets(self, trace: Tracer, guard: bool) -> None:

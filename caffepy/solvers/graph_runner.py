@@ -8,7 +8,7 @@ from functools import partial
 
 from caffepy.backend.handles import Event
 from caffepy.errors import RunError
-from caffepy.net.capture import GraphSegments, Segment
+from caffepy.net.capture import CAPTURE_ATTEMPTS, GraphSegments, Segment
 from caffepy.net.wiring import capture_blockers
 from caffepy.solvers.hyperparameters import FLAGS
 from caffepy.solvers.iteration import IterationSteps
@@ -30,12 +30,13 @@ class CudaGraphRunner:
     def __init__(self, state: TrainState, steps: IterationSteps, eager: bool) -> None:
         self._state = state
         self._steps = steps
-        self._wanted = state.backend.captures and not eager and not state.param.debug_info
+        captures = state.backend.captures and not eager and not state.param.debug_info
+        self._attempts_left = CAPTURE_ATTEMPTS if captures else 0
         self._segments = GraphSegments(state.backend, [])
         self._traced: GraphSegments | None = None
         self._losses_of_passes = state.backend.zeros(())
         self._events: deque[Event] = deque()
-        self.behind = IN_FLIGHT - 1 if self._wanted else 0
+        self.behind = IN_FLIGHT - 1 if captures else 0
         """Iterations after which all devices know a request; the same number on all of them."""
         self._known_passes = range(0)
         """The passes in which no device's data change their shape or dtype."""
@@ -46,9 +47,9 @@ class CudaGraphRunner:
         return self._segments.captured
 
     def capture(self) -> None:
-        """Make graphs of an iteration that has just run eagerly, where all devices can."""
+        """Make graphs of an iteration that has just run eagerly, where all devices can; else try behind another one."""
         state = self._state
-        if not self._wanted:
+        if not self._attempts_left:
             return
         state.backend.trim()  # what tuning and compiling the first iteration took
         problem: str | None = None
@@ -57,9 +58,12 @@ class CudaGraphRunner:
         except RunError as error:
             problem = str(error)
         if self._all_captured(problem is None):
+            self._attempts_left = CAPTURE_ATTEMPTS
             return
-        self._wanted = False
         self.drop()
+        self._attempts_left -= 1
+        if self._attempts_left:
+            return
         state.log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
 
     def _all_captured(self, done: bool) -> bool:
@@ -184,7 +188,7 @@ class CudaGraphRunner:
 
     def stop_capturing(self) -> None:
         """Run iterations eagerly from now on."""
-        self._wanted = False
+        self._attempts_left = 0
         self.drain()
         self.drop()
 

@@ -27,7 +27,7 @@ from caffepy.trace import Tracer
 
 log = logging.getLogger(__name__)
 
-MOST_VOID = 8
+MAX_VOID = 8
 """At least as many iterations as may be begun before all devices know that the first of them is void."""
 
 
@@ -100,7 +100,7 @@ class TrainState:
     last_pass: bool = True
     scores: dict[int, float] = field(default_factory=dict)
     score_name: str = ""
-    began: deque[Progress] = field(default_factory=lambda: deque(maxlen=MOST_VOID))
+    began: deque[Progress] = field(default_factory=lambda: deque(maxlen=MAX_VOID))
     """What was before each of the last iterations."""
 
     @property

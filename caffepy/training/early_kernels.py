@@ -10,7 +10,7 @@ from caffepy.caches import cache_folder
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.phases.kernel_processes import PROCESSES
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """That compile at the same time, even where there are more cores."""
 
 
@@ -19,7 +19,7 @@ def begin() -> None:
 
     Not with one core, nor under MPI, whose ranks would each start as many.
     """
-    processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if processes < 2 or not sys.executable or find_launcher() is not None or PROCESSES.wanted:
         return
     if _is_cold():

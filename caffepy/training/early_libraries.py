@@ -34,7 +34,7 @@ PIECE = 1 << 22
 THREADS = 2
 """Files that are read at once; more would keep imports from theirs."""
 
-MOST_OF_MEMORY = 0.25
+MAX_OF_MEMORY = 0.25
 """Part of the free memory that the files may take."""
 
 
@@ -75,7 +75,7 @@ def library_files(path: Sequence[str] | None = None, system: Sequence[str] = SYS
                 if library not in found and files:
                     found[library] = files[0]
     files = list(_modules(path)) + [found[library] for library in LIBRARIES if library in found]
-    return files if sum(map(_size, files)) <= MOST_OF_MEMORY * _free_memory() else []
+    return files if sum(map(_size, files)) <= MAX_OF_MEMORY * _free_memory() else []
 
 
 def _package_folders(path: Sequence[str]) -> Iterator[Path]:

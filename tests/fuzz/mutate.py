@@ -33,7 +33,7 @@ TEXTS = (
     "%s{}",
 )
 WORDS = ("0", "-1", "1e6", "1000000", "4294967295", "99999999999999999999", "inf", "-inf", "nan", "1e39", "true", "''")
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Longest input; what grows beyond it is cut."""
 
 
@@ -45,7 +45,7 @@ def damage_bytes(data: bytes, others: Sequence[bytes], random: Random) -> bytes:
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         random.choice(_BYTE_CHANGES)(changed, others, random)
-    return bytes(changed[:MOST_BYTES])
+    return bytes(changed[:MAX_BYTES])
 
 
 def _flip(data: bytearray, _: Sequence[bytes], random: Random) -> None:
@@ -104,7 +104,7 @@ def damage_text(text: str, others: Sequence[str], random: Random) -> bytes:
     tokens = _TOKEN.findall(text)
     for _ in range(random.choice((1, 1, 2, 4))):
         _change_tokens(tokens, others, random)
-    return "".join(tokens).encode(errors="surrogateescape")[:MOST_BYTES]
+    return "".join(tokens).encode(errors="surrogateescape")[:MAX_BYTES]
 
 
 def _change_tokens(tokens: list[str], others: Sequence[str], random: Random) -> None:

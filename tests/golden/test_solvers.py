@@ -6,19 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import open_solver, relative_error, weights_of
-
-from caffepy.solvers import Solver
+from training import compare_weights, open_solver, weights_of
 
 FOLDER = Path(__file__).parent / "solvers"
 CASES = sorted(path.name.removesuffix("_solver.prototxt") for path in FOLDER.glob("*_solver.prototxt"))
 ITERATIONS = 12
-
-
-def check_weights(solver: Solver, golden: np.lib.npyio.NpzFile, prefix: str) -> None:
-    for name, values in weights_of(solver.net).items():
-        wanted = golden[f"{prefix}{solver.iteration:02d}_{name}"]
-        assert relative_error(values, wanted) < 1e-5, f"{name} after iteration {solver.iteration}"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,7 +22,7 @@ def test_every_iteration_is_caffes(case: str) -> None:
             solver.step(1)
             # what was recorded is the loss blob, which with iter_size holds the last pass
             assert float(solver.net.blobs["loss"].host_data()) == pytest.approx(golden["losses"][iteration], rel=1e-5)
-            check_weights(solver, golden, "it")
+            assert compare_weights(solver, golden, "it") == len(weights_of(solver.net))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -41,4 +33,4 @@ def test_resuming_from_caffes_own_solverstate(case: str) -> None:
         assert solver.iteration == 6
         while solver.iteration < ITERATIONS:
             solver.step(1)
-            check_weights(solver, golden, "res")
+            assert compare_weights(solver, golden, "res") == len(weights_of(solver.net))

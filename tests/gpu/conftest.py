@@ -1,7 +1,12 @@
-"""Tests in this folder need an NVIDIA GPU with CuPy and cuDNN; without them all are skipped, for one stated reason."""
+"""Tests in this folder need an NVIDIA GPU with CuPy and cuDNN.
+
+Without them each file is skipped as a whole, for one stated reason, but imported all the same: to skip each of
+thousands of tests by itself would take longer than many a test.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +28,25 @@ def _why_not() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ours = [item for item in items if HERE in item.path.parents]
-    reason = _why_not() if ours else ""
-    for item in ours:
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if HERE in item.path.parents:
         item.add_marker(pytest.mark.gpu)
-        if reason:
-            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """After what -k and -m leave out."""
+    ours = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_not() if ours else ""
+    if not reason:
+        return
+    counts = Counter(item.path for item in ours)
+    first = {item.path: item for item in reversed(ours)}
+    for path, item in first.items():
+        item.add_marker(pytest.mark.skip(reason=f"{counts[path]} tests of {path.name}: {reason}"))
+    left_out = {item for item in ours if first[item.path] is not item}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

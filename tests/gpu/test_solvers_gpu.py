@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import training
 from google.protobuf import text_format
-from training import CPU, build_solver, relative_error, weights_of
+from training import CPU, build_solver, compare_weights, relative_error, weights_of
 
 from caffepy.backend import Backend
 from caffepy.config.load import read_solver
@@ -49,17 +49,6 @@ def opened(path: Path, backend: Backend, eager: bool) -> Iterator[Solver]:
         solver.close()
 
 
-def check_weights(solver: Solver, golden: np.lib.npyio.NpzFile, prefix: str) -> int:
-    compared = 0
-    for name, values in weights_of(solver.net).items():
-        key = f"{prefix}{solver.iteration:02d}_{name}"
-        if key in golden:
-            error = relative_error(values, golden[key]) if golden[key].any() else float(np.abs(values).max())
-            assert error < ALLOWED, f"{name} after iteration {solver.iteration}: {error:.2g}"
-            compared += 1
-    return compared
-
-
 @EAGER
 @pytest.mark.parametrize(("dialect", "case"), CASES)
 def test_every_iteration_is_caffes(
@@ -73,7 +62,7 @@ def test_every_iteration_is_caffes(
         solver.load_weights([first_weights(path, dialect)])
         for _ in range(ITERATIONS):
             solver.step(1)
-            compared += check_weights(solver, golden, "it")
+            compared += compare_weights(solver, golden, "it", ALLOWED)
         if backend.captures and not eager:
             assert solver.graph_runner.captured or any(layer.capture_blocker() for layer in solver.net.layers)
     assert compared
@@ -92,7 +81,7 @@ def test_resuming_from_caffes_own_solverstate(
         solver.restore(folder / f"{case}_iter_6.solverstate")
         while solver.iteration < ITERATIONS:
             solver.step(1)
-            compared += check_weights(solver, golden, "res")
+            compared += compare_weights(solver, golden, "res", ALLOWED)
     assert compared
 
 

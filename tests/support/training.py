@@ -31,6 +31,14 @@ layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult
 layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 """
+CLASSIFIER = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 }
+  data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1 } param { lr_mult: 2 decay_mult: 0 }
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
 PLAIN = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 4 snapshot_after_train: false '
 TESTED = PLAIN + "test_iter: 3 test_interval: 2 "
 
@@ -79,6 +87,25 @@ def open_solver(path: Path, **fields: Any) -> Iterator[Solver]:
 def weights_of(net: Net) -> dict[str, np.ndarray]:
     """Copies of all parameters, by ``layer_index``."""
     return {f"{layer.name}_{i}": blob.host_data() for layer in net.layers for i, blob in enumerate(layer.blobs)}
+
+
+def compare_weights(solver: Solver, golden: np.lib.npyio.NpzFile, prefix: str, allowed: float = 1e-5) -> int:
+    """Assert that the parameters are those recorded after this iteration; returns how many of them were recorded.
+
+    Args:
+        solver: after some iterations.
+        golden: arrays called ``<prefix><iteration>_<layer>_<index>``.
+        prefix: what the names of the recorded run begin with.
+        allowed: the relative error; what is zero in the record must be so small itself.
+    """
+    compared = 0
+    for name, values in weights_of(solver.net).items():
+        key = f"{prefix}{solver.iteration:02d}_{name}"
+        if key in golden:
+            error = relative_error(values, golden[key]) if golden[key].any() else float(np.abs(values).max())
+            assert error < allowed, f"{name} after iteration {solver.iteration}: {error:.2g}"
+            compared += 1
+    return compared
 
 
 def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -75,7 +75,7 @@ def test_a_test_net_draws_what_it_does_not_share(drawn: list[str]) -> None:
 
 def test_values_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those beyond are drawn when they are used; room comes back with their use."""
-    monkeypatch.setattr(fillers, "MOST_BYTES", 2 * 4 * 10000)
+    monkeypatch.setattr(fillers, "MAX_BYTES", 2 * 4 * 10000)
     waiting = fillers._WAITING.size
     values = filling(caffe_pb2.FillerParameter(type="uniform"), (10000,), RandomStream(1, 2), "here")
     first, second, third = (ahead(values, 4 * 10000) for _ in range(3))

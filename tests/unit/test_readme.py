@@ -20,9 +20,17 @@ README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", *DOCS]
 MODELS = sorted((ROOT / "models").glob("*/README.md"))
-FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "parallel")
+CPU = ROOT / "caffepy" / "backend" / "cpu"
+FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "parallel", CPU, CPU / "convolution")
 """Where pages may begin the path of a source file."""
 WIDTH = 120
+FOREIGN_OPTIONS = re.compile(
+    "--(cpu-bind|cpus-per-task|gres|host|kill-on-bad-exit|no-kill|nodelist|ntasks|ntasks-per-node|oversubscribe|pty"
+    "|shm-size|signal|no-python|its|its-option)"
+)
+"""Options of mpirun, srun, scancel, docker and torchrun that pages show, and of any program."""
+MADE_OPTIONS = re.compile("--(sig(int|hup|term)-effect|noencoded)")
+"""Options whose names the parser puts together."""
 
 
 def name_of(page: Path) -> str:
@@ -110,6 +118,41 @@ def test_the_site_has_every_page_and_what_it_links_to(tmp_path: Path, monkeypatc
 def test_source_files_that_are_named_exist(page: Path):
     for path in re.findall(r"`(\w+/[\w/]+\.(?:py|cu|proto))`", page.read_text()):
         assert any((folder / path).exists() for folder in FOLDERS), f"{page.name} names {path}, which is not there"
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, str]:
+    """The text of each of the project's programs."""
+    folders = ("caffepy", "benchmarks", "tests", "models", "tools", "docs")
+    return {name_of(path): path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
+def spelled(option: str) -> str:
+    """How programs write an option: Caffe's tools without the dashes before it; `-` and `_` are the same."""
+    return f'"(--)?{re.sub("[-_]", "[-_]", option.removeprefix("--"))}"'
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+def test_options_that_are_named_exist(page: Path, programs: dict[str, str]):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text()))
+    named = {name for name in named if not FOREIGN_OPTIONS.fullmatch(name) and not MADE_OPTIONS.fullmatch(name)}
+    everything = "\n".join(programs.values())
+    missing = {name for name in named if not re.search(spelled(name), everything)}
+    assert not missing, f"{page.name} names {sorted(missing)}, which no program takes"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+def test_variables_that_are_named_are_read(page: Path, programs: dict[str, str]):
+    named = set(re.findall(r"\b(?:CAFFEPY|CUPY|OMPI|XDG)_[A-Z0-9_]+\b", page.read_text()))
+    missing = {name for name in named if not any(name in text for text in programs.values())}
+    assert not missing, f"{page.name} names {sorted(missing)}, which nothing reads"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+def test_programs_that_are_named_without_a_folder_exist(page: Path, programs: dict[str, str]):
+    named = set(re.findall(r"`(\w+\.py)`", page.read_text()))
+    missing = named - {Path(path).name for path in programs}
+    assert not missing, f"{page.name} names {sorted(missing)}, which are not there"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -6,21 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import build_solver
+from training import TINY, build_solver
 
 from caffepy.backend.device_scalars import HostTimer
 from caffepy.errors import RunError
 from caffepy.trace import NO_TRACE, Trace, write_trace
 
-NET = """
-name: "tiny"
-layer { name: "data" type: "DummyData" top: "data" top: "label"
-  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 } data_filler { type: "gaussian" }
-    data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
-  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
 SOLVER = """
 base_lr: 0.1 lr_policy: "fixed" max_iter: 8 snapshot_after_train: false test_iter: 3 test_interval: 2 iter_size: 2
 """
@@ -166,7 +157,7 @@ def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 def test_a_solver_traces_its_stages_and_each_layer() -> None:
     trace = Trace(range(3, 5))
-    with build_solver(SOLVER, NET, trace=trace) as solver:
+    with build_solver(SOLVER, TINY, trace=trace) as solver:
         solver.solve()
     found = trace.spans()
     assert {span.iteration for span in found} == {3, 4}

@@ -16,13 +16,21 @@ from caffepy.backend.cpu import softmax as cpu_softmax
 from caffepy.backend.cpu.blas import BLAS
 from caffepy.backend.cpu.convolution.choice import plan_convolution
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.copying import are_lines, copy_as_lines, copy_images, is_images
+from caffepy.backend.cpu.copying import (
+    are_lines,
+    are_whole_numbers,
+    copy_as_lines,
+    copy_images,
+    copy_whole_numbers,
+    is_images,
+)
 from caffepy.backend.cpu.elementwise import apply_channels, apply_flat, reduce_channels, reduce_flat
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
 from caffepy.backend.cpu.jit.recording import CURRENT, note_host_work, record_all
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.memory import available_memory, give_back_memory
 from caffepy.backend.cpu.normalise.primitives import CpuNormalisation
 from caffepy.backend.cpu.pooling import averages, maxima
@@ -151,13 +159,15 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
             copy_images(self.threads, source, destination)
         elif CURRENT.recording is not None and are_lines(source, destination):  # else NumPy is as fast
             copy_as_lines(self.threads, source, destination)
+        elif are_whole_numbers(source, destination):
+            copy_whole_numbers(self.threads, source, destination)
         else:
             note_host_work()
             destination[...] = source
 
     def add(self, source: Array, destination: Array) -> None:
         if self._dense(source) and self._dense(destination) and source.dtype == np.float32:
-            _add.run(self.threads, source.size, 16384, source, destination)
+            _add.run(self.threads, source.size, GRAIN, source, destination)
         else:
             note_host_work()
             destination += source
@@ -182,9 +192,13 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
             return (
                 math.prod(shape[:axis]), math.prod(shape[axis : axis + axes]), math.prod(shape[axis + axes :])
             )  # fmt: skip
-        if last and axis == 1 and axes == 1:
+        if last and (axis, axes) in ((1, 1), (0, 2)):
             return shape[0] * math.prod(shape[2:]), shape[1], 1
         return None
+
+    def _samples(self, shape: tuple[int, ...], axis: int, axes: int) -> int:
+        """How many samples have numbers of their own for each channel, whose pixels lie between these in memory."""
+        return shape[0] if len(shape) in CHANNELS_LAST and (axis, axes) == (0, 2) else 1
 
     def _spread(self, channel: Array, shape: tuple[int, ...], axis: int) -> Array:
         """A `Channel` argument as an array of the full shape."""
@@ -197,10 +211,12 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         shape = outputs[0].shape
         arguments: list[Any] = list(inputs)
         extents: tuple[int, int, int] | None = None
+        samples = 1
         channels = [i for i, kind in enumerate(expression.kinds) if kind is Kind.CHANNEL]
         if channels:
             channel = arguments[channels[0]]
             extents = self._extents(shape, axis, channel.ndim)
+            samples = self._samples(shape, axis, channel.ndim)
             for i in channels:
                 assert arguments[i].shape == shape[axis : axis + arguments[i].ndim], (arguments[i].shape, shape, axis)
                 if extents is None:
@@ -218,7 +234,7 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
         if extents is None:
             apply_flat(self.threads, expression, arguments, outputs)
         else:
-            apply_channels(self.threads, expression, arguments, outputs, extents)
+            apply_channels(self.threads, expression, arguments, outputs, extents, samples)
 
     def reduce(
         self,
@@ -244,7 +260,11 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
             if axes == 0:
                 sums = reduce_flat(self.threads, expression, inputs, math.prod(shape))
             else:
-                sums = reduce_channels(self.threads, expression, inputs, extents)
+                samples = self._samples(shape, axis, axes)
+                if samples > 1 and channels:  # the sums' kernel knows one number for each channel
+                    sums = self._reduce_general(expression, inputs, shape, axis, kept)
+                else:
+                    sums = reduce_channels(self.threads, expression, inputs, extents, samples)
             if kept == ():
                 sums = [s.sum() for s in sums]
         for total, output in zip(sums, outputs, strict=True):

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
-
-GRAIN = 16384
-"""Elements below which a second thread costs more than it saves."""
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
+from caffepy.backend.cpu.jit.threads import GRAIN
+from caffepy.backend.layout import memory_order
 
 
 @kernel
@@ -45,6 +44,28 @@ def copy_lines(  # noqa: PLR0913 -- a kernel
         at, to = line * source_step + first, line * target_step + first
         for i in range(min(part, length - first)):
             target[to + i] = source[at + i]
+
+
+@kernel
+def copy_numbers(begin: Int, end: Int, source: Ints, target: Floats) -> None:
+    """Items are elements."""
+    for i in range(begin, end):
+        target[i] = source[i]
+
+
+def is_whole(array: Any, dtype: str) -> bool:
+    """Whether kernels may read the array as one line of elements in memory order."""
+    return type(array) is np.ndarray and array.dtype == dtype and bool(memory_order(array).flags.c_contiguous)
+
+
+def are_whole_numbers(source: Any, target: Any) -> bool:
+    """Whether `copy_whole_numbers` can copy them: int32 to float32, each in one piece and in the same order."""
+    return source.shape == target.shape and is_whole(source, "int32") and is_whole(target, "float32")
+
+
+def copy_whole_numbers(threads: int, source: Any, target: Any) -> None:
+    """target[...] = source, for what `are_whole_numbers` allows."""
+    copy_numbers.run(threads, source.size, GRAIN, source, target)
 
 
 def is_images(source: Any, target: Any) -> bool:

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.address import address_of
-from caffepy.backend.cpu.jit.functions import exponential, logarithm_plus_one
+from caffepy.backend.cpu.jit.functions import exponential, hyperbolic_tangent, logarithm_plus_one
 from caffepy.backend.cpu.jit.kernel import Entry
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import larger_of, select, smaller_of
 from caffepy.backend.elementwise import Expression, Kind
 
-GRAIN = 16384
-"""Elements below which a second thread costs more than it saves."""
 LANES = 64
 """Independent partial sums of a reduction, so that it can be vectorised and its order is fixed."""
 UNROLLED = 8
@@ -33,7 +32,7 @@ _FUNCTIONS = {
     "log": math.log,
     "log1p": logarithm_plus_one,
     "sqrt": math.sqrt,
-    "tanh": math.tanh,
+    "tanh": hyperbolic_tangent,
     "fabs": math.fabs,
     "select": select,
     "larger_of": larger_of,
@@ -134,21 +133,26 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
 
 
 @cache
-def _apply_rows(expression: Expression, same: Same) -> Entry:
-    """Items are the outer positions; the channels are next to each other."""
+def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
+    """Items are the outer positions; the channels are next to each other.
+
+    With `by_sample`, `Channel` arguments have values of their own for each sample, which is so many positions.
+    """
     count = expression.output_count
     first = len(expression.parameters) + count
+    sizes = ["_channels", "_positions"] if by_sample else ["_channels"]
     stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
     text = [
         *_unpack(expression, "floats", count, same),
-        f"_channels = _a[{first}]",
-        f"_one = float32(_a[{first + 1}])",
+        *(f"{name} = _a[{first + i}]" for i, name in enumerate(sizes)),
+        f"_one = float32(_a[{first + len(sizes)}])",
         "for _i in range(_begin, _end):",
         "    _row = _i * _channels",
+        *(["    _own = _i // _positions * _channels"] if by_sample else []),
         "    for _c in range(_channels):",
-        *_indent(_formula(expression, "_row + _c", "_c", same) + stores, 2),
+        *_indent(_formula(expression, "_row + _c", "_own + _c" if by_sample else "_c", same) + stores, 2),
     ]
-    return _entry(expression, "rows", text, count, 2)
+    return _entry(expression, "image_rows" if by_sample else "rows", text, count, 1 + len(sizes))
 
 
 @cache
@@ -178,15 +182,20 @@ def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outp
 
 
 def apply_channels(
-    threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any], extents: tuple[int, int, int]
-) -> None:
-    """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents."""
+    threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any], extents: tuple[int, int, int],
+    samples: int = 1,
+) -> None:  # fmt: skip
+    """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents.
+
+    With several samples they have so many for each of them, next to each other; inner is 1 then.
+    """
     outer, channels, inner = extents
     if 0 in extents:
         return
     if inner == 1:
-        rows = _apply_rows(expression, _same(inputs, outputs))
-        rows.run(threads, outer, GRAIN // channels, *inputs, *outputs, channels, 1)
+        rows = _apply_rows(expression, _same(inputs, outputs), samples > 1)
+        sizes = (channels, outer // samples) if samples > 1 else (channels,)
+        rows.run(threads, outer, GRAIN // channels, *inputs, *outputs, *sizes, 1)
     else:
         _apply_planes(expression, _same(inputs, outputs)).run(
             threads, outer * channels, GRAIN // inner, *inputs, *outputs, channels, inner, 1
@@ -296,6 +305,13 @@ def _blocks(items: int, size: int) -> tuple[int, int]:
     return block, -(-items // block)
 
 
+def _sample_blocks(pixels: int, samples: int, channels: int) -> tuple[int, int]:
+    """The same for blocks that do not reach from one sample into the next: so many equal parts of its pixels."""
+    wanted = max(1, min(pixels * channels // GRAIN, 256 // samples))
+    parts = max(part for part in range(1, wanted + 1) if pixels % part == 0)
+    return pixels // parts, samples * parts
+
+
 def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], size: int) -> list[Any]:
     """Sums of expression(inputs) over arrays of `size` elements: one float64 for each output."""
     block, blocks = _blocks(size, 1)
@@ -306,15 +322,24 @@ def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], siz
 
 
 def reduce_channels(
-    threads: int, expression: Expression, inputs: Sequence[Any], extents: tuple[int, int, int]
+    threads: int, expression: Expression, inputs: Sequence[Any], extents: tuple[int, int, int], samples: int = 1
 ) -> list[Any]:
-    """Sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64 (channels,)."""
+    """Sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64 (channels,).
+
+    With several samples, whose inner is 1, each has sums of its own: (samples * channels,).
+    """
     outer, channels, inner = extents
+    if 0 in extents:
+        return [np.zeros(samples * channels) for _ in range(expression.output_count)]
     if inner == 1:
-        block, blocks = _blocks(outer, channels)
+        block, blocks = (
+            _blocks(outer, channels) if samples == 1 else _sample_blocks(outer // samples, samples, channels)
+        )
         partial = [np.zeros((blocks, channels)) for _ in range(expression.output_count)]
-        _reduce_rows(expression).run(threads, blocks, 2, *inputs, *partial, channels, outer, block)
-        return [p.sum(axis=0) for p in partial]
+        _reduce_rows(expression).run(
+            threads, blocks, 1 if samples > 1 else 2, *inputs, *partial, channels, outer, block
+        )
+        return [p.reshape(samples, -1, channels).sum(axis=1).reshape(-1) for p in partial]
     partial = [np.zeros((channels, LANES)) for _ in range(expression.output_count)]
     grain = GRAIN // max(outer * inner, 1)
     _reduce_planes(expression).run(threads, channels, grain, *inputs, *partial, channels, outer, inner)

@@ -33,6 +33,12 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     return c0, c1, c2, c3
 
 
+@device_function
+def fraction(word: Any) -> Any:
+    """The upper 24 bits of a word as a number in [0, 1)."""
+    return np.float32(np.int32(word >> _DROPPED)) * _SCALE
+
+
 @kernel
 def uniform(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, out: Floats, count: Int, pixels: Int, channels: Int, quads: Int, first_sample: Int,
@@ -57,7 +63,52 @@ def uniform(  # noqa: PLR0913 -- a kernel
                 word = words[2]
             elif j == 3:
                 word = words[3]
-            out[row * count + at] = np.float32(word >> _DROPPED) * _SCALE
+            out[row * count + at] = fraction(word)
+
+
+@kernel
+def uniform_images(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, out: Floats, pixels: Int, channels: Int, first_sample: Int, pass_number: Int, key0: Int,
+    key1: Int,
+) -> None:  # fmt: skip
+    """The same of images of a multiple of four pixels: items are (sample, four pixels), whose channels are vectors."""
+    quads = pixels // 4
+    for item in range(begin, end):
+        row = item // quads
+        quad = item % quads
+        sample = np.uint64(first_sample + row)
+        low, high, number = sample & _WORD, sample >> _SHIFT, np.uint64(pass_number) & _WORD
+        at = (row * pixels + 4 * quad) * channels
+        for c in range(channels):
+            words = philox(np.uint64(c * quads + quad), low, high, number, np.uint64(key0), np.uint64(key1))
+            out[at + c] = fraction(words[0])
+            out[at + channels + c] = fraction(words[1])
+            out[at + 2 * channels + c] = fraction(words[2])
+            out[at + 3 * channels + c] = fraction(words[3])
+
+
+@kernel
+def uniform_blocks(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, out: Floats, quads: Int, block: Int, first_sample: Int, pass_number: Int, key0: Int, key1: Int
+) -> None:
+    """The same of samples of four times `quads` elements in their order: items are (sample, block of fours)."""
+    blocks = -(-quads // block)
+    for item in range(begin, end):
+        row = item // blocks
+        sample = np.uint64(first_sample + row)
+        low, high, number = sample & _WORD, sample >> _SHIFT, np.uint64(pass_number) & _WORD
+        first = item % blocks * block
+        for quad in range(first, min(quads, first + block)):
+            words = philox(np.uint64(quad), low, high, number, np.uint64(key0), np.uint64(key1))
+            at = 4 * (row * quads + quad)
+            out[at] = fraction(words[0])
+            out[at + 1] = fraction(words[1])
+            out[at + 2] = fraction(words[2])
+            out[at + 3] = fraction(words[3])
+
+
+BLOCK = 256
+"""Fours of elements that are computed one after the other."""
 
 
 def random_uniform(threads: int, out: Any, stream: RandomStream, pass_number: int, first_sample: int) -> None:
@@ -67,4 +118,11 @@ def random_uniform(threads: int, out: Any, stream: RandomStream, pass_number: in
     channels, pixels = channels_and_pixels(out.shape)
     quads = -(-count // 4)
     key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
-    uniform.run(threads, samples * quads, 1024, out, count, pixels, channels, quads, first_sample, pass_number, *key)
+    numbers = (first_sample, pass_number, *key)
+    if count % 4 == 0 and (channels == 1 or pixels == 1):
+        uniform_blocks.run(threads, samples * -(-quads // BLOCK), 8, out, quads, BLOCK, *numbers)
+        return
+    if pixels % 4 == 0 and channels >= 8:
+        uniform_images.run(threads, samples * pixels // 4, -(-2048 // channels), out, pixels, channels, *numbers)
+        return
+    uniform.run(threads, samples * quads, 1024, out, count, pixels, channels, quads, *numbers)

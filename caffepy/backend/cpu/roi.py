@@ -13,9 +13,11 @@ from caffepy.backend.types import Geometry
 GRAIN = 2048
 """Elements below which a second thread costs more than it saves."""
 
+BLOCK = 32
+"""Channels that one item of a sum over regions takes."""
 HALF = np.float32(0.5)
 ONE = np.float32(1)
-LEAST = np.float32(0.1)
+MIN_SIDE = np.float32(0.1)
 """The least height and width of a region of R-FCN, in pixels."""
 
 
@@ -37,7 +39,7 @@ def max_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
 @device_function
 def mean_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
     """The same of a region [first, last) that need not begin at a whole pixel."""
-    length = max(last - first, LEAST) / np.float32(bins)
+    length = max(last - first, MIN_SIDE) / np.float32(bins)
     begin = int(math.floor(np.float32(number) * length + first))
     end = int(math.ceil(np.float32(number + 1) * length + first))
     return min(max(begin, 0), size), min(max(end, 0), size)
@@ -45,13 +47,17 @@ def mean_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
 
 @kernel
 def max_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, rois: Floats, y: Floats, mask: Ints, scale: Float,
+    begin: Int, end: Int, x: Floats, rois: Floats, y: Floats, mask: Ints, bad: Ints, scale: Float,
     samples: Int, channels: Int, height: Int, width: Int, rows: Int, columns: Int,
 ) -> None:  # fmt: skip
-    """Items are bins (region, row, column)."""
+    """Items are bins (region, row, column); `bad` gets the number of a region whose sample does not exist."""
     for item in range(begin, end):
         roi = item // (rows * columns)
-        sample = int(rois[roi * 5])
+        named = rois[roi * 5]
+        known = named > np.float32(-1) and named < np.float32(samples)
+        sample = int(named) if known else -1
+        if not known:
+            bad[0] = roi
         h0, h1 = max_bin(
             int(rounded(rois[roi * 5 + 2] * scale)), int(rounded(rois[roi * 5 + 4] * scale)),
             item // columns % rows, rows, height,
@@ -60,35 +66,42 @@ def max_forward(  # noqa: PLR0913 -- a kernel
             int(rounded(rois[roi * 5 + 1] * scale)), int(rounded(rois[roi * 5 + 3] * scale)),
             item % columns, columns, width,
         )  # fmt: skip
-        empty = h1 <= h0 or w1 <= w0 or sample < 0 or sample >= samples
+        empty = h1 <= h0 or w1 <= w0 or not known
+        to, first = item * channels, h0 * width + w0
+        origin = sample * height * width * channels
         for c in range(channels):
-            best = np.float32(0.0)
-            where = -1
-            if not empty:
-                for h in range(h0, h1):
-                    for w in range(w0, w1):
-                        value = x[((sample * height + h) * width + w) * channels + c]
-                        if where < 0 or value > best:
-                            best = value
-                            where = h * width + w
-            y[item * channels + c] = best
-            mask[item * channels + c] = where
+            y[to + c] = np.float32(0) if empty else x[origin + first * channels + c]
+            mask[to + c] = np.int32(-1 if empty else first)
+        for h in range(h0, h0 if empty else h1):
+            for pixel in range(h * width + w0, h * width + w1):
+                for c in range(channels):
+                    value = x[origin + pixel * channels + c]
+                    best = y[to + c]
+                    where = mask[to + c]
+                    y[to + c] = value if value > best else best
+                    mask[to + c] = np.int32(pixel) if value > best else where
 
 
 @kernel
 def max_backward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, dy: Floats, rois: Floats, mask: Ints, dx: Floats,
-    samples: Int, channels: Int, pixels: Int, regions: Int, bins: Int,
+    blocks: Int, channels: Int, pixels: Int, regions: Int, bins: Int,
 ) -> None:  # fmt: skip
-    """Items are samples, so that no two threads add to one element."""
+    """Items are (sample, block of channels), so that no two threads add to one element."""
     for item in range(begin, end):
-        for i in range(pixels * channels):
-            dx[item * pixels * channels + i] = 0
+        sample, first = item // blocks, item % blocks * BLOCK
+        last = min(channels, first + BLOCK)
+        base = sample * pixels * channels
+        for p in range(pixels):
+            for c in range(first, last):
+                dx[base + p * channels + c] = 0
         for roi in range(regions):
-            if int(rois[roi * 5]) == item:
-                for at in range(roi * bins * channels, (roi + 1) * bins * channels):
-                    if mask[at] >= 0:
-                        dx[(item * pixels + mask[at]) * channels + at % channels] += dy[at]
+            if int(rois[roi * 5]) == sample:
+                for number in range(roi * bins, (roi + 1) * bins):
+                    for c in range(first, last):
+                        where = mask[number * channels + c]
+                        if where >= 0:
+                            dx[base + where * channels + c] += dy[number * channels + c]
 
 
 @kernel
@@ -194,16 +207,18 @@ def _grain(x: Any) -> int:
 
 def roi_max_forward(threads: int, x: Any, rois: Any, y: Any, mask: Any, scale: float, bad: Any) -> None:
     """See `RowPrimitives.roi_max_forward`."""
-    _note_bad(rois, x.shape[0], bad)
     regions, _, rows, columns = y.shape
-    max_forward.run(threads, regions * rows * columns, _grain(x), x, rois, y, mask, scale, *x.shape, rows, columns)
+    shapes = (*x.shape, rows, columns)
+    max_forward.run(threads, regions * rows * columns, _grain(x), x, rois, y, mask, bad, scale, *shapes)
 
 
 def roi_max_backward(threads: int, dy: Any, rois: Any, mask: Any, dx: Any) -> None:
     """See `RowPrimitives.roi_max_backward`."""
     samples, channels, height, width = dx.shape
     bins = dy.shape[2] * dy.shape[3]
-    max_backward.run(threads, samples, 1, dy, rois, mask, dx, samples, channels, height * width, dy.shape[0], bins)
+    blocks = -(-channels // BLOCK)
+    shapes = (blocks, channels, height * width, dy.shape[0], bins)
+    max_backward.run(threads, samples * blocks, 1, dy, rois, mask, dx, *shapes)
 
 
 def roi_average_forward(threads: int, x: Any, rois: Any, y: Any, scale: float, bad: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu import roi
+from caffepy.backend.cpu.copying import is_whole
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.layout import CHANNELS_LAST, memory_order
 from caffepy.backend.row_primitives import RowPrimitives, SparseMatrix
 from caffepy.backend.types import Array, Geometry
@@ -18,6 +20,12 @@ GRAIN = 4096
 
 BLOCK = 64
 """Columns that one item of a scattered sum takes."""
+CHANNELS = 16
+"""Channels that one item of unpooling takes."""
+
+
+LEAST, MOST = np.float32(-1), np.float32(2**31)
+"""Between which, both left out, a float32 rounded towards 0 is a whole number from 0 on of 32 bits."""
 
 
 def _rows(array: Any) -> Any:
@@ -37,8 +45,34 @@ def _numbers(index: Any, limit: int, bad: Any | None) -> Any:
     return numbers
 
 
-def gather_rows(source: Any, index: Any, destination: Any, bad: Any) -> None:
+@kernel
+def take_rows(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, source: Floats, index: Floats, destination: Floats, bad: Ints, limit: Int, size: Int
+) -> None:
+    """Items are rows of the destination; those that no row is named for become 0."""
+    for item in range(begin, end):
+        number = index[item]
+        inside = number > LEAST and number < MOST
+        row = int(number) if inside else limit
+        if row < limit:
+            for i in range(size):
+                destination[item * size + i] = source[row * size + i]
+        else:
+            bad[0] = item
+            for i in range(size):
+                destination[item * size + i] = 0
+
+
+def gather_rows(threads: int, source: Any, index: Any, destination: Any, bad: Any) -> None:
     """See `RowPrimitives.gather_rows`."""
+    if is_whole(source, "float32") and is_whole(index, "float32") and is_whole(destination, "float32"):
+        size = math.prod(source.shape[1:])
+        take_rows.run(
+            threads, len(destination), max(1, 4 * GRAIN // max(size, 1)), source, index, destination, bad,
+            source.shape[0], size,
+        )  # fmt: skip
+        return
+    note_host_work()
     numbers = _numbers(index, source.shape[0], bad)
     target = _rows(destination)
     found = numbers >= 0
@@ -114,28 +148,74 @@ def largest(x: Any, axis: int, indices: Any, values: Any) -> None:
     values[...] = np.take_along_axis(x, first, axis=axis)
 
 
-def _planes(array: Any) -> Any:
-    """(N, C, H, W) as (N * C, H * W) in logical order."""
-    n, c, h, w = array.shape
-    return np.ascontiguousarray(array).reshape(n * c, h * w)
+@kernel
+def put_at_mask(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, mask: Floats, y: Floats, bad: Ints, channels: Int, pixels: Int, out_pixels: Int,
+    block: Int, blocks: Int,
+) -> None:  # fmt: skip
+    """Items are (sample, block of channels), so that the later of two values for one pixel stays."""
+    for item in range(begin, end):
+        sample, first = item // blocks, item % blocks * block
+        last = min(channels, first + block)
+        for p in range(pixels):
+            at = (sample * pixels + p) * channels
+            for c in range(first, last):
+                number = mask[at + c]
+                inside = number > LEAST and number < MOST
+                pixel = int(number) if inside else out_pixels
+                if pixel < out_pixels:
+                    y[(sample * out_pixels + pixel) * channels + c] = x[at + c]
+                else:
+                    bad[0] = (sample * channels + c) * pixels + p
 
 
-def unpool_forward(x: Any, mask: Any, y: Any, bad: Any) -> None:
+@kernel
+def take_at_mask(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, dy: Floats, mask: Floats, dx: Floats, channels: Int, pixels: Int, out_pixels: Int
+) -> None:
+    """Items are the bottom's pixels (sample, pixel)."""
+    for item in range(begin, end):
+        base = item // pixels * out_pixels
+        for c in range(channels):
+            number = mask[item * channels + c]
+            inside = number > LEAST and number < MOST
+            pixel = int(number) if inside else out_pixels
+            dx[item * channels + c] = dy[(base + pixel) * channels + c] if pixel < out_pixels else np.float32(0)
+
+
+@kernel
+def clear(begin: Int, end: Int, y: Floats) -> None:
+    """Items are elements."""
+    for i in range(begin, end):
+        y[i] = 0
+
+
+def unpool_forward(threads: int, x: Any, mask: Any, y: Any, bad: Any) -> None:
     """See `RowPrimitives.unpool_forward`."""
-    pixels = y.shape[2] * y.shape[3]
-    numbers = _numbers(mask, pixels, bad).reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3])
-    planes = np.zeros((len(numbers), pixels + 1), np.float32)
-    # Bad entries go behind the plane.
-    np.put_along_axis(planes, np.where(numbers < 0, pixels, numbers), _planes(x), axis=1)
-    y[...] = planes[:, :pixels].reshape(y.shape)
+    samples, channels = x.shape[:2]
+    pixels, blocks = math.prod(x.shape[2:]), -(-channels // CHANNELS)
+    clear.run(threads, y.size, 4 * GRAIN, y)
+    put_at_mask.run(
+        threads, samples * blocks, max(1, GRAIN // max(1, pixels * CHANNELS)), x, mask, y, bad, channels, pixels,
+        math.prod(y.shape[2:]), CHANNELS, blocks,
+    )  # fmt: skip
 
 
-def unpool_backward(dy: Any, mask: Any, dx: Any) -> None:
+def unpool_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:
     """See `RowPrimitives.unpool_backward`."""
-    pixels = dy.shape[2] * dy.shape[3]
-    numbers = _numbers(mask, pixels, None).reshape(dx.shape[0] * dx.shape[1], dx.shape[2] * dx.shape[3])
-    found = np.take_along_axis(_planes(dy), np.maximum(numbers, 0), axis=1)
-    dx[...] = np.where(numbers < 0, 0, found).reshape(dx.shape)
+    samples, channels = dx.shape[:2]
+    pixels = math.prod(dx.shape[2:])
+    take_at_mask.run(
+        threads,
+        samples * pixels,
+        max(1, GRAIN // max(1, channels)),
+        dy,
+        mask,
+        dx,
+        channels,
+        pixels,
+        math.prod(dy.shape[2:]),
+    )
 
 
 class CpuRows(RowPrimitives):
@@ -144,7 +224,7 @@ class CpuRows(RowPrimitives):
     threads: int
 
     def gather_rows(self, source: Array, index: Array, destination: Array, bad: Array) -> None:
-        gather_rows(source, index, destination, bad)
+        gather_rows(self.threads, source, index, destination, bad)
 
     def scatter_add_rows(self, source: Array, index: Array, destination: Array) -> None:
         scatter_add_rows(self.threads, source, index, destination)
@@ -159,10 +239,10 @@ class CpuRows(RowPrimitives):
         largest(x, axis, indices, values)
 
     def unpool_forward(self, x: Array, mask: Array, y: Array, bad: Array) -> None:
-        unpool_forward(x, mask, y, bad)
+        unpool_forward(self.threads, x, mask, y, bad)
 
     def unpool_backward(self, dy: Array, mask: Array, dx: Array) -> None:
-        unpool_backward(dy, mask, dx)
+        unpool_backward(self.threads, dy, mask, dx)
 
     def pool_stochastic_forward(self, x: Array, chance: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         roi.pool_stochastic_forward(self.threads, x, chance, y, mask, geometry)

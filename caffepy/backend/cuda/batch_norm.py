@@ -33,10 +33,10 @@ SUM_BLOCKS = 132
 SUM_GROUPS = 32
 """Most groups of columns that a block adds up: the fewer, the less is left to do for the block that finishes them."""
 
-MOST_SOURCES = 8
+MAX_SOURCES = 8
 """Arrays that one launch of `add_n` adds up."""
 
-MOST_GRADIENTS = 4
+MAX_GRADIENTS = 4
 """Gradients that one launch of `backward_sums` adds up; each takes registers of every thread."""
 
 NEEDS = {"normalise_measure": ("statistics",)}
@@ -242,21 +242,21 @@ class BatchNormKernels:
             "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
             SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
         )  # fmt: skip
-        sources = [*dys, *[dys[0]] * (MOST_GRADIENTS - len(dys))]
+        sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
         out = dys[0] if total is None else total
         relu_source = x if mask is None else mask
         plan.launch(x, *sources, *per_channel, relu_source, out, *sums, *plan.between_blocks(self._scratch))
 
     def _at_most_four(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
         """As many gradients as one launch adds up: the surplus is added up in `total`, which then is one of them."""
-        if len(dys) <= MOST_GRADIENTS:
+        if len(dys) <= MAX_GRADIENTS:
             return dys
         assert total is not None, "several gradients need an array for their sum"
         here = total.data.ptr
         # What lies in the total already must be in it afterwards.
         first, *others = sorted(dys, key=lambda a: a.data.ptr != here)
-        self.add_n([first, *others[MOST_GRADIENTS - 1 :]], total)
-        return [total, *others[: MOST_GRADIENTS - 1]]
+        self.add_n([first, *others[MAX_GRADIENTS - 1 :]], total)
+        return [total, *others[: MAX_GRADIENTS - 1]]
 
     def backward_data(
         self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool
@@ -285,8 +285,8 @@ class BatchNormKernels:
         remaining = sorted(map(raw, sources), key=lambda a: a.data.ptr != here)
         assert len({a.dtype for a in remaining}) == 1, "sources are of one dtype"
         while len(remaining) > 1:
-            now, remaining = remaining[:MOST_SOURCES], [destination, *remaining[MOST_SOURCES:]]
+            now, remaining = remaining[:MAX_SOURCES], [destination, *remaining[MAX_SOURCES:]]
             tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
             layout = flat_layout((*now, raw(destination)), tuning.width)
             plan = make_plan("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
-            plan.launch(*now, *[now[0]] * (MOST_SOURCES - len(now)), destination)
+            plan.launch(*now, *[now[0]] * (MAX_SOURCES - len(now)), destination)

@@ -45,7 +45,7 @@ def _defines(settings: BoxLossSettings) -> str:
     }
     fractions = {
         "THRESHOLD": settings.threshold,
-        "MOST_OVERLAP": settings.most_overlap,
+        "MAX_OVERLAP": settings.most_overlap,
         "RATIO": settings.ratio,
         "WEIGHT": settings.weight,
     }

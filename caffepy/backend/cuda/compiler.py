@@ -22,7 +22,13 @@ from caffepy.backend.types import Array
 from caffepy.phases import phase
 
 THREADS = 256
-MAX_BLOCKS = 132 * 16
+MULTIPROCESSORS = 132
+"""Of an H200. Grids are sized for it on every GPU, so that the order of a sum depends on no device."""
+
+RESIDENT_BLOCKS = 2 * MULTIPROCESSORS
+"""Blocks that run at once where a multiprocessor has registers or shared memory for two of them."""
+
+MAX_BLOCKS = 16 * MULTIPROCESSORS
 """Blocks that fill the largest GPU of today several times over; more would only add starts and ends."""
 
 FORESEEN = -1

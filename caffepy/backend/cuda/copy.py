@@ -31,7 +31,7 @@ EACH = 4
 TILE = 32
 """Rows and columns of a tile that is turned."""
 
-MOST_PACKS = 2**31 - 1
+MAX_PACKS = 2**31 - 1
 FLOATS = ("f", "e", "H")
 """dtype characters of what can be rounded to."""
 
@@ -42,7 +42,7 @@ SLOTS = 3
 PART = 2**19
 """Numbers that are copied into pinned memory, and on to the device, at once."""
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 """Threads that copy into pinned memory: one alone is slower than the bus."""
 
 
@@ -152,7 +152,7 @@ class Staging:
             self._send_part(pinned, staged, slice(0, host.size))
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "staging")
+            self._threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "staging")
         flat = host.reshape(-1)
         parts = [slice(begin, min(begin + PART, host.size)) for begin in range(0, host.size, PART)]
         copies = [self._threads.submit(np.copyto, pinned[part], flat[part], "unsafe") for part in parts]
@@ -239,7 +239,7 @@ def _plan(ends: Ends) -> Launch | None:
     width = _width(ends, axes, items)
     inner = Axis(axes[-1].size // width, axes[-1].source * width, axes[-1].destination * width)
     packs = math.prod(ends.shape) // width
-    if packs > MOST_PACKS:
+    if packs > MAX_PACKS:
         return None
     kernel = _kernel("move", ends, width, len(axes))
     arguments = [argument for axis in _filled([inner, *axes[-2::-1]]) for argument in _axis_arguments(axis)]

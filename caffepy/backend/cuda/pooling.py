@@ -12,12 +12,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compiler import THREADS, Launch, c_type, defines, device_number, divider, library_kernel
+from caffepy.backend.cuda.compiler import (
+    MULTIPROCESSORS,
+    THREADS,
+    Launch,
+    c_type,
+    defines,
+    device_number,
+    divider,
+    library_kernel,
+)
 from caffepy.backend.cuda.indexing import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.types import Array, Geometry
 
-MOST_WINDOWS = 9
+MAX_WINDOWS = 9
 """Windows around a tile, and pixels in it, up to which gradients are gathered by tiles."""
 
 SMALL_AREA = 9
@@ -26,17 +35,14 @@ SMALL_AREA = 9
 LARGE_PLANE = 16
 """Pixels of a window from which on many threads share it, where it is the whole plane."""
 
-LEAST_WINDOW_FOR_NARROW_LOADS = 25
+MIN_WINDOW_FOR_NARROW_LOADS = 25
 """Pixels of a window from which on a thread takes long enough for more threads to be worth narrower loads."""
 
-LEAST_WIDTH = 2
+MIN_WIDTH = 2
 """Channels of a thread, at least, where they are made fewer."""
 
-MOST_IMAGES = 65535
+MAX_IMAGES = 65535
 """Blocks of a grid along its second axis."""
-
-FULL = 132
-"""Blocks with which most multiprocessors have work."""
 
 FEW_CHANNELS = 4
 """Channels of a thread up to which it has registers for that."""
@@ -80,7 +86,7 @@ def _plan(case: Pooling) -> Launch | None:
     whole = _is_whole_plane(case)
     case = case if whole else case._replace(width=_width(case))
     near = math.prod((k - 1) // s + 1 for k, s in zip(g.kernel, g.stride, strict=True))
-    tiles = near <= MOST_WINDOWS and math.prod(g.stride) <= MOST_WINDOWS
+    tiles = near <= MAX_WINDOWS and math.prod(g.stride) <= MAX_WINDOWS
     rows, columns = _rows_and_columns(case, tiles)
     packs = case.image[1] // case.width
     count = case.image[0] * rows * columns * packs
@@ -101,8 +107,8 @@ def _plan(case: Pooling) -> Launch | None:
 def _width(case: Pooling) -> int:
     """Channels of a thread; with large windows fewer, but two, until there are blocks for all multiprocessors."""
     width, count = case.width, math.prod(case.pooled)
-    if case.name.endswith("forward") and math.prod(case.geometry.kernel) >= LEAST_WINDOW_FOR_NARROW_LOADS:
-        while width > LEAST_WIDTH and count < FULL * THREADS * width:
+    if case.name.endswith("forward") and math.prod(case.geometry.kernel) >= MIN_WINDOW_FOR_NARROW_LOADS:
+        while width > MIN_WIDTH and count < MULTIPROCESSORS * THREADS * width:
             width //= 2
     return width
 
@@ -110,7 +116,7 @@ def _width(case: Pooling) -> int:
 def _is_whole_plane(case: Pooling) -> bool:
     """Whether a forward pass has one large window, the whole plane, for which a thread would take long."""
     g, plane = case.geometry, case.image[2:]
-    few = case.image[0] <= MOST_IMAGES and math.prod(plane) >= LARGE_PLANE
+    few = case.image[0] <= MAX_IMAGES and math.prod(plane) >= LARGE_PLANE
     return few and case.name.endswith("forward") and g.kernel == plane and case.pooled[2:] == (1, 1) and not any(g.pad)
 
 
@@ -118,7 +124,7 @@ def _plan_whole(case: Pooling, text: str) -> Launch:
     """Fewer packs side by side, and more threads for each, until there are blocks for all multiprocessors."""
     images, packs, pixels = case.image[0], case.image[1] // case.width, math.prod(case.image[2:])
     side = 8
-    while side > 2 and (side > packs or images * -(-packs // side) < FULL):
+    while side > 2 and (side > packs or images * -(-packs // side) < MULTIPROCESSORS):
         side //= 2
     kernel = library_kernel("pooling", case.name.replace("forward", "whole"), text)
     return Launch(kernel, (-(-packs // side), images), (side, THREADS // side), (np.uint32(pixels), np.uint32(packs)))

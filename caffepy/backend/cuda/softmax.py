@@ -29,7 +29,7 @@ ONE_BLOCK = 1024
 FEW_CLASSES = 32
 """ClassLayout up to which one thread may take all of a position."""
 
-MOST_ITEMS = 32
+MAX_ITEMS = 32
 """ClassLayout that a lane keeps in registers."""
 
 
@@ -65,7 +65,7 @@ class ClassLayout:
 
     def _items(self) -> int:
         items = 1 << (-(-self.classes // 32) - 1).bit_length()
-        return items if items <= MOST_ITEMS else 0
+        return items if items <= MAX_ITEMS else 0
 
 
 @cache

@@ -20,7 +20,7 @@ from caffepy.registry import suggest
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 
 Size = tuple[int, int]
 """Height and width."""
@@ -106,7 +106,7 @@ def read_boxes(path: str, kind: str, image: Size, labels: Mapping[str, int], rec
         DataError: the file cannot be read, is not of this kind, or names a class without a label.
     """
     try:
-        content = read_regular(Path(path), _MOST_BYTES)
+        content = read_regular(Path(path), _MAX_BYTES)
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
     READERS[kind](content, image, BoxWriter(record, path, labels))

@@ -19,7 +19,7 @@ from caffepy.proto import caffe_pb2
 _SIDE = 32
 _RECORD = 1 + 3 * _SIDE * _SIDE
 """A label and three planes."""
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _PARTS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 
 
@@ -51,7 +51,7 @@ def convert_cifar(source: Path, target: Path, backend: str = "lmdb", force: bool
 def _read(path: Path) -> NDArray[np.uint8]:
     """The records of a file: (N, 1 + 3072)."""
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DataError(
             f"'{os.fspath(path)}' cannot be read: {error.strerror}; give the folder of CIFAR-10's binary version"

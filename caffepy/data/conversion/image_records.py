@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from caffepy.config.messages import field_head
 from caffepy.data.conversion.progress import all_cores
-from caffepy.data.images.datum import MOST_PIXELS, decode_image, opencv
-from caffepy.data.sources.image_list import MOST_IMAGE_BYTES
+from caffepy.data.images.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2
@@ -62,9 +62,9 @@ class ImageOptions:
     def __post_init__(self) -> None:
         if bool(self.resize_height) != bool(self.resize_width):
             raise ConfigError("resize_height and resize_width work together only, as in Caffe; give both")
-        if self.resize_height * self.resize_width > MOST_PIXELS:
+        if self.resize_height * self.resize_width > MAX_PIXELS:
             raise ConfigError(
-                f"images of {self.resize_height} x {self.resize_width} pixels are more than the {MOST_PIXELS} that are "
+                f"images of {self.resize_height} x {self.resize_width} pixels are more than the {MAX_PIXELS} that are "
                 "read again; give a smaller size"
             )
         if self.encode_type and not _can_write(self.encode_type):
@@ -147,7 +147,7 @@ def one_thread_an_image() -> Iterator[None]:
 def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:
     """A file's bytes and its image."""
     try:
-        content = read_regular(path, MOST_IMAGE_BYTES)
+        content = read_regular(path, MAX_IMAGE_BYTES)
         image = decode_image(content, force_color=not gray, force_gray=gray)
     except OSError as error:
         raise UnreadableImageError(f"cannot be read: {error.strerror}") from error
@@ -164,8 +164,8 @@ def _resized(image: Pixels, options: ImageOptions) -> Pixels:
         scale = _scale(min(image.shape[:2]), max(image.shape[:2]), options)
         if scale == 1:
             return image
-        if image.shape[0] * image.shape[1] * scale * scale > MOST_PIXELS:
-            raise DataError(f"would have more than {MOST_PIXELS} pixels with min_dim {options.min_dim}; give max_dim")
+        if image.shape[0] * image.shape[1] * scale * scale > MAX_PIXELS:
+            raise DataError(f"would have more than {MAX_PIXELS} pixels with min_dim {options.min_dim}; give max_dim")
         return _opencv_resize(image, None, scale)
     return _opencv_resize(image, (options.resize_width, options.resize_height), 0)
 

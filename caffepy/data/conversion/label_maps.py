@@ -13,7 +13,7 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write, read_regular
 from caffepy.proto import caffe_pb2
 
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 _LABELS = range(-(2**31), 2**31)
 
 
@@ -88,6 +88,6 @@ def _label(text: str, where: str) -> int:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_regular(path, _MOST_BYTES)
+        return read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DataError(f"'{os.fspath(path)}' cannot be read: {error.strerror}") from error

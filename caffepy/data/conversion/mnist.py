@@ -10,7 +10,7 @@ from caffepy.data.sources.mnist import digit_datums, parse_images, parse_labels,
 from caffepy.data.sources.record_write import check_free
 from caffepy.errors import DataError
 
-_MOST_CLASSES = 128
+_MAX_CLASSES = 128
 """Caffe's labels are C's char here."""
 
 
@@ -26,7 +26,7 @@ def convert_digits(images_file: Path, labels_file: Path, target: Database) -> in
     """
     check_free(target.path, target.force)
     images = parse_images(read_idx(images_file), str(images_file))
-    labels = parse_labels(read_idx(labels_file), str(labels_file), _MOST_CLASSES)
+    labels = parse_labels(read_idx(labels_file), str(labels_file), _MAX_CLASSES)
     if len(images) != len(labels):
         raise DataError(f"{images_file} has {len(images)} images and {labels_file} {len(labels)} labels")
     return write_datums(target.path, digit_datums(images, labels), target.force, target.backend)

@@ -14,7 +14,7 @@ from caffepy.proto import caffe_pb2
 Floats = NDArray[np.float32]
 COLUMNS = 8
 """Of the rows that a net takes: item, label, instance, xmin, ymin, xmax, ymax, difficult."""
-_MOST_BOXES = 1 << 16
+_MAX_BOXES = 1 << 16
 """Of one image: more would take the memory of a batch."""
 _FARTHEST = 100.0
 """Widths or heights of the image that a corner may lie beyond it. Corners in pixels are mostly farther."""
@@ -71,8 +71,8 @@ def parse_annotated_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Annotat
 
 def _annotations(parsed: caffe_pb2.AnnotatedDatum) -> Annotations:
     count = sum(len(group.annotation) for group in parsed.annotation_group)
-    if count > _MOST_BOXES:
-        raise DataError(f"has {count} boxes; more than {_MOST_BOXES} are refused")
+    if count > _MAX_BOXES:
+        raise DataError(f"has {count} boxes; more than {_MAX_BOXES} are refused")
     found = [(group.group_label, one) for group in parsed.annotation_group for one in group.annotation]
     values = [(one.bbox.xmin, one.bbox.ymin, one.bbox.xmax, one.bbox.ymax) for _, one in found]
     boxes = np.array(values, np.float32).reshape(-1, 4)

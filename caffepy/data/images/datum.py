@@ -18,7 +18,7 @@ from caffepy.proto import caffe_pb2
 LARGE = 1 << 14
 """Records of more bytes than this are parsed without copying their data."""
 _DATA_TAG = 0x22
-MOST_PIXELS = 1 << 26
+MAX_PIXELS = 1 << 26
 """Of an encoded image: 945 kB of PNG can unpack to gigabytes. A square one of this size has 8192 rows."""
 _JPEG = b"\xff\xd8"
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -105,8 +105,8 @@ def decode_image(
     """
     cv2 = opencv()
     height, width = _encoded_size(data)
-    if height * width > MOST_PIXELS:
-        raise DataError(f"is an image of {height} x {width} pixels; more than {MOST_PIXELS} are refused, shrink it")
+    if height * width > MAX_PIXELS:
+        raise DataError(f"is an image of {height} x {width} pixels; more than {MAX_PIXELS} are refused, shrink it")
     native = cv2.IMREAD_ANYCOLOR if nvidia else cv2.IMREAD_UNCHANGED
     flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else native
     if nvidia and bytes(data[:2]) == _JPEG:
@@ -134,7 +134,7 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 
 def opencv() -> Any:
     """cv2, told when it is loaded to refuse large images of every format; some decoders allocate before we could."""
-    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MOST_PIXELS))
+    os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     import cv2
 
     return cv2

@@ -14,7 +14,7 @@ from caffepy.errors import DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _RAW_TYPES = {caffe_pb2.FLOAT: "<f4", caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT16: "<f2"}
 
 
@@ -52,7 +52,7 @@ def read_blob(path: Path, what: str) -> NDArray[np.float32]:
 
 def _read_proto(path: Path, what: str) -> caffe_pb2.BlobProto:
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DataError(f"{what} '{path}' cannot be read: {error.strerror}") from error
     try:

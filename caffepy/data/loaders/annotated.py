@@ -34,8 +34,8 @@ from caffepy.errors import DataError
 from caffepy.proto import caffe_pb2
 
 _f32 = np.float32
-_MOST_PIXELS = 1 << 26
-_FEWEST_ROWS = 16
+_MAX_PIXELS = 1 << 26
+_MIN_ROWS = 16
 """Of a label top that is filled up."""
 LABEL_SHAPE = (1, 1, 1)
 """Of one image's label, where the records have no boxes."""
@@ -96,7 +96,7 @@ class AnnotatedLoader(DatumLoader):
         super().__init__(*others, **more)
         self._settings = settings
         self._transformer.centers_mean = True
-        self._rows = _FEWEST_ROWS
+        self._rows = _MIN_ROWS
 
     # -- the first record ----------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class AnnotatedLoader(DatumLoader):
         ratio = _f32(draws.uniform(1, param.max_expand_ratio))
         channels, height, width = sample.image.shape
         rows, columns = int(_f32(height) * ratio), int(_f32(width) * ratio)
-        if rows * columns > _MOST_PIXELS:
+        if rows * columns > _MAX_PIXELS:
             raise DataError(
                 f"is {height} x {width} and would be expanded to {rows} x {columns}; lower max_expand_ratio"
             )

@@ -22,8 +22,8 @@ from caffepy.hdf5 import check_dataset, find_object, open_hdf5
 if TYPE_CHECKING:
     import h5py
 
-_MOST_LIST_BYTES = 1 << 26
-_MOST_NAMES = 20
+_MAX_LIST_BYTES = 1 << 26
+_MAX_NAMES = 20
 """Of a file's datasets in a message."""
 
 
@@ -48,7 +48,7 @@ class Hdf5Source:
         self._loaded = -1
         self._arrays: list[NDArray[np.float32]] = []
         try:
-            names = os.fsdecode(read_regular(path, _MOST_LIST_BYTES)).split()
+            names = os.fsdecode(read_regular(path, _MAX_LIST_BYTES)).split()
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
         if not names:
@@ -208,8 +208,8 @@ def _dataset(file: h5py.File, name: str, path: Path) -> h5py.Dataset:
     dataset = find_object(file, name)
     if not isinstance(dataset, h5py.Dataset):
         names = sorted(file)
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        there = ", ".join(names[:_MOST_NAMES]) or "none"
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        there = ", ".join(names[:_MAX_NAMES]) or "none"
         raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {there}{more}")
     return dataset
 

@@ -11,8 +11,8 @@ from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 
-_MOST_LIST_BYTES = 1 << 30
-MOST_IMAGE_BYTES = 1 << 28
+_MAX_LIST_BYTES = 1 << 30
+MAX_IMAGE_BYTES = 1 << 28
 _LABELS = range(-(2**31), 2**31)
 """Those of Caffe, whose labels are C's int."""
 
@@ -24,7 +24,7 @@ def list_lines(path: Path) -> Iterator[tuple[int, str]]:
         DataError: the list cannot be read, or a line has a NUL character.
     """
     try:
-        lines = os.fsdecode(read_regular(path, _MOST_LIST_BYTES)).split("\n")
+        lines = os.fsdecode(read_regular(path, _MAX_LIST_BYTES)).split("\n")
     except OSError as error:
         raise DataError(f"image list '{path}' cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
@@ -78,7 +78,7 @@ class ImageListSource:
 
     def read(self, number: int) -> bytes:
         try:
-            return read_regular(self._files[number], MOST_IMAGE_BYTES)
+            return read_regular(self._files[number], MAX_IMAGE_BYTES)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
 

@@ -23,9 +23,9 @@ _DATABASE = struct.Struct("<I H H QQQQ Q")
 _META_PAGE = 8
 _REVERSED, _DUPLICATES, _INTEGERS = 2, 4, 8
 """Flags of a database: how its keys are ordered, and whether a key may have several values."""
-_MOST_PAGES = 2**48
+_MAX_PAGES = 2**48
 """Branches hold pages' numbers in 48 bits; a tree without a page has the root 2^64 - 1."""
-MOST_LEVELS = 32
+MAX_LEVELS = 32
 """As many as liblmdb's cursors can descend."""
 
 
@@ -74,7 +74,7 @@ def read_header(descriptor: int, path: Path) -> Header:
     if second.page_size != first.page_size or abs(second.transaction - first.transaction) > 1:
         raise DataError(f"'{path}' is damaged: its two headers contradict each other; build it again")
     header = max(first, second, key=lambda header: header.transaction)
-    if header.entries and not (header.root < _MOST_PAGES and 1 <= header.levels <= MOST_LEVELS):
+    if header.entries and not (header.root < _MAX_PAGES and 1 <= header.levels <= MAX_LEVELS):
         raise DataError(
             f"'{path}' is damaged: its header names {header.entries} records without a tree; build it again"
         )

@@ -54,7 +54,7 @@ _COMPILING = 15_000
 """Records that Python finds in the time that the walk takes to be compiled, about a second."""
 _LOADING = 5000
 """And in the time that numba takes to be imported and to read the machine code from the cache."""
-_MOST_BYTES = 2**31 - 1
+_MAX_BYTES = 2**31 - 1
 """Of a record: Protobuf's limit."""
 
 
@@ -357,7 +357,7 @@ class LmdbIndex:
         return self._bytes(number, node + _NODE.size, size)
 
     def _data(self, number: int, offset: int, size: int) -> bytes:
-        if size > _MOST_BYTES:
+        if size > _MAX_BYTES:
             raise DataError(f"has {size} bytes in record {number}, more than a Datum may have; build it again")
         if offset % self.page_size == PAGE_HEADER:  # records beside others in a page begin behind a node's header
             header = self._bytes(number, offset - PAGE_HEADER, PAGE_HEADER)

@@ -40,7 +40,7 @@ SUBSET = Path(__file__).parents[1] / "mnist_subset"
 _IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
 CLASSES = 10
 """Of digits."""
-_MOST_BYTES = 600_000_000
+_MAX_BYTES = 600_000_000
 """An idx file is not read further than this: EMNIST's, the largest of the kind, has 547 MB."""
 
 
@@ -141,7 +141,7 @@ def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
         shapes.add(datum_shape(datum, len(data), "bytes"))
         images += data
         labels.append(min(max(datum.label, 0), 255))
-        if len(shapes) > 1 or len(images) > _MOST_BYTES:
+        if len(shapes) > 1 or len(images) > _MAX_BYTES:
             raise DataError(f"LMDB '{path}' holds other images than digits")
     [(_, height, width)] = shapes
     images_header = struct.pack(">4I", _IMAGES_MAGIC, len(source), height, width)
@@ -227,7 +227,7 @@ def read_idx(path: Path) -> bytes:
     """
     try:
         with open_regular(path) as raw:
-            return gzip.GzipFile(fileobj=raw).read(_MOST_BYTES) if path.suffix == ".gz" else raw.read(_MOST_BYTES)
+            return gzip.GzipFile(fileobj=raw).read(_MAX_BYTES) if path.suffix == ".gz" else raw.read(_MAX_BYTES)
     except (OSError, EOFError, zlib.error, MemoryError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"'{path}' cannot be read: {why}") from error

@@ -23,8 +23,10 @@ _COMMIT_BYTES = 1 << 20
 """A transaction ends early when it has so many bytes: records and LMDB's dirty pages stay in memory until then. Many
 megabytes of these cost more in page faults than smaller transactions cost (benchmarks/convert_imageset.py)."""
 _FIRST_MAP = 1 << 24
-_MOST_KEY_BYTES = 511
+_MAX_KEY_BYTES = 511
 """LMDB is built with this limit."""
+_MIN_FREE = 1 << 16
+"""Bytes; LMDB says of a disk with less than it needs that input or output failed."""
 _LMDB_FILES = frozenset({"data.mdb", "lock.mdb"})
 _LEVELDB_ENDINGS = (".ldb", ".sst", ".log")
 _LEVELDB_NAMES = ("CURRENT", "LOCK", "LOG", "LOG.old")
@@ -81,9 +83,9 @@ class LmdbWriter(RecordWriter):
         self._environment = lmdb.open(os.fspath(folder), map_size=_FIRST_MAP, lock=False, sync=False)
 
     def put(self, key: bytes, record: bytes | memoryview) -> None:
-        if len(key) > _MOST_KEY_BYTES:
+        if len(key) > _MAX_KEY_BYTES:
             raise DataError(
-                f"the key '{os.fsdecode(key[:40])}...' has {len(key)} bytes, and LMDB takes {_MOST_KEY_BYTES}; use "
+                f"the key '{os.fsdecode(key[:40])}...' has {len(key)} bytes, and LMDB takes {_MAX_KEY_BYTES}; use "
                 "shorter paths in the list, or --backend leveldb"
             )
         super().put(key, record)
@@ -171,7 +173,9 @@ def _naming(path: Path, backend: str) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        said = " ".join(str(error).split())
+        said = " ".join(_as_text(error).split())
+        if _is_full(path.parent):
+            said += "; the disk is full: free space there"
         raise RunError(f"cannot write {'LMDB' if backend == 'lmdb' else 'LevelDB'} '{path}': {said}") from error
 
 
@@ -188,11 +192,14 @@ def _library_errors(backend: str) -> tuple[type[Exception], ...]:
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Refuse to replace what is there without `force`.
+    """Refuse to replace what is there without `force`, and a database in what is no folder.
 
     Raises:
-        DataError: there is something, or it is not even a database.
+        DataError: there is something, or it is not even a database, or a file is named as its folder.
     """
+    above = next((folder for folder in path.parents if os.path.lexists(folder)), None)
+    if above is not None and not above.is_dir():
+        raise DataError(f"'{path}' cannot be made: '{above}' is not a folder; name another one")
     if os.path.lexists(path) and not force:
         raise DataError(f"'{path}' is there already; remove it, or give --force to replace it")
     if os.path.lexists(path) and not (path.is_dir() and _is_database_or_empty(set(os.listdir(path)))):
@@ -229,3 +236,16 @@ def _put_in_place(temporary: Path, path: Path) -> None:
         path.rename(old)
     temporary.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _as_text(error: Exception) -> str:
+    """What an error says; LevelDB's says it in bytes."""
+    said = error.args[0] if error.args else ""
+    return said.decode(errors="backslashreplace") if isinstance(said, bytes) else str(error)
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _MIN_FREE
+    except OSError:
+        return False

@@ -18,8 +18,8 @@ from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 
-_MOST_LIST_BYTES = 1 << 30
-_MOST_IMAGE_BYTES = 1 << 28
+_MAX_LIST_BYTES = 1 << 30
+_MAX_IMAGE_BYTES = 1 << 28
 _FARTHEST = 1 << 24
 """Pixels: a float32 holds any whole number up to it."""
 
@@ -62,7 +62,7 @@ class WindowSource:
         self.files: list[str] = []
         self._cache: dict[int, bytes] | None = {} if cache else None
         try:
-            data = read_regular(path, _MOST_LIST_BYTES)
+            data = read_regular(path, _MAX_LIST_BYTES)
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
         rows: list[tuple[int, ...]] = []
@@ -110,7 +110,7 @@ class WindowSource:
         if self._cache is not None and image in self._cache:
             return self._cache[image]
         try:
-            data = read_regular(self.files[image], _MOST_IMAGE_BYTES)
+            data = read_regular(self.files[image], _MAX_IMAGE_BYTES)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in window_data_param") from error
         if self._cache is not None:

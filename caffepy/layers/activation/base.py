@@ -38,7 +38,7 @@ class ActivationLayer(Layer):
         self._saved_bottom = self.scratch("saved bottom", bottom[0].shape, self.dtype) if keep else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if self._saved_bottom is not None:
+        if self._saved_bottom is not None and not self.context.forward_only:
             self.backend.copy(bottom[0].data, self._saved_bottom.array)
         self.activate(bottom[0].data, top[0].data)
         if not self.reads_bottom():

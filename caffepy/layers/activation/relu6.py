@@ -13,19 +13,19 @@ def relu6(x: Each, slope: Scalar) -> Each:
 
 
 @expression
-def relu6_gradient(x: Each, dy: Each, slope: Scalar) -> Each:
-    return slope * dy if x <= 0 else (0.0 if x >= 6 else dy)
+def relu6_gradient(source: Each, dy: Each, slope: Scalar) -> Each:
+    return slope * dy if source <= 0 else (0.0 if source >= 6 else dy)
 
 
 @register_layer("ReLU6")
 class ReLU6Layer(ActivationLayer):
     """y = min(max(x, 0), 6) + negative_slope * min(x, 0), with `relu_param` (MobileNet's forks of Caffe).
 
-    dx = dy where 0 < x < 6, negative_slope * dy where x <= 0, else 0.
+    dx = dy where 0 < x < 6, negative_slope * dy where x <= 0, else 0. For slopes >= 0 the top tells these apart.
     """
 
     def reads_bottom(self) -> bool:
-        return True
+        return self.param.relu_param.negative_slope < 0
 
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(relu6, (x, self.param.relu_param.negative_slope), (y,))

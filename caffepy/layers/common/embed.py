@@ -16,6 +16,7 @@ class EmbedLayer(Layer):
     Numbers are rounded towards 0. The table's gradient is the sum of dy over the numbers that name a row.
     """
 
+    recordable = True
     no_gradient_bottoms = frozenset({0})
 
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Array
+from caffepy.backend import Array, Backend
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 
@@ -135,17 +135,18 @@ class ShuffleChannelLayer(RearrangingLayer):
             raise self.shape_error(f"shuffle_channel_param.group is {group}; it must divide the channels", bottom[0])
         top[0].reshape(shape)
 
-    def _move(self, source: Array, destination: Array, outer: int) -> None:
-        """The channels, seen as (outer, inner), turned into (inner, outer)."""
-        samples, channels, *rest = source.shape
-        parts = source.reshape(samples, outer, channels // outer, *rest)
-        turned = parts.transpose(0, 2, 1, *range(3, len(parts.shape)))
-        self.backend.copy(turned, destination.reshape(samples, channels // outer, outer, *rest))
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self._move(bottom[0].data, top[0].data, self.param.shuffle_channel_param.group)
+        turn_channels(self.backend, bottom[0].data, top[0].data, self.param.shuffle_channel_param.group)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             group = self.param.shuffle_channel_param.group
-            self._move(top[0].diff, bottom[0].diff, bottom[0].shape[1] // group)
+            turn_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // group)
+
+
+def turn_channels(backend: Backend, source: Array, destination: Array, outer: int) -> None:
+    """The channels, seen as (outer, inner), turned into (inner, outer)."""
+    samples, channels, *rest = source.shape
+    parts = source.reshape(samples, outer, channels // outer, *rest)
+    turned = parts.transpose(0, 2, 1, *range(3, len(parts.shape)))
+    backend.copy(turned, destination.reshape(samples, channels // outer, outer, *rest))

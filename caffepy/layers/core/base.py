@@ -109,6 +109,8 @@ class LayerContext:
     check_wait: Callable[[], None] = wait_on
     dialect: Dialect | None = None
     fills: bool = True
+    forward_only: bool = False
+    """Whether no backward pass follows the present forward pass, so that layers keep nothing for one."""
     first_sample: Callable[[int], int] | None = None
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
@@ -195,6 +197,8 @@ class Layer:
         self.context = context
         self.backend = context.backend
         self.name = param.name
+        self.random_name = param.name
+        """What the layer's random numbers follow from; the net gives layers of the same name different ones."""
         self.type = param.type
         self.blobs: list[Blob] = []
         """The layer's parameters, made in `setup`."""
@@ -327,7 +331,7 @@ class Layer:
     # -- tools for layer types -----------------------------------------------------------------------
 
     def add_parameter(self, shape: tuple[int, ...], filler: caffe_pb2.FillerParameter) -> Blob:
-        """Make the next parameter and fill it; the numbers depend on the seed, the layer's name and the index alone.
+        """Make the next parameter and fill it; the numbers depend on the seed, `random_name` and the index alone.
 
         Numbers are drawn in other threads meanwhile; the parameter has them when it is used.
         """
@@ -367,7 +371,7 @@ class Layer:
 
     def random_stream(self, index: int = 0) -> RandomStream:
         """The key of random numbers of this layer, the same on every device; each `index` has its own."""
-        return RandomStream(self.context.seed, zlib.crc32(f"{self.name}/{index}".encode()))
+        return RandomStream(self.context.seed, zlib.crc32(f"{self.random_name}/{index}".encode()))
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> ScratchBuffer:
         """The buffer of this name; what it holds does not outlive the pass. Made anew when shape or dtype change."""

@@ -13,7 +13,7 @@ from caffepy.layers.detection.boxes import Rows, box_sizes, clip_boxes
 from caffepy.proto import caffe_pb2
 
 _Resize = caffe_pb2.ResizeParameter
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 """Of a name_size_file."""
 
 
@@ -35,7 +35,7 @@ def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
     path = layer.context.resolve(name)
     sizes = []
     try:
-        lines = os.fsdecode(read_regular(path, _MOST_BYTES)).splitlines()
+        lines = os.fsdecode(read_regular(path, _MAX_BYTES)).splitlines()
     except OSError as error:
         raise layer.data_error(f"name_size_file {path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):

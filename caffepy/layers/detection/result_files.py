@@ -16,7 +16,7 @@ from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_
 from caffepy.proto import caffe_pb2
 
 FORMATS = ("VOC", "COCO", "ILSVRC")
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 """Of a label map file."""
 _Found = tuple[ImageSize, int, float, list[float]]
 """Image, label, score, and the box as left edge, top edge, width and height."""
@@ -32,7 +32,7 @@ def read_label_map(layer: Layer, name: str) -> dict[int, str]:
     path = layer.context.resolve(name)
     label_map = caffe_pb2.LabelMap()
     try:
-        text = decode_text(read_regular(path, _MOST_BYTES), f"label_map_file {path}")
+        text = decode_text(read_regular(path, _MAX_BYTES), f"label_map_file {path}")
     except OSError as error:
         raise layer.data_error(f"label_map_file {path} cannot be read: {error.strerror}") from error
     parse_text(text, label_map, f"label_map_file {path}")

@@ -89,6 +89,6 @@ class DummyDataLayer(Layer):
         samples = values.reshape(shape[0] if shape else 1, *shape[1:])
         first = self.first_sample()
         for i in range(len(samples)):
-            key = zlib.crc32(f"{self.name}/{index}/{first + i}".encode())
+            key = zlib.crc32(f"{self.random_name}/{index}/{first + i}".encode())
             samples[i] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), where)[0]
         return values

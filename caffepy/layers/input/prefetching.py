@@ -26,7 +26,7 @@ from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
 
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 """Memory bandwidth limits the readers: more threads copy no faster."""
 
 _CLOSE_SECONDS = 2.0
@@ -107,7 +107,7 @@ class PrefetchingLayer(Layer):
         from caffepy.backend.cpu.jit.cpus import cpu_count
 
         shared = cpu_count() // max(self.context.shard.devices_per_rank, 1)
-        return min(max(shared - 1, 1), _MOST_THREADS) if self.backend.asynchronous else 1
+        return min(max(shared - 1, 1), _MAX_THREADS) if self.backend.asynchronous else 1
 
     def prefetch_depth(self) -> int:
         """Batches to read ahead."""

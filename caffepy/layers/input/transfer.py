@@ -20,13 +20,13 @@ from caffepy.layers.core.base import Blobs
 
 _BLOCK_BYTES = 1 << 21
 """Passes are copied in blocks of about this many bytes, since the cost of starting a copy dominates small batches."""
-_MOST_PASSES = 64
-_FEWEST_BLOCKS = 4
+_MAX_PASSES = 64
+_MIN_BLOCKS = 4
 
 
 def passes_per_block(slot: ImageSlot) -> int:
     """How many passes are copied at once; a power of two."""
-    return 1 << min(max(_BLOCK_BYTES // slot.size, 1), _MOST_PASSES).bit_length() - 1
+    return 1 << min(max(_BLOCK_BYTES // slot.size, 1), _MAX_PASSES).bit_length() - 1
 
 
 def blocks_needed(passes_ahead: int, block: int) -> int:
@@ -34,7 +34,7 @@ def blocks_needed(passes_ahead: int, block: int) -> int:
 
     The ring holds the batches of one iteration and those of the next at the same time.
     """
-    blocks = max(_FEWEST_BLOCKS, -(-2 * passes_ahead // block) + (block > 1))
+    blocks = max(_MIN_BLOCKS, -(-2 * passes_ahead // block) + (block > 1))
     return 1 << (blocks - 1).bit_length()
 
 

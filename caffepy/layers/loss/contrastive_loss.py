@@ -8,7 +8,7 @@ from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.loss.base import LossLayer
 
-LEAST_DISTANCE = 1e-4
+MIN_DISTANCE = 1e-4
 """Added to a distance before something is divided by it."""
 
 
@@ -32,7 +32,7 @@ def legacy_pair_loss(square: Each, similar: Each, margin: Scalar, factor: Scalar
 def pair_slope(square: Each, similar: Each, margin: Scalar) -> Each:
     distance = sqrt(square)
     rest = max(margin - distance, 0.0)
-    return 1.0 if fabs(similar) >= 1 else -rest / (distance + LEAST_DISTANCE)
+    return 1.0 if fabs(similar) >= 1 else -rest / (distance + MIN_DISTANCE)
 
 
 @expression

@@ -15,7 +15,7 @@ from caffepy.proto import caffe_pb2
 
 _Norm = caffe_pb2.HingeLossParameter
 
-LEAST = 1e-20
+SMALLEST = 1e-20
 """The least probability whose logarithm is taken: Caffe's kLOG_THRESHOLD."""
 
 
@@ -43,12 +43,12 @@ def squared_hinge_gradient(x: Each, hot: Each, factor: Scalar) -> Each:
 
 @expression
 def surprise(x: Each, hot: Each, factor: Scalar) -> Each:
-    return -log(max(x, LEAST)) * factor if hot > 0 else 0.0
+    return -log(max(x, SMALLEST)) * factor if hot > 0 else 0.0
 
 
 @expression
 def surprise_gradient(x: Each, hot: Each, factor: Scalar) -> Each:
-    return -factor / max(x, LEAST) if hot > 0 else 0.0
+    return -factor / max(x, SMALLEST) if hot > 0 else 0.0
 
 
 class SampleLabelLoss(LossLayer):

@@ -16,7 +16,7 @@ from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.LossParameter
 
-LEAST = 1e-20
+SMALLEST = 1e-20
 """The least probability whose logarithm is taken: Caffe's kLOG_THRESHOLD."""
 
 NONE_IGNORED = -1e30
@@ -30,7 +30,7 @@ def valid_labels(label: Each, ignored: Scalar) -> tuple[Each, Each]:
 
 @expression
 def infogain(p: Each, gain: Each, valid: Channel) -> Each:
-    return -gain * log(max(p, LEAST)) * valid
+    return -gain * log(max(p, SMALLEST)) * valid
 
 
 @expression
@@ -42,7 +42,7 @@ def score_gradient(
 
 @expression
 def probability_gradient(p: Each, gain: Each, valid: Channel, factor: Scalar, count: Scalar) -> Each:
-    return -gain / max(p, LEAST) * valid * factor / max(count, 1.0)
+    return -gain / max(p, SMALLEST) * valid * factor / max(count, 1.0)
 
 
 @register_layer("InfogainLoss")

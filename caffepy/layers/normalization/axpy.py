@@ -20,6 +20,7 @@ class AxpyLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
     bottoms = (3, 3)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -10,7 +10,7 @@ from caffepy.layers.core.formulas import product, product_with_channel, scaled
 from caffepy.layers.core.order import Reordered, by_pixels, by_samples
 from caffepy.proto import caffe_pb2
 
-LEAST = 1.1754943508222875e-38
+SMALLEST = 1.1754943508222875e-38
 """FLT_MIN: the least eps."""
 
 
@@ -88,7 +88,7 @@ class NormalizeLayer(Layer):
         backend, norm, unit = self.backend, self._norm.array, self._unit.array
         x = self._by_rows(self._x.pull(bottom[0].data))
         backend.reduce(squared, (x,), (norm,), 0)
-        backend.apply(length, (norm, max(self.param.norm_param.eps, LEAST)), (norm,))
+        backend.apply(length, (norm, max(self.param.norm_param.eps, SMALLEST)), (norm,))
         backend.apply(over, (x, norm), (self._by_rows(unit),), 0)
         self._apply_scale(unit, self._y.target(top[0].data))
         self._y.push(top[0].data)

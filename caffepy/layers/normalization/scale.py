@@ -149,7 +149,7 @@ class ScaleLayer(BroadcastLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, scale = bottom[0].data, top[0].data, self.operand(bottom).data
-        if self._saved_bottom is not None:
+        if self._saved_bottom is not None and not self.context.forward_only:
             self.backend.copy(x, self._saved_bottom.array)
         if self.param.scale_param.bias_term:
             self.combine(scale_shift, product_plus, (x, scale, self.blobs[-1].data), y)

@@ -22,6 +22,7 @@ class InterpLayer(Layer):
     """
 
     supports_half = True
+    recordable = True
 
     _shape: tuple[int, ...] | None = None
 

@@ -48,6 +48,8 @@ class ROIPoolingLayer(RegionLayer):
     rounded, and have their last row and column within them.
     """
 
+    recordable = True
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
         param = self.param.roi_pooling_param

@@ -19,6 +19,7 @@ class UpsampleLayer(Layer):
     one, each pixel becomes `scale` by `scale` pixels (YOLO's).
     """
 
+    recordable = True
     bottoms = (1, 2)
     exact_bottoms = frozenset({1})
 

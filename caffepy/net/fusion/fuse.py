@@ -2,8 +2,8 @@
 
 Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise
 sum, ReLU and Split behind it, its statistics added up by the convolution before it, its gradient by the depthwise
-convolution right behind it. The layers themselves stay as they are, with their parameters; only the net's schedule
-changes. `fused.py` has the fused layers.
+convolution right behind it; Reshape, Permute and Reshape that shuffle channels. The layers themselves stay as they are,
+with their parameters; only the net's schedule changes. `fused.py` has the fused layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from caffepy.blob import Blob
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
 from caffepy.layers.normalization.scale import BroadcastLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
-from caffepy.net.fusion.fused import FusedActivation, FusedNormalisation, MeasuredConvolution
+from caffepy.net.fusion.fused import FusedActivation, FusedNormalisation, FusedShuffle, MeasuredConvolution
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 
@@ -47,6 +47,8 @@ class Fusion:
         for index, node in enumerate(self._nodes):
             if index not in self._claimed and node.layer.type in ("Convolution", "InnerProduct"):
                 self._fuse_activation(index)
+            elif index not in self._claimed and node.layer.type == "Reshape":
+                self._fuse_shuffle(index)
         order = range(len(self._nodes))
         self._add_up_in_convolutions()
         return [self._result.get(i, self._nodes[i]) for i in order if i in self._result or i not in self._claimed]
@@ -99,6 +101,22 @@ class Fusion:
     def _claim(self, chain: Chain, node: Node) -> None:
         self._claimed.update(chain)
         self._result[chain[-1]] = node
+
+    # -- Reshape + Permute + Reshape -------------------------------------------------------------------
+
+    def _fuse_shuffle(self, index: int) -> None:
+        """Channels that change places: each Reshape of images would be two copies, by way of the logical order."""
+        chain = [index]
+        for kind in ("Permute", "Reshape"):
+            following = self._next(chain, kind)
+            if following is None:
+                return
+            chain.append(following)
+        nodes = [self._nodes[i] for i in chain]
+        fused = FusedShuffle([node.layer for node in nodes], [nodes[0].tops[0], nodes[1].tops[0]])
+        if fused.outer(nodes[0].bottoms[0], nodes[2].tops[0]):
+            first = nodes[0]
+            self._claim(chain, Node(fused, first.bottoms, nodes[2].tops, first.propagate_down, first.need_backward))
 
     # -- Convolution + ReLU --------------------------------------------------------------------------
 

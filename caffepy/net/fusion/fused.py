@@ -11,6 +11,7 @@ from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.blob import Blob
 from caffepy.layers.common.inner_product import InnerProductLayer
+from caffepy.layers.common.rearrange import turn_channels
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
@@ -53,6 +54,56 @@ class FusedLayer(Layer):
     def raise_device_errors(self) -> None:
         for member in self.members:
             member.raise_device_errors()
+
+
+class FusedShuffle(FusedLayer):
+    """y = x with its channels, seen as (outer, inner), turned into (inner, outer): Reshape, Permute and Reshape.
+
+    Args:
+        members: these.
+        between: the tops of the first two, which hold nothing.
+    """
+
+    def __init__(self, members: Sequence[Layer], between: Sequence[Blob]) -> None:
+        super().__init__(members)
+        self._between = list(between)
+
+    def outer(self, bottom: Blob, top: Blob) -> int:
+        """The outer number, from the shapes between; 0 where the layers do something else."""
+        x, (parts, turned) = bottom.shape, (blob.shape for blob in self._between)
+        order = list(self.members[1].param.permute_param.order)
+        if len(x) != 4 or len(parts) not in (4, 5) or order + list(range(len(order), len(parts))) != [
+            0, 2, 1, *range(3, len(parts))
+        ]:  # fmt: skip
+            return 0
+        pixels = x[2:] if len(parts) == 5 else (x[2] * x[3],)
+        outer = parts[1]
+        fits = parts == (x[0], outer, x[1] // max(outer, 1), *pixels) and turned == (x[0], parts[2], outer, *pixels)
+        return outer if fits and top.shape == x and parts[1] * parts[2] == x[1] else 0
+
+    def _steps(self, bottom: Blobs, top: Blobs) -> list[tuple[Layer, Blob, Blob]]:
+        blobs = [bottom[0], *self._between, top[0]]
+        return list(zip(self.members, blobs, blobs[1:], strict=False))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        for member, before, after in self._steps(bottom, top):
+            member.reshape([before], [after])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        outer = self.outer(bottom[0], top[0])
+        if outer:
+            turn_channels(self.backend, bottom[0].data, top[0].data, outer)
+            return
+        for member, before, after in self._steps(bottom, top):  # with images of another size they may do more
+            member.forward([before], [after])
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        outer = self.outer(bottom[0], top[0])
+        if outer and propagate_down[0]:
+            turn_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // outer)
+        elif propagate_down[0]:
+            for member, before, after in reversed(self._steps(bottom, top)):
+                member.backward([after], [True], [before])
 
 
 class FusedActivation(FusedLayer):

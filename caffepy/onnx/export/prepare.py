@@ -90,9 +90,8 @@ def inference_net(param: caffe_pb2.NetParameter, settings: Settings) -> caffe_pb
             own_layer.phase = caffe_pb2.TEST
             result.layer.append(own_layer)
     if not any(layer.type != "Input" for layer in result.layer):
-        raise ConfigError(
-            f"the net has no layers for inference in the {net.state.phase} phase; give --phase or --stage"
-        )
+        phase = caffe_pb2.Phase.Name(net.state.phase)
+        raise ConfigError(f"the net has no layers for inference in the {phase} phase; give --phase or --stage")
     return with_batch(result, settings.batch) if settings.batch is not None else result
 
 

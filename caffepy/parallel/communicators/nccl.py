@@ -28,7 +28,7 @@ UniqueId = Any
 
 _ERRORS = (nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError, KeyError, AttributeError)
 """What CuPy raises: KeyError at statuses that it cannot name, AttributeError once `close` let the communicator go."""
-_LEAST_VERSION = 21000
+_MIN_VERSION = 21000
 """2.10, the first with ncclAvg, as NCCL counts."""
 _LOCK_SECONDS = 1.0
 """How long an abort waits for a collective that is being put on the stream: that can block if the stream is full."""
@@ -43,7 +43,7 @@ def check_nccl() -> None:
     """
     if not nccl.available:
         raise MissingExtraError("nvidia-nccl-cu13", "cuda13", "to train on several GPUs")
-    if int(nccl.get_version()) < _LEAST_VERSION:
+    if int(nccl.get_version()) < _MIN_VERSION:
         raise DeviceError(
             f"NCCL {nccl_version()} is too old: averages of gradients (ncclAvg) need 2.10 or later; "
             "pip install -U nvidia-nccl-cu13 (nvidia-nccl-cu12 for CUDA 12)"

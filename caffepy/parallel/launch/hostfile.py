@@ -13,9 +13,9 @@ from caffepy.files import read_regular
 _NAME = r"(?P<name>[\w.@][\w.@-]*)"
 _SLOTS = r"(?:\s*:\s*(?P<count>[0-9]+)|\s+slots\s*=\s*(?P<slots>[0-9]+))?"
 _LINE = re.compile(rf"{_NAME}{_SLOTS}(?:\s+max[-_]slots\s*=\s*[0-9]+)?")
-MOST_SLOTS = 2**20
+MAX_SLOTS = 2**20
 """Processes that a host may be said to have."""
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 """Of a hostfile."""
 
 
@@ -42,7 +42,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: it cannot be read, a line means nothing, or there is no host in it.
     """
     try:
-        lines = read_regular(path, MOST_BYTES).decode().splitlines()
+        lines = read_regular(path, MAX_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"--hostfile {path}: cannot be read: {reason}") from error
@@ -72,8 +72,8 @@ def _parse(text: str, where: str) -> Host:
     if match is None:
         raise ConfigError(f"{where}: '{text}' is no host; write host, 'host slots=4' or host:4")
     slots = match["count"] or match["slots"]
-    if slots is not None and (len(slots) > 9 or int(slots) > MOST_SLOTS):
-        raise ConfigError(f"{where}: host '{match['name']}' has {slots} slots; at most {MOST_SLOTS} are possible")
+    if slots is not None and (len(slots) > 9 or int(slots) > MAX_SLOTS):
+        raise ConfigError(f"{where}: host '{match['name']}' has {slots} slots; at most {MAX_SLOTS} are possible")
     if slots is not None and int(slots) == 0:
         raise ConfigError(f"{where}: host '{match['name']}' has 0 slots; leave it out")
     return Host(match["name"], int(slots) if slots else None)

@@ -14,7 +14,7 @@ from caffepy.parallel.launch.mpirun import Job, ask
 PLUGINS = {"Open MPI": "pmix", "MPICH": "pmi2", "Intel MPI": "pmi2"}
 """The srun ``--mpi`` by which each library learns its ranks."""
 _REPEATED = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
-MOST_NODES = 2**20
+MAX_NODES = 2**20
 """Hosts that an allocation may have; of tasks and CPUs a host can have as many."""
 _REFUSED = re.compile(r"invalid MPI type", re.IGNORECASE)
 _PREFIX = re.compile(r"^srun: (?:error|fatal):\s*")
@@ -116,8 +116,8 @@ def _expand(text: str, variable: str) -> tuple[int, ...]:
         if found is None:
             raise ConfigError(f"{variable}={text}: is no list such as 4(x2),2; unset it")
         repeats = _number(found[2] or "1", variable)
-        if len(counts) + repeats > MOST_NODES:
-            raise ConfigError(f"{variable}={text}: speaks of more than {MOST_NODES} hosts; unset it")
+        if len(counts) + repeats > MAX_NODES:
+            raise ConfigError(f"{variable}={text}: speaks of more than {MAX_NODES} hosts; unset it")
         counts += [_number(found[1], variable)] * repeats
     return tuple(counts)
 
@@ -128,8 +128,8 @@ def _number(text: str, variable: str) -> int:
     Raises:
         ConfigError: it is none.
     """
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_NODES:
-        raise ConfigError(f"{variable}: '{text}' is not a number from 1 to {MOST_NODES}; unset it")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_NODES:
+        raise ConfigError(f"{variable}: '{text}' is not a number from 1 to {MAX_NODES}; unset it")
     return int(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,9 +187,12 @@ def _restore_random(state: TrainState, saved: SolverState) -> None:
 
 def _restore_positions(state: TrainState, saved: SolverState) -> None:
     """Seek in each data layer: to its saved position, or to the first record where the snapshot has none."""
-    positions = {(p.test_net, p.layer): p.position for p in saved.data_position}
+    positions = defaultdict[tuple[int, str], list[int]](list)  # layers of the same name have theirs in turn
+    for saved_position in saved.data_position:
+        positions[saved_position.test_net, saved_position.layer].append(saved_position.position)
     for index, layer, _ in _data_layers(state):
-        layer.seek(positions.get((index, layer.name), 0))
+        own = positions[index, layer.name]
+        layer.seek(own.pop(0) if own else 0)
     if saved.HasField("global_batch") and saved.global_batch != _global_batch(state):
         log.warning(
             "the snapshot was made with %d samples an iteration and pass, now there are %d",

@@ -1,1 +1,4 @@
-"""A solver's nets: how they are made (`factory`), and which kernels they will call (`foreseen`)."""
+"""A solver's nets: how they are made (`factory`), and which kernels they will call (`foreseen`).
+
+The root of solvers, training, plan and cli import it.
+"""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import nan_checks as checks
+import numpy as np
 import pytest
+from backend_checks import to_device
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
@@ -48,3 +50,17 @@ def test_normalised(residual: bool, mask: bool) -> None:
 )
 def test_convolution(shape: tuple[int, ...], outputs: int, geometry: Geometry) -> None:
     checks.check_convolution(BACKEND, shape, outputs, geometry, "float32")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_infinite_weights_are_in_every_output_whose_window_meets_them(threads: int) -> None:
+    """Beside the image they meet zeros: outputs there are NaN, or the numbers that they are without these weights."""
+    backend, geometry = CpuBackend(threads), Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    x, weights = np.ones((5, 64, 15, 10), np.float32), np.ones((4, 64, 3, 3), np.float32)
+    weights[:, :, 0, 0] = np.inf
+    plan, y = backend.plan_convolution(x.shape, weights.shape, geometry), backend.zeros((5, 4, 15, 10))
+    plan.forward(to_device(backend, x), to_device(backend, weights), None, y)
+    found = backend.to_host(y)
+    assert np.isinf(found[:, :, 1:, 1:]).all()
+    beside = np.concatenate([found[:, :, 0].ravel(), found[:, :, :, 0].ravel()])
+    assert np.isin(beside[~np.isnan(beside)], [256, 384]).all()

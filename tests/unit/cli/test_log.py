@@ -114,6 +114,15 @@ def test_a_closed_stderr_does_not_stop_the_program(monkeypatch: pytest.MonkeyPat
     assert line.endswith("] read again")
 
 
+def test_a_process_without_stderr_logs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    with log_to_stderr():
+        monkeypatch.setattr("sys.stderr", None)
+        logger.info("nobody can read this")
+        with progress_bar(lambda: 1, lambda: 2):
+            pass
+    assert capsys.readouterr().err == ""
+
+
 def test_the_progress_bar_lets_the_log_through(capsys: pytest.CaptureFixture[str]):
     with log_to_stderr():
         bar = ProgressBar(lambda: 7, lambda: 10)

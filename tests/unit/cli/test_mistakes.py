@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -71,5 +73,33 @@ def test_a_system_without_further_threads_is_named(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    turns = sys.getswitchinterval()
     assert main(["train", "--cpu", "--solver", "solver.prototxt"]) == 1
     assert re.search(r"(?m)^caffepy: error: the system gives .* no more threads: .*ulimit -u", capsys.readouterr().err)
+    assert sys.getswitchinterval() == turns
+
+
+# -- standard streams ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
+def test_a_stream_that_was_closed_at_start_takes_what_is_printed(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["net", "--model", "net.prototxt"]) == 0
+    assert getattr(sys, closed) is not None
+
+
+def test_output_to_a_full_disk_is_the_disks_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["net", "--model", "net.prototxt"]) == 1
+    assert capsys.readouterr().err == "caffepy: error: the output cannot be written: No space left on device\n"
+
+
+def test_an_error_that_cannot_be_printed_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert main(["net"]) == 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what is still buffered

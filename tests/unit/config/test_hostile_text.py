@@ -103,3 +103,18 @@ def test_weights_whose_text_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(layers.replace(b"naem", b"na\xe8m"))
     with pytest.raises(SnapshotError, match="layers.name is not UTF-8"):
         read_weights(tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        NetParameter(layer=[{"name": "d", "type": "Data", "data_param": {"source": "path"}}]),
+        NetParameter(layers=[{"name": "d", "type": "DATA", "transform_param": {"mean_file": "path"}}]),
+        NetParameter(layers=[{"layer": {"name": "d", "type": "data", "meanfile": "path"}}]),
+    ],
+    ids=["layer", "V1", "V0"],
+)
+def test_weights_with_a_path_in_another_encoding(tmp_path: Path, net: NetParameter) -> None:
+    (tmp_path / "w").write_bytes(net.SerializeToString().replace(b"path", b"\xd6\xd0\xce\xc4"))
+    (layer,) = read_weights(tmp_path / "w").layer
+    assert layer.data_param.source + layer.transform_param.mean_file == r"\xd6\xd0\xce\xc4"

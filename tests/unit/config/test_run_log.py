@@ -75,7 +75,7 @@ def test_what_cannot_be_read(log: Path, tmp_path: Path) -> None:
 
 
 def test_a_log_whose_solver_does_not_end_is_given_up(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.config.run_log._MOST_TEXT", 900)
+    monkeypatch.setattr("caffepy.config.run_log._MAX_TEXT", 900)
     with pytest.raises(ConfigError, match="its solver does not end within the first 900 characters"):
         read_logged_solver(log)
 

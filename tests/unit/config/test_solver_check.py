@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from caffepy.config.solver_check import LR_POLICIES, check_solver
+from caffepy.config.solver_check import LR_POLICIES, check_solver, check_values
 from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -39,6 +39,7 @@ def test_every_policy_needs_its_fields(policy: str, field: str) -> None:
         TRAIN + 'snapshot: 5 snapshot_prefix: "p"',
         TRAIN + "rampup_interval: 3 rampup_lr: 0.01 min_lr: 0.001",
         TRAIN + 'type: "RMSProp" rms_decay: 0.9',
+        TRAIN.replace("fixed", "sigmoid") + "gamma: -0.1 stepsize: 5",
         TRAIN.replace("10", "0"),
         'net_param { } max_iter: 10 base_lr: 0 lr_policy: "fixed"',
     ],
@@ -93,3 +94,27 @@ def test_bad_solvers_are_refused(text: str, message: str) -> None:
 def test_a_rampup_rate_without_an_interval_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     check(TRAIN + "rampup_lr: 0.1")
     assert "rampup_lr has no effect without rampup_interval" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('lr_policy: "step"', '^s: stepsize is missing, and lr_policy "step" needs it; add stepsize$'),
+        ('lr_policy: "sigmoid"', '^s: stepsize is missing, and lr_policy "sigmoid" needs it; add stepsize$'),
+        ('lr_policy: "poly"', '^s: max_iter is missing, and lr_policy "poly" needs it; add max_iter$'),
+        ('lr_policy: "step" stepsize: -3', "^s: stepsize is -3; it must be at least 1$"),
+        ('lr_policy: "fixed" iter_size: 0', "^s: iter_size is 0; it must be at least 1$"),
+        ('lr_policy: "fixed" base_lr: nan', "^s: base_lr is nan; it must be a finite number$"),
+        ('lr_policy: "fixed" regularization_type: "L3"', "^s: unknown regularization_type 'L3'; "),
+        ('lr_policy: "fixed" type: "AdaGrad" momentum: 0.5', "^s: AdaGrad has no momentum, and momentum is 0.5; "),
+        ('lr_policy: ""', "^s: unknown lr_policy ''; "),
+    ],
+)
+def test_values_that_no_solver_can_have(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_values(parse_text(text, SolverParameter(), "s"), "s")
+
+
+@pytest.mark.parametrize("text", ['lr_policy: "fixed"', ""])
+def test_a_program_that_makes_steps_itself_needs_no_max_iter_no_rate_and_no_policy(text: str) -> None:
+    check_values(parse_text(text, SolverParameter(), "s"), "s")

@@ -69,6 +69,6 @@ def test_a_box_that_reads_nothing_stands_before_its_first_reader():
 
 
 def test_a_net_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layered, "MOST_POINTS", 5)
+    monkeypatch.setattr(layered, "MAX_POINTS", 5)
     with pytest.raises(ConfigError, match=r"6 boxes and edges over 5 ranks.*write a \.dot file instead"):
         lay_out([1.0] * 6, [(index, index + 1) for index in range(5)], SPACING)

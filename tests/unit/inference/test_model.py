@@ -17,7 +17,7 @@ import caffepy
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.errors import ConfigError, ShapeError, SnapshotError
 from caffepy.inference.model import Model
-from caffepy.inference.runners import MOST_SHAPES
+from caffepy.inference.runners import MAX_SHAPES
 from caffepy.layers.core.base import LayerContext
 from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.proto import caffe_pb2
@@ -129,10 +129,10 @@ def test_what_does_not_fit_is_named(path: Path, arrays: Any, named: Any, problem
 
 def test_each_shape_keeps_its_net_and_the_oldest_goes(path: Path) -> None:
     model = caffepy.load(path)
-    for count in range(1, MOST_SHAPES + 3):
+    for count in range(1, MAX_SHAPES + 3):
         data, other = images((count, 3, 6, 6)), images((count, 4))
         np.testing.assert_allclose(model(data, other)["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
-    assert [shapes[0][0] for shapes in model._runners] == list(range(3, MOST_SHAPES + 3))
+    assert [shapes[0][0] for shapes in model._runners] == list(range(3, MAX_SHAPES + 3))
     kept = dict(model._runners)
     model(images((3, 3, 6, 6)), images((3, 4)))
     assert model._runners == kept

@@ -140,3 +140,5 @@ def test_a_net_with_such_labels_runs(fuse: bool) -> None:
                   + READERS["SoftmaxWithLoss"] % "m", fuse)  # fmt: skip
     net.forward()
     net.backward()
+    assert net.blobs["loss"].shape == ()
+    assert dtypes(net)["m"] == "float32"

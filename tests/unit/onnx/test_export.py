@@ -235,6 +235,11 @@ def test_a_shape_that_depends_on_the_batch_twice_is_refused():
         to_model(net, varying=varying_axes(inference_net(net.param, Settings())))
 
 
+def test_a_net_without_layers_is_refused_with_its_phase():
+    with pytest.raises(ConfigError, match="the net has no layers for inference in the TEST phase; give --phase or "):
+        inference_net(caffe_pb2.NetParameter(), Settings())
+
+
 DETECT = """
 layer { name: "loc" type: "Input" top: "loc" input_param { shape { dim: 2 dim: %d } } }
 layer { name: "conf" type: "Input" top: "conf" input_param { shape { dim: 2 dim: 240 } } }

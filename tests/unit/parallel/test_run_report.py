@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld
 
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, RunError
 from caffepy.parallel.run_report import check_trace, gather_trace, report_performance
 from caffepy.report import Performance
 
@@ -39,6 +39,12 @@ def test_the_folder_of_a_trace_is_looked_for_on_the_root(tmp_path: Path) -> None
     check_trace(path, 1)
     check_trace(tmp_path / "trace.json", 0)
     check_trace(None, 0)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_on_the_root(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot be written: Is a directory; name a file"):
+        check_trace(tmp_path, 0)
+    check_trace(tmp_path, 1)
 
 
 def test_the_root_writes_the_events_of_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.plan.calibrate import MOST_SAMPLES, Measurements, fit_link, read_measurements
+from caffepy.plan.calibrate import MAX_SAMPLES, Measurements, fit_link, read_measurements
 from caffepy.plan.profile import FORMAT, read_profile
 
 PROFILE = {
@@ -44,6 +44,6 @@ def test_measurements_that_are_a_device() -> None:
 
 
 def test_more_sizes_than_can_be_divided_into_ranges_in_time() -> None:
-    samples = tuple((float(size), 1e-6 * size) for size in range(1, MOST_SAMPLES + 2))
+    samples = tuple((float(size), 1e-6 * size) for size in range(1, MAX_SAMPLES + 2))
     with pytest.raises(ConfigError, match="all-reduces of 101 sizes are too many to fit lines to; keep 100"):
         fit_link(Measurements(2, samples), "auto")

@@ -20,7 +20,7 @@ def test_devices(net_file, monkeypatch: pytest.MonkeyPatch) -> None:
     caffe.set_mode_gpu()
     assert (mode.gpu, mode.device) == (True, 3)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises((DeviceError, MissingExtraError)):
+    with pytest.raises((DeviceError, MissingExtraError), match="CuPy|GPU 3 was asked for"):  # has CuPy been imported?
         caffe.Net(net_file, caffe.TEST)
     caffe.set_mode_cpu()
     first, second = mode.present_device(), mode.present_device()

@@ -159,6 +159,32 @@ def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.Log
     assert lines == ["Iterations are not captured into graphs: a layer waits for the device"]
 
 
+def refuse_once(backend: Replaying) -> None:
+    """Let a backend refuse what is to be captured first, as a GPU does where it would have to allocate memory."""
+    capture, errors = backend.capture, [RunError("device memory was asked for")]
+
+    def refusing(work: Callable[[], None]) -> Any:
+        if errors:
+            raise errors.pop()
+        return capture(work)
+
+    backend.capture = refusing  # type: ignore[method-assign]
+
+
+def test_what_could_not_be_captured_is_tried_again_behind_another_iteration(caplog: pytest.LogCaptureFixture) -> None:
+    with replaying(eager=True) as solver:
+        solver.step(8)
+        wanted = weights_of(solver.net)
+    with replaying() as solver, caplog.at_level(logging.INFO):
+        assert isinstance(solver.backend, Replaying)
+        refuse_once(solver.backend)
+        solver.step(8)
+        assert launches(solver) == 6
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(values, weights_of(solver.net)[name])
+    assert "not captured" not in caplog.text
+
+
 class Capturing(Replaying):
     """Runs work when it is captured too, which leaves its spans in a trace."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import CPU, build_net, build_solver, solver_param, weights_of
+from training import CPU, TINY, build_net, build_solver, solver_param, weights_of
 
 import caffepy.solvers
 from caffepy.config.paths import PathResolver
@@ -35,20 +35,11 @@ from caffepy.solvers.statistics import KeptStatistics
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE
 
-NET = """
-name: "tiny"
-layer { name: "data" type: "DummyData" top: "data" top: "label"
-  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 } data_filler { type: "gaussian" }
-    data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
-  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 display: 2 test_iter: 2 test_interval: 100 random_seed: 1 '
 
 
 def train_state(text: str = SOLVER) -> TrainState:
-    net, param, callback = build_net(NET, seed=1), solver_param(text), SingleDevice()
+    net, param, callback = build_net(TINY, seed=1), solver_param(text), SingleDevice()
     history = [net.parameters.new_history()]
     net.prepare()
     return TrainState(
@@ -96,7 +87,7 @@ def test_iterations_without_a_solver_give_the_solvers_weights(caplog: pytest.Log
     assert [line for line in lines if ", lr" in line] == [
         f"Iteration {i}, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1" for i in (0, 2)
     ]
-    with build_solver(SOLVER + "test_initialization: false", NET) as solver:
+    with build_solver(SOLVER + "test_initialization: false", TINY) as solver:
         solver.step(3)
         for name, values in weights_of(solver.net).items():
             np.testing.assert_array_equal(values, weights_of(parts.state.net)[name])

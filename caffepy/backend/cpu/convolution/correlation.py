@@ -15,6 +15,7 @@ from caffepy.backend.cpu.convolution.phases import merged
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -149,7 +150,7 @@ class Padding:
     def write(self, threads: int, x: Any, padded: Any) -> None:
         """Copy the images x (N, ...) with zeros around them."""
         pad_images.run(
-            threads, x.shape[0] * self.rows, max(1, 16384 // self.row), x, padded, self.sizes[-1] * self.channels,
+            threads, x.shape[0] * self.rows, max(1, GRAIN // self.row), x, padded, self.sizes[-1] * self.channels,
             self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
         )  # fmt: skip
 

@@ -3,8 +3,9 @@
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the padded gradient of the output. With a stride, or in groups, images are read without
-padding (`grouped/windows.py`); the gradient of an image of a few channels goes another way (`few_channels.py`).
+image is the same sum over the gradient of the output. Images are read without padding (`unpadded/windows.py`) in
+groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles; the gradient of
+an image of a few channels goes another way (`few_channels.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
 from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, has_few_channels
-from caffepy.backend.cpu.convolution.grouped.weights import GroupWeightGradient
-from caffepy.backend.cpu.convolution.grouped.windows import WindowCorrelation
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.unpadded.weights import GroupWeightGradient
+from caffepy.backend.cpu.convolution.unpadded.windows import WindowCorrelation
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable
@@ -30,9 +31,12 @@ from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
 """Elements of padded images made at a time: the workspace grows with neither batch nor image."""
-FEW = 128
+MIN_GROUPED_PIXELS = 128
 """Pixels of the output, of all images, below which the weights' gradient of groups goes the way of a single group: to
 turn what comes of them would take longer than to copy the image."""
+
+FILLED = 0.9
+"""The share of the rows of tiles from which images are read without a padded copy."""
 
 
 class TileConvolution:
@@ -82,9 +86,15 @@ class TileConvolution:
 
     def _planned(self) -> Correlation | WindowCorrelation:
         if self._forward is None:
-            windows = self.shape.apart
-            self._forward = WindowCorrelation(self.shape, back=False) if windows else _plan_forward(self.shape)
+            unpadded = self.shape.padding.needed or self.shape.geometry.group > 1
+            self._forward = (self._unpadded(back=False) if unpadded else None) or _plan_forward(self.shape)
         return self._forward
+
+    def _unpadded(self, back: bool) -> WindowCorrelation | None:
+        """A plan without a padded copy if it leaves few rows of its tiles empty, or there is no other one."""
+        plan = WindowCorrelation(self.shape, back)
+        only = self.shape.geometry.group > 1 or (back and max(self.shape.geometry.stride) > 1)
+        return plan if only or plan.filled(self.shape.images) >= FILLED else None
 
     @property
     def packed_size(self) -> int:
@@ -139,8 +149,7 @@ class TileConvolution:
             self._few.run(dy, weights, self.zeros, dx)
             return
         if self._backward is None:
-            windows = self.shape.apart or max(self.shape.geometry.stride) > 1
-            self._backward = WindowCorrelation(self.shape, back=True) if windows else _plan_backward(self.shape)
+            self._backward = self._unpadded(back=True) or _plan_backward(self.shape)
         plan, packed = self._backward, self.workspace.take("weights", self._backward.packed_size)
         plan.pack(self.threads, weights, self.shape.group_step, packed)
         if isinstance(plan, WindowCorrelation):
@@ -152,7 +161,7 @@ class TileConvolution:
     # -- gradient of the weights --------------------------------------------------------------------
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        if self.shape.apart and self.shape.pixels >= FEW:
+        if self.shape.apart and self.shape.pixels >= MIN_GROUPED_PIXELS:
             if self._group_gradient is None:
                 self._group_gradient = GroupWeightGradient(self.shape, self.threads, self.workspace)
             self._group_gradient.run(x, dy, dweights, accumulate)

@@ -17,7 +17,7 @@ from caffepy.backend.cpu.jit.vector import WIDTH
 
 BLOCK = 192
 """Output pixels that one item of work covers at most: their part of the image stays in the first or second cache."""
-MANY = 32
+ITEMS_PER_THREAD = 32
 """Items for each thread from which it does not matter that they cannot be shared out evenly."""
 FINER = 4
 """Blocks, and parts, for each thread that are looked at beyond the fewest."""
@@ -42,7 +42,7 @@ class Division(NamedTuple):
 def divide(panels: Panels, pixels: int, threads: int, images: int) -> Division:
     """The division whose longest share is the shortest; `images` counts the groups of all images."""
     fewest = -(-pixels // BLOCK)
-    if threads == 1 or images * fewest >= MANY * threads:
+    if threads == 1 or images * fewest >= ITEMS_PER_THREAD * threads:
         return Division(BLOCK, fewest, 1)
     return min(_divisions(panels, pixels, threads), key=lambda one: longest_share(one, panels, pixels, threads, images))
 

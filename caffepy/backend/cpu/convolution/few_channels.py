@@ -16,6 +16,7 @@ from caffepy.backend.cpu.convolution.correlation import Correlation, Filters, Pa
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -108,6 +109,6 @@ class FewChannelsGradient:
         for phase, part in zip(self._phases, packed, strict=True):
             phase.run(self._threads, images, dy, part, zeros, products)
         add_columns.run(
-            self._threads, images * self._rows, max(1, 16384 // max(1, shape.out_width * self._run)), products, dx,
+            self._threads, images * self._rows, max(1, GRAIN // max(1, shape.out_width * self._run)), products, dx,
             shape.sizes[-1], shape.channels, shape.out_width, g.kernel[-1], g.stride[-1], g.pad[-1], g.dilation[-1],
         )  # fmt: skip

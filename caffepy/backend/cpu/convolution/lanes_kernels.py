@@ -116,11 +116,11 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
 
 
 @cache
-def row_kernel(lanes: Lanes, row: Row) -> Kernel:
-    """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, 8 or 4, first column, end)."""
-    inside8, edge8 = (row_sums(lanes, row, 8, lanes.fills, edges) for edges in (False, True))
-    any8, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (8, 4))
-    span = row.span(8)
+def row_kernel(lanes: Lanes, row: Row, high: int) -> Kernel:
+    """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, `high` or 4, first column, end)."""
+    inside, edge = (row_sums(lanes, row, high, lanes.fills, edges) for edges in (False, True))
+    any_high, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (high, 4))
+    span = row.span(high)
 
     def narrow_rows(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
@@ -146,13 +146,13 @@ def row_kernel(lanes: Lanes, row: Row) -> Kernel:
                     if pixels == 4:
                         any4(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
                     elif made < used or read < sources:
-                        any8(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                        any_high(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
                     elif low <= 0 and high >= span:
-                        inside8(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                        inside(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
                     else:
-                        edge8(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                        edge(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
 
-    return _named(lanes, narrow_rows, row)
+    return _named(lanes, narrow_rows, row, high)
 
 
 @cache

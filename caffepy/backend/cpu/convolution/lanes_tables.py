@@ -62,11 +62,16 @@ def row_of(axis: Axis, share: float) -> Row | None:
     return row if shares and len(axis.indices) >= PIXELS else None
 
 
-def row_tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
+def tile_height(count: int) -> int:
+    """Pixels of the tiles of a row of `count`: seven where they leave none over and tiles of eight would overlap."""
+    return 7 if count % 7 == 0 and count % 8 > 4 else 8
+
+
+def row_tiles(axis: Axis, size: int, high: int = 8) -> list[tuple[int, int, int, int]]:
     """(first pixel, pixels, first column in the image, end) of tiles that cover a row; columns as for `row_sums`."""
     count, tiles, begin = len(axis.indices), [], 0
     while begin < count:
-        pixels = 4 if count - begin <= 4 or count < 8 else 8
+        pixels = 4 if count - begin <= 4 or count < high else high
         place = min(begin, count - pixels)
         column = int(axis.indices[place] + axis.shifts[0])
         tiles.append((place, pixels, -column, size - column))

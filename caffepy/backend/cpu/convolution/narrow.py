@@ -16,7 +16,7 @@ import numpy as np
 
 from caffepy.backend.cpu.convolution.depthwise.flat import FlatPass, is_flat
 from caffepy.backend.cpu.convolution.depthwise.panels import PanelPass, is_panels
-from caffepy.backend.cpu.convolution.depthwise.phased import PhasedGradient, is_phased
+from caffepy.backend.cpu.convolution.depthwise.phased import ZEROS, PhasedGradient, is_phased
 from caffepy.backend.cpu.convolution.depthwise.planes import PlanesPass
 from caffepy.backend.cpu.convolution.depthwise.spread import SpreadGradient, is_spread, one_window
 from caffepy.backend.cpu.convolution.direct import TileConvolution
@@ -31,20 +31,27 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     row_tap_kernel,
     tap_kernel,
 )
-from caffepy.backend.cpu.convolution.lanes_tables import row_of, row_tables, row_tiles, step_of, table_of, tiles
+from caffepy.backend.cpu.convolution.lanes_tables import (
+    row_of,
+    row_tables,
+    row_tiles,
+    step_of,
+    table_of,
+    tile_height,
+    tiles,
+)
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.threads import GRAIN, VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
 
-GRAIN = 8192
-"""Multiplications of vectors below which a second thread costs more than it saves."""
 BLOCKS = 8
 """Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
-MOST_READ = 8
+MAX_READ = 8
 """Channels of a group that may be read: each has an instruction of its own."""
 
 FACTORS = 24 if WIDTH == 16 else 6
@@ -60,11 +67,10 @@ REPEATED = 256 * 1024
 """Elements of images whose channels are repeated, which are in a cache when they are read."""
 LARGE = 2**18
 """Elements of an image from which, with vectors of 16, a stride of two is faster read pixel after pixel."""
-_ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 
 
 def _fits(lanes: Lanes) -> bool:
-    return lanes.groups >= 2 and lanes.read <= MOST_READ
+    return lanes.groups >= 2 and lanes.read <= MAX_READ
 
 
 def _lanes(weights_shape: tuple[int, ...], group: int) -> tuple[Lanes, Lanes]:
@@ -114,7 +120,9 @@ class _Pass:
         row = row_of(column, 0.75 if WIDTH < 16 or math.prod(source) * self._inputs <= LARGE else 0.6)
         most = TAPS if lanes.read == 1 else FACTORS // lanes.read
         self._row = row if row is not None and row.taps <= most else None
-        self._tiles = (tiles if self._row is None else row_tiles)(column, source[-1])
+        self._high = tile_height(len(column.indices))
+        size = source[-1]
+        self._tiles = tiles(column, size) if self._row is None else row_tiles(column, size, self._high)
         self._tile_table = table_of(self._tiles)
         self._steps = [step_of(column.indices), step_of(column.pixels)]
         self._from = int(column.indices[0]) * self._inputs
@@ -132,10 +140,10 @@ class _Pass:
         lines = images * self._rows
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
         kernel, more = (pixel_kernel(self._lanes), ()) if self._row is None else (
-            row_kernel(self._lanes, self._row), (_ZEROS,)
+            row_kernel(self._lanes, self._row, self._high), (ZEROS,)
         )  # fmt: skip
         kernel.run(
-            threads, lines * parts, max(1, GRAIN * parts // max(1, self._work)), x, self._images[0], self._from,
+            threads, lines * parts, max(1, VECTOR_GRAIN * parts // max(1, self._work)), x, self._images[0], self._from,
             self._steps[0] * self._inputs, self._row_starts, self._row_taps, self._column_taps, self._tile_table,
             len(self._tiles), parts, packed, self._filters, start, y, self._images[1], self._y_rows,
             self._steps[1] * self._outputs, self._rows, self._vectors, self._lanes.sources, self._lanes.used,
@@ -183,7 +191,7 @@ class _WeightsPass:
             self._add_lines(threads, x, dy, totals, block)
         else:
             self._planes.run(threads, x, dy, totals, workspace)
-        grain = max(1, 16384 // blocks)
+        grain = max(1, GRAIN // blocks)
         add_blocks.run(
             threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate)
         )  # fmt: skip
@@ -196,7 +204,7 @@ class _WeightsPass:
         work = lines * shape.out_width * size // WIDTH
         kernel, more = self._kernel()
         kernel.run(
-            threads, blocks * parts, max(1, GRAIN * blocks * parts // max(1, work)), x,
+            threads, blocks * parts, max(1, VECTOR_GRAIN * blocks * parts // max(1, work)), x,
             math.prod(shape.sizes) * shape.channels, self._from,
             shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._columns,
             shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
@@ -209,7 +217,7 @@ class _WeightsPass:
         if self._row is None:
             return tap_kernel(self._lanes), ()
         rows = 3 if 3 * self._row.taps <= SUMS else 1
-        more = (self._shape.out_width, *self._bounds, _ZEROS)
+        more = (self._shape.out_width, *self._bounds, ZEROS)
         return row_tap_kernel(self._lanes, self._row, rows), more
 
 
@@ -261,7 +269,7 @@ class NarrowConvolution(TileConvolution):
         return packed
 
     def _gather(self, weights: Any, order: ConstantTable, size: int, packed: Any) -> None:
-        gather.run(self.threads, size, 16384, weights, order, packed)
+        gather.run(self.threads, size, GRAIN, weights, order, packed)
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
@@ -331,7 +339,7 @@ class NarrowConvolution(TileConvolution):
                 fold_kernel(many).run(
                     self.threads,
                     items,
-                    max(1, 16384 // (many * self.shape.channels)),
+                    max(1, GRAIN // (many * self.shape.channels)),
                     made,
                     target,
                     self.shape.channels,
@@ -375,7 +383,7 @@ class NarrowConvolution(TileConvolution):
         for first in range(0, x.shape[0], step):
             part = x[first : first + step]
             channels = self.workspace.take("repeated", many * part.size)[: many * part.size]
-            repeat_channels.run(self.threads, part.size, max(1, 16384 // many), part, channels, many)
+            repeat_channels.run(self.threads, part.size, max(1, GRAIN // many), part, channels, many)
             self._weights_pass.run(
                 self.threads, channels.reshape(len(part), -1), dy[first : first + step], dweights,
                 accumulate or first > 0, self.workspace,

@@ -1,6 +1,7 @@
 """Convolutions over one, three or more spatial axes, whose arrays lie in memory as (N, C, spatial...).
 
-They are brought into the order with the channels last, where all convolutions are computed, and back.
+They are brought into the order with the channels last, where all convolutions are computed, and back. The gradient of
+the weights of short kernels over one axis is a few matrix products of images as they lie.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
+from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
@@ -19,8 +22,10 @@ BLOCK = 64
 """Rows and columns that are turned at a time: what is read and what is written stay in the first cache."""
 CHUNK = 384 * 1024
 """Elements of images for each thread that are worked on together."""
-GRAIN = 16384
-"""Elements below which a second thread costs more than it saves."""
+MAX_TAPS = 2
+"""Of a kernel over one axis: each tap is a product that reads both factors again."""
+MIN_PRODUCT = 2**20
+"""Multiplications of a product from which that pays."""
 
 
 @kernel
@@ -69,6 +74,7 @@ class PlainConvolution:
         geometry: Geometry, plan: type[TileConvolution],
     ) -> None:  # fmt: skip
         self._threads, self._workspace = threads, workspace
+        self._shifts = _product_shifts(x_shape, weights_shape, geometry)
         if len(x_shape) == 3:
             g = geometry
             x_shape, weights_shape = (*x_shape[:2], 1, x_shape[2]), (*weights_shape[:2], 1, weights_shape[2])
@@ -122,7 +128,31 @@ class PlainConvolution:
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         result = self._buffer(dweights, "weights last")
+        if self._shifts:
+            self._multiply(x, dy, result.reshape(dweights.shape[0], len(self._shifts), -1))
+            self._first(result, dweights, accumulate)
+            return
         for part in self._chunks(x, dy, 1):  # the order of a sum depends on no thread
             images = self._last(x[part], "x last"), self._last(dy[part], "y last")
             self._plan.backward_weights(*images, result, accumulate=part.start > 0)
         self._first(result, dweights, accumulate)
+
+    def _multiply(self, x: Any, dy: Any, result: Any) -> None:
+        """The gradient of the weights, (output, tap, channel), from images as they lie."""
+        gemm, width, out_width = Gemm(self._threads, self._workspace), x.shape[2], dy.shape[2]
+        for n in range(x.shape[0]):
+            for tap, shift in enumerate(self._shifts):
+                first = min(out_width, max(0, -shift))
+                stop = max(first, min(out_width, width - shift))
+                slopes, pixels = dy[n][:, first:stop], x[n][:, first + shift : stop + shift]
+                gemm(slopes, pixels.T, result[:, tap], accumulate=n > 0)
+
+
+def _product_shifts(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> list[int]:
+    """How far each tap of a short kernel over one axis lies from an output pixel; none for other convolutions."""
+    g = geometry
+    if len(x_shape) != 3 or g.group > 1 or g.stride[0] > 1 or g.kernel[0] > MAX_TAPS:
+        return []
+    if weights_shape[0] * weights_shape[1] * x_shape[2] < MIN_PRODUCT:
+        return []
+    return [tap * g.dilation[0] - g.pad[0] for tap in range(g.kernel[0])]

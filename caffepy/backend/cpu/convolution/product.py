@@ -18,16 +18,17 @@ from caffepy.backend.cpu.gemm.pixels import PixelProduct
 from caffepy.backend.cpu.gemm.product import Gemm
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
 from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Geometry
 
-MOST_CHANNELS = 4
+MAX_CHANNELS = 4
 """Of a pixel, so that one pass over the output channels meets all of them."""
+PACKED = 256 if WIDTH == 16 else 512
+"""Single pixels from which packed weights are read so often that it pays to pack them."""
 BLOCKS = 8
 """Parts of the pixels whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
-GRAIN = 16384
-"""Elements of the output below which a second thread costs more than it saves."""
 
 
 def is_pixels(geometry: Geometry) -> bool:
@@ -43,7 +44,7 @@ def is_product(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometr
         return False
     pixels = is_pixels(geometry)
     windows = x_shape[0] * (math.prod(sizes) if pixels else 1)
-    return (pixels or g.kernel == sizes) and windows < weights_shape[0]
+    return (pixels or g.kernel == sizes) and windows < (min(PACKED, weights_shape[0]) if pixels else weights_shape[0])
 
 
 class PixelConvolution(TileConvolution):
@@ -200,7 +201,7 @@ def add_totals(  # noqa: PLR0913 -- a kernel
 
 def is_thin(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether windows are single pixels of a few channels and outputs fill a vector."""
-    return is_pixels(geometry) and weights_shape[1] <= MOST_CHANNELS and weights_shape[0] >= WIDTH
+    return is_pixels(geometry) and weights_shape[1] <= MAX_CHANNELS and weights_shape[0] >= WIDTH
 
 
 class ThinConvolution(TileConvolution):
@@ -212,10 +213,10 @@ class ThinConvolution(TileConvolution):
 
     @property
     def packed_size(self) -> int:
-        return MOST_CHANNELS * self.shape.outputs
+        return MAX_CHANNELS * self.shape.outputs
 
     def pack(self, weights: Any, packed: Any) -> None:
-        turn_weights.run(1, MOST_CHANNELS, 1, weights, self.shape.channels, self.shape.outputs, packed)
+        turn_weights.run(1, MAX_CHANNELS, 1, weights, self.shape.channels, self.shape.outputs, packed)
 
     def _pixels(self, images: int) -> int:
         return images * math.prod(self.shape.sizes)

@@ -13,11 +13,15 @@ from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.gemm.microkernel import TALL, tall_tile
 from caffepy.backend.cpu.gemm.packing import COST_TALL, SPARE, Panels, extended
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
-CACHED = 144 * 1024
-"""Elements of x or dy, and of panels of the other, that the gradient of the weights works on at a time."""
+CACHED, MIN_CACHED, MAX_CACHED = 144 * 1024, 72 * 1024, 288 * 1024
+"""Elements of x or dy, and of panels of the other, that the gradient of the weights works on at a time. Where pixels
+are `FAR` apart it is half as many as the gradient has, which is read and written each time, but between the last two.
+"""
+FAR = 256
+"""Elements from pixel to pixel from which the processor does not see in time what a tile will read."""
 COPYING, TURNING = 1.5, 2.0
 """What it costs to copy a vector into a panel and to turn an element of the result, as `COST_TALL` counts."""
 LINE = 16
@@ -29,6 +33,14 @@ ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
 
 
 @device_function
+def fetch_lines(a: Any, a_lines: Any, first: Any, length: Any, begin: Any, end: Any) -> None:
+    """Bring parts of `LINE` elements, of lines that have `length` parts each, into the caches; `first` is the first's
+    entry."""
+    for part in range(begin, end):
+        fetch(ahead(a, a_lines[first + part // length] + part % length * LINE))
+
+
+@device_function
 def add_products(  # noqa: PLR0913 -- a kernel's
     a: Any, a_lines: Any, a_step: Any, b: Any, b_lines: Any, b_step: Any, lines: Any, line: Any, block: Any,
     starts: Any, panel_lines: Any, entries: Any, c: Any, c_rows: Any, accumulate: Any, zeros: Any, rows: Any,
@@ -37,15 +49,18 @@ def add_products(  # noqa: PLR0913 -- a kernel's
     """c[r, j] (+)= sum over the lines of all images of a * b, for some units, tiles of c.
 
     The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
-    power of two, which map to the same few cache lines. `starts` has for each list of lines where each block of lines
-    begins in it; `a_lines` and `panel_lines` hold all lists one after the other.
+    power of two, which map to the same few cache lines. Where pixels of a are `FAR` apart, the next block's part of a
+    is meanwhile brought into the caches as it lies, a share with each tile. `starts` has for each list of lines where
+    each block of lines begins in it; `a_lines` and `panel_lines` hold all lists one after the other.
     """
+    length = (line * a_step + LINE - 1) // LINE if a_step >= FAR else 0
     blocks = (lines + block - 1) // block
     for number in range(blocks):
         first = number * block
         keep = 1 if accumulate == 1 or first > 0 else 0
         height = min(block, lines - first)
         packed = -1
+        parts, fetched = (starts[min(number + 2, blocks)] - starts[number + 1]) * length, 0
         for unit in range(FIELDS * first_unit, FIELDS * stop_unit, FIELDS):
             vectors = units[unit]
             last = units[unit + 6]
@@ -64,6 +79,9 @@ def add_products(  # noqa: PLR0913 -- a kernel's
                                 panel[target + j] = b[source + j]
                         source += b_step
                         target += wide
+            stop = min(parts, fetched + parts // (stop_unit - first_unit) + 1)
+            fetch_lines(a, a_lines, starts[number + 1], length, fetched, stop)
+            fetched = stop
             at = units[unit + 7] * (blocks + 1) + number
             begins, ends = starts[at], starts[at + 1]
             w0, w1 = units[unit + 8], units[unit + 9]
@@ -161,7 +179,9 @@ class WeightGradient:
         shape = self._shape
         line = shape.padding.row * shape.geometry.stride[-2] if self._turned else self._slopes_row
         line += 3 * WIDTH * shape.out_width
-        return max(1, CACHED // line)
+        step = shape.geometry.stride[-1] * shape.channels if self._turned else shape.outputs
+        far = min(MAX_CACHED, max(MIN_CACHED, shape.outputs * shape.depth // 2))
+        return max(1, (far if step >= FAR else CACHED) // line)
 
     def _extent(self, runs: Any, first: int, stop: int) -> _Extent:
         """Of these elements of these runs."""

@@ -19,7 +19,7 @@ from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead
 
 ROWS = 4
 """Rows of the matrix that are read side by side."""
-MOST_VECTORS = 4
+MAX_VECTORS = 4
 """Vectors up to which this is faster than tiles."""
 _SPAN = 2
 """Vector registers of a row in each step: sums enough to hide the latency of multiply-adds."""

@@ -26,11 +26,11 @@ HEIGHTS = (8, 7, 6, 4, 2, 1) if WIDTH == 16 else (6, 5, 4, 2, 1)
 """Rows that a tile may have."""
 WIDEST = 3 if WIDTH == 16 else 2
 """Vectors of a panel: 24 sums leave registers, of 32 with vectors of 16, for the factors; 12 of 16 otherwise."""
-FEW = 64
+MIN_EVEN_ROWS = 64
 """Rows from which tiles of one height are taken, and of the others only as many as the rest needs."""
 BLOCK = 2**16
 """Elements of x that pass over all panels together: with a panel they stay in the second cache."""
-LEAST, MOST = 96, 192
+MIN_ROWS, MAX_ROWS = 96, 192
 """Rows of a block: with fewer weights are read too often from a cache that cores share."""
 GRAIN = 1024
 """Steps of tiles below which a second thread costs more than it saves."""
@@ -183,7 +183,7 @@ class Cut(NamedTuple):
 def cut(rows: int) -> Cut:
     """Tiles that cover so many rows."""
     high = max(HEIGHTS, key=lambda h: (-_cost(h) / h, -h))
-    many = max(0, (rows - FEW) // high)
+    many = max(0, (rows - MIN_EVEN_ROWS) // high)
     others = heights(rows - many * high)
     first = many * high + np.cumsum([0, *others])[:-1]
     return Cut(high, many, extended(np.stack([first, others], axis=-1)), many + len(others))
@@ -192,9 +192,9 @@ def cut(rows: int) -> Cut:
 @lru_cache(maxsize=1024)
 def block_of(tiles: int, rows: int, depth: int, threads: int) -> int:
     """Tiles of a block: of one that threads share by panels, or of as many for each thread."""
-    wanted = min(MOST, max(LEAST, BLOCK // depth))
+    wanted = min(MAX_ROWS, max(MIN_ROWS, BLOCK // depth))
     blocks = -(-rows // wanted)
-    if threads > 1 and rows >= LEAST * threads / 2:
+    if threads > 1 and rows >= MIN_ROWS * threads / 2:
         blocks = -(-blocks // threads) * threads
     return -(-tiles // blocks)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.gemm.dots import MOST_VECTORS, dots
+from caffepy.backend.cpu.gemm.dots import MAX_VECTORS, dots
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import COST, Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
@@ -181,7 +181,7 @@ class Gemm:
         if depth == 0:
             note_host_work()
             c[...] = c if accumulate else 0
-        elif min(rows, columns) <= MOST_VECTORS and _strides(a)[1] == 1 and _strides(b)[0] == 1:
+        elif min(rows, columns) <= MAX_VECTORS and _strides(a)[1] == 1 and _strides(b)[0] == 1:
             self._by_dots(a, b, c, accumulate)
         elif columns > rows and _strides(b)[1] != 1:
             self._turned(a, b, c, accumulate)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Job = tuple[str, Callable[[], object]]
 """A kernel's name and what compiles it."""
 _NUMBER = struct.Struct("=I")
-MOST_JOBS = 4096
+MAX_JOBS = 4096
 """Jobs at most: a pipe holds their numbers, 16 KiB, before anybody reads them (pipe(7))."""
 _LARGE = ("convolution", "winograd", "gemm")
 """Folders whose kernels take longest to compile."""
@@ -63,7 +63,7 @@ class ForeseenKernels(Recording):
         """
         entries = sorted(self.entries, key=lambda entry: Path(entry.file).parent.name not in _LARGE)
         loop: list[Job] = [(LOOP_NAME, compile_parallel_loop)] * self.is_parallel
-        return [*loop, *((entry.name, entry.compile) for entry in entries)][:MOST_JOBS]
+        return [*loop, *((entry.name, entry.compile) for entry in entries)][:MAX_JOBS]
 
 
 def warm_up() -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from caffepy.backend.cpu.jit.cache import compile_c_function
 from caffepy.backend.cpu.jit.intrinsics import kept_word, map_zeros, set_handler, words
 
-_MOST_FILES = 1024
+_MAX_FILES = 1024
 _COLUMNS = 3
 """Of a row of the table: a file's first address, the one behind its last, pages lost."""
 _PAGE = mmap.PAGESIZE
@@ -32,7 +32,7 @@ _FLAGS_AT = 136
 """Of `sa_flags` in it, with glibc and musl on machines of 64 bits; before it are the handler's address and the mask."""
 _SA_SIGINFO, _SA_ONSTACK = 4, 0x08000000
 
-_table: NDArray[np.int64] = np.zeros((_MOST_FILES + 1, _COLUMNS), np.int64)
+_table: NDArray[np.int64] = np.zeros((_MAX_FILES + 1, _COLUMNS), np.int64)
 """A row for each file; the last row has the addresses of the action that follows ours, and of the system's."""
 _others = ctypes.create_string_buffer(2 * _ACTION_BYTES)
 """The action of SIGBUS before ours, and behind it the system's own, which ends the process."""
@@ -45,15 +45,15 @@ def _handle(number, information, context):  # type: ignore[no-untyped-def]
         words(kept_word())[0] = information
         return
     table, address = words(words(kept_word())[0]), words(information)[2]
-    for row in range(_MOST_FILES):
+    for row in range(_MAX_FILES):
         if table[3 * row] <= address < table[3 * row + 1]:
             table[3 * row + 2] += 1
             if map_zeros(address // _PAGE * _PAGE, _PAGE) != -1:
                 return
     # Not ours: the instruction is tried again under the action that was there before, and if that one comes back here,
     # because it had followed ours, under the system's.
-    set_handler(number, table[3 * _MOST_FILES])
-    table[3 * _MOST_FILES] = table[3 * _MOST_FILES + 1]
+    set_handler(number, table[3 * _MAX_FILES])
+    table[3 * _MAX_FILES] = table[3 * _MAX_FILES + 1]
 
 
 class MappedFile:
@@ -72,9 +72,9 @@ class MappedFile:
         self.memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), np.uint8)
         begin = self.memory.ctypes.data
         with _lock:
-            free = np.flatnonzero(_table[:_MOST_FILES, 1] == 0)
+            free = np.flatnonzero(_table[:_MAX_FILES, 1] == 0)
             if not free.size:
-                raise OSError(f"{_MOST_FILES} files are mapped already")
+                raise OSError(f"{_MAX_FILES} files are mapped already")
             self._row = int(free[0])
             _table[self._row] = begin, begin + -(-size // _PAGE) * _PAGE, 0
             _install()
@@ -108,7 +108,7 @@ def _install() -> None:
     ctypes.memmove(_others, present, _ACTION_BYTES)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     kind(address)(0, _table.ctypes.data, 0)
-    _table[_MOST_FILES, :2] = ctypes.addressof(_others), ctypes.addressof(_others) + _ACTION_BYTES
+    _table[_MAX_FILES, :2] = ctypes.addressof(_others), ctypes.addressof(_others) + _ACTION_BYTES
     ctypes.c_int64.from_buffer(action).value = address
     ctypes.c_int32.from_buffer(action, _FLAGS_AT).value = _SA_SIGINFO | _SA_ONSTACK
     if libc.sigaction(int(signal.SIGBUS), action, None) != 0:

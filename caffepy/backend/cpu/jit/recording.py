@@ -60,7 +60,7 @@ TRIALS = 5
 LONG = 0.002
 """Seconds from which a program is not tried on one thread: that gains a twentieth at most beside a busy program, and
 chosen in a bad moment it takes twice the time until the next trial."""
-TRUSTED, MOST_TRUSTED = 10, 160
+TRUSTED, MAX_TRUSTED = 10, 160
 """For how many times the time of its trials a choice holds, as what else the machine does may change: at first, and at
 most after it was confirmed again and again."""
 
@@ -119,14 +119,14 @@ class Program:
         self._times[on_one].append(time.perf_counter() - begin)
         if len(all_threads) == TRIALS and not one and min(all_threads) > LONG:  # the first may have compiled
             self._on_one, self._times = False, ([], [])
-            self._tried_at = time.perf_counter() + MOST_TRUSTED * sum(all_threads)
+            self._tried_at = time.perf_counter() + MAX_TRUSTED * sum(all_threads)
         elif len(one) == TRIALS:
             self._choose(median(all_threads), median(one))
             self._times = ([], [])
 
     def _choose(self, all_threads: float, one: float) -> None:
         confirmed, self._on_one = self._on_one == (one < all_threads), one < all_threads
-        self._trusted = min(2 * self._trusted, MOST_TRUSTED) if confirmed else TRUSTED
+        self._trusted = min(2 * self._trusted, MAX_TRUSTED) if confirmed else TRUSTED
         self._tried_at = time.perf_counter() + self._trusted * TRIALS * (all_threads + one)
 
 

@@ -24,6 +24,10 @@ from caffepy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GRAIN = 16384
+"""Elements, passed over once, below which a second thread costs more than it saves."""
+VECTOR_GRAIN = 8192
+"""Multiplications of vectors below which it does."""
 CHUNKS = 4
 """Chunks of a call for each thread: what a thread that is late leaves to the others."""
 LINE_WORDS = 8

@@ -92,7 +92,29 @@ class Writer:
             with plain:
                 self.builder.store(value, address, align=4)
             with part:
-                self.masked_store(value, address, mask)
+                if WIDTH == 16:
+                    self.masked_store(value, address, mask)
+                else:
+                    self._store_parts(value, address, wanted)
+
+    def _store_parts(self, value: Any, address: Any, wanted: Any) -> None:
+        """As `masked_store` for fewer lanes than a vector has: a half of it, a quarter, ..., as `wanted` has bits.
+
+        Before AVX-512, a store with a mask is made of dozens of steps.
+        """
+        builder, lanes = self.builder, self.width // 2
+        place = builder.bitcast(address, ir.FloatType().as_pointer())
+        while lanes:
+            parts = []
+            for first in (0, lanes):
+                taken = ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(first, first + lanes)))
+                parts.append(builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), taken))
+            wants = builder.icmp_signed("!=", builder.and_(wanted, self.word(lanes)), self.word(0))
+            with builder.if_then(wants):
+                builder.store(parts[0], builder.bitcast(place, parts[0].type.as_pointer()), align=4)
+            value = builder.select(wants, parts[1], parts[0])
+            place = builder.gep(place, [builder.select(wants, self.word(lanes), self.word(0))])
+            lanes //= 2
 
     def prefetch(self, pointer: Any, offset: int) -> None:
         """Bring what lies `offset` elements behind `pointer` into the first cache, if it exists."""

@@ -24,7 +24,7 @@ CHUNK = 32
 """Rows that are added up in float32 before they are added to a float64 sum."""
 SAMPLE = 8
 """Rows whose mean squares are taken around, so that a large mean does not swallow their digits."""
-MOST_GRADIENTS = 4
+MAX_GRADIENTS = 4
 """Gradients that one pass adds up."""
 
 _POINTERS = {
@@ -150,7 +150,7 @@ def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Seq
 
     Args:
         name: of the kernel.
-        kinds: of its pointers, beginning with those of the sums: float32, zeroed, and float64, (blocks, sums, period).
+        kinds: of its pointers, beginning with those of the sums: float32 and float64, (blocks, sums, period).
         sums: how many sums a column has.
         make_body: makes the step that takes so many rows.
         first: lines that are done before each block.
@@ -166,6 +166,9 @@ def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Seq
         "for _i in range(_begin, _end):",
         f"    _base = _i * {sums} * _period",
         "    _sum = ahead(_p0, _base)",
+        f"    for _k in range(_base, _base + {sums} * _period):",
+        "        _p0[_k] = 0",
+        "        _p1[_k] = 0",
         "    _row = _i * _block",
         "    _stop = min(_rows, _row + _block)",
         *_indent(first, 1),
@@ -190,6 +193,8 @@ def _add(step: Step, values: Sequence[Any], sums: Any, column: Any, index: int, 
 
 _SAMPLE = [
     "_shift = ahead(_p2, _i * _period)",
+    "for _c in range(_period):",
+    "    _shift[_c] = 0",
     f"_sampled = min({SAMPLE}, _stop - _row)",
     "for _r in range(_row, _row + _sampled):",
     "    for _c in range(_period):",
@@ -221,7 +226,7 @@ def measure_kernel() -> Entry:
 def gradient_sums_kernel(sources: int, gate: Gate, total: bool, weighted: bool) -> Entry:
     """Sums of g, and if `weighted` of g * (x - mean) after it; `total` gets g.
 
-    Of sums, totals, x (y where the gate is "output"), mask, MOST_GRADIENTS gradients, total, mean, factor, bias.
+    Of sums, totals, x (y where the gate is "output"), mask, MAX_GRADIENTS gradients, total, mean, factor, bias.
     """
 
     def gated(step: Step, at: Any, column: Any, g: Any, value: Any, bits: Any, normal: Sequence[Any]) -> Any:
@@ -233,7 +238,7 @@ def gradient_sums_kernel(sources: int, gate: Gate, total: bool, weighted: bool) 
 
     def make_body(rows: int) -> Body:
         def body(step: Step, at: Any, column: Any, period: Any, sums: Any, x: Any, bits: Any, *rest: Any) -> None:
-            dys, (out, *normal) = rest[:sources], rest[MOST_GRADIENTS:]
+            dys, (out, *normal) = rest[:sources], rest[MAX_GRADIENTS:]
             gs, products = [], []
             for row in range(rows):
                 here = step.after(at, row, period)
@@ -254,5 +259,5 @@ def gradient_sums_kernel(sources: int, gate: Gate, total: bool, weighted: bool) 
         return body
 
     name = f"gradient_sums_{sources}_{gate}_{total:d}{weighted:d}"
-    kinds = ["floats", "doubles", "floats", "octets", *["floats"] * (MOST_GRADIENTS + 4)]
+    kinds = ["floats", "doubles", "floats", "octets", *["floats"] * (MAX_GRADIENTS + 4)]
     return _sums(name, kinds, 1 + weighted, make_body)

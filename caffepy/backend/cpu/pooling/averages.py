@@ -13,7 +13,7 @@ from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, W
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
 from caffepy.backend.cpu.pooling.windows import (
     COLUMNS,
-    MANY,
+    MIN_STRIPED_CHANNELS,
     more_sums,
     more_sums4,
     rows_and_grain,
@@ -24,7 +24,7 @@ from caffepy.backend.cpu.pooling.windows import (
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry
 
-FEW = 9
+MAX_DIRECT_WINDOW = 9
 """Elements whose sums are made anew for each window."""
 FEW_CHANNELS = 4
 """Channels that leave most lanes of a vector empty: the elements of a row fill it."""
@@ -350,11 +350,11 @@ def _plan(
         return _Average(average_few, items, 1, size + 1, (number, items, *settings))
     most = math.prod(int(met.array[:, 1].max()) for met, _ in (rows, columns))
     apart = math.prod(y[2:]) == 1 or all(kernel <= stride for kernel, stride in zip(g.kernel, g.stride, strict=True))
-    if most > FEW and (down or not apart):
+    if most > MAX_DIRECT_WINDOW and (down or not apart):
         settings = (channels, *image[2:], *pooled[2:], *g.kernel, *g.stride, *g.pad)
         return _Average(average_backward if down else average_forward, items, 1, size, (number, items, *settings))
     settings = (channels, *x[2:], *y[2:], rows[0], columns[0], rows[1], columns[1])
-    if channels >= MANY and most > COLUMNS and not down:
+    if channels >= MIN_STRIPED_CHANNELS and most > COLUMNS and not down:
         return _Average(average_of_parts, number, grain, 0, (*settings, COLUMNS, WIDTH))
     return _Average(average_windows, number, grain, 0, (*settings, int(down), WIDTH))
 

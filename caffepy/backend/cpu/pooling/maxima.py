@@ -9,7 +9,7 @@ from caffepy.backend.cpu.jit.vector import WIDTH, ahead, ahead_int
 from caffepy.backend.cpu.pooling.windows import (
     COLUMNS,
     GRAIN,
-    MANY,
+    MIN_STRIPED_CHANNELS,
     more_maximum,
     more_maximum4,
     rows_and_grain,
@@ -125,7 +125,7 @@ def pool_max_forward(threads: int, x: Any, y: Any, mask: Any, geometry: Geometry
     _, channels, height, width = x.shape
     g = geometry
     sizes = channels, height, width, *y.shape[2:], *g.kernel, *g.stride, *g.pad
-    if channels >= MANY and min(g.kernel[0], height) * min(g.kernel[1], width) > COLUMNS:
+    if channels >= MIN_STRIPED_CHANNELS and min(g.kernel[0], height) * min(g.kernel[1], width) > COLUMNS:
         max_of_parts.run(threads, *rows_and_grain(y.shape), x, y, mask, *sizes, COLUMNS, WIDTH)
     else:
         max_forward.run(threads, *rows_and_grain(y.shape), x, y, mask, *sizes, WIDTH)

@@ -14,7 +14,7 @@ from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer
 
 GRAIN = 8192
 """Elements below which a second thread costs more than it saves."""
-MANY = 512
+MIN_STRIPED_CHANNELS = 512
 """Channels from which the pixels of a window lie so far apart that those of a few columns, with all their channels, are
 passed over before the next ones: memory is fetched ahead where it is read in order."""
 COLUMNS = 8

@@ -26,7 +26,7 @@ from caffepy.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 """Of a file."""
 
 _pools: dict[str, Pool] = {}
@@ -62,7 +62,7 @@ def find_cubin(text: str, target: Target) -> Path | None:
 
 def _whole(path: Path) -> Path | None:
     try:
-        if worker.is_whole(path.name, read_regular(path, _MOST_BYTES)):
+        if worker.is_whole(path.name, read_regular(path, _MAX_BYTES)):
             return path
         logger.warning("%s is damaged and is made anew", path)
         path.unlink()

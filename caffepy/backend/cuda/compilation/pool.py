@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 IDLE = 5.0
 """Seconds without a job after which a process ends."""
 WAIT = 60.0
@@ -193,5 +193,5 @@ def worker_command(program: str, library: str, folder: str) -> list[str]:
 
 
 def most_processes() -> int:
-    """All cores that this process may use but the one that its main thread has, up to `MOST_PROCESSES`."""
-    return min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1)
+    """All cores that this process may use but the one that its main thread has, up to `MAX_PROCESSES`."""
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) - 1)

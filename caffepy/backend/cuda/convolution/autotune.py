@@ -46,7 +46,7 @@ TIMED = 300.0
 FINALISTS = 4
 """How many of the fastest candidates are timed with more care."""
 
-LEAST_FINALISTS = 2
+MIN_FINALISTS = 2
 """How many at least: what disturbed the fastest one's runs, or another's, is not to decide alone."""
 
 CLOSE = 1.05
@@ -222,7 +222,7 @@ class Trial:
         while remaining:
             most = CLOSE * remaining[0].microseconds
             close = sum(contender.microseconds <= most for contender in remaining)
-            finalists = remaining[: min(FINALISTS, max(LEAST_FINALISTS, close))]
+            finalists = remaining[: min(FINALISTS, max(MIN_FINALISTS, close))]
             remaining = remaining[len(finalists) :]
             if len(finalists) > 1:
                 with phase("finalists timed"):

@@ -36,7 +36,7 @@ WAIT = 120.0
 _WRITE_WAIT = 30.0
 """Seconds that a thread waits for another process that is writing the file."""
 
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 """Of the file."""
 
 _LOOK = 0.02
@@ -128,7 +128,7 @@ class Decisions:
         if self._path is None:
             return {}
         try:
-            entries = json.loads(read_regular(self._path, _MOST_BYTES))
+            entries = json.loads(read_regular(self._path, _MAX_BYTES))
             return {str(key): Decision(_name(name), float(time)) for key, (name, time) in entries.items()}
         except FileNotFoundError:
             return {}

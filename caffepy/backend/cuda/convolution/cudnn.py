@@ -13,8 +13,8 @@ from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, iden
 from caffepy.backend.cuda.convolution.cudnn_graph import (
     BIAS,
     FIRST,
-    MOST_COMPILED,
-    MOST_PLANS,
+    MAX_COMPILED,
+    MAX_PLANS,
     OUT,
     RESIDUAL,
     SECOND,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
 """What the names of plans with a rounded bias begin with."""
 
-MOST_SPLIT_GROUPS = 8
+MAX_SPLIT_GROUPS = 8
 """Groups up to which one convolution for each may be faster than cuDNN's engines for groups."""
 
 
@@ -172,7 +172,7 @@ def split_candidates(task: Task, resources: Resources, kept: str | None = None) 
     groups = problem.geometry.group
     sizes = (problem.x[1] // groups, problem.weights[0] // groups)
     aligned = all(size * item % 16 == 0 for size in sizes)
-    if len(problem.x) in CHANNELS_LAST and 1 < groups <= MOST_SPLIT_GROUPS and aligned:
+    if len(problem.x) in CHANNELS_LAST and 1 < groups <= MAX_SPLIT_GROUPS and aligned:
         graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounds_bias(task))
         yield from _plans(graph, Plans.READY, "split cuDNN ", kept)
 
@@ -186,7 +186,7 @@ def _plans(graph: CudnnGraph, kind: Plans, prefix: str, kept: str | None = None)
 
 def _proposed_plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
     """Plans until enough of them could be prepared; the slower heuristics are asked where the faster have too few."""
-    most = MOST_COMPILED if kind is Plans.COMPILED else MOST_PLANS
+    most = MAX_COMPILED if kind is Plans.COMPILED else MAX_PLANS
     seen: set[str] = set()
     usable = 0
     for several in (False, True) if kind is Plans.READY else (True,):

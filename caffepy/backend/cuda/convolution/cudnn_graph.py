@@ -21,11 +21,11 @@ from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
-MOST_PLANS = 10
+MAX_PLANS = 10
 """Plans of one graph that are candidates, those that are barred not counted: the best among them takes at most 0.1 %
 longer than the best of twenty (ResNet-50 and MobileNet in FLOAT16 on an H200, all tasks together)."""
 
-MOST_COMPILED = 3
+MAX_COMPILED = 3
 """The same where cuDNN compiles them at run time, which takes a third of a second each."""
 
 FIRST, SECOND, OUT, BIAS, SUM, SQUARES, RESIDUAL = 1, 2, 3, 4, 5, 6, 7

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.indexing import MAX_INDEX
 
-MOST_WEIGHTS = 72
+MAX_WEIGHTS = 72
 """Weights of a window, and sums of weight gradients that a thread keeps in registers."""
 
-MOST_SHARED_WEIGHTS = 9
+MAX_SHARED_WEIGHTS = 9
 """Weights of a window for which threads walk, since they keep its rows, and of gradients the sums of its weights."""
 
-MOST_DILATION = 8
+MAX_DILATION = 8
 """Of windows for which threads walk, along a row: their columns are bits of a number."""
 
-MOST_TILES = 2
+MAX_TILES = 2
 """Tiles that are tried."""
 
 
@@ -109,7 +109,7 @@ def suits_depthwise(task: Task) -> bool:
         return False
     if max(math.prod(problem.x), math.prod(problem.y)) > MAX_INDEX:
         return False
-    return 1 < math.prod(g.kernel) <= MOST_WEIGHTS and max(g.stride) <= 4
+    return 1 < math.prod(g.kernel) <= MAX_WEIGHTS and max(g.stride) <= 4
 
 
 def tiles(task: Task) -> list[Tile]:
@@ -119,8 +119,8 @@ def tiles(task: Task) -> list[Tile]:
     if task.direction is Direction.DATA:
         found = [Tile(t.channels, _multiple(t.rows, g.stride[0]), _multiple(t.columns, g.stride[1])) for t in found]
     if task.direction is Direction.WEIGHTS:
-        found = [t for t in found if t.channels * math.prod(g.kernel) <= MOST_WEIGHTS]
-    return list(dict.fromkeys(t for t in found if channels % t.channels == 0))[:MOST_TILES]
+        found = [t for t in found if t.channels * math.prod(g.kernel) <= MAX_WEIGHTS]
+    return list(dict.fromkeys(t for t in found if channels % t.channels == 0))[:MAX_TILES]
 
 
 def walk_of(task: Task) -> Walk | None:
@@ -133,7 +133,7 @@ def walk_of(task: Task) -> Walk | None:
     fewer columns, or more rows loaded ahead, each thread's numbers cost more registers than they save.
     """
     g, channels = task.problem.geometry, task.problem.x[1]
-    if not suits_depthwise(task) or math.prod(g.kernel) > MOST_SHARED_WEIGHTS or g.dilation[1] > MOST_DILATION:
+    if not suits_depthwise(task) or math.prod(g.kernel) > MAX_SHARED_WEIGHTS or g.dilation[1] > MAX_DILATION:
         return None
     strided, single, width = max(g.stride) > 1, task.problem.dtype == "float32", 1 if channels % 2 else 2
     if task.direction is Direction.DATA:

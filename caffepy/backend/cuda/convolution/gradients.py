@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from caffepy.backend.cuda.compiler import RESIDENT_BLOCKS
 from caffepy.backend.cuda.convolution.algorithm import Candidate, Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task, is_pointwise
 from caffepy.backend.cuda.device import cupy
@@ -28,13 +29,10 @@ Choose = Callable[[Task, Operands | None], Candidate | None]
 TILE = 64
 """Side of the result's tile that one block is taken to compute."""
 
-BLOCKS = 264
-"""Blocks that are wanted: two for each multiprocessor of an H200."""
-
-LEAST_DEPTH = 256
+MIN_DEPTH = 256
 """Pixels of a part below which adding up costs more than is gained."""
 
-MOST_NUMBERS = 2**22
+MAX_NUMBERS = 2**22
 """Of all parts together."""
 
 
@@ -106,7 +104,7 @@ def parts_of(problem: Problem) -> tuple[int, int]:
     outputs, channels = problem.weights[:2]
     pixels = problem.x[0] * math.prod(problem.x[2:])
     tiles = -(-outputs // TILE) * -(-channels // TILE)
-    number = min(BLOCKS // tiles, pixels // LEAST_DEPTH, MOST_NUMBERS // (outputs * channels))
+    number = min(RESIDENT_BLOCKS // tiles, pixels // MIN_DEPTH, MAX_NUMBERS // (outputs * channels))
     if number < 2:
         return 1, pixels
     return number, pixels // number // 8 * 8

@@ -25,7 +25,7 @@ _BEGINNING = b"caffepy's copy of a plan of cuDNN, 1\n"
 
 _DIGEST = hashlib.sha256().digest_size
 
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 """Of a plan; most have a few thousand."""
 
 
@@ -45,7 +45,7 @@ class KeptPlans:
         if path is None:
             return None
         try:
-            content = read_regular(path, len(_BEGINNING) + 2 * _DIGEST + MOST_BYTES)
+            content = read_regular(path, len(_BEGINNING) + 2 * _DIGEST + MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -60,7 +60,7 @@ class KeptPlans:
     def write(self, key: str, plan: bytes) -> None:
         """Keep a plan, if that can be done."""
         path = self._path(key)
-        if path is None or len(plan) > MOST_BYTES:
+        if path is None or len(plan) > MAX_BYTES:
             return
         try:
             with atomic_write(path, durable=False) as file:  # a damaged one is noticed

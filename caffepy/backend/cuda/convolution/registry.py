@@ -1,8 +1,9 @@
 """The algorithm families for a task, the likely fastest first.
 
 cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or over NCHW
-copies; im2col and matrix products; own kernels for depthwise convolutions, and implicit-GEMM kernels for small
-problems; data gradients as forward convolutions; and any of these followed by a kernel for bias and ReLU.
+copies; im2col and matrix products; kernels of our own: depthwise ones, implicit-GEMM ones for small problems, and those
+of `own_kernels` for shapes that cuDNN leaves the device idle for; data gradients as forward convolutions, weights'
+gradients as parts of one product; and any of these followed by a kernel for bias and ReLU.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from caffepy.backend.elementwise import Channel, Each, expression
 from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array
 
-MOST_GROUPS = 4
+MAX_GROUPS = 4
 """Groups up to which one matrix product per group is worth its launches."""
 
 
@@ -240,6 +241,6 @@ def _prefers_products(task: Task, resources: Resources) -> bool:
     windows.
     """
     problem = task.problem
-    if not _is_exact(task, resources) or len(problem.x) != 4 or problem.geometry.group > MOST_GROUPS:
+    if not _is_exact(task, resources) or len(problem.x) != 4 or problem.geometry.group > MAX_GROUPS:
         return False
     return task.direction is not Direction.FORWARD or is_pointwise(problem.geometry)

@@ -24,7 +24,7 @@ MARGIN = 20_000
 LONGEST_IDLING = 20_000_000
 """Nanoseconds of idling at most, where the host was held up."""
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """How often the same runs are timed, as long as the host is held up."""
 
 
@@ -50,7 +50,7 @@ class Stopwatch:
             about: microseconds that one takes, where that is known.
         """
         wait = self._first + MARGIN + (runs - 1) * max(0, self._launch - int(about * 1e3))
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             wait = min(wait, LONGEST_IDLING)
             time, launched = _timed(self._run, runs, wait)
             late = lateness(launched, wait, time)

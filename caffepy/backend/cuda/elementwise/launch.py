@@ -29,7 +29,7 @@ from caffepy.backend.types import Array
 Argument = Any
 """An array or a number."""
 
-MOST_THREADS = 512
+MAX_THREADS = 512
 """Threads of a block up to which a period of Channel arguments is worth a block of its own size."""
 
 FEW_PACKS = 2**17
@@ -233,9 +233,9 @@ def _repeat(period: Period, width: int) -> int:
 def _threads(repeats: list[int]) -> int:
     """A block's size, a multiple of all repeats if that can be: of full warps, and near the usual one."""
     common = math.lcm(*repeats)
-    if common == 1 or common > MOST_THREADS:
+    if common == 1 or common > MAX_THREADS:
         return THREADS
-    return min(range(common, MOST_THREADS + 1, common), key=lambda n: (n < 128, n % 32 != 0, abs(n - THREADS)))
+    return min(range(common, MAX_THREADS + 1, common), key=lambda n: (n < 128, n % 32 != 0, abs(n - THREADS)))
 
 
 def access(period: Period, width: int, threads: int) -> Access:

@@ -15,6 +15,7 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import (
     MAX_BLOCKS,
+    MULTIPROCESSORS,
     THREADS,
     c_type,
     compiled,
@@ -43,7 +44,7 @@ from caffepy.backend.elementwise import Each, Expression, Kind, expression
 from caffepy.backend.layout import memory_axes, view
 from caffepy.backend.types import Array
 
-SPLIT_BLOCKS = 528
+SPLIT_BLOCKS = 4 * MULTIPROCESSORS
 """Blocks that a reduction aims at; fixed, so that the order of a sum depends on no device."""
 
 PACKS_EACH = 8

@@ -10,13 +10,13 @@ from caffepy.backend.cuda.compiler import TF32_PRODUCTS, aligned, c_type, define
 from caffepy.backend.cuda.device import has_tensor_cores
 from caffepy.backend.types import Array
 
-MOST_RESULTS = 2**17
+MAX_RESULTS = 2**17
 """Elements of a product up to which it may be small."""
 
-LEAST_DEPTH, MOST_DEPTH = 32, 8192
+MIN_DEPTH, MAX_DEPTH = 32, 8192
 """Lengths of the sums of small products: less is no work to divide, more is too much for one block."""
 
-MOST_MULTIPLICATIONS = 2**26
+MAX_MULTIPLICATIONS = 2**26
 
 FEW_WARPS, MANY_WARPS = 8, 16
 """Warps of a block: each takes 32 of the depth at a time."""
@@ -25,9 +25,9 @@ FEW_WARPS, MANY_WARPS = 8, 16
 def suits_small_product(shape: tuple[int, ...], depth: int) -> bool:
     """Whether a product of this shape and depth is small, and the GPU able."""
     results = shape[0] * shape[1]
-    if not (results <= MOST_RESULTS and LEAST_DEPTH <= depth <= MOST_DEPTH):
+    if not (results <= MAX_RESULTS and MIN_DEPTH <= depth <= MAX_DEPTH):
         return False
-    return results * depth <= MOST_MULTIPLICATIONS and has_tensor_cores()
+    return results * depth <= MAX_MULTIPLICATIONS and has_tensor_cores()
 
 
 def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:

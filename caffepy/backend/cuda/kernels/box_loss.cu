@@ -4,7 +4,7 @@
 #define UNMATCHED (-1)
 #define IGNORED (-2)
 #define LEFT_OUT (-1)        // in place of a label: this prior's scores do not count
-#define LEAST_OVERLAP 1e-6f  // overlaps up to this count as none
+#define MIN_OVERLAP 1e-6f  // overlaps up to this count as none
 #define COLUMNS 8            // of an object: image, label, instance, box, difficult
 #define SMALLEST 1.17549435e-38f
 #define CORNER 1  // of PriorBoxParameter.CodeType; the third is CORNER_SIZE
@@ -103,7 +103,7 @@ __device__ Key best_prior(const float *priors, const Box &object, const int *mat
     for (int i = threadIdx.x % 32; i < count; i += 32)
         if (matches[i] == UNMATCHED) {
             const float shared = overlap(Box(priors + 4 * (size_t)i), object);
-            if (shared > LEAST_OVERLAP) best = larger_key(best, overlap_key(shared, i));
+            if (shared > MIN_OVERLAP) best = larger_key(best, overlap_key(shared, i));
         }
     return warp_largest(best);
 }
@@ -155,7 +155,7 @@ extern "C" __global__ void box_loss_match(const float *priors, const float *obje
         int with = UNMATCHED;
         for (int j = 0; !ignored && j < number; ++j) {
             const float shared = overlap(prior, Box(objects + (size_t)list[j] * COLUMNS + 3));
-            if (shared > LEAST_OVERLAP && shared > most) most = shared, with = list[j];
+            if (shared > MIN_OVERLAP && shared > most) most = shared, with = list[j];
         }
         matches[i] = ignored ? IGNORED : UNMATCHED;
         overlaps[i] = most;
@@ -312,7 +312,7 @@ __device__ __forceinline__ unsigned int loss_key(float loss) {
 }
 
 __device__ __forceinline__ bool is_candidate(const int *matches, const float *overlaps, int i) {
-    return matches[i] == UNMATCHED && overlaps[i] < MOST_OVERLAP;
+    return matches[i] == UNMATCHED && overlaps[i] < MAX_OVERLAP;
 }
 
 // The sum over the block before this thread, in the threads' order, and the whole sum; all threads call it.

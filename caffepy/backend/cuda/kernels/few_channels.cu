@@ -6,7 +6,7 @@
 // DILATION_D, DILATION_H, RUN, and along a row PHASES ({last weight, offset in dy, taps} of every STRIDE_W-th result from each on), TAPS
 // (the most), STEP (from a weight to the one that a phase takes before it) and APART (pixels of dy between them).
 
-constexpr int THREADS = 256, MOST_TAPS = 8, LANES = 32;
+constexpr int THREADS = 256, MAX_TAPS = 8, LANES = 32;
 
 struct Phase {
     int first, offset, taps;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_columns(float (&sums)[RUN][CHANNELS], const 
 template <int COLUMNS>
 __device__ __forceinline__ void add_all(float (&sums)[RUN][CHANNELS], const STORED *line, const float *window, int first, int width) {
     if constexpr (COLUMNS > 0) {
-        constexpr int PARTS = (COLUMNS + MOST_TAPS - 1) / MOST_TAPS, EACH = (COLUMNS + PARTS - 1) / PARTS;
+        constexpr int PARTS = (COLUMNS + MAX_TAPS - 1) / MAX_TAPS, EACH = (COLUMNS + PARTS - 1) / PARTS;
         constexpr int REST = COLUMNS - (PARTS - 1) * EACH, WHOLE = REST == EACH ? PARTS : PARTS - 1;
 #pragma unroll 1
         for (int part = 0; part < WHOLE; ++part) add_columns<EACH>(sums, line, window, part * EACH, first, width);

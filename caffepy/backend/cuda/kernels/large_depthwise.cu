@@ -7,7 +7,7 @@
 //   dweights  x       dy        DILATION  STRIDE
 //
 // A block has a tile of the source and the factors of CHANNELS channels in shared memory. A thread has RUN columns times ROWS rows of
-// results of one channel; it moves down the source and keeps ROWS rows of at most MOST_TAPS factors in registers, so that a number that
+// results of one channel; it moves down the source and keeps ROWS rows of at most MAX_TAPS factors in registers, so that a number that
 // is loaded is used RUN or ROWS times. Rows and columns of a thread lie B apart where A is 1: they need the same pixels.
 //
 // The text before this file defines the type STORED of the arrays but dweights, A_H, A_W, B_H, B_W, CHANNELS (of a block), TOGETHER (of
@@ -18,7 +18,7 @@
 // STEP_H and STEP_W (from a factor to the next, negative where they are turned round), PHASES_H and PHASES_W ({first factor, offset in
 // the source, taps} of each phase), BIAS, RELU, and WEIGHTS (1: the second kernel, else the first).
 
-constexpr int MOST_TAPS = 8, THREADS = CHANNELS * RUNS * GROUPS * SPLIT, AT_ONCE = 8;
+constexpr int MAX_TAPS = 8, THREADS = CHANNELS * RUNS * GROUPS * SPLIT, AT_ONCE = 8;
 constexpr int APART_H = A_H == 1 && ROWS > 1 ? B_H : 1, APART_W = A_W == 1 && RUN > 1 ? B_W : 1;
 constexpr int TILE_H = GROUPS * ROWS, TILE_W = RUNS * RUN;
 constexpr int SHIFT = APART_W * A_W;  // columns from a result's pixel to that of the thread's next
@@ -108,7 +108,7 @@ template <int COLUMNS>
 __device__ __forceinline__ void add_all(float (&sums)[ROWS][RUN], const float *source, const float *factors, int taps, int line,
                                         int height) {
     if constexpr (COLUMNS > 0) {
-        constexpr int PARTS = (COLUMNS + MOST_TAPS - 1) / MOST_TAPS, EACH = (COLUMNS + PARTS - 1) / PARTS;
+        constexpr int PARTS = (COLUMNS + MAX_TAPS - 1) / MAX_TAPS, EACH = (COLUMNS + PARTS - 1) / PARTS;
         constexpr int REST = COLUMNS - (PARTS - 1) * EACH;
         constexpr int WHOLE = REST == EACH ? PARTS : PARTS - 1;
 #pragma unroll(EXTRA == 0 ? 1 : WHOLE)

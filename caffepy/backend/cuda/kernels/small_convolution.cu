@@ -21,7 +21,7 @@ constexpr int PATCH_W = (OUT_WIDTH - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W
 constexpr int PATCH = (IMAGES * PATCH_H * PATCH_W * PIXEL + 3) / 4 * 4;
 constexpr int TAPS = KERNEL_H * KERNEL_W, DEPTH = TAPS * CHANNELS;
 constexpr int TILES = TILES_M * TILES_N;
-constexpr int MOST_TOGETHER = 8;
+constexpr int MAX_TOGETHER = 8;
 
 __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int quotient_up(int a, int b) { return (a + b - 1) / b; }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_rounded(unsigned int *to, const Pack<float
 // for zeros; `to(i)` where it goes.
 template <int COUNT, int V, typename From, typename To>
 __device__ __forceinline__ void copy_rounded(From from, To to) {
-    constexpr int TOGETHER = smaller(quotient_up(COUNT, THREADS), MOST_TOGETHER);
+    constexpr int TOGETHER = smaller(quotient_up(COUNT, THREADS), MAX_TOGETHER);
     for (int start = threadIdx.x; start < COUNT; start += THREADS * TOGETHER) {
         Pack<float, V> values[TOGETHER];
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_rounded(From from, To to) {
 // The part of the images under KERNEL_ROWS rows, the first at `top`, of ROWS rows of windows, 0 outside; a warp takes whole rows of it.
 __device__ __forceinline__ void load_patch(const Element *image, unsigned int *patch, int first_image, int images, int row, int top) {
     constexpr int V = width_for(CHANNELS), PACKS = CHANNELS / V, COUNT = PATCH_W * PACKS, TRIPS = quotient_up(COUNT, 32);
-    constexpr int AT_ONCE = smaller(TRIPS, MOST_TOGETHER), LINES = MOST_TOGETHER / AT_ONCE;
+    constexpr int AT_ONCE = smaller(TRIPS, MAX_TOGETHER), LINES = MAX_TOGETHER / AT_ONCE;
     static_assert(PIXEL % V == 0, "a pixel's packs must be aligned");
     const int lane = threadIdx.x % 32;
     for (int first = threadIdx.x / 32; first < IMAGES * PATCH_H; first += WARPS * LINES) {

@@ -12,7 +12,7 @@ from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.row_primitives import RowPrimitives, SparseMatrix
 from caffepy.backend.types import Array, Geometry
 
-MOST_COLUMN_BLOCKS = 64
+MAX_COLUMN_BLOCKS = 64
 """Blocks over which the columns of a scattered row are spread at most."""
 
 
@@ -37,7 +37,7 @@ class CudaRows(RowPrimitives):
         if size == 0 or items == 0:
             return
         kernel = library_kernel("rows", "scatter_rows", defines(STORED="float"))
-        grid = (items, min(-(-size // THREADS), MOST_COLUMN_BLOCKS))
+        grid = (items, min(-(-size // THREADS), MAX_COLUMN_BLOCKS))
         arrays = (raw(source), raw(index), raw(destination))
         launch_blocks(kernel, grid, (THREADS,), (*arrays, items, destination.shape[0], size))
 

@@ -67,6 +67,21 @@ def test_apply_and_reduce_in_parallel(shape: tuple[int, ...], axis: int) -> None
     checks.check_reduce(BACKEND, shape, axis, 1)
 
 
+@pytest.mark.parametrize("shape", [(3, 40, 37, 29), (2, 5, 64, 65), (4, 130, 7, 7), (2, 9, 8, 9, 10)])
+def test_numbers_for_the_channels_of_each_sample(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Squeeze-and-Excitation's factors, without an array of the image's size for them."""
+    monkeypatch.setattr(CpuBackend, "_spread", None)
+    checks.check_apply(BACKEND, shape, 0, 2)
+    monkeypatch.undo()
+    checks.check_reduce(BACKEND, shape, 0, 2)
+    out, x = BACKEND.zeros(shape[:2]), checks.normal(1, shape)
+    monkeypatch.setattr(CpuBackend, "_reduce_general", None)
+    BACKEND.reduce(checks.two, (checks.to_device(BACKEND, x),) * 2, (out, BACKEND.zeros(shape[:2])), 0)
+    np.testing.assert_allclose(out, (x.astype(float) ** 2).sum(axis=tuple(range(2, len(shape)))), rtol=1e-5)
+
+
 def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     x = checks.normal(1, (37, 19, 33, 31))
     results = []
@@ -181,6 +196,13 @@ def test_softmax_loss(case: tuple[tuple[int, ...], int], ignore_label: int | Non
 )  # fmt: skip
 def test_random_uniform(shape: list[int], seed: int, stream: int, pass_number: int, first: int) -> None:
     checks.check_random_uniform(BACKEND, tuple(shape), seed, stream, pass_number, first)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 32, 6, 6), (1, 8, 2, 2), (3, 70, 5, 4), (2, 9, 4, 3, 2), (3, 2052), (2, 1, 60, 60)]
+)
+def test_random_numbers_of_vectors(shape: tuple[int, ...]) -> None:
+    checks.check_random_uniform(BACKEND, shape, 2**63 + 5, 77, 9, 2**40)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
 from caffepy.backend.cpu import backend as cpu_backend
-from caffepy.backend.cpu.copying import GRAIN, are_lines, is_images
+from caffepy.backend.cpu.copying import are_lines, is_images
+from caffepy.backend.cpu.jit.threads import GRAIN
 
 CPU = create_backend(None, 2)
 ORDERS = ["channels first", "channels last", "some of the channels", "every second column"]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution import direct
+from caffepy.backend.cpu.convolution import direct, weight_gradient
+from caffepy.backend.cpu.convolution.correlation import Correlation, Padding
 from caffepy.backend.cpu.convolution.product import ThinConvolution
 from caffepy.backend.cpu.gemm.microkernel import HALF
 from caffepy.backend.cpu.gemm.packing import Panels
@@ -55,6 +56,19 @@ def test_the_gradient_of_weights_leaves_out_what_lies_beside_the_image(channels:
     assert finite.tolist() == [[True, False, False], [False, False, False], [False, False, False]]
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize(("channels", "outputs"), [(16, 300), (300, 16)])
+def test_the_gradient_of_weights_whose_pixels_lie_far_apart(
+    monkeypatch: pytest.MonkeyPatch, channels: int, outputs: int, kernel: int
+) -> None:
+    """What the next of several blocks of lines will read is fetched ahead."""
+    assert max(channels, outputs) >= weight_gradient.FAR
+    monkeypatch.setattr(weight_gradient, "MIN_CACHED", 1)
+    pad = (kernel // 2,) * 2
+    geometry = Geometry((kernel, kernel), ONE, pad, ONE, 1)
+    checks.check_convolution(BACKEND, (2, channels, 30, 11), outputs, geometry)
+
+
 def test_a_few_padded_images_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = Geometry((3, 3), ONE, ONE, ONE, 1)
     monkeypatch.setattr(direct, "CHUNK", 4000)
@@ -76,6 +90,50 @@ def test_all_phases_of_a_stride_in_one_pass(
     """Also pixels that no window meets, where the stride is wider than the kernel."""
     size = tuple(max(own, d * (k - 1) + 1) for own, d, k in zip(size, dilation, kernel, strict=True))
     checks.check_convolution(BACKEND, (2, 40, *size), 24, Geometry(kernel, stride, pad, dilation, 1))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    images=SMALL, channels=st.sampled_from([1, 5, 20]), outputs=st.sampled_from([3, 33]), read_in_place=st.booleans(),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 5)), stride=st.tuples(SMALL, SMALL),
+    dilation=st.tuples(SMALL, SMALL), pad=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+)  # fmt: skip
+def test_with_and_without_a_padded_copy(
+    images: int, channels: int, outputs: int, read_in_place: bool, kernel: tuple[int, int], stride: tuple[int, int],
+    dilation: tuple[int, int], pad: tuple[int, int],
+) -> None:  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "FILLED", 0 if read_in_place else 2)
+        checks.check_convolution(
+            BACKEND, (images, channels, 13, 14), outputs, Geometry(kernel, stride, pad, dilation, 1)
+        )
+
+
+@pytest.mark.parametrize(("images", "kernel", "stride", "dilation"), [(3, 3, 1, 2), (1, 3, 2, 1), (1, 5, 1, 1)])
+def test_many_pixels_that_meet_the_same_taps_need_no_padded_copy(
+    monkeypatch: pytest.MonkeyPatch, images: int, kernel: int, stride: int, dilation: int
+) -> None:
+    """Nor does a bit depend on how panels are divided among threads."""
+    monkeypatch.delattr(Padding, "write")
+    pad = dilation * (kernel // 2)
+    geometry, size = Geometry((kernel,) * 2, (stride,) * 2, (pad,) * 2, (dilation,) * 2, 1), 56 // stride
+    results = []
+    for backend in (create_backend(None, 1), create_backend(None, 3)):
+        plan = planned(backend, (images, 20, 56, 56), 70, geometry)
+        shapes = (images, 20, 56, 56), (images, 70, size, size), (70, 20, kernel, kernel)
+        x, dy, weights = (checks.to_device(backend, checks.normal(i, shape)) for i, shape in enumerate(shapes))
+        y, dx = checks.dirty(backend, shapes[1]), checks.dirty(backend, shapes[0])
+        plan.forward(x, weights, None, y)
+        plan.backward_data(dy, weights, dx)
+        results.append((y, dx))
+    assert all(np.array_equal(one, three) for one, three in zip(*results, strict=True))
+
+
+def test_a_padded_copy_where_few_pixels_meet_the_same_taps() -> None:
+    plan = planned(BACKEND, (1, 16, 20, 20), 16, Geometry((9, 9), ONE, (4, 4), ONE, 1))
+    x, weights = (checks.to_device(BACKEND, checks.normal(1, s)) for s in ((1, 16, 20, 20), (16, 16, 9, 9)))
+    plan.forward(x, weights, None, BACKEND.zeros((1, 16, 20, 20)))
+    assert isinstance(plan._forward, Correlation)
 
 
 @pytest.mark.parametrize("outputs", [1, 8, 9, 24, 25, 40, 56])

@@ -33,7 +33,7 @@ def test_one_image_takes_dots_and_many_take_tiles(monkeypatch) -> None:
     backend = create_backend(None, 1)
     weights = np.ones((30, 40), np.float32)
     with backend.activate():
-        for images in (1, product.MOST_VECTORS, product.MOST_VECTORS + 1):
+        for images in (1, product.MAX_VECTORS, product.MAX_VECTORS + 1):
             out = np.zeros((images, 30), np.float32)
             backend.gemm(np.ones((images, 40), np.float32), weights, out, False, True, False)
-    assert seen == [(1, 30), (product.MOST_VECTORS, 30)]
+    assert seen == [(1, 30), (product.MAX_VECTORS, 30)]

@@ -15,8 +15,8 @@ from caffepy.backend.cpu.convolution import narrow
 from caffepy.backend.cpu.convolution.depthwise import phased
 from caffepy.backend.cpu.convolution.depthwise.panels import is_panels
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
-from caffepy.backend.cpu.convolution.grouped import weights, windows
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.unpadded import weights, windows
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)
@@ -40,6 +40,26 @@ def test_groups_that_lie_apart(
     plan = planned((images, groups * read, *size), groups * made, geometry)
     assert plan.shape.apart
     checks.check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "new"), [(4, 2, [10, 11, 14, 15]), (3, 1, [8]), (2, 2, [0, 1, 2, 3])])
+def test_newest_taps(kernel: int, stride: int, new: list[int]) -> None:
+    """Taps that read what neither the pixel before nor the one above has read."""
+    row, channels = 100, 7
+    shifts = (np.arange(kernel)[:, None] * row + np.arange(kernel)).reshape(-1) * channels
+    found = windows._newest(shifts, (stride * row * channels, stride * channels))
+    assert found.tolist() == shifts[new].tolist()
+
+
+@pytest.mark.parametrize("channels", [18, 30, 33])
+def test_groups_of_single_pixels(channels: int) -> None:
+    """They are read where they lie, block by block, whatever is left in the last vector."""
+    geometry = Geometry(ONE, ONE, (0, 0), ONE, 3)
+    plan = planned((2, 3 * channels, 6, 7), 3 * channels, geometry)
+    checks.check_convolution(BACKEND, (2, 3 * channels, 6, 7), 3 * channels, geometry)
+    x = BACKEND.zeros((2, 3 * channels, 6, 7))
+    plan.forward(x, BACKEND.zeros((3 * channels, channels, 1, 1)), None, BACKEND.zeros(x.shape))
+    assert isinstance(plan._forward, windows.WindowCorrelation)
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -153,7 +173,7 @@ def test_all_phases_of_a_stride_in_one_pass(
     channels: int, stride: int, kernel: tuple[int, int], dilation: int, pad: int, extra: int, down: int
 ) -> None:
     """Phases that have one tap less than others, or none, and last vectors that lie over the ones before."""
-    stride = min(stride, phased.MOST_STRIDE)
+    stride = min(stride, phased.MAX_STRIDE)
     kernel = kernel[0], 2 * stride + kernel[1] - 1
     size = 8 + dilation * (kernel[0] - 1), 5 * stride + dilation * (kernel[1] - 1) + extra
     geometry = Geometry(kernel, (down, stride), (pad, pad), (1, dilation), channels)

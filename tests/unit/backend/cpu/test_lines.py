@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution.depthwise.lines import LEAST, LinesConvolution
+from caffepy.backend.cpu.convolution.depthwise.lines import MIN_LINE, LinesConvolution
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)
@@ -17,21 +17,24 @@ BACKEND = create_backend(None, 2)
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    images=st.integers(1, 3), channels=st.integers(1, 20), many=st.integers(1, 3), out=st.integers(LEAST, 3 * LEAST),
+    images=st.integers(1, 3), channels=st.integers(1, 20), many=st.integers(1, 3),
+    out=st.integers(MIN_LINE, 3 * MIN_LINE),
     kernel=st.integers(1, 9), stride=st.integers(1, 3), pad=st.integers(0, 5), dilation=st.integers(1, 4),
 )  # fmt: skip
 def test_every_window(
     images: int, channels: int, many: int, out: int, kernel: int, stride: int, pad: int, dilation: int
 ) -> None:
     """Those that lie beside the line altogether as well, and padding wider than the kernel."""
-    width = max(LEAST * stride, (out - 1) * stride + dilation * (kernel - 1) + 1 - 2 * pad)
+    width = max(MIN_LINE * stride, (out - 1) * stride + dilation * (kernel - 1) + 1 - 2 * pad)
     geometry = Geometry((kernel,), (stride,), (pad,), (dilation,), channels)
     shapes = (images, channels, width), (channels * many, 1, kernel)
     assert isinstance(BACKEND.plan_convolution(*shapes, geometry), LinesConvolution)
     checks.check_convolution(BACKEND, shapes[0], channels * many, geometry)
 
 
-@pytest.mark.parametrize(("channels", "width", "lines"), [(64, LEAST, True), (64, LEAST - 1, False), (2, WIDTH, True)])
+@pytest.mark.parametrize(
+    ("channels", "width", "lines"), [(64, MIN_LINE, True), (64, MIN_LINE - 1, False), (2, WIDTH, True)]
+)
 def test_short_lines_of_many_channels_go_another_way(channels: int, width: int, lines: bool) -> None:
     geometry = Geometry((3,), (1,), (1,), (1,), channels)
     plan = BACKEND.plan_convolution((2, channels, width), (channels, 1, 3), geometry)

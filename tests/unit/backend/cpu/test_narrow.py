@@ -19,7 +19,9 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.few_channels import has_few_channels
 from caffepy.backend.cpu.convolution.lanes import Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
+from caffepy.backend.cpu.convolution.lanes_tables import row_tiles, tile_height
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.phases import Axis
 from caffepy.backend.cpu.convolution.product import ProductConvolution
 from caffepy.backend.cpu.jit.vector import WIDTH
 
@@ -148,6 +150,35 @@ def test_other_axes_in_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> No
     checks.check_convolution(BACKEND, (5, 20, 37), 24, Geometry((3,), (2,), (1,), (1,)))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pad", "dilation"), [(1, 1, 0, 1), (2, 1, 5, 5), (2, 1, 40, 40), (2, 1, 0, 3), (2, 1, 1, 60)]
+)
+def test_weights_of_short_kernels_over_one_axis(
+    monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, pad: int, dilation: int
+) -> None:
+    """They are products of images as they lie, which are not turned, also where a tap lies beside the image."""
+    geometry = Geometry((kernel,), (stride,), (pad,), (dilation,))
+    monkeypatch.setattr(plain, "MIN_PRODUCT", 1)
+    checks.check_convolution(BACKEND, (3, 19, 64), 33, geometry)
+    plan = planned((3, 19, 64), 33, geometry)
+    turned: list[str] = []
+    monkeypatch.setattr(plan, "_last", lambda array, purpose: turned.append(purpose))
+    out = 64 + 2 * pad - dilation * (kernel - 1)
+    x, dy, dweights = (BACKEND.zeros(shape) for shape in ((3, 19, 64), (3, 33, out), (33, 19, kernel)))
+    plan.backward_weights(x, dy, dweights, False)
+    assert not turned
+
+
+@pytest.mark.parametrize(
+    ("count", "tiles"), [(7, [7]), (14, [7, 7]), (21, [7, 7, 7]), (16, [8, 8]), (28, [8, 8, 8, 4]), (13, [8, 8])]
+)
+def test_tiles_of_a_row(count: int, tiles: list[int]) -> None:
+    """They are of seven pixels where those of eight would overlap."""
+    at = np.arange(count)
+    axis = Axis(at, at - 1, np.arange(3), np.arange(3))
+    assert [pixels for _, pixels, _, _ in row_tiles(axis, count, tile_height(count))] == tiles
+
+
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("width", [4, 7, 13])
 def test_rows_of_taps(dilation: int, width: int) -> None:
@@ -207,7 +238,7 @@ def test_what_is_no_product(
 def test_machine_code_for_other_groups_has_other_names() -> None:
     """Processes keep it side by side; a process that links all of it must not take one for another."""
     kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
-    kernels += [row_kernel(Lanes(1, 1), row) for row in (Row(3, 1, 1), Row(3, 1, 2), Row(2, 1, 1))]
+    kernels += [row_kernel(Lanes(1, 1), row, high) for row in (Row(3, 1, 1), Row(3, 1, 2)) for high in (7, 8)]
     kernels += [row_tap_kernel(Lanes(1, 1), row, rows) for row in (Row(3, 1, 1), Row(3, 2, 1)) for rows in (1, 3)]
     assert len({kernel.name for kernel in kernels}) == len(kernels)
 

@@ -78,3 +78,23 @@ def test_statistics_do_not_depend_on_the_threads() -> None:
         backend.batch_norm_backward_sums(to_device(backend, x), [to_device(backend, x)], n, sums, True)
         bits.append([backend.to_host(array) for array in (n.mean, n.inverse, *sums)])
     assert all(np.array_equal(one, two) for one, two in zip(*bits, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 40, 40), (2, 5, 201, 203), (3, 7)])
+def test_what_the_workspace_holds_does_not_matter(shape: tuple[int, ...]) -> None:
+    backend = CpuBackend(1)
+    x, dy = (to_device(backend, normal(seed, shape)) for seed in (1, 2))
+    results = []
+    for _ in range(2):
+        for purpose in ("sums", "totals", "shift", "joined", "variance", "columns", "gradient columns"):
+            backend._workspace.take(purpose, 2**20)[:] = np.nan
+        n = BatchNormState(*(backend.zeros(shape[1:2]) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.9)
+        backend.fill(n.scale, 1)
+        sums, dx = [backend.zeros(shape[1:2]) for _ in range(2)], backend.zeros(shape)
+        backend.batch_norm_measure(x, n)
+        backend.batch_norm_backward_sums(x, [dy], n, sums)
+        backend.batch_norm_backward_data(x, dy, n, sums, dx)
+        results.append([backend.to_host(array) for array in (n.mean, n.inverse, *sums, dx)])
+    for first, second in zip(*results, strict=True):
+        assert np.isfinite(first).all()
+        np.testing.assert_array_equal(first, second)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -15,6 +18,7 @@ from caffepy.cli.main import TOOLS, main
 from caffepy.cli.options import Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.cli.tools.flags import add_switch
+from caffepy.data.conversion import image_records
 from caffepy.proto.caffe_pb2 import Datum
 
 PROGRAMS = Path(__file__).resolve().parents[4] / "tools"
@@ -222,3 +226,29 @@ def test_a_program_runs():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "db: 4 images\n"), done.stderr
     assert [one.data for one in datums("db")] == [Path(f"img/{n}.png").read_bytes() for n in range(4)]
+
+
+# -- signals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_end_leaves_no_part_of_a_database(
+    number: signal.Signals, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_records, "decode_image", _after(number, image_records.decode_image))
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        said = error_of(capsys, "convert_imageset", "img", "list.txt", "db", status=status)
+        after = signal.getsignal(number)
+    finally:
+        signal.signal(number, before)
+    assert said == f"ended by {number.name}" and after is signal.SIG_DFL
+    assert sorted(os.listdir()) == ["img", "list.txt"]
+
+
+def _after(number: signal.Signals, call: Callable[..., object]) -> Callable[..., object]:
+    def called(*values: object, **keywords: object) -> object:
+        os.kill(os.getpid(), number)
+        return call(*values, **keywords)
+
+    return called

@@ -74,6 +74,14 @@ def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("below", ["db", "deeper/db"])
+def test_a_file_where_a_folder_is_wanted_is_named(tmp_path, below):
+    (tmp_path / "file").write_bytes(b"kept")
+    with pytest.raises(DataError, match=f"file/{below}' cannot be made: '.*/file' is not a folder; name another one"):
+        write_datums(tmp_path / "file" / below, datums(3))
+    assert (tmp_path / "file").read_bytes() == b"kept"
+
+
 def test_a_link_at_a_temporary_name_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     for ending in ("tmp", "old"):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,8 +59,8 @@ def test_a_folder_that_only_looks_like_a_leveldb_is_spared(tmp_path: Path):
 
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
 def test_a_place_that_cannot_be_written(tmp_path: Path, backend: str):
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="cannot write L.* '.*file/db': .*"), open_writer(tmp_path / "file/db", backend):
+    path = tmp_path / ("n" * 300) / "db"
+    with pytest.raises(RunError, match="cannot write L.* '.*nnn/db': .*[Nn]ame too long"), open_writer(path, backend):
         raise AssertionError("the block must not run")
 
 
@@ -68,3 +70,12 @@ def test_without_plyvel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with needed, open_writer(tmp_path / "db", "leveldb"):
         raise AssertionError("the block must not run")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("said", ["mdb_txn_commit: Input/output error", b"mdb_txn_commit: Input/output error"])
+def test_a_full_disk_is_named(tmp_path: Path, said: str | bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    message = "cannot write LMDB '.*db': mdb_txn_commit: Input/output error; the disk is full: free space there$"
+    with pytest.raises(RunError, match=message), open_writer(tmp_path / "db", "lmdb") as writer:
+        writer.put(b"1", b"x")
+        raise OSError(said)

@@ -11,7 +11,26 @@ from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
+
+def shuffle(bottom: str, parts: str, order: str, whole: str) -> str:
+    """Reshape to the parts, Permute and Reshape to the whole."""
+    reshape = 'layer {{ name: "{0}" type: "Reshape" bottom: "{1}" top: "{0}" reshape_param {{ shape {{ {2} }} }} }}'
+    return (
+        reshape.format("parts", bottom, parts)
+        + f'layer {{ name: "turn" type: "Permute" bottom: "parts" top: "turn" permute_param {{ {order} }} }}'
+        + reshape.format("whole", "turn", whole)
+    )
+
+
+TURN = "order: 0 order: 2 order: 1"
 NETS = {
+    **{f"channels shuffled, {name}": (
+        DATA + convolution("c", "data", "c") + shuffle("c", parts, TURN, "dim: 0 dim: 8 dim: 6 dim: 7")
+        + convolution("d", "whole", "d") + LOSS % "d", groups)
+        for name, parts, groups in (
+            ("pixels joined", "dim: 0 dim: 2 dim: 4 dim: -1", ["c", "parts + turn + whole"]),
+            ("five axes", "dim: 0 dim: 4 dim: 2 dim: 6 dim: 7", ["parts + turn + whole"]),
+            ("rows among them", "dim: 0 dim: 2 dim: 24 dim: 7", ["parts", "turn", "whole"]))},
     "convolution and ReLU": (
         DATA + convolution("c", "data", "c", bias=True) + relu("c") + LOSS % "c", ["c + c_relu"]),
     "not in place": (
@@ -143,6 +162,18 @@ def test_other_settings_are_left_alone(change: tuple[str, str]) -> None:
     groups = [node.layer.type.split(" + ") for node in net.schedule]
     assert [type_name] in groups
     assert all(len(group) == 1 or type_name not in group for group in groups)
+
+
+def test_shuffled_images_may_change_their_shape() -> None:
+    """With the reshaped sizes written down, images of as many pixels come out as others."""
+    text, _ = NETS["channels shuffled, pixels joined"]
+    losses = []
+    for net in (build(text, True), build(text, False)):
+        first = run(net, 1)["loss 0"]
+        net.blobs["data"].reshape((3, 5, 7, 6))
+        losses.append((first, *run(net, 1).values()))
+    for fused, plain in zip(*losses, strict=True):
+        np.testing.assert_allclose(fused, plain, rtol=2e-4, atol=2e-5)
 
 
 def test_the_bottom_may_change_its_shape() -> None:

@@ -174,7 +174,8 @@ class Group:
 
 
 @pytest.fixture
-def group() -> Iterator[Callable[..., Group]]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Group]]:
+    monkeypatch.setattr("caffepy.parallel.control.watchdog._LEAVE_SECONDS", 0.5)  # who was killed waits for nobody
     made: list[Group] = []
 
     def make(size: int, timeout: float = 60.0) -> Group:

@@ -9,21 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import build_solver, solver_param, weights_of
+from training import CLASSIFIER, build_solver, solver_param, weights_of
 
 from caffepy.config.solver_check import check_solver
 from caffepy.errors import ConfigError
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
-NET = """
-layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
-  shape { dim: 6 dim: 5 } shape { dim: 6 }
-  data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1 } param { lr_mult: 2 decay_mult: 0 }
-  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
 Arrays = dict[str, np.ndarray]
 LR, DECAY = {"ip_0": 1.0, "ip_1": 2.0}, {"ip_0": 0.01, "ip_1": 0.0}
 
@@ -74,7 +66,7 @@ def gradients_of(solver: Solver) -> Arrays:
 def test_formulas(rule: str, regularization: str, policy: str, turbo: bool) -> None:
     larc = f'larc: true larc_policy: "{policy}" larc_eta: 0.05 larc_turbo: {str(turbo).lower()}' if policy else ""
     reference = Reference(rule == "SAG", regularization == "WD", policy, turbo and bool(policy))
-    with build_solver(SOLVER + f'type: "{rule}" regularization_type: "{regularization}" {larc}', NET) as solver:
+    with build_solver(SOLVER + f'type: "{rule}" regularization_type: "{regularization}" {larc}', CLASSIFIER) as solver:
         for iteration in range(5):
             before = {name: values.astype(np.float64) for name, values in weights_of(solver.net).items()}
             solver.step(1)
@@ -85,12 +77,12 @@ def test_formulas(rule: str, regularization: str, policy: str, turbo: bool) -> N
 
 def test_resuming_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     text = SOLVER + f'larc: true larc_turbo: true larc_eta: 0.05 snapshot_prefix: "{tmp_path}/x"'
-    with build_solver(text, NET) as solver:
+    with build_solver(text, CLASSIFIER) as solver:
         solver.step(3)
         state = solver.snapshot()
         solver.step(3)
         wanted = weights_of(solver.net)
-    with build_solver(text, NET) as solver:
+    with build_solver(text, CLASSIFIER) as solver:
         solver.restore(state)
         solver.step(3)
         for name, values in weights_of(solver.net).items():
@@ -98,11 +90,11 @@ def test_resuming_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_other_rules_say_that_larc_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    with build_solver(SOLVER + 'type: "Nesterov" larc: true', NET):
+    with build_solver(SOLVER + 'type: "Nesterov" larc: true', CLASSIFIER):
         assert "larc has no effect on a solver of type Nesterov" in caplog.text
 
 
 def test_decoupled_decay_is_for_sgd_and_sag() -> None:
-    param = solver_param(SOLVER + 'max_iter: 1 type: "Adam" regularization_type: "WD"', NET)
+    param = solver_param(SOLVER + 'max_iter: 1 type: "Adam" regularization_type: "WD"', CLASSIFIER)
     with pytest.raises(ConfigError, match='regularization_type "WD" is for solvers of type SGD and SAG'):
         check_solver(param)

@@ -8,21 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import build_solver, weights_of
+from training import CLASSIFIER, build_solver, weights_of
 
 from caffepy.errors import NonFiniteError
 from caffepy.net.wiring import Node
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
-NET = """
-layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
-  shape { dim: 6 dim: 5 } shape { dim: 6 }
-  data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 1 } param { lr_mult: 2 decay_mult: 0 }
-  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
 RULES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
 
 
@@ -42,7 +34,7 @@ def test_the_loss_scale_is_taken_out_again(rule: str, scale: str) -> None:
     found = []
     momentum = "" if rule in ("AdaGrad", "RMSProp") else "momentum: 0.9 "
     text = SOLVER.replace("momentum: 0.9 ", momentum) + f'type: "{rule}"'
-    for net in (NET, scale + NET):
+    for net in (CLASSIFIER, scale + CLASSIFIER):
         with build_solver(text, net) as solver:
             solver.step(4)
             found.append(weights_of(solver.net))
@@ -57,7 +49,7 @@ def test_a_void_step_changes_nothing(rule: str, net: str, value: float) -> None:
     """Nor does it count as one that was skipped because gradients are not finite."""
     momentum = "" if rule in ("AdaGrad", "RMSProp") else "momentum: 0.9 "
     text = SOLVER.replace("momentum: 0.9 ", momentum) + f'type: "{rule}"'
-    with build_solver(text, net + NET) as solver:
+    with build_solver(text, net + CLASSIFIER) as solver:
         solver.step(2)
         update = solver.update
         kept = [
@@ -82,7 +74,7 @@ def test_a_void_step_changes_nothing(rule: str, net: str, value: float) -> None:
 
 
 def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved() -> None:
-    with build_solver(SOLVER, "global_grad_scale: 1024 global_grad_scale_adaptive: true " + NET) as solver:
+    with build_solver(SOLVER, "global_grad_scale: 1024 global_grad_scale_adaptive: true " + CLASSIFIER) as solver:
         solver.step(2)
         before = weights_of(solver.net), solver.history[0].copy()
         backward = solver.net.backward
@@ -105,7 +97,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved() -> None:
 
 def test_the_loss_scale_reaches_every_loss_weight() -> None:
     """Also that of another layer than a loss, and that of a loss that is read elsewhere."""
-    text = NET.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param').replace(
+    text = CLASSIFIER.replace('top: "ip" param', 'top: "ip" loss_weight: 2 param').replace(
         'top: "loss" }',
         """top: "loss"
         loss_weight: 0.5 }
@@ -121,7 +113,7 @@ def test_the_loss_scale_reaches_every_loss_weight() -> None:
 
 
 def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    with build_solver(SOLVER, "global_grad_scale_adaptive: true " + NET) as solver:
+    with build_solver(SOLVER, "global_grad_scale_adaptive: true " + CLASSIFIER) as solver:
         assert loss_scale(solver) == 4096
         solver.backend.fill(solver.update._good, 998)
         solver.step(1)
@@ -131,7 +123,7 @@ def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.Monke
 
 
 def test_snapshots_hold_the_adaptive_scale(tmp_path: Path) -> None:
-    text, net = SOLVER + f'snapshot_prefix: "{tmp_path}/x"', "global_grad_scale_adaptive: true " + NET
+    text, net = SOLVER + f'snapshot_prefix: "{tmp_path}/x"', "global_grad_scale_adaptive: true " + CLASSIFIER
     with build_solver(text, net) as solver:
         solver.update.restore_loss_scale(64, 0)
         solver.step(1)
@@ -142,7 +134,7 @@ def test_snapshots_hold_the_adaptive_scale(tmp_path: Path) -> None:
 
 
 def test_what_is_not_learned_lies_behind_what_is() -> None:
-    with build_solver(SOLVER, NET.replace("lr_mult: 1", "lr_mult: 0")) as solver:
+    with build_solver(SOLVER, CLASSIFIER.replace("lr_mult: 1", "lr_mult: 0")) as solver:
         parameters = solver.net.parameters
         weights, bias = parameters.parameters
         assert (bias.start, bias.stop, parameters.learned) == (0, 3, 64)
@@ -153,7 +145,7 @@ def test_what_is_not_learned_lies_behind_what_is() -> None:
 
 # -- loss scales and snapshots ---------------------------------------------------------------------------
 
-ADAPTIVE = "global_grad_scale_adaptive: true " + NET
+ADAPTIVE = "global_grad_scale_adaptive: true " + CLASSIFIER
 
 
 @pytest.mark.parametrize("form", ["BINARYPROTO", "HDF5"])
@@ -179,7 +171,7 @@ def test_a_snapshots_scale_is_for_nets_that_adapt_it(tmp_path: Path, net: str, w
         state = solver.snapshot()
         solver.step(1)
         expected = weights_of(solver.net)
-    with build_solver(text, net + NET) as solver:
+    with build_solver(text, net + CLASSIFIER) as solver:
         solver.restore(state)
         assert loss_scale(solver) == wanted
         solver.step(1)
@@ -193,7 +185,7 @@ def messages(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 def test_clipping_shows_the_norm_without_the_loss_scale(caplog: pytest.LogCaptureFixture) -> None:
     shown = []
-    for net in (NET, "global_grad_scale: 128 " + NET, ADAPTIVE):
+    for net in (CLASSIFIER, "global_grad_scale: 128 " + CLASSIFIER, ADAPTIVE):
         caplog.clear()
         with build_solver(SOLVER + "clip_gradients: 0.01 display: 1", net) as solver, caplog.at_level("INFO"):
             solver.backend.fill(solver.update._good, 998)  # the adaptive scale is doubled in the second step
@@ -219,7 +211,7 @@ def overflow(solver: Solver, parameter: int, iterations: Callable[[int], bool]) 
     solver.net.backward_node = overflowing  # type: ignore[method-assign]
 
 
-DEEP = NET.replace(
+DEEP = CLASSIFIER.replace(
     'layer { name: "loss"', 'layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"'
     ' inner_product_param { num_output: 3 weight_filler { type: "xavier" } } } layer { name: "loss"',
 ).replace('bottom: "ip" bottom: "label"', 'bottom: "last" bottom: "label"')  # fmt: skip
@@ -227,7 +219,7 @@ DEEP = NET.replace(
 
 @pytest.mark.parametrize("net", ["global_grad_scale: 2 ", "global_grad_scale_adaptive: true "])
 def test_skipped_updates_are_counted_at_each_display(net: str, caplog: pytest.LogCaptureFixture) -> None:
-    with build_solver(SOLVER + "display: 4", net + NET) as solver, caplog.at_level("INFO"):
+    with build_solver(SOLVER + "display: 4", net + CLASSIFIER) as solver, caplog.at_level("INFO"):
         overflow(solver, 0, lambda iteration: iteration in (0, 2, 3, 9))
         solver.step(13)
     shown = messages(caplog, "skipped")
@@ -239,7 +231,7 @@ def test_skipped_updates_are_counted_at_each_display(net: str, caplog: pytest.Lo
 
 def test_updates_skipped_since_the_last_display_are_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     text = SOLVER + "max_iter: 40 snapshot_after_train: false"
-    with build_solver(text, "global_grad_scale: 1e38 " + NET) as solver, caplog.at_level("INFO"):
+    with build_solver(text, "global_grad_scale: 1e38 " + CLASSIFIER) as solver, caplog.at_level("INFO"):
         before = weights_of(solver.net)
         solver.solve()
         assert all(np.array_equal(values, before[name]) for name, values in weights_of(solver.net).items())
@@ -270,7 +262,7 @@ def test_gradients_whose_squares_overflow_name_the_layer_of_the_largest() -> Non
 
 def test_too_many_skipped_updates_that_are_over_are_an_error_too() -> None:
     """A device that works behind the host is looked at now and then."""
-    with build_solver(SOLVER, "global_grad_scale: 2 " + NET, max_skipped=3) as solver:
+    with build_solver(SOLVER, "global_grad_scale: 2 " + CLASSIFIER, max_skipped=3) as solver:
         solver.step(1)
         solver.backend.fill(solver.update._bad, 3)
         with pytest.raises(NonFiniteError, match="3 updates in a row .* so that the layer is not known"):
@@ -278,7 +270,7 @@ def test_too_many_skipped_updates_that_are_over_are_an_error_too() -> None:
 
 
 def test_a_net_in_float_is_guarded_where_gradients_are_compressed() -> None:
-    with build_solver(SOLVER, NET, guard=True, max_skipped=4) as solver:
+    with build_solver(SOLVER, CLASSIFIER, guard=True, max_skipped=4) as solver:
         overflow(solver, 0, lambda iteration: iteration == 2)
         solver.step(5)
         assert all(np.isfinite(values).all() for values in weights_of(solver.net).values())
@@ -290,7 +282,7 @@ def test_a_net_in_float_is_guarded_where_gradients_are_compressed() -> None:
 def test_the_guard_of_compressed_gradients_changes_no_bits() -> None:
     found = []
     for guard in (False, True):
-        with build_solver(SOLVER, NET, guard=guard) as solver:
+        with build_solver(SOLVER, CLASSIFIER, guard=guard) as solver:
             solver.step(5)
             found.append(weights_of(solver.net))
     assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())

@@ -17,14 +17,13 @@ from caffepy.backend.cpu.convolution.lanes import Lanes, pixel_sums
 from caffepy.backend.cpu.convolution.lanes_kernels import gather
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.threads import GRAIN, VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
 CACHED = 256 * 1024
 """Elements for each thread of padded images that are made before they are read."""
-GRAIN = 8192
-"""Multiplications of vectors below which a second thread costs more than it saves."""
-MOST = WIDTH // 2
+MAX_CHANNELS = WIDTH // 2
 """Channels that leave half of a vector's lanes empty."""
 
 sums8, sums4, sums1 = (pixel_sums(Lanes(1, 1), pixels, False) for pixels in (8, 4, 1))
@@ -65,7 +64,7 @@ def is_flat(shape: ConvolutionShape) -> bool:
     depthwise = g.group == shape.channels == shape.outputs and len(shape.sizes) == 2
     reach = g.dilation[1] * (g.kernel[1] - 1)
     wide = min(shape.sizes[1], shape.out[1]) >= _pixels(shape.channels)
-    return depthwise and shape.channels <= MOST and g.stride == (1, 1) and wide and g.pad[1] <= reach
+    return depthwise and shape.channels <= MAX_CHANNELS and g.stride == (1, 1) and wide and g.pad[1] <= reach
 
 
 class FlatPass:
@@ -107,7 +106,7 @@ class FlatPass:
         """Compute y of some images, perhaps rectified, from packed weights and one number for each channel."""
         period, (rows, width) = self._vectors * WIDTH, self._sizes
         begin = self._workspace.take("start", period)
-        gather.run(threads, period, 16384, start, self._bias, begin)
+        gather.run(threads, period, GRAIN, start, self._bias, begin)
         step = max(1, threads * CACHED // self._padding.elements)
         count = -(-width // (self._tile * self._pixels))
         work = self._taps * -(-width * self._channels // WIDTH)
@@ -116,7 +115,7 @@ class FlatPass:
             padded = self._workspace.take("images", part.shape[0] * self._padding.elements + WIDTH)
             self._padding.write(threads, part, padded)
             flat_rows.run(
-                threads, part.shape[0] * rows, max(1, GRAIN // work), padded, self._padding.elements, self._starts,
-                self._rows, self._columns, len(self._columns.array), packed, self._taps * WIDTH, begin, target, rows,
-                width, self._channels, self._vectors, count, self._pixels, self._tile, int(relu), WIDTH,
+                threads, part.shape[0] * rows, max(1, VECTOR_GRAIN // work), padded, self._padding.elements,
+                self._starts, self._rows, self._columns, len(self._columns.array), packed, self._taps * WIDTH, begin,
+                target, rows, width, self._channels, self._vectors, count, self._pixels, self._tile, int(relu), WIDTH,
             )  # fmt: skip

@@ -20,18 +20,17 @@ from caffepy.backend.cpu.convolution.lanes_tables import table_of
 from caffepy.backend.cpu.convolution.phases import axis_phases
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
+from caffepy.backend.cpu.jit.threads import VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at
 from caffepy.backend.cpu.workspace import Workspace
 from caffepy.backend.types import Geometry, spatial_output
 
-MANY = 4
+VECTORS_AT_ONCE = 4
 """Vectors, or taps of the gradient of the weights, that are worked on at a time."""
-LEAST = 4 * WIDTH
+MIN_LINE = 4 * WIDTH
 """Elements of a line of the output from which it pays where channels fill vectors as well."""
-MOST_TAPS = 9
+MAX_TAPS = 9
 """Of a convolution of a single channel: with more, tiles that share what they read among outputs are faster."""
-GRAIN = 8192
-"""Multiplications of vectors below which a second thread costs more than it saves."""
 
 
 class _LineWriter(Writer):
@@ -63,7 +62,7 @@ class _LineWriter(Writer):
         def over_blocks(index: Any, _: Any, nothing: list[Any]) -> list[Any]:
             at, last = builder.mul(index, block), builder.sub(count, block)
             at = builder.select(builder.icmp_signed("<", at, last), at, last)  # those that overlap write the same
-            for v, total in enumerate(products(at, MANY)):
+            for v, total in enumerate(products(at, VECTORS_AT_ONCE)):
                 builder.store(total, self.vector_at(y, builder.add(at, self.word(v * WIDTH))), align=4)
             return nothing
 
@@ -73,8 +72,8 @@ class _LineWriter(Writer):
             self.store(products(at, 1)[0], self.vector_at(y, at), left, self.lanes(left))
             return nothing
 
-        block = self.word(MANY * WIDTH)
-        blocks = builder.sdiv(builder.add(count, self.word(MANY * WIDTH - 1)), block)
+        block = self.word(VECTORS_AT_ONCE * WIDTH)
+        blocks = builder.sdiv(builder.add(count, self.word(VECTORS_AT_ONCE * WIDTH - 1)), block)
         vectors = builder.sdiv(builder.add(count, self.word(WIDTH - 1)), self.word(WIDTH))
         long = builder.icmp_signed(">=", count, block)
         self.loop(builder.select(long, blocks, self.word(0)), [], [], over_blocks)
@@ -259,16 +258,16 @@ class _Plan:
 
 def _length(reach: int) -> int:
     """Elements of a phase of which so many are read: not a multiple of a page, and a block of vectors more."""
-    return -(-(reach + MANY * WIDTH) // LINE) * LINE + LINE
+    return -(-(reach + VECTORS_AT_ONCE * WIDTH) // LINE) * LINE + LINE
 
 
 def is_lines(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether a convolution over one axis is depthwise, or of one channel, and its lines are long enough."""
     g = geometry
-    if len(x_shape) != 3 or weights_shape[1] != 1 or (g.group == 1 and g.kernel[0] > MOST_TAPS):
+    if len(x_shape) != 3 or weights_shape[1] != 1 or (g.group == 1 and g.kernel[0] > MAX_TAPS):
         return False
     window = g.kernel[0], g.stride[0], g.pad[0], g.dilation[0]
-    least = LEAST if x_shape[1] > WIDTH // 2 else WIDTH
+    least = MIN_LINE if x_shape[1] > WIDTH // 2 else WIDTH
     return min(spatial_output(x_shape[2], *window), x_shape[2] // g.stride[0]) >= least
 
 
@@ -338,7 +337,7 @@ class LinesConvolution:
         size = sources * plan.phases * plan.length + made
         work = rows * self._many * self._kernel * -(-self._out_width // WIDTH)
         correlate_lines.run(
-            self._threads, items, max(1, GRAIN * items // max(1, work)), x, weights, start, y,
+            self._threads, items, max(1, VECTOR_GRAIN * items // max(1, work)), x, weights, start, y,
             self._workspace.take("lines", items * size), size, rows, items, self._channels, width, sources, plan.before,
             plan.phases, plan.length, out_width, results, plan.merged, plan.pad, plan.starts, plan.taps,
             self._many * self._kernel, int(relu),
@@ -360,7 +359,7 @@ class LinesConvolution:
         size = plan.phases * plan.length + self._many * self._kernel * WIDTH
         work = images * self._channels * self._many * self._kernel * -(-self._out_width // WIDTH)
         correlate_line_weights.run(
-            self._threads, items, max(1, GRAIN * items // max(1, work)), x, dy, dweights,
+            self._threads, items, max(1, VECTOR_GRAIN * items // max(1, work)), x, dy, dweights,
             self._workspace.take("lines", items * size), size, items, images, self._channels, self._width, plan.before,
             plan.phases, plan.length, self._out_width, self._many, self._kernel, plan.taps, WIDTH, int(accumulate),
         )  # fmt: skip

@@ -13,19 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.depthwise.phased import APART, GRAIN, ZEROS, channel_order, row_tile
+from caffepy.backend.cpu.convolution.depthwise.phased import APART, ZEROS, channel_order, row_tile
 from caffepy.backend.cpu.convolution.lanes import Row
 from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
 from caffepy.backend.cpu.convolution.lanes_tables import row_of, row_tables, row_tiles, step_of, table_of
 from caffepy.backend.cpu.convolution.phases import Axis, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words
+from caffepy.backend.cpu.jit.threads import VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.workspace import Workspace
 
-LEAST_TAPS = 25
+MIN_TAPS = 25
 """Of a window: those of fewer read too little again."""
-MOST_TAPS = 32
+MAX_TAPS = 32
 """Of its row."""
 PIXELS = 2048
 """Of an image, so that one vector of each stays in the second cache."""
@@ -71,7 +72,7 @@ def is_panels(shape: ConvolutionShape, axes: Sequence[Axis], sizes: Sequence[int
         return False
     taps = math.prod(g.kernel)
     apart = shape.channels % APART == 0 and math.prod(sizes) <= PIXELS
-    return apart and taps >= LEAST_TAPS and row.taps <= MOST_TAPS
+    return apart and taps >= MIN_TAPS and row.taps <= MAX_TAPS
 
 
 class PanelPass:
@@ -116,8 +117,8 @@ class PanelPass:
         items = min(4 * threads, count) if threads > 1 else 1
         work = count * self._taps * self._sizes[1]
         panel_kernel(self._row).run(
-            threads, items, max(1, GRAIN * items // max(1, work)), x, self._sizes[0] * self._channels, self._sizes[0],
-            self._row_starts, self._row_taps, self._y_rows, self._rows, self._columns, self._tile_table,
+            threads, items, max(1, VECTOR_GRAIN * items // max(1, work)), x, self._sizes[0] * self._channels,
+            self._sizes[0], self._row_starts, self._row_taps, self._y_rows, self._rows, self._columns, self._tile_table,
             len(self._tiles), self._from, self._step, packed, self._taps * WIDTH, start, y,
             self._sizes[1] * self._channels, self._y_step, self._vectors, WIDTH, self._channels, int(relu), ZEROS,
             self._workspace.take("panels", items * self._sizes[0] * WIDTH), count, items,

@@ -23,13 +23,12 @@ from caffepy.backend.cpu.convolution.lanes_tables import row_taps, row_tiles, st
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words
+from caffepy.backend.cpu.jit.threads import VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 
-GRAIN = 8192
-"""Multiplications of vectors below which a second thread costs more than it saves."""
 TAPS = range(2, 33)
 """Taps of a row of a phase: with a single one nothing is read twice, and rows of more are long functions."""
-MOST_STRIDE = 4 if WIDTH == 16 else 2
+MAX_STRIDE = 4 if WIDTH == 16 else 2
 """With a wider one a row has few pixels in a phase."""
 BATCH = 5 * 2**19
 """Elements of images that no cache holds: writing a row in order is faster then (`spread.py`)."""
@@ -142,7 +141,7 @@ def is_phased(shape: ConvolutionShape) -> bool:
     g = shape.geometry
     depthwise = g.group == shape.channels == shape.outputs and shape.channels >= WIDTH and shape.channels % APART
     cached = shape.images * math.prod(shape.sizes) * shape.channels <= BATCH
-    if not depthwise or not cached or not 1 < g.stride[-1] <= MOST_STRIDE:
+    if not depthwise or not cached or not 1 < g.stride[-1] <= MAX_STRIDE:
         return False
     columns = _phases(shape)[-1]
     return max(len(axis.taps) for axis in columns) in TAPS and min(len(axis.pixels) for axis in columns) >= PIXELS
@@ -212,10 +211,10 @@ class PhasedGradient:
     def run(self, threads: int, images: int, dy: Any, packed: Any, start: Any, dx: Any) -> None:
         """Compute dx; `start` are zeros."""
         phased_kernel(self._taps, self._gap).run(
-            threads, images * self._rows, max(1, GRAIN // max(1, self._work)), dy, self._images[0], self._row_starts,
-            self._row_taps, self._y_rows, self._rows, self._phases, self._phase_count, self._most, self._columns,
-            self._tiles, packed, self._filters * WIDTH, start, dx, self._images[1], self._y_step, self._vectors, WIDTH,
-            self._channels, ZEROS,
+            threads, images * self._rows, max(1, VECTOR_GRAIN // max(1, self._work)), dy, self._images[0],
+            self._row_starts, self._row_taps, self._y_rows, self._rows, self._phases, self._phase_count, self._most,
+            self._columns, self._tiles, packed, self._filters * WIDTH, start, dx, self._images[1], self._y_step,
+            self._vectors, WIDTH, self._channels, ZEROS,
         )  # fmt: skip
 
 

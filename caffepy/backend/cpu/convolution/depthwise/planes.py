@@ -18,6 +18,7 @@ from caffepy.backend.cpu.convolution.lanes import NUMBERS, WORD, Lanes, LanesWri
 from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel
+from caffepy.backend.cpu.jit.threads import VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -27,7 +28,7 @@ CACHED = 12 * 1024
 """Elements of x and dy, in one vector of channels, that are brought together."""
 BATCH = 2**21
 """Elements of x and dy beyond which reading them line by line is faster, as memory is fetched ahead then."""
-LEAST_CHANNELS = 8 * WIDTH
+MIN_CHANNELS = 8 * WIDTH
 """With fewer, pixels do not lie far apart."""
 BLOCKS = 8
 """Parts of the batch whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
@@ -188,7 +189,7 @@ class PlanesPass:
         taps = shape.geometry.kernel[0] * self._row.taps
         elements = shape.images * (math.prod(shape.sizes) * shape.channels + math.prod(shape.out) * shape.outputs)
         return (
-            taps <= SUMS and sum(self._sizes) <= CACHED and min(shape.channels, shape.outputs) >= LEAST_CHANNELS
+            taps <= SUMS and sum(self._sizes) <= CACHED and min(shape.channels, shape.outputs) >= MIN_CHANNELS
             and elements <= BATCH
         )  # fmt: skip
 
@@ -205,7 +206,7 @@ class PlanesPass:
         taps = g.kernel[0] * self._row.taps
         work = images * shape.out[0] * shape.out[1] * self._vectors * taps
         plane_kernel(lanes, self._row, g.kernel[0], self._pixels).run(
-            threads, blocks * parts, max(1, 8192 * blocks * parts // max(1, work)), x, dy, totals, images,
+            threads, blocks * parts, max(1, VECTOR_GRAIN * blocks * parts // max(1, work)), x, dy, totals, images,
             -(-images // BLOCKS), parts, self._vectors, taps * WIDTH, lanes.sources, lanes.used, shape.channels,
             shape.outputs, *shape.sizes, *shape.out, *g.pad, g.stride[0], g.dilation[0], self._columns, self._blocks,
             panels, *self._sizes, WIDTH,

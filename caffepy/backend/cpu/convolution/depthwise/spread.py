@@ -20,15 +20,14 @@ from caffepy.backend.cpu.convolution.lanes import NUMBERS, WORD, Lanes, LanesWri
 from caffepy.backend.cpu.convolution.lanes_kernels import gather, named_kernel
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, device_function
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
 from caffepy.backend.cpu.workspace import Workspace
 
-MANY = 4
+VECTORS_AT_ONCE = 4
 """Vectors that are worked on at a time."""
-LEAST = 2 * WIDTH
+MIN_RUN = 2 * WIDTH
 """Elements of a run from which it pays."""
-GRAIN = 16384
-"""Elements of the image below which a second thread costs more than it saves."""
 
 
 class _RunWriter(LanesWriter):
@@ -38,7 +37,7 @@ class _RunWriter(LanesWriter):
         """See `run_sums`."""
         builder = self.builder
         y, count, x, weights, run, keep = arguments
-        keeps, block = builder.icmp_signed("!=", keep, self.word(0)), self.word(MANY * WIDTH)
+        keeps, block = builder.icmp_signed("!=", keep, self.word(0)), self.word(VECTORS_AT_ONCE * WIDTH)
 
         def products(at: Any, vectors: int, mask: Any) -> None:
             addresses = [self.vector_at(y, builder.add(at, self.word(v * WIDTH))) for v in range(vectors)]
@@ -57,7 +56,7 @@ class _RunWriter(LanesWriter):
                     self.store(total, address, builder.sub(count, at), mask)
 
         def over_blocks(index: Any, _: Any, nothing: list[Any]) -> list[Any]:
-            products(builder.mul(index, block), MANY, None)
+            products(builder.mul(index, block), VECTORS_AT_ONCE, None)
             return nothing
 
         def over_rest(index: Any, _: Any, nothing: list[Any]) -> list[Any]:
@@ -172,7 +171,7 @@ def is_spread(shape: ConvolutionShape) -> bool:
     """Whether the gradient of the image is computed in this way."""
     g = shape.geometry
     depthwise = g.group == shape.channels == shape.outputs and len(shape.sizes) == 2 and g.dilation == (1, 1)
-    return depthwise and g.stride[1] > 1 and g.stride[1] * shape.channels >= LEAST
+    return depthwise and g.stride[1] > 1 and g.stride[1] * shape.channels >= MIN_RUN
 
 
 class SpreadGradient:
@@ -199,7 +198,7 @@ class SpreadGradient:
         """Compute dx."""
         shape, g, images = self._shape, self._shape.geometry, dy.shape[0]
         packed = self._workspace.take("weights", self._order.array.size)
-        gather.run(self._threads, self._order.array.size, 16384, weights, self._order, packed)
+        gather.run(self._threads, self._order.array.size, GRAIN, weights, self._order, packed)
         size = self._reach * (self._blocks + self._taps - 1) * g.stride[1] * shape.channels
         row = shape.sizes[1] * shape.channels
         groups = images * self._groups

@@ -38,9 +38,9 @@ COLUMNS = 128
 """Output channels, about, whose products are kept until they are transformed."""
 SUM = 128
 """Tiles, about, whose products are added up in registers."""
-LEAST_CHANNELS = 32
+MIN_CHANNELS = 32
 """Channels and outputs from which the fewer products make up for the transforms."""
-LEAST_TILES = 48
+MIN_TILES = 48
 """Tiles of a batch from which they make up for the larger weights."""
 CHUNK = 2**19
 """Elements of transformed images and gradients that are made at a time."""
@@ -53,10 +53,10 @@ def is_winograd(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geomet
     windows = (g.kernel, g.stride, g.dilation, g.group) == ((3, 3), (1, 1), (1, 1), 1)
     if not windows or any(pad > 2 for pad in g.pad):
         return False
-    if any(size % WIDTH or size < LEAST_CHANNELS for size in weights_shape[:2]):
+    if any(size % WIDTH or size < MIN_CHANNELS for size in weights_shape[:2]):
         return False
     out = tuple(size + 2 * pad - 2 for size, pad in zip(x_shape[2:], g.pad, strict=True))
-    return x_shape[0] * _Tiles(out).count >= LEAST_TILES
+    return x_shape[0] * _Tiles(out).count >= MIN_TILES
 
 
 class _Tiles:

@@ -12,34 +12,34 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
-from caffepy.backend.cuda.convolution.implicit_gemm.tiling import LEAST_WINDOW_BY_ROWS, Layout, shape_of, tilings
+from caffepy.backend.cuda.convolution.implicit_gemm.tiling import MIN_WINDOW_BY_ROWS, Layout, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy, has_tensor_cores
 from caffepy.backend.cuda.memory import raw
 
-MOST_MULTIPLICATIONS = 2**30
+MAX_MULTIPLICATIONS = 2**30
 """Beyond so many, cuDNN's kernels are ahead."""
 
-MOST_FOR_LARGE_WINDOWS = 2**34
+MAX_FOR_LARGE_WINDOWS = 2**34
 """The same for weights' gradients of large windows, where few channels leave cuDNN's tiles mostly empty."""
 
-MOST_CHANNELS = 64
+MAX_CHANNELS = 64
 """Channels and outputs beyond which cuDNN's tensor cores have enough to do at once."""
 
-MOST_CANDIDATES = 2
+MAX_CANDIDATES = 2
 """Tilings that are tried, each of which takes half a second to compile."""
 
 
 def suits_small_kernels(task: Task, resources: Resources) -> bool:
     """Whether the kernels can do a task and may be ahead with it."""
     problem, g = task.problem, task.problem.geometry
-    large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= LEAST_WINDOW_BY_ROWS
-    most = MOST_FOR_LARGE_WINDOWS if large else MOST_MULTIPLICATIONS
+    large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= MIN_WINDOW_BY_ROWS
+    most = MAX_FOR_LARGE_WINDOWS if large else MAX_MULTIPLICATIONS
     if len(problem.x) != 4 or g.group != 1 or task.sums or problem.multiplications > most:
         return False
     if problem.dtype == "float32" and not resources.tf32:
         return False
-    if max(problem.x[1], problem.weights[0]) > MOST_CHANNELS or math.prod(g.kernel) == 1:
+    if max(problem.x[1], problem.weights[0]) > MAX_CHANNELS or math.prod(g.kernel) == 1:
         return False
     if task.direction is Direction.DATA and g.stride != (1, 1):
         return False
@@ -50,7 +50,7 @@ def small_candidates(task: Task, resources: Resources) -> list[SmallConvolution]
     """The likely fastest tilings of a task."""
     multiprocessors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
     layouts = tilings(shape_of(task), task.direction is Direction.WEIGHTS, multiprocessors)
-    return [SmallConvolution(task, layout, resources) for layout in layouts[:MOST_CANDIDATES]]
+    return [SmallConvolution(task, layout, resources) for layout in layouts[:MAX_CANDIDATES]]
 
 
 class SmallConvolution:

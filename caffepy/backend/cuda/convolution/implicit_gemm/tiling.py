@@ -20,7 +20,7 @@ SHARED_LIMIT = 220 * 1024
 PIXEL_COUNTS = (32, 64, 128, 256)
 """About how many pixels of a result a block may compute at once."""
 
-LEAST_WINDOW_BY_ROWS = 81
+MIN_WINDOW_BY_ROWS = 81
 """Pixels of a window from which on blocks load only those of its rows that they need."""
 
 WORDS_A_CLOCK = 5.5
@@ -146,7 +146,7 @@ class Layout:
     def _kernel_rows(self) -> int:
         """Rows of the window that a block needs: all, but for weights of large windows those of its columns."""
         shape, columns = self.shape, self.columns
-        if not self.weights or math.prod(shape.kernel) < LEAST_WINDOW_BY_ROWS:
+        if not self.weights or math.prod(shape.kernel) < MIN_WINDOW_BY_ROWS:
             return shape.kernel[0]
         row = shape.kernel[1] * shape.channels
         ends = ((first, min(first + columns, shape.depth) - 1) for first in range(0, shape.depth, columns))

@@ -18,10 +18,10 @@ from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import CHANNELS_LAST
 
-MOST_CHANNELS, LEAST_OUTPUTS = 4, 16
+MAX_CHANNELS, MIN_OUTPUTS = 4, 16
 """Channels beyond which tensor cores are ahead, and outputs below which most lanes have nothing to do."""
 
-MOST_MULTIPLICATIONS = 2**35
+MAX_MULTIPLICATIONS = 2**35
 """Beyond so many it takes more than a millisecond."""
 
 RUN, THREADS, LANES = 8, 256, 32
@@ -33,9 +33,9 @@ def suits_few_channels(task: Task) -> bool:
     problem, g = task.problem, task.problem.geometry
     if task.direction is not Direction.DATA or len(problem.x) not in CHANNELS_LAST or g.group != 1:
         return False
-    if problem.x[1] > MOST_CHANNELS or problem.weights[0] < LEAST_OUTPUTS or math.prod(g.kernel) == 1:
+    if problem.x[1] > MAX_CHANNELS or problem.weights[0] < MIN_OUTPUTS or math.prod(g.kernel) == 1:
         return False
-    if 0 in problem.x or 0 in problem.y or problem.multiplications > MOST_MULTIPLICATIONS:
+    if 0 in problem.x or 0 in problem.y or problem.multiplications > MAX_MULTIPLICATIONS:
         return False
     return max(math.prod(problem.x), math.prod(problem.y), LANES * warps_of(problem)) <= MAX_INDEX
 

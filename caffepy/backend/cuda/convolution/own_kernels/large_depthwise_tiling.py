@@ -9,36 +9,37 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice, product
 
+from caffepy.backend.cuda.compiler import MULTIPROCESSORS
 from caffepy.backend.cuda.convolution.own_kernels.correlation import Axis, axis_of
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.layout import round_up
 
-LEAST_AREA, LEAST_STRIDE = 49, 5
+MIN_AREA, MIN_STRIDE = 49, 5
 """Weights of a window, or a stride, below which kernels/depthwise.cu is ahead."""
 
-MOST_TAPS = 8
+MAX_TAPS = 8
 """Factors of a row that a thread has in registers, as in the kernels' text."""
 
-MOST_BYTES = 96 * 1024
+MAX_BYTES = 96 * 1024
 """Of shared memory: two blocks fit into a multiprocessor."""
 
-MOST_THREADS, MULTIPROCESSORS, WARPS = 512, 132, 12
-"""Threads of a block; multiprocessors of an H200; warps with which one of them computes as fast as it can."""
+MAX_THREADS, WARPS = 512, 12
+"""Threads of a block; warps with which a multiprocessor computes as fast as it can."""
 
-MOST_COLUMNS = 64
+MAX_COLUMNS = 64
 """Columns of dy that a block has at once."""
 
-SPLITS, LEAST_ROWS = (2, 4, 8), 4
+SPLITS, MIN_ROWS = (2, 4, 8), 4
 """Threads that share a result, and rows of factors that each must have."""
 
-MOST_TILINGS = 3
+MAX_TILINGS = 3
 """Those that are tried."""
 
-MOST_FACTORS = 4
+MAX_FACTORS = 4
 """Parts of dy that are compared, the largest that fit."""
 
-SHARED_BY_BLOCKS, MOST_WARPS = 220 * 1024, 16
+SHARED_BY_BLOCKS, MAX_WARPS = 220 * 1024, 16
 """Shared memory of a multiprocessor, and warps that it has registers for: each of its four parts has 128 for four."""
 
 
@@ -128,7 +129,7 @@ class Correlation:
     def resident(self, tiling: Tiling) -> int:
         """Blocks that a multiprocessor has at once."""
         most = SHARED_BY_BLOCKS // (self.shared_bytes(tiling) + 1024)
-        return max(1, min(most, MOST_WARPS // -(-tiling.threads // 32)))
+        return max(1, min(most, MAX_WARPS // -(-tiling.threads // 32)))
 
     def parts(self, tiling: Tiling) -> int:
         """Sums of gradients to weights that are added up at the end."""
@@ -148,7 +149,7 @@ def suits_large_depthwise(task: Task) -> bool:
     problem, g = task.problem, task.problem.geometry
     if len(problem.x) != 4 or not g.group == problem.x[1] == problem.weights[0] or task.sums or task.residual:
         return False
-    if math.prod(g.kernel) < LEAST_AREA and max(g.stride) < LEAST_STRIDE or math.prod(g.kernel) == 1:
+    if math.prod(g.kernel) < MIN_AREA and max(g.stride) < MIN_STRIDE or math.prod(g.kernel) == 1:
         return False
     return 0 not in problem.x + problem.y and max(math.prod(problem.x), math.prod(problem.y)) <= MAX_INDEX
 
@@ -162,7 +163,7 @@ def large_depthwise_tilings(task: Task) -> tuple[Tiling, ...]:
         cycles = cycles_of(correlation, tiling)
         if tiling.channels not in best or cycles < best[tiling.channels][0]:
             best[tiling.channels] = cycles, tiling
-    return tuple(tiling for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MOST_TILINGS])
+    return tuple(tiling for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MAX_TILINGS])
 
 
 def _possible(correlation: Correlation) -> Iterator[Tiling]:
@@ -179,12 +180,12 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
         every_group = _threads(down.results, rows, down.b if down.a == 1 and rows > 1 else 1)
         shares = [number for number in (1, 2, 4, 8, 16, 32) if number <= len(down.phases)]
         for runs, groups in product(every_run, every_group):
-            if channels * runs * groups <= MOST_THREADS:
+            if channels * runs * groups <= MAX_THREADS:
                 first = Tiling(channels, run, rows, runs, groups, factors[0])
                 fitting = (
-                    each for each in factors if correlation.shared_bytes(replace(first, factors=each)) <= MOST_BYTES
+                    each for each in factors if correlation.shared_bytes(replace(first, factors=each)) <= MAX_BYTES
                 )
-                for each, shared in product(islice(fitting, MOST_FACTORS), shares):
+                for each, shared in product(islice(fitting, MAX_FACTORS), shares):
                     yield replace(first, factors=each, shares=shared)
                 if correlation.task.direction is not Direction.WEIGHTS and len(down.phases) == len(across.phases) == 1:
                     yield from _split(correlation, first)
@@ -194,8 +195,8 @@ def _split(correlation: Correlation, tiling: Tiling) -> Iterator[Tiling]:
     """The same with several threads for each result."""
     for split in SPLITS:
         several = replace(tiling, split=split)
-        possible = split * LEAST_ROWS <= tiling.factors[0] and several.threads <= MOST_THREADS
-        if possible and correlation.shared_bytes(several) <= MOST_BYTES:
+        possible = split * MIN_ROWS <= tiling.factors[0] and several.threads <= MAX_THREADS
+        if possible and correlation.shared_bytes(several) <= MAX_BYTES:
             yield several
 
 
@@ -212,7 +213,7 @@ def _factors(correlation: Correlation) -> list[tuple[int, int]]:
         return [(height, width)]
     rows = [-(-height // parts) for parts in (1, 2, 3, 4, 6, 8, 12, height)]
     # With a stride few pixels of dy need many of x.
-    most = {-(-width // MOST_COLUMNS) * parts for parts in ((1, 2, 4) if correlation.across.b > 1 else (1,))}
+    most = {-(-width // MAX_COLUMNS) * parts for parts in ((1, 2, 4) if correlation.across.b > 1 else (1,))}
     columns = [-(-width // min(parts, width)) for parts in sorted(most)]
     return sorted(set(product(rows, columns)), key=lambda part: (-math.prod(part), part))
 
@@ -271,7 +272,7 @@ def _cycles_of_warp(correlation: Correlation, tiling: Tiling, down: int, across:
     Either arithmetic limits the first or loads from shared memory do.
     """
     shift = correlation.across.b if correlation.across.a == 1 else correlation.across.a
-    chunks = max(1, -(-across // MOST_TAPS))
+    chunks = max(1, -(-across // MAX_TAPS))
     each = -(-across // chunks)
     values = min(tiling.run * each, (tiling.run - 1) * shift + (each - 1) * correlation.across.b + 1)
     if shift == correlation.across.b:

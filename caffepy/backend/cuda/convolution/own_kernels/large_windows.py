@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from caffepy.backend.cuda.compiler import defines, launch_blocks, library_kernel
+from caffepy.backend.cuda.compiler import RESIDENT_BLOCKS, defines, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.gradients import CUDNN_SLOW_WINDOW
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
@@ -17,10 +17,10 @@ from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import round_up
 
-MOST_CHANNELS = 4
+MAX_CHANNELS = 4
 """Channels beyond which tensor cores are ahead."""
 
-MOST_MULTIPLICATIONS = 2**35
+MAX_MULTIPLICATIONS = 2**35
 """Beyond so many it takes more than a millisecond."""
 
 RUN, ROWS, TILE_W, SPLIT = 8, 8, 64, 4
@@ -28,13 +28,10 @@ RUN, ROWS, TILE_W, SPLIT = 8, 8, 64, 4
 
 THREADS = 256
 
-BLOCKS = 264
-"""Blocks that are wanted: two for each multiprocessor of an H200."""
-
-MOST_FLOATS = 12288
+MAX_FLOATS = 12288
 """Of shared memory that a block may have without being granted it."""
 
-MOST_IMAGES = 65535
+MAX_IMAGES = 65535
 """Blocks of a grid along its second axis."""
 
 
@@ -45,11 +42,11 @@ def suits_large_windows(task: Task) -> bool:
         return False
     if g.stride != (1, 1) or g.dilation != (1, 1) or math.prod(g.kernel) < CUDNN_SLOW_WINDOW:
         return False
-    if problem.x[1] > MOST_CHANNELS or problem.x[0] * problem.x[1] > MOST_IMAGES:
+    if problem.x[1] > MAX_CHANNELS or problem.x[0] * problem.x[1] > MAX_IMAGES:
         return False
-    if math.prod(problem.x) * problem.weights[0] * math.prod(g.kernel) > MOST_MULTIPLICATIONS:
+    if math.prod(problem.x) * problem.weights[0] * math.prod(g.kernel) > MAX_MULTIPLICATIONS:
         return False
-    return max(math.prod(problem.x), math.prod(problem.y)) <= MAX_INDEX and shared_floats(problem) <= MOST_FLOATS
+    return max(math.prod(problem.x), math.prod(problem.y)) <= MAX_INDEX and shared_floats(problem) <= MAX_FLOATS
 
 
 def pitch_of(problem: Problem) -> int:
@@ -80,7 +77,7 @@ class LargeWindows:
         n, channels, height, width = task.problem.x
         self._tiles = (-(-height // ROWS), -(-width // TILE_W))
         blocks = math.prod(self._tiles) * n * channels
-        self._parts = max(1, min(task.problem.weights[0], BLOCKS // blocks))
+        self._parts = max(1, min(task.problem.weights[0], RESIDENT_BLOCKS // blocks))
         self._kernel: Any = None
 
     def prepare(self) -> bool:

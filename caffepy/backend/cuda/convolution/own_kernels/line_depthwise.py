@@ -18,13 +18,13 @@ from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import round_up
 
-MOST_WEIGHTS = 32
+MAX_WEIGHTS = 32
 """Of a window: a thread has them in registers."""
 
-THREADS, MOST_RESULTS = 128, 1024
+THREADS, MAX_RESULTS = 128, 1024
 """Threads of a block, as in the kernels' text, and its results at most."""
 
-MOST_FLOATS = 12288
+MAX_FLOATS = 12288
 """Of shared memory that a block may have without being granted it."""
 
 NOTHING = np.uint64(0)
@@ -36,16 +36,16 @@ def suits_line_depthwise(task: Task) -> bool:
     problem, g = task.problem, task.problem.geometry
     if len(problem.x) != 3 or not g.group == problem.x[1] == problem.weights[0]:
         return False
-    if task.direction is Direction.WEIGHTS or task.sums or task.residual or g.kernel[0] > MOST_WEIGHTS:
+    if task.direction is Direction.WEIGHTS or task.sums or task.residual or g.kernel[0] > MAX_WEIGHTS:
         return False
     if task.direction is Direction.DATA and g.stride != (1,):
         return False
-    return max(math.prod(problem.x), math.prod(problem.y)) <= MAX_INDEX and _span(task) <= MOST_FLOATS
+    return max(math.prod(problem.x), math.prod(problem.y)) <= MAX_INDEX and _span(task) <= MAX_FLOATS
 
 
 def _chunk(task: Task) -> int:
     """Results of a block."""
-    return min(MOST_RESULTS, round_up(task.problem.arrays(task.direction)[2][2], THREADS))
+    return min(MAX_RESULTS, round_up(task.problem.arrays(task.direction)[2][2], THREADS))
 
 
 def _span(task: Task) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
+from caffepy.backend.cuda.compiler import C_TYPES, RESIDENT_BLOCKS, TF32_PRODUCTS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy, has_tensor_cores
@@ -20,20 +20,17 @@ from caffepy.backend.layout import round_up
 CHUNK, THREADS = 128, 256
 """Pixels that a block takes at once, and its threads: as in the kernels' text."""
 
-MOST_OUTPUTS = 64
+MAX_OUTPUTS = 64
 """Of a group: a warp has the sums of all of them in registers."""
 
-MOST_TILES = 24
+MAX_TILES = 24
 """Tiles of 16 x 8 sums that a warp has registers for."""
 
-MOST_DEPTH = 512
+MAX_DEPTH = 512
 """Elements of a window in a group, beyond which cuDNN is ahead."""
 
-MOST_WORDS = 24 * 1024
+MAX_WORDS = 24 * 1024
 """Of shared memory: two blocks fit into a multiprocessor."""
-
-BLOCKS = 264
-"""Blocks that are wanted: two for each multiprocessor of an H200, for more there are no registers."""
 
 
 def suits_line_weights(task: Task, resources: Resources) -> bool:
@@ -44,9 +41,9 @@ def suits_line_weights(task: Task, resources: Resources) -> bool:
     if problem.dtype == "float32" and not resources.tf32:
         return False
     depth = math.prod(problem.weights[1:])
-    if problem.weights[1] == 1 or problem.weights[0] // group > MOST_OUTPUTS or depth > MOST_DEPTH:
+    if problem.weights[1] == 1 or problem.weights[0] // group > MAX_OUTPUTS or depth > MAX_DEPTH:
         return False
-    if max(math.prod(problem.x), math.prod(problem.y)) > MAX_INDEX or words_of(problem) > MOST_WORDS:
+    if max(math.prod(problem.x), math.prod(problem.y)) > MAX_INDEX or words_of(problem) > MAX_WORDS:
         return False
     return has_tensor_cores()
 
@@ -66,7 +63,7 @@ def tiles_of(problem: Problem) -> tuple[int, int]:
     """Tiles of outputs, and of elements of a window that a block takes."""
     outputs = -(-problem.weights[0] // (16 * problem.geometry.group))
     elements = -(-math.prod(problem.weights[1:]) // 8)
-    blocks = -(-elements * outputs // MOST_TILES)
+    blocks = -(-elements * outputs // MAX_TILES)
     return outputs, -(-elements // blocks)
 
 
@@ -93,7 +90,7 @@ class LineWeights:
         self._words = words_of(problem)
         tiles = -(-math.prod(problem.weights[1:]) // (8 * tiles_of(problem)[1]))
         pieces, group = problem.x[0] * -(-problem.y[2] // CHUNK), problem.geometry.group
-        self._grid = (max(1, min(pieces, BLOCKS // (group * tiles))), group, tiles)
+        self._grid = (max(1, min(pieces, RESIDENT_BLOCKS // (group * tiles))), group, tiles)
         self._kernel: Any = None
 
     def prepare(self) -> bool:

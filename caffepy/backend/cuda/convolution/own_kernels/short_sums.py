@@ -20,10 +20,10 @@ from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Geometry
 
-MOST_PIXELS = 256
+MAX_PIXELS = 256
 """Pixels of all images up to which no block needs help with its sums."""
 
-LEAST_RESULTS = 2**17
+MIN_RESULTS = 2**17
 """Weights below which there are too few blocks."""
 
 UNIT = 8
@@ -45,7 +45,7 @@ def suits_short_sums(task: Task) -> bool:
         return False
     if problem.geometry.group != 1 or problem.x[1] % UNIT or problem.weights[0] % UNIT:
         return False
-    if pixels_of(problem) > MOST_PIXELS or math.prod(problem.weights) < LEAST_RESULTS:
+    if pixels_of(problem) > MAX_PIXELS or math.prod(problem.weights) < MIN_RESULTS:
         return False
     if max(math.prod(problem.x), math.prod(problem.weights)) > MAX_INDEX:
         return False

@@ -1,9 +1,9 @@
-"""e^x and log(1 + x) of float32, beside NumPy's in float64."""
+"""e^x, log(1 + x) and tanh(x) of float32, beside NumPy's in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp, log1p
+from math import exp, log1p, tanh
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,11 @@ def raised(x: Each) -> Each:
 @expression
 def lowered(x: Each) -> Each:
     return log1p(x)
+
+
+@expression
+def bent(x: Each) -> Each:
+    return tanh(x)
 
 
 def computed(formula: Any, x: Any) -> Any:
@@ -50,6 +55,19 @@ def test_logarithms_are_two_units_off_at_most(scale: float) -> None:
     assert units_off(computed(lowered, x), np.log1p, x).max() <= 2
     below = -np.abs(SPREAD[np.abs(SPREAD) < 0.99])
     assert units_off(computed(lowered, below), np.log1p, below).max() <= 2
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 0.1, 0.4, 1, 5])
+def test_hyperbolic_tangents_are_two_units_off_at_most(scale: float) -> None:
+    x = SPREAD * np.float32(scale)
+    assert units_off(computed(bent, x), np.tanh, x).max() <= 2
+
+
+def test_hyperbolic_tangents_beyond_the_range() -> None:
+    x = np.array([-np.inf, -1e30, -50, -0.0, 0, 50, 1e30, np.inf, np.nan], np.float32)
+    found = computed(bent, x)
+    np.testing.assert_array_equal(found, [-1, -1, -1, 0, 0, 1, 1, 1, np.nan])
+    assert np.signbit(found[3])
 
 
 def test_exponentials_beyond_the_range() -> None:

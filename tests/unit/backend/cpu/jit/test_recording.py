@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
-from caffepy.backend.cpu.jit.recording import LONG, MOST_TRUSTED, TRIALS, TRUSTED, Program, record, record_all
+from caffepy.backend.cpu.jit.recording import LONG, MAX_TRUSTED, TRIALS, TRUSTED, Program, record, record_all
 
 
 @kernel
@@ -203,7 +203,7 @@ def test_a_program_that_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyP
     for _ in range(TRIALS):
         program.launch()
     seconds[0] = LONG / 20
-    now[0] += MOST_TRUSTED * TRIALS * 3 * LONG
+    now[0] += MAX_TRUSTED * TRIALS * 3 * LONG
     for _ in range(2 * TRIALS):
         program.launch()
     assert ways == [False] * 2 * TRIALS + [True] * TRIALS

@@ -9,7 +9,7 @@ from hypothesis import given as given_that
 from hypothesis import strategies as some
 
 from caffepy.backend.cuda.convolution.depthwise_tiling import (
-    MOST_WEIGHTS,
+    MAX_WEIGHTS,
     START_STEPS,
     always_within,
     source_columns,
@@ -58,7 +58,7 @@ def test_tiles(channels: int, kernel: int, stride: int, direction: Direction) ->
     assert found and len({tile.name for tile in found}) == len(found)
     for tile in found:
         assert channels % tile.channels == 0
-        assert direction is not Direction.WEIGHTS or tile.channels * kernel**2 <= MOST_WEIGHTS
+        assert direction is not Direction.WEIGHTS or tile.channels * kernel**2 <= MAX_WEIGHTS
         if direction is Direction.DATA:
             assert tile.rows % stride == tile.columns % stride == 0
 

@@ -81,9 +81,9 @@ def test_parts_are_of_one_size_and_leave_few_pixels_over(
     assert number >= 1
     if number > 1:
         assert depth % 8 == 0
-        assert depth >= module.LEAST_DEPTH
+        assert depth >= module.MIN_DEPTH
         assert 0 <= pixels - number * depth < depth + 8 * number
-        assert number * outputs * channels <= module.MOST_NUMBERS
+        assert number * outputs * channels <= module.MAX_NUMBERS
     else:
         assert depth == pixels
 
@@ -91,7 +91,7 @@ def test_parts_are_of_one_size_and_leave_few_pixels_over(
 def test_an_early_layers_gradient_is_split_and_a_late_layers_is_not(module: Any) -> None:
     early, late = pointwise(8, 64, 56, 256), pointwise(8, 2048, 7, 512)
     assert module.suits_split_k(Task(early, Direction.WEIGHTS))
-    assert module.parts_of(early)[0] * 4 <= module.BLOCKS
+    assert module.parts_of(early)[0] * 4 <= module.RESIDENT_BLOCKS
     assert not module.suits_split_k(Task(early, Direction.DATA))
     assert not module.suits_split_k(Task(late, Direction.WEIGHTS))
 

@@ -75,7 +75,7 @@ def test_another_tasks_file_is_not_used(cache_home: Path) -> None:
 def test_a_file_that_is_too_large_is_neither_read_nor_written(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.kept_plans"), "MOST_BYTES", 4)
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.kept_plans"), "MAX_BYTES", 4)
     new_store().write("task", b"12345")
     assert not list(cache_home.glob("plans-*/*"))
     new_store().write("task", b"1234")

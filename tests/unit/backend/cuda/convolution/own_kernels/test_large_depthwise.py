@@ -118,9 +118,9 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
     given_task = depthwise(x, kernel, stride, max(kernel) // 2, dilation, direction, dtype)
     assume(min(given_task.problem.y) > 0 and module.suits_large_depthwise(given_task))
     correlation, found = module.correlation_of(given_task), module.large_depthwise_tilings(given_task)
-    assert len({tiling.name for tiling in found}) == len(found) <= module.MOST_TILINGS
+    assert len({tiling.name for tiling in found}) == len(found) <= module.MAX_TILINGS
     for tiling in found:
-        assert tiling.threads <= module.MOST_THREADS and correlation.shared_bytes(tiling) <= module.MOST_BYTES
+        assert tiling.threads <= module.MAX_THREADS and correlation.shared_bytes(tiling) <= module.MAX_BYTES
         assert correlation.packs(tiling) * tiling.channels >= x[1]
         axes = ((correlation.down, tiling.rows, tiling.groups), (correlation.across, tiling.run, tiling.runs))
         for axis, each, threads, tiles in zip(*zip(*axes, strict=True), correlation.tiles(tiling), strict=True):

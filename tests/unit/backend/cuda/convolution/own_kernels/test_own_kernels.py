@@ -139,7 +139,7 @@ def test_tiles_of_lines_fit_registers_and_cover_the_windows(
     given_task = task((3, channels * group, 500), outputs * group, (kernel,), group=group)
     rows, columns = module.tiles_of(given_task.problem)
     candidate = module.LineWeights(given_task, MagicMock())
-    assert rows * columns <= module.MOST_TILES
+    assert rows * columns <= module.MAX_TILES
     assert rows * 16 >= outputs
     assert candidate._grid[2] * columns * 8 >= channels * kernel
     assert (candidate._grid[2] - 1) * columns * 8 < channels * kernel

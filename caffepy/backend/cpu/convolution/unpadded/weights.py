@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.grouped.lines import forward_axis, lines_of
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.unpadded.lines import forward_axis, lines_of
 from caffepy.backend.cpu.convolution.weight_gradient import LINE, ZEROS, add_products, transpose_add
 from caffepy.backend.cpu.gemm.microkernel import TALL
 from caffepy.backend.cpu.gemm.packing import SPARE, Panels, extended
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -176,7 +177,7 @@ class GroupWeightGradient:
     def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         """The gradient of all images."""
         shape, turned = self._shape, self._workspace.take("weights", dweights.size)
-        clear.run(self._threads, dweights.size, 16384, turned)
+        clear.run(self._threads, dweights.size, GRAIN, turned)
         done, images = 0, x.shape[0]
         for many, times in ((self._together, images // self._together), (images % self._together, 1)):
             if many and times:

@@ -1,1 +1,0 @@
-"""Convolutions in groups on the CPU. direct imports it."""
