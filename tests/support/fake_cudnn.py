@@ -84,7 +84,7 @@ class Graph:
     def build_plan_at_index(self, index: int) -> None:
         """Build one plan, which becomes the one that is serialised."""
         if self._engines[index:] and self._engines[index] in self._frontend.barred:
-            raise RuntimeError("Deselected execution plan")
+            raise self._frontend.refusal("plan is excluded")
         if index not in self._built:
             self._frontend.counts["builds"] += 1
             self._built[index] = self._engines[index]
@@ -137,6 +137,7 @@ class Frontend:
         engines: those that the faster heuristics propose.
         slower: those that the slower ones add.
         barred: those that are not built.
+        refusal: what building one of them raises.
         serialises: whether plans can be written.
     """
 
@@ -153,9 +154,11 @@ class Frontend:
         engines: Sequence[str] = tuple(f"eng{number}" for number in range(12)),
         slower: Sequence[str] = (),
         barred: Sequence[str] = (),
+        refusal: type[Exception] = RuntimeError,
         serialises: bool = True,
     ) -> None:
         self.engines, self.slower, self.barred = engines, slower, barred
+        self.refusal = refusal
         self.serialises = serialises
         self.workspace = WORKSPACE
         self.counts: Counter[str] = Counter()

@@ -64,8 +64,8 @@ class CudnnPlan:
         try:
             if not self._built:
                 graph.build_plan_at_index(self.index)
-        except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError):
-            return False
+        except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+            return False  # of a barred plan: a RuntimeError, from release 1.27 on a ValueError
         self._size = int(graph.get_workspace_size_plan_at_index(self.index))
         self._workspace()
         self.is_usable = True

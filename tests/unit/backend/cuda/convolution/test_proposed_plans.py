@@ -36,8 +36,9 @@ def test_the_first_ten_of_the_faster_heuristics_are_enough(new_frontend: Any) ->
     assert frontend.counts["heuristics"] == 1
 
 
-def test_those_that_are_barred_do_not_count(new_frontend: Any) -> None:
-    frontend = new_frontend(FAST, barred=FAST[:25])
+@pytest.mark.parametrize("refusal", [RuntimeError, ValueError], ids=["releases before 1.27", "release 1.27"])
+def test_those_that_are_barred_do_not_count(new_frontend: Any, refusal: type[Exception]) -> None:
+    frontend = new_frontend(FAST, barred=FAST[:25], refusal=refusal)
     assert names(frontend) == [f"cuDNN {name}" for name in FAST[25:35]]
 
 
