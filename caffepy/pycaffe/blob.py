@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from caffepy import blob as core
 from caffepy.backend import Array
 from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe.core.errors import whole_number
 from caffepy.pycaffe.mode import mode
 
 
@@ -97,15 +98,17 @@ class Blob(core.FourAxes):
         """Give the blob another shape; its numbers stay in their order, as far as there is memory for them.
 
         Raises:
+            ArgumentError: a size is no whole number.
             ShapeError: no blob can have that shape.
         """
-        if tuple(shape) == self.shape:
+        sizes = tuple(whole_number("reshape", size) for size in shape)
+        if sizes == self.shape:
             return
         self._watch.before_all()
         with self._device.computing():
             before = [(part, self._blob.allocated(part)) for part in ("data", "diff")]
             held = [(part, self._blob.backend.to_host(array)) for part, array in before if array is not None]
-            self._blob.reshape(tuple(int(size) for size in shape))
+            self._blob.reshape(sizes)
             for part, numbers in held:
                 self._refill(getattr(self.blob, part), numbers.reshape(-1))
         self._watch.reshaped()

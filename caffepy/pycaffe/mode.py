@@ -15,7 +15,7 @@ from caffepy.defaults import MATH_MODES
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import Device, cpu_device, device_of
-from caffepy.pycaffe.core.errors import ArgumentError
+from caffepy.pycaffe.core.errors import ArgumentError, whole_number
 
 logger = logging.getLogger("caffepy.pycaffe")
 
@@ -84,17 +84,6 @@ class Mode:
 mode = Mode()
 
 
-def _at_least(least: int, function: str, value: int) -> int:
-    """The argument of a function.
-
-    Raises:
-        ArgumentError: it is less.
-    """
-    if value < least:
-        raise ArgumentError(f"{function}({value}): give a number of {least} or more")
-    return int(value)
-
-
 def set_mode_cpu() -> None:
     """Make nets on the CPU from now on; it is so at first."""
     mode.gpu = False
@@ -111,7 +100,7 @@ def set_device(device_id: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    mode.device = _at_least(0, "set_device", device_id)
+    mode.device = whole_number("set_device", device_id, 0)
 
 
 def set_devices(device_ids: Sequence[int]) -> None:
@@ -154,7 +143,7 @@ def set_random_seed(seed: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    mode.seed, mode.drawn = _at_least(0, "set_random_seed", seed), 0
+    mode.seed, mode.drawn = whole_number("set_random_seed", seed, 0), 0
 
 
 def solver_count() -> int:
@@ -168,7 +157,7 @@ def set_solver_count(count: int) -> None:
     Raises:
         ArgumentError: fewer than one.
     """
-    mode.solver_count = _at_least(1, "set_solver_count", count)
+    mode.solver_count = whole_number("set_solver_count", count, 1)
 
 
 def solver_rank() -> int:
@@ -182,7 +171,7 @@ def set_solver_rank(rank: int) -> None:
     Raises:
         ArgumentError: the number is negative.
     """
-    mode.solver_rank = _at_least(0, "set_solver_rank", rank)
+    mode.solver_rank = whole_number("set_solver_rank", rank, 0)
 
 
 def set_multiprocess(multiprocess: bool) -> None:

@@ -14,7 +14,7 @@ from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe.core.device import Device
-from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise, check_file
+from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise, check_file, whole_number
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.net import Net
 from caffepy.solvers import Action, SingleDevice, create_solver
@@ -151,12 +151,12 @@ class Solver:
             progress: show a progress bar, on a terminal or in a notebook.
 
         Raises:
+            ArgumentError: the number is negative, or no whole one.
             Exception: what a Python layer or callback raised, as it raised it.
         """
-        if iterations < 0:
-            raise ArgumentError(f"step({iterations}): give a number of 0 or more")
+        number = whole_number("step", iterations, 0)
         with self._training():
-            self.solver.step(iterations, progress)
+            self.solver.step(number, progress)
 
     def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
         """Train to max_iter, with the last snapshot and test.

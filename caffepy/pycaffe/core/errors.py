@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,19 @@ class ArgumentError(ConfigError, RuntimeError):
 
 class UnknownLayerError(ConfigError, ValueError):
     """A net has no layer or blob of that name."""
+
+
+def whole_number(function: str, value: float, least: float = -math.inf) -> int:
+    """The argument of a function, which `/` may have made a float: 2.0 is 2.
+
+    Raises:
+        ArgumentError: it is less, or no whole number.
+    """
+    if not math.isfinite(value) or int(value) != value:
+        raise ArgumentError(f"{function}({value}): give a whole number")
+    if value < least:
+        raise ArgumentError(f"{function}({value}): give a number of {least} or more")
+    return int(value)
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:

@@ -12,6 +12,7 @@ from caffepy.backend import create_backend
 from caffepy.errors import ShapeError
 from caffepy.pycaffe.blob import Blob, BlobVec
 from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe.core.errors import ArgumentError
 
 
 @pytest.fixture
@@ -123,6 +124,11 @@ def test_reshape_keeps_the_numbers(device: Device) -> None:
     assert blob.shape == () and blob.count == 1
     with pytest.raises(ShapeError, match="shape -1 .* is not possible"):
         blob.reshape(-1)
+    blob.reshape(4 / 2, 3)
+    assert blob.shape == (2, 3)
+    with pytest.raises(ArgumentError, match=r"reshape\(1\.5\): give a whole number"):
+        blob.reshape(1.5, 3)
+    assert blob.shape == (2, 3)
 
 
 def test_a_function_of_the_programs_sees_and_writes_within_a_pass(device: Device) -> None:
