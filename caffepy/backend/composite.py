@@ -104,6 +104,11 @@ def input_gradient(  # noqa: PLR0913 -- a formula
 
 
 @expression
+def times(x: Each, y: Channel) -> Each:
+    return x * y
+
+
+@expression
 def identity(x: Each) -> Each:
     return x
 
@@ -249,3 +254,26 @@ class Composite(Backend):
         self.apply(plus, (first, second), (destination,))
         for array in more:
             self.apply(plus, (destination, array), (destination,))
+
+    # -- recurrent layers ---------------------------------------------------------------------------
+
+    def lstm_step_forward(
+        self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array,
+        next_cont: Array | None = None, carried: Array | None = None,
+    ) -> None:  # fmt: skip
+        self.lstm_unit_forward(gates, cell_before, cont, cell, hidden)
+        if next_cont is not None and carried is not None:
+            self.apply(times, (hidden, next_cont), (carried,), axis=0)
+
+    def lstm_step_backward(
+        self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
+        next_cont: Array | None = None, d_carried: Array | None = None,
+    ) -> None:  # fmt: skip
+        d_hidden = dy
+        if next_cont is not None and d_carried is not None:
+            d_hidden = d_carried
+            self.apply(times, (d_carried, next_cont), (d_hidden,), axis=0)
+            self.add(dy, d_hidden)
+        self.lstm_unit_backward(gates, cell_before, cont, cell, d_cell, d_hidden)
+        if d_gates is not gates:
+            self.copy(gates, d_gates)

@@ -39,6 +39,15 @@ def test_products(
             assert off <= (1e-3 if kind == "float32" else TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(1301, 1304, 1304), (1304, 1301, 1304), (1304, 1304, 1301)])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
+def test_large_products_of_odd_lengths(
+    make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+) -> None:
+    test_products(make, dtype, sizes, transposed)
+
+
 def test_factors_of_two_storages_are_a_mistake(make: Callable[..., Any]) -> None:
     backend = make()
     with backend.activate(), pytest.raises(AssertionError, match="factors of"):

@@ -326,6 +326,12 @@ def run_recurrent(backend: Any) -> None:
     gates, state, cont = backend.zeros((3, 20)), backend.zeros((3, 5)), backend.zeros((3,))
     backend.lstm_unit_forward(gates, state, cont, state, state)
     backend.lstm_unit_backward(gates, state, cont, state, state, state)
+    for dtype in BLOB_DTYPES.values():
+        blob, d_gates = backend.zeros((3, 5), dtype), backend.zeros((3, 20), dtype)
+        for following in ((), (cont, blob)):
+            backend.lstm_step_forward(gates, state, cont, state, blob, *following)
+        for following in ((), (cont, state)):
+            backend.lstm_step_backward(gates, state, cont, state, state, blob, d_gates, *following)
 
 
 def run_input(backend: Any) -> None:

@@ -209,6 +209,14 @@ class MetaBackend(Synchronous, Backend):
     lstm_unit_backward = _primitive(
         "lstm_unit_backward", ["gates", "cell_before", "cont", "cell", "d_cell", "d_hidden"], ["gates", "d_cell"]
     )
+    lstm_step_forward = _primitive(
+        "lstm_step_forward", ["gates", "cell_before", "cont", "next_cont"], ["gates", "cell", "hidden", "carried"]
+    )
+    lstm_step_backward = _primitive(
+        "lstm_step_backward",
+        ["gates", "cell_before", "cont", "cell", "d_cell", "dy", "next_cont", "d_carried"],
+        ["gates", "d_cell", "d_gates", "d_carried"],
+    )
     random_uniform = _primitive("random_uniform", writes=["out"])
 
     def all_finite(self, array: Array) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from caffepy.backend import Channel, Each, expression
 from caffepy.backend.composite import identity, scaled
 from caffepy.backend.composite import plus as total
+from caffepy.backend.composite import times as product_with_channel
 
 __all__ = [
     "identity", "product", "product_plus", "product_with_channel", "scaled", "total", "total_with_channel",
@@ -24,8 +25,3 @@ def product_plus(x: Each, y: Each, z: Each) -> Each:
 @expression
 def total_with_channel(x: Each, y: Channel) -> Each:
     return x + y
-
-
-@expression
-def product_with_channel(x: Each, y: Channel) -> Each:
-    return x * y

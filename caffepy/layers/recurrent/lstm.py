@@ -28,27 +28,27 @@ class LSTMLayer(RecurrentLayer):
     def run(self, cont: Array, first: Sequence[Array], top: Array) -> Sequence[Array]:
         hidden, cell = first
         gates, cells, carried = self.sums_of_steps(), self.steps_buffer("cells"), self.steps_buffer("carried")
-        weights = self.blobs[-1].data
-        for t in range(cont.shape[0]):
-            self.continued(hidden, cont[t], carried[t])
+        weights, steps = self.blobs[-1].data, cont.shape[0]
+        self.continued(hidden, cont[0], carried[0])
+        for t in range(steps):
             self.backend.gemm(carried[t], weights, gates[t], transpose_b=True, accumulate=True)
-            self.backend.lstm_unit_forward(gates[t], cell, cont[t], cells[t], top[t])
-            hidden, cell = top[t], cells[t]
-        return hidden, cell
+            following = (cont[t + 1], carried[t + 1]) if t + 1 < steps else ()
+            self.backend.lstm_step_forward(gates[t], cell, cont[t], cells[t], top[t], *following)
+            cell = cells[t]
+        return top[steps - 1], cell
 
     def run_back(self, cont: Array, first: Sequence[Array], top: Blob) -> None:
-        backend, weights = self.backend, self.blobs[-1].data
+        backend, weights, steps = self.backend, self.blobs[-1].data, cont.shape[0]
         gates, cells, carried = self.sums_of_steps(), self.steps_buffer("cells"), self.steps_buffer("carried")
-        d_hidden, d_cell = self.step_buffer("hidden gradient"), self.step_buffer("cell gradient")
+        d_carried, d_cell = self.step_buffer("hidden gradient"), self.step_buffer("cell gradient")
         backend.fill(d_cell, 0)
-        backend.fill(d_hidden, 0)
-        for t in reversed(range(cont.shape[0])):
-            backend.add(top.diff[t], d_hidden)
+        for t in reversed(range(steps)):
             before = cells[t - 1] if t else first[1]
-            backend.lstm_unit_backward(gates[t], before, cont[t], cells[t], d_cell, d_hidden)
+            following = (cont[t + 1], d_carried) if t + 1 < steps else ()
+            step = gates[t]
+            backend.lstm_step_backward(step, before, cont[t], cells[t], d_cell, top.diff[t], step, *following)
             if t:
-                backend.gemm(gates[t], weights, d_hidden)
-                self.continued(d_hidden, cont[t], d_hidden)
+                backend.gemm(step, weights, d_carried)
         self.put_weight_gradient(len(self.blobs) - 1, self.as_rows(gates), self.as_rows(carried))
 
     def inner_blobs(self) -> Named:

@@ -50,14 +50,16 @@ OWN_FAMILIES = (
 
 
 class ForeseenBlas(Blas):
-    """cuBLAS that computes nothing; small products still ask for their kernels.
+    """cuBLAS that computes nothing; small and divided products still ask for their kernels.
 
     Args:
         tf32: as `Blas` takes it.
+        scratch: likewise.
     """
 
-    def __init__(self, tf32: bool) -> None:
+    def __init__(self, tf32: bool, scratch: Scratch) -> None:
         self._tf32 = tf32
+        self._scratch = scratch
 
     def library_gemm(self, *_: Any, **__: Any) -> None:
         """Computes nothing."""
@@ -155,7 +157,7 @@ class ForeseeingBackend(Synchronous, CudaBackend):
         self._batch_norm = BatchNormKernels(self._scratch)
         self._softmax = SoftmaxKernels(self._scratch)
         others, tf32 = like._resources, like.math == "tf32"
-        blas = self._blas = ForeseenBlas(tf32)
+        blas = self._blas = ForeseenBlas(tf32, self._scratch)
         tuner = ForeseeingTuner(others.tuner)
         self._resources = Resources(None, None, blas, self._scratch, tf32, tuner, others.deterministic)
         self._convolutions = {}

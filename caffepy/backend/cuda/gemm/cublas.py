@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS, called directly, and by own kernels where products are tiny.
+"""Matrix products by cuBLAS, called directly, by own kernels where products are tiny, in parts where rows are odd.
 
 Owns a handle per backend. CuPy's own wrapper refuses cuBLAS while a stream is captured and resets the handle's
 workspace at each call, so these few functions are bound here; their stream, workspace and math mode are set once.
@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from caffepy.backend.cuda.device import EXTRA, PURPOSE, cupy
+from caffepy.backend.cuda.gemm.aligned import AlignedProduct, odd_axis
 from caffepy.backend.cuda.gemm.small_product import small_product, suits_small_product
 from caffepy.backend.cuda.memory import Scratch, allocate
 from caffepy.backend.types import PRODUCT_WORKSPACE, Array
@@ -63,12 +64,13 @@ class Blas:
     Args:
         stream: address of the CUDA stream.
         tf32: whether products of float32 numbers may round them to TF32.
-        scratch: where the workspace comes from.
+        scratch: where the workspace and aligned copies of factors come from.
     """
 
     def __init__(self, stream: int, tf32: bool, scratch: Scratch) -> None:
         library = _library()
         self._tf32 = tf32
+        self._scratch = scratch
         self._handle = ctypes.c_void_p()
         _check(library.cublasCreate_v2(ctypes.byref(self._handle)), "cublasCreate")
         self._workspace = scratch.get("cuBLAS workspace", PRODUCT_WORKSPACE, "uint8")
@@ -99,7 +101,15 @@ class Blas:
         if (self._tf32 or a.dtype != "float32") and suits_small_product(out.shape, depth):
             small_product(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)
             return
-        self.library_gemm(a, b, out, transpose_a, transpose_b, accumulate)
+        axis = odd_axis(a.T if transpose_a else a, b.T if transpose_b else b, out)
+        if axis is None:
+            self.library_gemm(a, b, out, transpose_a, transpose_b, accumulate)
+            return
+        divided = AlignedProduct(axis, self._plain_gemm, self._scratch)
+        divided.run(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)
+
+    def _plain_gemm(self, a: Array, b: Array, out: Array, accumulate: bool) -> None:
+        self.gemm(a, b, out, False, False, accumulate)
 
     def library_gemm(
         self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool

@@ -34,8 +34,8 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     """out (+)= a @ b; each with a unit stride in one axis."""
     (rows, depth), columns = a.shape, b.shape[1]
     tiles = _tiles(rows, columns)
-    a_first, a_pitch = _lines(a)
-    b_first, b_pitch = _lines(b.T)
+    a_first, a_pitch = lines(a)
+    b_first, b_pitch = lines(b.T)
     warps = FEW_WARPS if depth <= 32 * FEW_WARPS else MANY_WARPS
     text = defines(
         In=c_type(a), Out=c_type(out), TILES=tiles, WARPS=warps, A_DEPTH_FIRST=int(a_first), B_DEPTH_FIRST=int(b_first),
@@ -62,7 +62,7 @@ def _in_vectors(matrix: Array, pitch: int, depth: int) -> bool:
     return pitch % 4 == 0 and depth % 4 == 0 and aligned(matrix)
 
 
-def _lines(matrix: Array) -> tuple[bool, int]:
+def lines(matrix: Array) -> tuple[bool, int]:
     """Whether the last axis of a matrix is the one that is contiguous, and the distance of its lines in elements."""
     lines, length = matrix.shape
     item = matrix.itemsize

@@ -18,20 +18,34 @@ extern "C" __global__ void gather_rows(const float *source, const float *index, 
 }
 
 // One block for each row of the source and each part of its columns. The first that names a row of the destination adds up all
-// that do, in their order.
+// that do, in their order. The threads of a block, a multiple of 32 and at most 1024, look at one index each, so that finding
+// those rows does not take every thread a pass over all indices.
 extern "C" __global__ void scatter_rows(const float *source, const float *index, float *destination, unsigned int items,
                                         unsigned int rows, unsigned int size) {
+    __shared__ unsigned int found[32];
     const unsigned int first = blockIdx.x;
     const int row = row_of(index[first], rows);
     if (row < 0) return;
     int earlier = 0;
     for (unsigned int j = threadIdx.x; j < first; j += blockDim.x) earlier |= row_of(index[j], rows) == row;
     if (__syncthreads_or(earlier)) return;
-    for (unsigned int c = blockIdx.y * blockDim.x + threadIdx.x; c < size; c += gridDim.y * blockDim.x) {
-        float sum = destination[(size_t)row * size + c];
-        for (unsigned int j = first; j < items; ++j)
-            if (row_of(index[j], rows) == row) sum += source[(size_t)j * size + c];
-        destination[(size_t)row * size + c] = sum;
+    for (unsigned int begin = blockIdx.y * blockDim.x; begin < size; begin += gridDim.y * blockDim.x) {
+        const unsigned int c = begin + threadIdx.x;
+        float sum = c < size ? destination[(size_t)row * size + c] : 0.0f;
+        for (unsigned int from = first; from < items; from += blockDim.x) {
+            const unsigned int j = from + threadIdx.x;
+            const int here = j < items && row_of(index[j], rows) == row;
+            const unsigned int ballot = __ballot_sync(0xffffffffu, here);
+            if (!__syncthreads_or(here)) continue;
+            if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = ballot;
+            __syncthreads();
+            for (unsigned int w = 0; w < blockDim.x / 32; ++w)
+                for (unsigned int left = found[w]; left != 0; left &= left - 1) {
+                    const unsigned int item = from + 32 * w + __ffs((int)left) - 1;
+                    if (c < size) sum += source[(size_t)item * size + c];
+                }
+        }
+        if (c < size) destination[(size_t)row * size + c] = sum;
     }
 }
 
