@@ -214,6 +214,21 @@ def run_batch_norm(backend: Any, dtype: str) -> None:
             backend.add_n([backend.zeros(shape, dtype) for _ in range(count)], x)
 
 
+def run_products(backend: Any, dtype: str) -> None:
+    """Products of matrices with a formula of their elements, as they lie and turned, with wide loads and without."""
+    from caffepy.layers.activation.sigmoid import sigmoid_with_channel
+
+    for (rows, columns, depth), turned, kind in itertools.product(
+        ((100, 30, 250), (100, 256, 512), (7, 5, 19)), (False, True), {dtype, "float32"}
+    ):
+        a, b = (
+            backend.zeros((rows, depth), dtype),
+            backend.zeros((columns, depth) if turned else (depth, columns), dtype),
+        )
+        out, channel = backend.zeros((rows, columns), kind), backend.zeros((columns,))
+        backend.gemm_and_apply(sigmoid_with_channel, a, b, channel, out, transpose_b=turned)
+
+
 def run_gradients(backend: Any, dtype: str) -> None:
     """Both gradients of depthwise convolutions behind a batch normalisation, in one pass."""
     from caffepy.backend import Geometry
@@ -360,6 +375,7 @@ def main() -> int:
         run_windows(backend, dtype)
         run_batch_norm(backend, dtype)
         run_gradients(backend, dtype)
+        run_products(backend, dtype)
         run_convolutions(backend, dtype)
     run_softmax(backend)
     run_copies(backend)

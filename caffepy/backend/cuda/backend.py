@@ -40,6 +40,7 @@ from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
 from caffepy.backend.cuda.elementwise.codegen import formula_of
 from caffepy.backend.cuda.elementwise.recurrent import CudaRecurrent
 from caffepy.backend.cuda.gemm.cublas import Blas, load_ahead
+from caffepy.backend.cuda.gemm.small_product import Epilogue
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
 from caffepy.backend.cuda.rows.primitives import CudaRows
@@ -256,6 +257,20 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         accumulate: bool = False,
     ) -> None:
         self._blas.gemm(a, b, out, transpose_a, transpose_b, accumulate)
+
+    def gemm_and_apply(
+        self,
+        expression: Expression,
+        a: Array,
+        b: Array,
+        channel: Array,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+    ) -> None:
+        epilogue = Epilogue(formula_of(expression, Kind.EACH, Kind.CHANNEL), channel)
+        if not self._blas.gemm_with_epilogue(a, b, out, transpose_a, transpose_b, epilogue):
+            super().gemm_and_apply(expression, a, b, channel, out, transpose_a, transpose_b)
 
     # -- windows ------------------------------------------------------------------------------------
 
