@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from math import sqrt
 
-from caffepy.backend.elementwise import Channel, Each, Scalar, expression
+from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, BatchNormState, Counter, RandomStream
@@ -232,10 +232,28 @@ class Composite(Backend):
         inputs = (x, dy, n.mean, n.inverse, n.scale, *sums, per_element)
         self.apply(input_gradient, inputs, (dx,))
 
-    # -- activation -----------------------------------------------------------------------------------
+    # -- products and activation ----------------------------------------------------------------------
+
+    def gemm_and_apply(
+        self,
+        expression: Expression,
+        a: Array,
+        b: Array,
+        channel: Array,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+    ) -> None:
+        self.gemm(a, b, out, transpose_a, transpose_b)
+        self.apply(expression, (out, channel), (out,))
 
     def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
-        self.apply(where_positive, (y, dy), (dx,))
+        self.activation_backward(where_positive, y, dy, dx, dbias, accumulate)
+
+    def activation_backward(
+        self, expression: Expression, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool
+    ) -> None:
+        self.apply(expression, (y, dy), (dx,))
         if dbias is not None:
             self.reduce(identity, (dx,), (dbias,), accumulate=accumulate)
 

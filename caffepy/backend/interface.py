@@ -3,7 +3,8 @@
 A layer says what is computed, a backend how. A backend belongs to one device and one solver thread.
 `cpu/backend.py` implements it with NumPy and numba, `cuda/backend.py` with CuPy and cuDNN; nothing else in caffepy
 knows which of them it runs on. What primitives are given is in `types.py`, what a backend hands out in `handles.py`;
-primitives that move elements by index are in `row_primitives.py`, those of input in `input_ring.py`.
+primitives that move elements by index are in `row_primitives.py`, those of input in `input_ring.py`, those of fully
+connected layers in `dense_primitives.py`.
 
 Arrays are NumPy's or CuPy's. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W); in memory such an image
 that the backend allocated is channels last, (N, H, W, C) or (N, D, H, W, C), all others are C-contiguous. Two arrays of
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from caffepy.backend.dense_primitives import DensePrimitives
 from caffepy.backend.detection_primitives import DetectionPrimitives
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
@@ -35,7 +37,7 @@ from caffepy.backend.row_primitives import RowPrimitives
 from caffepy.backend.types import Array, BatchNormState, Counter, Geometry, LrnWindow, RandomStream, element_dtype
 
 
-class Backend(DetectionPrimitives, InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
+class Backend(DensePrimitives, DetectionPrimitives, InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
     """One device, as layers and solvers see it. All floating-point arrays are float32 unless said otherwise."""
 
     name: str
@@ -346,10 +348,6 @@ class Backend(DetectionPrimitives, InputPrimitives, RecurrentPrimitives, RowPrim
 
         g = dy, 0 where the ReLU was off as x tells if `relu`. dx may be dy.
         """
-
-    @abstractmethod
-    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
-        """dx = dy where y > 0, else 0; dbias (+)= the sum of dx for each channel (axis 1). dx may be dy."""
 
     @abstractmethod
     def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:

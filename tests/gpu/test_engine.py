@@ -134,8 +134,34 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 """
 )
 """Convolutions over three axes, between images and volumes."""
+
+
+def _dense(name: str, bottom: str, outputs: int, activation: str = "", rate: int = 1) -> str:
+    text = f"""
+layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" param {{ lr_mult: {rate} }}
+  param {{ lr_mult: {rate} }} inner_product_param {{ num_output: {outputs} weight_filler {{ type: "xavier" }}
+  bias_filler {{ type: "uniform" min: -0.1 max: 0.1 }} }} }}"""
+    own = f'layer {{ name: "{name}_f" type: "{activation}" bottom: "{name}" top: "{name}" }}'
+    return text + (own if activation else "")
+
+
+DENSE = (
+    _dense("goal", "data", 7, "Sigmoid", 0)
+    + _dense("i1", "data", 50, "Sigmoid")
+    + _dense("i2", "i1", 32, "TanH")
+    + _dense("code", "i2", 18)
+    + _dense("i3", "code", 40, "Sigmoid")
+    + _dense("i4", "i3", 7)
+    + """
+layer { name: "loss" type: "SigmoidCrossEntropyLoss" bottom: "i4" bottom: "goal" top: "loss" }
+layer { name: "i4_f" type: "Sigmoid" bottom: "i4" top: "found" }
+layer { name: "far" type: "EuclideanLoss" bottom: "found" bottom: "goal" top: "far" loss_weight: 0 }
+"""
+)
+"""An autoencoder of vectors."""
 NETS = {
     "convolutions": CONVOLUTIONS, "residual": RESIDUAL, "separable": SEPARABLE, "unusual": UNUSUAL, "volumes": VOLUMES,
+    "dense": DENSE,
 }  # fmt: skip
 SHAPES = [(8, 3, 20, 20), (5, 1, 13, 11), (1, 7, 12, 12), (6, 33, 9, 15)]
 KINDS = ("FLOAT", "FLOAT16", "BFLOAT16")

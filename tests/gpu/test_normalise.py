@@ -12,6 +12,7 @@ from normalise_checks import SHAPES
 
 from caffepy.backend import Backend
 from caffepy.backend.types import DTYPES
+from caffepy.layers.activation.sigmoid import tanh_gradient
 
 LARGE = [(8, 64, 56, 56), (7, 48, 61, 59), (3, 2048, 14, 14), (300, 1000), (2, 1, 512, 513), (16, 5, 7000)]
 """More than one block adds up each channel."""
@@ -105,6 +106,14 @@ def test_relu_backward(backend: Backend, shape: tuple[int, ...], dtype: str) -> 
 
 
 @in_each_storage
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE, (100, 1000), (100, 250), (100, 30), (1, 784), (1000, 8)])
+def test_activation_backward(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
+    checks.check_activation_backward(backend, shape, dtype, bias=True)
+    checks.check_activation_backward(backend, shape, dtype, bias=True, in_place=True)
+    checks.check_activation_backward(backend, shape, dtype, bias=False)
+
+
+@in_each_storage
 @pytest.mark.parametrize(
     ("sources", "at"), [(2, None), (2, 0), (3, 2), (5, None), (8, 3), (9, None), (17, None), (9, 8)]
 )
@@ -120,6 +129,7 @@ def test_storages_may_differ(backend: Backend, shape: tuple[int, ...], one: str,
     checks.check_forward(backend, shape, one, False, True, True, to=other)
     checks.check_backward(backend, shape, one, 2, relu=True, total="own", gradients=other)
     checks.check_relu_backward(backend, shape, one, bias=True, gradients=other)
+    checks.check_activation_backward(backend, shape, one, bias=True, gradients=other)
     checks.check_total(backend, shape, one, 3, to=other)
 
 
@@ -187,6 +197,7 @@ def test_a_captured_graph_gives_the_same_bits_each_time(backend: Any, dtype: str
         backend.batch_norm_backward_sums(x, [dy], s.device, sums, True)
         backend.batch_norm_backward_data(x, dy, s.device, sums, dx, True)
         backend.relu_backward(y, dy, dx, dbias, False)
+        backend.activation_backward(tanh_gradient, y, dx, dx, dbias, True)
 
     def outcome() -> list[Any]:
         return [backend.to_host(a) for a in (s.device.mean, s.device.inverse, y, *sums, dx, dbias)]

@@ -44,7 +44,9 @@ layer { name: "p" type: "Pooling" bottom: "c" top: "p" pooling_param { pool: MAX
 layer { name: "i" type: "InnerProduct" bottom: "p" top: "i" inner_product_param { num_output: 33 } }
 layer { name: "i_r" type: "ReLU" bottom: "i" top: "i" }
 layer { name: "i_d" type: "Dropout" bottom: "i" top: "i" }
-layer { name: "j" type: "InnerProduct" bottom: "i" top: "j" inner_product_param { num_output: 7 } }
+layer { name: "k" type: "InnerProduct" bottom: "i" top: "k" inner_product_param { num_output: 30 } }
+layer { name: "k_s" type: "Sigmoid" bottom: "k" top: "k" }
+layer { name: "j" type: "InnerProduct" bottom: "k" top: "j" inner_product_param { num_output: 7 } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "j" bottom: "label" top: "loss" }
 layer { name: "accuracy" type: "Accuracy" bottom: "j" bottom: "label" top: "accuracy" }
 """
@@ -187,6 +189,7 @@ def run_softmax(backend: Any) -> None:
 def run_batch_norm(backend: Any, dtype: str) -> None:
     """Batch normalisation with everything that may be part of its launches, ReLU's gradient and sums of arrays."""
     from caffepy.backend.types import BatchNormState, mask_bytes
+    from caffepy.layers.activation.sigmoid import sigmoid_gradient
 
     for shape in ((4, 32, 8, 8), (4, 5, 7, 7), (16, 24)):
         n = BatchNormState(*(backend.zeros((shape[1],)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
@@ -206,8 +209,24 @@ def run_batch_norm(backend: Any, dtype: str) -> None:
             backend.batch_norm_backward_data(x, x, n, sums, x, relu)
         for bias in (None, sums[0]):
             backend.relu_backward(x, x, x, bias, False)
+            backend.activation_backward(sigmoid_gradient, x, x, x, bias, False)
         for count in (2, 3, 5, 11):
             backend.add_n([backend.zeros(shape, dtype) for _ in range(count)], x)
+
+
+def run_products(backend: Any, dtype: str) -> None:
+    """Products of matrices with a formula of their elements, as they lie and turned, with wide loads and without."""
+    from caffepy.layers.activation.sigmoid import sigmoid_with_channel
+
+    for (rows, columns, depth), turned, kind in itertools.product(
+        ((100, 30, 250), (100, 256, 512), (7, 5, 19)), (False, True), {dtype, "float32"}
+    ):
+        a, b = (
+            backend.zeros((rows, depth), dtype),
+            backend.zeros((columns, depth) if turned else (depth, columns), dtype),
+        )
+        out, channel = backend.zeros((rows, columns), kind), backend.zeros((columns,))
+        backend.gemm_and_apply(sigmoid_with_channel, a, b, channel, out, transpose_b=turned)
 
 
 def run_gradients(backend: Any, dtype: str) -> None:
@@ -362,6 +381,7 @@ def main() -> int:
         run_windows(backend, dtype)
         run_batch_norm(backend, dtype)
         run_gradients(backend, dtype)
+        run_products(backend, dtype)
         run_convolutions(backend, dtype)
     run_softmax(backend)
     run_copies(backend)

@@ -11,6 +11,7 @@ from backend_checks import close, dirty, normal, to_device
 from caffepy.backend import Backend
 from caffepy.backend.layout import memory_order, view
 from caffepy.backend.types import BatchNormState, mask_bytes
+from caffepy.layers.activation.sigmoid import tanh_gradient
 
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Allowed distance relative to an array's largest value."""
@@ -214,6 +215,28 @@ def check_relu_backward(
         dbias = to_device(backend, start) if bias else None
         backend.relu_backward(y, dx if in_place else dy, dx, dbias, accumulate)
         assert np.array_equal(backend.to_host(dx), expected)
+        if bias:
+            sums = expected.sum(axis=over(len(shape))) + (start if accumulate else 0.0)
+            limit = 1e-5 * np.abs(expected).sum(axis=over(len(shape))).max()
+            np.testing.assert_allclose(backend.to_host(dbias), sums, rtol=1e-5, atol=limit)
+
+
+def check_activation_backward(
+    backend: Backend, shape: tuple[int, ...], dtype: str, bias: bool, in_place: bool = False, gradients: str = ""
+) -> None:
+    """TanH's dx, and the bias's gradient overwritten and added to; channels' sums differ by more than rounding."""
+    y, host = rounded_to_device(backend, np.tanh(normal(1, shape)), dtype)
+    given = normal(2, shape) + spread(np.arange(shape[1]), len(shape))
+    dy, dy_host = rounded_to_device(backend, given, gradients or dtype)
+    expected = dy_host * (1 - host * host)
+    start = normal(3, (shape[1],)) if bias else None
+    for accumulate in (False, True) if bias else (False,):
+        dx = dirty(backend, shape, gradients or dtype)
+        if in_place:
+            backend.copy(dy, dx)
+        dbias = to_device(backend, start) if bias else None
+        backend.activation_backward(tanh_gradient, y, dx if in_place else dy, dx, dbias, accumulate)
+        close(backend.to_host(dx), expected, ROUNDING[gradients or dtype])
         if bias:
             sums = expected.sum(axis=over(len(shape))) + (start if accumulate else 0.0)
             limit = 1e-5 * np.abs(expected).sum(axis=over(len(shape))).max()

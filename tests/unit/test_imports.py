@@ -138,7 +138,7 @@ DOORS = {
     "data.images": ("layers.input", "layers.loss", "predict", "pycaffe", "cli"),
     "data.conversion": ("cli",),
     "data.sources": ("layers.input", "net", "cli"),
-    "layers.activation": (),
+    "layers.activation": ("net.fusion",),
     "layers.common": ("net.fusion",),
     "layers.detection": ("onnx.export",),
     "layers.core": ("net", "solvers", "parallel", "plan", "inference", "pycaffe"),

@@ -37,15 +37,17 @@ from caffepy.backend.cuda.device import (
 )
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
+from caffepy.backend.cuda.elementwise.codegen import formula_of
 from caffepy.backend.cuda.elementwise.recurrent import CudaRecurrent
 from caffepy.backend.cuda.gemm.cublas import Blas, load_ahead
+from caffepy.backend.cuda.gemm.small_product import Epilogue
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
 from caffepy.backend.cuda.rows.primitives import CudaRows
 from caffepy.backend.cuda.softmax import SoftmaxKernels
 from caffepy.backend.cuda.timer import CudaTimer
 from caffepy.backend.detection_primitives import BoxLoss, BoxLossSettings
-from caffepy.backend.elementwise import Expression
+from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
 from caffepy.backend.types import (
     DTYPES,
@@ -256,6 +258,20 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     ) -> None:
         self._blas.gemm(a, b, out, transpose_a, transpose_b, accumulate)
 
+    def gemm_and_apply(
+        self,
+        expression: Expression,
+        a: Array,
+        b: Array,
+        channel: Array,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+    ) -> None:
+        epilogue = Epilogue(formula_of(expression, Kind.EACH, Kind.CHANNEL), channel)
+        if not self._blas.gemm_with_epilogue(a, b, out, transpose_a, transpose_b, epilogue):
+            super().gemm_and_apply(expression, a, b, channel, out, transpose_a, transpose_b)
+
     # -- windows ------------------------------------------------------------------------------------
 
     def plan_convolution(
@@ -322,8 +338,11 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     ) -> None:
         self._batch_norm.backward_data(x, dy, n, sums, dx, relu)
 
-    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
-        self._batch_norm.relu_backward(y, dy, dx, dbias, accumulate)
+    def activation_backward(
+        self, expression: Expression, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool
+    ) -> None:
+        formula = formula_of(expression, Kind.EACH, Kind.EACH)
+        self._batch_norm.activation_backward(formula, y, dy, dx, dbias, accumulate)
 
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         self._batch_norm.add_n(sources, destination)

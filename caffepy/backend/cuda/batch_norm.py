@@ -1,4 +1,4 @@
-"""Batch normalisation, the gradient of ReLU and sums of arrays: chooses kernels for the arrays and launches them.
+"""Batch normalisation, gradients of activations, sums of arrays: chooses kernels for the arrays and launches them.
 
 Owns how an array of channels is dealt out to blocks and threads; kernels/columns.cu describes the scheme. Each
 primitive is one launch, sums included, and reads and writes every array once. Kernels are compiled for the dtype of
@@ -63,14 +63,14 @@ class Tuning:
 FORWARD = Tuning(128, 4)
 FORWARD_RESIDUAL = Tuning(128, 4, width=8)
 DATA = Tuning(128, 4)
-RELU = Tuning(128, 4)
+ACTIVATION = Tuning(128, 4)
 TOTAL = Tuning(128, 4)
 TOTAL_OF_MANY = Tuning(128, 1)
 MEASURE = Tuning(1024, 8, sums=True)
 SUMS = Tuning(1024, 4, sums=True)
 SUMS_OF_TWO_HALVES = Tuning(1024, 4, sums=True)
 SUMS_OF_MANY = Tuning(1024, 2, sums=True)
-RELU_AND_BIAS = Tuning(1024, 4, sums=True)
+ACTIVATION_AND_BIAS = Tuning(1024, 4, sums=True)
 
 
 @dataclass(frozen=True)
@@ -135,18 +135,19 @@ def _width(columns: int, arrays: Sequence[Array], per_channel: Sequence[Array], 
 
 
 def make_plan(
-    file: str, layout: Layout, tuning: Tuning, types: dict[str, Array], entry: str = "", **settings: Any
-) -> Plan:
-    """The kernel of kernels/<file>.cu for this layout, the dtype of arrays and further constants of the kernel."""
+    file: str, layout: Layout, tuning: Tuning, types: dict[str, Array], entry: str = "",
+    formula: str = "", **settings: Any,
+) -> Plan:  # fmt: skip
+    """The kernel of kernels/<file>.cu for this layout, the dtype of arrays, its formula and further constants."""
     dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
-    key = (layout, tuning, dtype, tuple(settings.items()), device_number())
+    key = (layout, tuning, dtype, tuple(settings.items()), formula, device_number())
     return _plan(file, entry or file, *key)
 
 
 @lru_cache(maxsize=4096)
-def _plan(
+def _plan(  # noqa: PLR0913 -- all of it is the cache's key
     file: str, entry: str, layout: Layout, tuning: Tuning, dtype: tuple[tuple[str, str], ...],
-    settings: tuple[tuple[str, Any], ...], device: int,
+    settings: tuple[tuple[str, Any], ...], formula: str, device: int,
 ) -> Plan:  # fmt: skip
     constants = {
         "V": layout.width, "ROWS": tuning.rows, "THREADS": tuning.threads, "GROUPS": SUM_GROUPS,
@@ -154,8 +155,8 @@ def _plan(
     }  # fmt: skip
     lines = [f"using {letter} = {C_TYPES[char]};\n" for letter, char in dtype]
     lines += [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
-    files = ["columns", "column_sums", *NEEDS.get(file, ()), file]
-    text = "".join([kernel_text("common"), *lines, *map(kernel_text, files)])
+    files = ["columns", "column_sums", *NEEDS.get(file, ())]
+    text = "".join([kernel_text("common"), *lines, *map(kernel_text, files), formula, kernel_text(file)])
     return Plan(compiled(text, entry), *_cut(layout, tuning), layout)
 
 
@@ -267,16 +268,19 @@ class BatchNormKernels:
         plan = make_plan("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
         plan.launch(x, dy, *per_channel, dx, 1.0 / max(layout.rows, 1))
 
-    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
-        """See `Backend.relu_backward`."""
+    def activation_backward(
+        self, formula: str, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool
+    ) -> None:
+        """See `Backend.activation_backward`; the formula as CUDA C."""
         arrays = (raw(y), raw(dy), raw(dx))
         types = {"X": y, "D": dy, "Y": dx}
         if dbias is None:
-            plan = make_plan("relu_gradient", flat_layout(arrays, RELU.width), RELU, types, BIASED=False)
+            layout = flat_layout(arrays, ACTIVATION.width)
+            plan = make_plan("activation_gradient", layout, ACTIVATION, types, formula=formula, BIASED=False)
             plan.launch(y, dy, dx, dx, False, dx, dx)
         else:
-            layout = find_layout(arrays, (), RELU_AND_BIAS.width)
-            plan = make_plan("relu_gradient", layout, RELU_AND_BIAS, types, BIASED=True)
+            layout = find_layout(arrays, (), ACTIVATION_AND_BIAS.width)
+            plan = make_plan("activation_gradient", layout, ACTIVATION_AND_BIAS, types, formula=formula, BIASED=True)
             plan.launch(y, dy, dx, dbias, accumulate, *plan.between_blocks(self._scratch))
 
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:

@@ -147,6 +147,7 @@ class MetaBackend(Synchronous, Backend):
     apply = _primitive("apply", ["inputs"], ["outputs"])
     reduce = _primitive("reduce", ["inputs"], sums=["outputs"])
     gemm = _primitive("gemm", ["a", "b"], sums=["out"])
+    gemm_and_apply = _primitive("gemm_and_apply", ["a", "b", "channel"], ["out"])
 
     def plan_convolution(
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
@@ -181,6 +182,7 @@ class MetaBackend(Synchronous, Backend):
     batch_norm_backward_sums = _primitive("batch_norm_backward_sums", ["x", "dys", *_NORMAL, "mask"], ["sums", "total"])
     batch_norm_backward_data = _primitive("batch_norm_backward_data", ["x", "dy", *_NORMAL, "sums"], ["dx"])
     relu_backward = _primitive("relu_backward", ["y", "dy"], ["dx"], sums=["dbias"])
+    activation_backward = _primitive("activation_backward", ["y", "dy"], ["dx"], sums=["dbias"])
     dropout = _primitive("dropout", ["source"], ["destination"])
     add_n = _primitive("add_n", ["sources"], ["destination"])
 

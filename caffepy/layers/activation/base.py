@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.backend import Array
+from caffepy.backend import Array, Expression
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.buffer import ScratchBuffer
 
@@ -17,6 +17,12 @@ class ActivationLayer(Layer):
     supports_half = True
     recordable = True
     keeps_labels = True
+
+    behind_bias: Expression | None = None
+    """y of a product and its channel's bias, where a fully connected layer may compute it with them."""
+
+    gradient_of_top: Expression | None = None
+    """dx of y and dy, where these are enough and there is `behind_bias`."""
 
     _saved_bottom: ScratchBuffer | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import exp, tanh
 
-from caffepy.backend import Array, Each, expression
+from caffepy.backend import Array, Channel, Each, expression
 from caffepy.layers.activation.base import ActivationLayer
 from caffepy.layers.core.base import register_layer
 
@@ -15,6 +15,11 @@ def sigmoid(x: Each) -> Each:
 
 
 @expression
+def sigmoid_with_channel(x: Each, bias: Channel) -> Each:
+    return 1 / (1 + exp(-(x + bias)))
+
+
+@expression
 def sigmoid_gradient(y: Each, dy: Each) -> Each:
     return dy * y * (1 - y)
 
@@ -22,6 +27,9 @@ def sigmoid_gradient(y: Each, dy: Each) -> Each:
 @register_layer("Sigmoid")
 class SigmoidLayer(ActivationLayer):
     """y = 1 / (1 + e^-x); dx = dy * y * (1 - y)."""
+
+    behind_bias = sigmoid_with_channel
+    gradient_of_top = sigmoid_gradient
 
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(sigmoid, (x,), (y,))
@@ -36,6 +44,11 @@ def hyperbolic_tangent(x: Each) -> Each:
 
 
 @expression
+def tanh_with_channel(x: Each, bias: Channel) -> Each:
+    return tanh(x + bias)
+
+
+@expression
 def tanh_gradient(y: Each, dy: Each) -> Each:
     return dy * (1 - y * y)
 
@@ -43,6 +56,9 @@ def tanh_gradient(y: Each, dy: Each) -> Each:
 @register_layer("TanH")
 class TanHLayer(ActivationLayer):
     """y = tanh(x); dx = dy * (1 - y^2)."""
+
+    behind_bias = tanh_with_channel
+    gradient_of_top = tanh_gradient
 
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(hyperbolic_tangent, (x,), (y,))

@@ -62,9 +62,11 @@ class InnerProductLayer(Layer):
         """The top's data, given the formula that takes the product and the bias."""
         param = self.param.inner_product_param
         x, y = self._x.pull(bottom.data), self._y.target(top.data)
-        self.backend.gemm(x, self.weights(), y, transpose_b=not param.transpose)
+        weights, turned = self.weights(), not param.transpose
         if param.bias_term:
-            self.backend.apply(with_bias, (y, self.blobs[1].data), (y,))
+            self.backend.gemm_and_apply(with_bias, x, weights, self.blobs[1].data, y, transpose_b=turned)
+        else:
+            self.backend.gemm(x, weights, y, transpose_b=turned)
         self._y.push(top.data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

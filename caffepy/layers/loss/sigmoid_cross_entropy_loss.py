@@ -13,8 +13,8 @@ _Parameter = caffe_pb2.LossParameter
 
 
 @expression
-def cross_entropy(x: Each, target: Each) -> tuple[Each, Each]:
-    return max(x, 0.0) - x * target + log1p(exp(-fabs(x))), 1.0
+def cross_entropy(x: Each, target: Each, factor: Scalar) -> Each:
+    return (max(x, 0.0) - x * target + log1p(exp(-fabs(x)))) * factor
 
 
 @expression
@@ -59,11 +59,11 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, t = bottom[0].data, self._targets.pull(bottom[1].data)
-        if self.ignored is None:
-            self.backend.reduce(cross_entropy, (x, t), (self._sum, self._count))
-        else:
-            inputs = (x, t, float(self.ignored))
-            self.backend.reduce(cross_entropy_ignoring, inputs, (self._sum, self._count))
+        if self.ignored is None:  # nothing is counted then
+            assert self._divisor is not None
+            self.backend.reduce(cross_entropy, (x, t, 1 / self._divisor), (top[0].data,))
+            return
+        self.backend.reduce(cross_entropy_ignoring, (x, t, float(self.ignored)), (self._sum, self._count))
         self.put_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

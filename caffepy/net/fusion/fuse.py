@@ -1,9 +1,10 @@
 """Rewrites a net's list of layers so that neighbours are computed as one.
 
-Owns which layers go together: Convolution or InnerProduct with the ReLU behind it; BatchNorm with the Scale, Eltwise
-sum, ReLU and Split behind it, its statistics added up by the convolution before it, its gradient by the depthwise
-convolution right behind it; Reshape, Permute and Reshape that shuffle channels. The layers themselves stay as they are,
-with their parameters; only the net's schedule changes. `fused.py` has the fused layers.
+Owns which layers go together: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or
+TanH; BatchNorm with the Scale, Eltwise sum, ReLU and Split behind it, its statistics added up by the convolution before
+it, its gradient by the depthwise convolution right behind it; Reshape, Permute and Reshape that shuffle channels. The
+layers themselves stay as they are, with their parameters; only the net's schedule changes. `fused.py` has the fused
+layers.
 """
 
 from __future__ import annotations
@@ -118,20 +119,27 @@ class Fusion:
             first = nodes[0]
             self._claim(chain, Node(fused, first.bottoms, nodes[2].tops, first.propagate_down, first.need_backward))
 
-    # -- Convolution + ReLU --------------------------------------------------------------------------
+    # -- Convolution + ReLU; InnerProduct + ReLU, Sigmoid or TanH ------------------------------------
 
     def _fuse_activation(self, index: int) -> None:
         node = self._nodes[index]
         reader = self._next([index], "ReLU")
-        if reader is None or len(node.tops) != 1 or not self._is_plain_relu(reader):
+        if reader is None and node.layer.type == "InnerProduct":
+            found = (self._next([index], kind) for kind in ("Sigmoid", "TanH"))
+            reader = next(
+                (i for i in found if i is not None and not self._overwritten(i, self._nodes[i].tops[0])), None
+            )
+        elif reader is not None and not self._is_plain_relu(reader):
+            return
+        if reader is None or len(node.tops) != 1:
             return
         if node.layer.type == "InnerProduct" and (len(node.tops[0].shape) != 2 or len(node.layer.blobs) < 2):
-            return  # the ReLU is part of the pass that adds the bias, and its gradient's sums are for axis 1
+            return  # the activation is part of the pass that adds the bias, and its gradient's sums are for axis 1
         if isinstance(node.layer, ConvolutionLayer) and node.layer.axis != 1:
             return
-        relu = self._nodes[reader]
-        fused = FusedActivation([node.layer, relu.layer])
-        self._claim([index, reader], Node(fused, node.bottoms, relu.tops, node.propagate_down, node.need_backward))
+        last = self._nodes[reader]
+        fused = FusedActivation([node.layer, last.layer])
+        self._claim([index, reader], Node(fused, node.bottoms, last.tops, node.propagate_down, node.need_backward))
 
     def _is_plain_relu(self, index: int) -> bool:
         """Whether max(x, 0), and its sign can still be seen in the backward pass."""

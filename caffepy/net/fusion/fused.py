@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.blob import Blob
+from caffepy.layers.activation.base import ActivationLayer
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.layers.common.rearrange import turn_channels
 from caffepy.layers.core.base import Blobs, Layer
@@ -107,10 +108,19 @@ class FusedShuffle(FusedLayer):
 
 
 class FusedActivation(FusedLayer):
-    """y = max(weights * x + bias, 0): a Convolution or an InnerProduct and the ReLU behind it."""
+    """y = f(weights * x + bias): a Convolution and its ReLU, or an InnerProduct and its ReLU, Sigmoid or TanH.
+
+    f is the ReLU where the second member has no formula `behind_bias`.
+    """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         self.members[0].reshape(bottom, top)
+
+    @property
+    def _activation(self) -> ActivationLayer:
+        layer = self.members[1]
+        assert isinstance(layer, ActivationLayer)
+        return layer
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         first = self.members[0]
@@ -118,15 +128,19 @@ class FusedActivation(FusedLayer):
             first.compute(bottom[0], top[0], relu=True)
             return
         assert isinstance(first, InnerProductLayer)
-        first.compute(bottom[0], top[0], rectified_with_channel)
+        first.compute(bottom[0], top[0], self._activation.behind_bias or rectified_with_channel)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """The ReLU's gradient overwrites the top's diff, which no other layer reads."""
+        """The activation's gradient overwrites the top's diff, which no other layer reads."""
         first, y = self.members[0], top[0]
         assert isinstance(first, ConvolutionLayer | InnerProductLayer)
         wanted = len(first.blobs) > 1 and first.propagate_to_params[1]
         dbias = first.blobs[1].diff if wanted else None
-        self.backend.relu_backward(y.data, y.diff, y.diff, dbias, wanted and first.accumulate(1))
+        accumulate, gradient = wanted and first.accumulate(1), self._activation.gradient_of_top
+        if gradient is None:
+            self.backend.relu_backward(y.data, y.diff, y.diff, dbias, accumulate)
+        else:
+            self.backend.activation_backward(gradient, y.data, y.diff, y.diff, dbias, accumulate)
         first.propagate(bottom[0], y.diff, propagate_down[0])
 
 

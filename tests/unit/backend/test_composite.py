@@ -75,6 +75,13 @@ def test_relu_backward(shape: tuple[int, ...], bias: bool, in_place: bool) -> No
     checks.check_relu_backward(BACKEND, shape, DTYPES, bias, in_place)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activation_backward(shape: tuple[int, ...], bias: bool, in_place: bool) -> None:
+    checks.check_activation_backward(BACKEND, shape, DTYPES, bias, in_place)
+
+
 @pytest.mark.parametrize(("sources", "at"), [(2, None), (2, 0), (3, None), (3, 2), (8, None)])
 def test_total(sources: int, at: int | None) -> None:
     checks.check_total(BACKEND, (3, 5, 4, 4), DTYPES, sources, at)

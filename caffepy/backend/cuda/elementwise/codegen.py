@@ -75,6 +75,13 @@ def formula_text(expression: Expression) -> str:
     return f"__device__ __forceinline__ void formula_({', '.join(parameters)}) {{\n    {body}\n}}\n"
 
 
+@cache
+def formula_of(expression: Expression, *kinds: Kind) -> str:
+    """`formula_text` of a formula with arguments of these kinds and one result, for kernels written by hand."""
+    assert expression.kinds == list(kinds) and expression.output_count == 1, (expression, kinds)
+    return formula_text(expression)
+
+
 def argument_list(expression: Expression, variant: Variant) -> list[str]:
     """Kernel parameters of the formula's arguments, in the formula's order."""
     types: Iterator[str] = iter(variant.inputs)

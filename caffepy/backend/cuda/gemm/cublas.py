@@ -14,7 +14,12 @@ from typing import Any
 
 from caffepy.backend.cuda.device import EXTRA, PURPOSE, cupy
 from caffepy.backend.cuda.gemm.aligned import AlignedProduct, odd_axis
-from caffepy.backend.cuda.gemm.small_product import small_product, suits_small_product
+from caffepy.backend.cuda.gemm.small_product import (
+    MIN_DEPTH_WITH_FORMULA,
+    Epilogue,
+    small_product,
+    suits_small_product,
+)
 from caffepy.backend.cuda.memory import Scratch, allocate
 from caffepy.backend.types import PRODUCT_WORKSPACE, Array
 from caffepy.errors import CaffepyError, MissingExtraError, RunError
@@ -110,6 +115,18 @@ class Blas:
 
     def _plain_gemm(self, a: Array, b: Array, out: Array, accumulate: bool) -> None:
         self.gemm(a, b, out, False, False, accumulate)
+
+    def gemm_with_epilogue(
+        self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, epilogue: Epilogue
+    ) -> bool:
+        """out = the epilogue of op(a) @ op(b) in one launch; False where no kernel does that and nothing was done."""
+        depth = a.shape[0] if transpose_a else a.shape[1]
+        rounds = self._tf32 or a.dtype != "float32"
+        if not (rounds and out.size and suits_small_product(out.shape, depth, MIN_DEPTH_WITH_FORMULA)):
+            return False
+        assert a.dtype == b.dtype, f"gemm: factors of {a.dtype} and {b.dtype}"
+        small_product(a.T if transpose_a else a, b.T if transpose_b else b, out, False, epilogue)
+        return True
 
     def library_gemm(
         self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool

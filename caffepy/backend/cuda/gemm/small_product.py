@@ -1,12 +1,23 @@
 """Products of small matrices by one kernel of our own: the fully connected layers of small nets.
 
 Owns when a product is small. cuBLAS divides a long depth among blocks and adds their parts in a second kernel; here the
-warps of a block do that in one.
+warps of a block do that in one, where wanted with a formula of each result.
 """
 
 from __future__ import annotations
 
-from caffepy.backend.cuda.compiler import TF32_PRODUCTS, aligned, c_type, defines, launch_blocks, library_kernel
+from typing import Any, NamedTuple
+
+from caffepy.backend.cuda.compiler import (
+    TF32_PRODUCTS,
+    aligned,
+    c_type,
+    compiled,
+    defines,
+    kernel_text,
+    launch_blocks,
+    library_kernel,
+)
 from caffepy.backend.cuda.device import has_tensor_cores
 from caffepy.backend.types import Array
 
@@ -16,22 +27,37 @@ MAX_RESULTS = 2**17
 MIN_DEPTH, MAX_DEPTH = 32, 8192
 """Lengths of the sums of small products: less is no work to divide, more is too much for one block."""
 
+MIN_DEPTH_WITH_FORMULA = 16
+"""Length of the sums from which a product with a formula may be small: it saves the formula's launch."""
+
 MAX_MULTIPLICATIONS = 2**26
 
 FEW_WARPS, MANY_WARPS = 8, 16
 """Warps of a block: each takes 32 of the depth at a time."""
 
 
-def suits_small_product(shape: tuple[int, ...], depth: int) -> bool:
+class Epilogue(NamedTuple):
+    """What is done to the elements of a product.
+
+    Args:
+        formula: `formula_(element, channel, result)` in CUDA C.
+        channel: float32, an element for each column of the product.
+    """
+
+    formula: str
+    channel: Array
+
+
+def suits_small_product(shape: tuple[int, ...], depth: int, min_depth: int = MIN_DEPTH) -> bool:
     """Whether a product of this shape and depth is small, and the GPU able."""
     results = shape[0] * shape[1]
-    if not (results <= MAX_RESULTS and MIN_DEPTH <= depth <= MAX_DEPTH):
+    if not (results <= MAX_RESULTS and min_depth <= depth <= MAX_DEPTH):
         return False
     return results * depth <= MAX_MULTIPLICATIONS and has_tensor_cores()
 
 
-def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
-    """out (+)= a @ b; each with a unit stride in one axis."""
+def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Epilogue | None = None) -> None:
+    """out (+)= a @ b, or out = the epilogue of a @ b; each with a unit stride in one axis."""
     (rows, depth), columns = a.shape, b.shape[1]
     tiles = _tiles(rows, columns)
     a_first, a_pitch = lines(a)
@@ -45,8 +71,18 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     out_row, out_column = (stride // out.itemsize for stride in out.strides)
     grid = (-(-rows // 16), -(-columns // (8 * tiles)))
     arguments = (a, b, out, rows, columns, depth, a_pitch, b_pitch, out_row, out_column, accumulate)
-    kernel = library_kernel("small_product", "product", text, TF32_PRODUCTS)
-    launch_blocks(kernel, grid, (32 * warps,), arguments)
+    if epilogue is None:
+        launch_blocks(library_kernel("small_product", "product", text, TF32_PRODUCTS), grid, (32 * warps,), arguments)
+        return
+    assert not accumulate, "a formula of a product overwrites"
+    assert epilogue.channel.dtype == "float32", f"a formula's Channel argument of {epilogue.channel.dtype}"
+    launch_blocks(_with_formula(text, epilogue.formula), grid, (32 * warps,), (*arguments, epilogue.channel))
+
+
+def _with_formula(text: str, formula: str) -> Any:
+    """The kernel with a formula, which stands on kernels/common.cu and so comes behind it."""
+    before = "".join(map(kernel_text, ("common", *TF32_PRODUCTS)))
+    return compiled(text + defines(FORMULA=1) + before + formula + kernel_text("small_product"), "product")
 
 
 def _tiles(rows: int, columns: int) -> int:

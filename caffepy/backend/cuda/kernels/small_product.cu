@@ -3,7 +3,7 @@
 //
 // The text before this file defines the types In and Out and the constants TILES, WARPS, A_DEPTH_FIRST, B_DEPTH_FIRST (whether
 // neighbours in memory of a factor are neighbours along the depth) and A_VECTORS, B_VECTORS (whether four of them can be loaded at
-// once everywhere).
+// once everywhere). With FORMULA, formula_(sum, channel of the column, result) stands there too, and out is its result.
 
 // Elements (line, k) to (line, k + 7) of a factor whose lines have so many elements in memory, 0 beyond its edges.
 template <bool DEPTH_FIRST, bool VECTORS>
@@ -25,7 +25,11 @@ __device__ __forceinline__ void load_eight(float (&to)[8], const In *factor, int
 // A warp takes 32 of the depth at a time, eight neighbours a lane: which of them go into one instruction does not matter to a sum.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 product(const In *a, const In *b, Out *out, int rows, int columns, int depth, int a_pitch, int b_pitch, int out_row, int out_column,
-        int accumulate) {
+        int accumulate
+#ifdef FORMULA
+        , const float *channel
+#endif
+) {
     __shared__ float parts[WARPS][16][TILES * 8 + 2];
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     const int row = blockIdx.x * 16, column = blockIdx.y * (TILES * 8);
@@ -65,6 +69,12 @@ product(const In *a, const In *b, Out *out, int rows, int columns, int depth, in
 #pragma unroll
         for (int w = 1; w < WARPS; ++w) sum += parts[w][y][x];
         Out *const to = out + (size_t)(row + y) * out_row + (size_t)(column + x) * out_column;
+#ifdef FORMULA
+        float result;
+        formula_(sum, channel[column + x], result);
+        *to = Rounded<Out>::one(result);
+#else
         *to = Rounded<Out>::one(accumulate ? to_float(*to) + sum : sum);
+#endif
     }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fusion_nets import CPU, DATA, LOSS, build, changed, convolution, norm, relu, run, total
+from fusion_nets import CPU, DATA, LOSS, build, changed, convolution, layer, norm, relu, run, total
 from google.protobuf import text_format
 
 from caffepy.layers.core.base import LayerContext
@@ -22,6 +22,14 @@ def shuffle(bottom: str, parts: str, order: str, whole: str) -> str:
     )
 
 
+def dense(name: str, bottom: str, outputs: int, setting: str = "") -> str:
+    """An InnerProduct."""
+    return f"""layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" inner_product_param {{
+      num_output: {outputs} weight_filler {{ type: "xavier" }} bias_filler {{ type: "uniform" min: -1 max: 1 }}
+      {setting} }} }}"""
+
+
+END = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }'
 TURN = "order: 0 order: 2 order: 1"
 NETS = {
     **{f"channels shuffled, {name}": (
@@ -50,6 +58,23 @@ NETS = {
           weight_filler { type: "xavier" } } }
           layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }""",
         ["i", "i_relu"]),
+    "inner products with Sigmoid and TanH": (
+        DATA + dense("i", "data", 9) + layer("Sigmoid", "i") + dense("j", "i", 6, "transpose: true")
+        + layer("TanH", "j", "t") + dense("ip", "t", 4) + END, ["i + Sigmoid_i", "j + TanH_t"]),
+    "an activation that several layers read": (
+        DATA + dense("i", "data", 4) + layer("TanH", "i") + dense("ip", "i", 4) + END
+        + layer("EuclideanLoss", "i ip", "far", "loss_weight: 0.3"), ["i + TanH_i"]),
+    "an activation whose top a layer overwrites": (
+        DATA + dense("i", "data", 9) + layer("Sigmoid", "i") + layer("Dropout", "i") + dense("ip", "i", 4) + END,
+        ["i", "Sigmoid_i"]),
+    "an activation without a bias before it": (
+        DATA + dense("i", "data", 9, "bias_term: false") + layer("TanH", "i") + dense("ip", "i", 4) + END,
+        ["i", "TanH_i"]),
+    "an activation over three axes": (
+        DATA + dense("i", "data", 9, "axis: 2") + layer("TanH", "i") + dense("ip", "i", 4) + END, ["i", "TanH_i"]),
+    "an activation with a loss weight": (
+        DATA + dense("i", "data", 9) + layer("TanH", "i", "t", "loss_weight: 0.1") + dense("ip", "data", 4) + END,
+        ["i", "TanH_t"]),
     "normalisation in place": (
         DATA + convolution("c", "data", "c") + norm("n", "c", "c") + relu("c") + LOSS % "c",
         ["c", "n + n_scale + c_relu"]),
@@ -154,10 +179,10 @@ def test_other_settings_are_left_alone(change: tuple[str, str]) -> None:
     setting, type_name = change
     text, _ = NETS["a residual block with a projection"]
     param = text_format.Parse(text, caffe_pb2.NetParameter())
-    for layer in param.layer:
-        if layer.type == type_name:
-            layer.ClearField("scale_param")
-            text_format.Merge(setting, layer)
+    for one in param.layer:
+        if one.type == type_name:
+            one.ClearField("scale_param")
+            text_format.Merge(setting, one)
     net = Net(param, LayerContext(CPU, seed=7), fuse=True)
     groups = [node.layer.type.split(" + ") for node in net.schedule]
     assert [type_name] in groups

@@ -1,18 +1,19 @@
-// dx = dy where y > 0, else 0; and the sums of dx for each channel if BIASED. Without it the arrays are seen as rows of
+// dx = a formula of y and dy; and the sums of dx for each channel if BIASED. Without it the arrays are seen as rows of
 // V columns.
 //
-// Standing before, beside what columns.cu needs: X (dtype of y), D (of dy), Y (of dx), BIASED.
+// Standing before, beside what columns.cu needs: X (dtype of y), D (of dy), Y (of dx), BIASED, and the formula as
+// formula_(y, dy, dx).
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    relu_gradient(const X *y, const D *dy, Y *dx, float *dbias, int accumulate, float2 *partial,
-                  unsigned int *tickets, unsigned int rows, unsigned int columns, unsigned int inner) {
+    activation_gradient(const X *y, const D *dy, Y *dx, float *dbias, int accumulate, float2 *partial,
+                        unsigned int *tickets, unsigned int rows, unsigned int columns, unsigned int inner) {
     const unsigned int column = own_column();
     Pack<float, V> sums = {};
     const auto work = [&](size_t at, const Elements<X> &in, const Elements<D> &gradient) {
         Pack<float, V> g;
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            g[j] = in[j] > 0.0f ? gradient[j] : 0.0f;
+            formula_(in[j], gradient[j], g[j]);
             sums[j] += g[j];
         }
         store(dx + at, 0, g);
