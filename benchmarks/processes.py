@@ -22,6 +22,9 @@ READY, TURN = "ready for turns", "milliseconds of a turn: "
 """How lines begin that a process prints when it waits for its first turn, and after each."""
 LONG = 0.2
 """Seconds of a call from which a turn is one of them."""
+PAUSE, WARMING = 0.05, 0.02
+"""Seconds before a turn, in which the other side's idle threads stop looking for work (onnxruntime's hold a core for
+about 20 ms), and of the calls that are then made unmeasured: caches and threads are this side's again."""
 
 
 def measure_job(run: Callable[[int], Any], job: dict[str, Any]) -> float:
@@ -52,8 +55,11 @@ def measure(run: Callable[[int], Any], quick: bool = False) -> float:
 def _turn(run: Callable[[int], Any], clock: Callable[[], float]) -> float:
     """Wait until it is asked for, then measure a round and print it."""
     sys.stdin.readline()
+    time.sleep(PAUSE)
     one = _seconds(run, 1, clock)
     groups, count = (5, min(300, int(LONG / one))) if one < LONG else (1, 1)
+    if one < WARMING:
+        run(int(WARMING / one))
     milliseconds = _milliseconds(run, groups, count, clock)
     print(f"{TURN}{milliseconds}", flush=True)
     return milliseconds

@@ -57,12 +57,15 @@ def note_host_work() -> None:
 
 TRIALS = 5
 """How often a program is timed on one thread and on all before one of the two is chosen."""
+WARMING = 3
+"""Passes before these: those after a pause find threads asleep and weights gone from the caches, or other programs'
+idle threads still awake; the autoencoder's trials in turns with another program then chose one thread each time."""
 LONG = 0.002
 """Seconds from which a program is not tried on one thread: that gains a twentieth at most beside a busy program, and
 chosen in a bad moment it takes twice the time until the next trial."""
 TRUSTED, MAX_TRUSTED = 10, 160
 """For how many times the time of its trials a choice holds, as what else the machine does may change: at first, and at
-most after it was confirmed again and again."""
+most after it was confirmed again and again. Pauses between passes do not count: trials would all come after them."""
 
 
 class Program:
@@ -83,7 +86,7 @@ class Program:
         self._lock = threading.Lock()
         self._times: tuple[list[float], list[float]] = ([], [])
         self._on_one, self._trusted = self._threads == 1, TRUSTED
-        self._tried_at = math.inf if self._on_one else 0.0
+        self._left = math.inf if self._on_one else 0.0
 
     @property
     def calls(self) -> int:
@@ -99,10 +102,12 @@ class Program:
         """Make the calls in order."""
         if self.calls:
             with self._lock:
-                if time.perf_counter() >= self._tried_at:
-                    self._try()
-                else:
+                begin = time.perf_counter()
+                if self._left > 0:
                     self._run(self._on_one)
+                    self._left -= time.perf_counter() - begin
+                else:
+                    self._try(begin)
 
     def _run(self, on_one: bool) -> None:
         if on_one:
@@ -110,24 +115,23 @@ class Program:
         else:
             THREADS.run_program(self._joint)
 
-    def _try(self) -> None:
-        """Run TRIALS times on all threads, whose idle ones then stay awake in between, and as often on one; choose."""
+    def _try(self, begin: float) -> None:
+        """Run some passes on all threads, whose idle ones then stay awake in between, and as many on one; choose."""
         all_threads, one = self._times
-        on_one = len(all_threads) == TRIALS
-        begin = time.perf_counter()
+        on_one = len(all_threads) == WARMING + TRIALS
         self._run(on_one)
         self._times[on_one].append(time.perf_counter() - begin)
-        if len(all_threads) == TRIALS and not one and min(all_threads) > LONG:  # the first may have compiled
-            self._on_one, self._times = False, ([], [])
-            self._tried_at = time.perf_counter() + MAX_TRUSTED * sum(all_threads)
-        elif len(one) == TRIALS:
-            self._choose(median(all_threads), median(one))
+        if len(one) == WARMING + TRIALS:
+            self._choose(median(all_threads[WARMING:]), median(one[WARMING:]))
             self._times = ([], [])
+        elif len(all_threads) == WARMING + TRIALS and min(all_threads) > LONG:  # the first may have compiled
+            self._on_one, self._times = False, ([], [])
+            self._left = MAX_TRUSTED * sum(all_threads)
 
     def _choose(self, all_threads: float, one: float) -> None:
         confirmed, self._on_one = self._on_one == (one < all_threads), one < all_threads
         self._trusted = min(2 * self._trusted, MAX_TRUSTED) if confirmed else TRUSTED
-        self._tried_at = time.perf_counter() + self._trusted * TRIALS * (all_threads + one)
+        self._left = self._trusted * TRIALS * (all_threads + one)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
-from caffepy.backend.cpu.jit.recording import LONG, MAX_TRUSTED, TRIALS, TRUSTED, Program, record, record_all
+from caffepy.backend.cpu.jit.recording import LONG, MAX_TRUSTED, TRIALS, TRUSTED, WARMING, Program, record, record_all
+
+PASSES = WARMING + TRIALS
+"""Of a trial on one thread or on all."""
+FAST, SLOW = 2**-13, 2**-12
+"""Seconds of a pass, whose sums are exact."""
 
 
 @kernel
@@ -141,22 +147,46 @@ def test_the_faster_of_one_thread_and_all_is_chosen(
 
     def timed(program: Program, on_one: bool) -> None:
         ways.append(on_one)
-        now[0] += 2e-4 if on_one == slow[0] else 1e-4
+        now[0] += SLOW if on_one == slow[0] else FAST
         run(program, on_one)
 
     monkeypatch.setattr(Program, "_run", timed)
     monkeypatch.setattr("caffepy.backend.cpu.jit.recording.time.perf_counter", lambda: now[0])
     program = Program([record(lambda: _add_one.run(2, 64, 1, array))])
-    for _ in range(2 * TRIALS + 3):
+    for _ in range(2 * PASSES + 3):
         program.launch()
-    assert ways == [False] * TRIALS + [True] * TRIALS + [chosen] * 3
-    assert (array == 2 * TRIALS + 4).all()
+    assert ways == [False] * PASSES + [True] * PASSES + [chosen] * 3
+    assert (array == 2 * PASSES + 4).all()
     slow[0] = not slow_on_one  # the machine has other things to do now
-    now[0] += 2 * TRUSTED * TRIALS * 3e-4
-    ways.clear()
-    for _ in range(2 * TRIALS + 3):
+    trusted = TRUSTED if chosen else 2 * TRUSTED  # all threads were the choice before the trial
+    for _ in range(math.ceil((trusted * TRIALS * (FAST + SLOW) - 3 * FAST) / SLOW)):
         program.launch()
-    assert ways == [False] * TRIALS + [True] * TRIALS + [not chosen] * 3
+    ways.clear()
+    for _ in range(2 * PASSES + 3):
+        program.launch()
+    assert ways == [False] * PASSES + [True] * PASSES + [not chosen] * 3
+
+
+def test_passes_after_a_pause_do_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They find threads asleep and caches empty; all threads go first, and one thread would gain by that."""
+    ways, now, since_pause = [], [0.0], [0]
+
+    def run(_: Program, on_one: bool) -> None:
+        ways.append(on_one)
+        now[0] += (SLOW if on_one else FAST) + (1e-3 if since_pause[0] < WARMING else 0)
+        since_pause[0] += 1
+
+    monkeypatch.setattr(Program, "_run", run)
+    monkeypatch.setattr("caffepy.backend.cpu.jit.recording.time.perf_counter", lambda: now[0])
+    program = Program([record(lambda: _add_one.run(2, 64, 1, np.zeros(64, np.float32)))])
+    for _ in range(2 * PASSES + 3):
+        program.launch()
+    assert ways == [False] * PASSES + [True] * PASSES + [False] * 3
+    ways.clear()
+    for _ in range(9):  # a choice holds over pauses, however long they are
+        now[0], since_pause[0] = now[0] + 3600, 0
+        program.launch()
+    assert ways == [False] * 9
 
 
 def test_a_long_program_is_not_tried_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +221,7 @@ def test_a_program_of_some_milliseconds_is_not_tried_on_one_thread(monkeypatch: 
 
 
 def test_a_program_that_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways, now, seconds = [], [0.0], [2 * LONG]
+    ways, now, seconds = [], [0.0], [2**-7]
 
     def run(_: Program, on_one: bool) -> None:
         ways.append(on_one)
@@ -200,10 +230,10 @@ def test_a_program_that_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Program, "_run", run)
     monkeypatch.setattr("caffepy.backend.cpu.jit.recording.time.perf_counter", lambda: now[0])
     program = Program([record(lambda: _add_one.run(2, 64, 1, np.zeros(64, np.float32)))])
-    for _ in range(TRIALS):
+    for _ in range(PASSES + MAX_TRUSTED * PASSES):
         program.launch()
     seconds[0] = LONG / 20
-    now[0] += MAX_TRUSTED * TRIALS * 3 * LONG
-    for _ in range(2 * TRIALS):
+    ways.clear()
+    for _ in range(2 * PASSES):
         program.launch()
-    assert ways == [False] * 2 * TRIALS + [True] * TRIALS
+    assert ways == [False] * PASSES + [True] * PASSES
