@@ -25,8 +25,10 @@ from typing import Any
 
 import llvmlite
 import numba
+from llvmlite.binding import add_symbol
 from numba.core.caching import Cache, CompileResultCacheImpl, IndexDataCacheFile, NullCache, _CacheLocator
 from numba.core.registry import cpu_target
+from numba.core.runtime import _nrt_python
 from numba.core.sigutils import normalize_signature
 
 from caffepy import version
@@ -127,6 +129,17 @@ def _checksum(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
 
+@cache
+def _name_runtime() -> None:
+    """Tell LLVM where the functions of numba's runtime lie, as numba does before it compiles.
+
+    Machine code that numba 0.60 kept names them, and LLVM ends the process at a name that it does not know. Numba's own
+    `rtsys.initialize` compiles some as well, which takes 20 ms.
+    """
+    for name, address in _nrt_python.c_helpers.items():
+        add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
+
+
 class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
     """The cache of one function."""
 
@@ -141,6 +154,7 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
         """What is kept, else None; a damaged file counts as none and is replaced."""
         try:
             # Numba's `load_overload` would first import all that its compiler needs, 0.3 s; machine code needs nothing.
+            _name_runtime()
             with self._guard_against_spurious_io_errors():
                 return self._load_overload(sig, target_context)
         except Exception as error:  # unpickling damaged files raises anything

@@ -35,6 +35,13 @@ print(y.sum())
 """
 
 
+SAY_WHAT_IS_KNOWN = """
+import llvmlite.binding
+from numba.core.runtime import rtsys
+print(llvmlite.binding.address_of_symbol("NRT_Free") is not None, rtsys._init)
+"""
+
+
 def thrice(x: int) -> int:
     return 3 * x
 
@@ -201,10 +208,10 @@ def test_a_numba_that_is_told_to_compile_nothing_is_named(folder: Path, monkeypa
         compile_thrice()
 
 
-def start(packages: Path, cache: Path, **keywords: object) -> subprocess.Popen[str]:
-    """A process that imports caffepy from a folder and runs a kernel over several threads."""
+def start(packages: Path, cache: Path, more: str = "", **keywords: object) -> subprocess.Popen[str]:
+    """A process that imports caffepy from a folder, runs a kernel over several threads, and then does more."""
     environment = {**os.environ, "PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, "-c", RUN_A_KERNEL]
+    command = [sys.executable, "-c", RUN_A_KERNEL + more]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=packages, **keywords)  # type: ignore[call-overload,no-any-return]
 
 
@@ -226,6 +233,13 @@ def test_nothing_is_written_beside_the_package(tmp_path: Path):
     assert not any(".tmp." in path.name for path in kept)
     assert start(packages, cache).communicate(timeout=110)[0] == "0.0\n"
     assert {path: path.stat().st_mtime_ns for path in kernels.iterdir()} == kept
+
+
+def test_machine_code_that_is_read_may_name_numbas_runtime(tmp_path: Path):
+    """As that of numba 0.60 does, at which LLVM ended processes that compiled nothing themselves."""
+    package = Path(caffepy.__file__).parents[1]
+    said = [start(package, tmp_path, SAY_WHAT_IS_KNOWN).communicate(timeout=110)[0] for _ in range(2)]
+    assert said == ["0.0\nTrue True\n", "0.0\nTrue False\n"]
 
 
 def test_a_full_disk_is_no_reason_to_stop(tmp_path: Path):
