@@ -29,11 +29,11 @@ has its imports behind it; `--seconds` ends what has not begun by then and says 
 first runs what PyTorch must compile, five processes at a time, unmeasured: the measurements then find it in PyTorch's
 cache, where each would compile for half a minute with the device to itself.
 
-H200s, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once): training of 24 rows 0.41 to 0.97,
-median 0.72, but MNIST's autoencoder 1.01 and LRCN 1.14; inference of one image in FLOAT 0.43 to 0.95, median of 20 nets
-0.73; of 64 images in FLOAT16 0.45 to 0.95, median of 20 nets 0.75: tables in docs/gpu.md. `--seconds` counts what
-`--prepare` takes. A row whose passes are no graphs on our side is marked: ResNet-18's training was not for long, and
-took 11.1 to 17.9 ms by what else the host did, with graphs 9.3 (PyTorch 12.0).
+H200s, `--quick`, PyTorch as a CUDA graph and compiled (in training both at once): training of 26 rows 0.41 to 0.97,
+median 0.74; inference of one image in FLOAT 0.43 to 0.95, median of 20 nets 0.73; of 64 images in FLOAT16 0.45 to 0.95,
+median of 20 nets 0.75: tables in docs/gpu.md. `--seconds` counts what `--prepare` takes. A row whose passes are no
+graphs on our side is marked: ResNet-18's training was not for long, and took 11.1 to 17.9 ms by what else the host did,
+with graphs 9.3 (PyTorch 12.0).
 
 Two threads of an AMD EPYC (Zen 4), a virtual machine with nothing else to do, `--quick --modes last`: ms of caffepy and
 of the fastest peer (in inference onnxruntime), ratio, GiB of both processes:

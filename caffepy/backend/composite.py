@@ -283,7 +283,7 @@ class Composite(Backend):
         if next_cont is not None and carried is not None:
             self.apply(times, (hidden, next_cont), (carried,), axis=0)
 
-    def lstm_step_backward(
+    def lstm_step_backward(  # noqa: PLR0913 -- what a step reads and writes
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
         next_cont: Array | None = None, d_carried: Array | None = None,
     ) -> None:  # fmt: skip

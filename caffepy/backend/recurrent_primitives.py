@@ -39,7 +39,7 @@ class RecurrentPrimitives(ABC):
         """
 
     @abstractmethod
-    def lstm_step_backward(
+    def lstm_step_backward(  # noqa: PLR0913 -- what a step reads and writes
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
         next_cont: Array | None = None, d_carried: Array | None = None,
     ) -> None:  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -342,7 +343,8 @@ def test_a_fixed_loss_scale_is_taken_out_again(backend: Backend) -> None:
     check_close(*results, 1e-5)
 
 
-def test_solver_threads_capture_at_the_same_time(backend: Backend) -> None:
+def test_solver_threads_capture_at_the_same_time(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy")
     results: dict[int, Any] = {}
 
     def work(number: int) -> None:
@@ -358,6 +360,6 @@ def test_solver_threads_capture_at_the_same_time(backend: Backend) -> None:
     for thread in threads:
         thread.join(90)
         assert not thread.is_alive()
-    assert all(results[i, "captured"] for i in range(3))
+    assert all(results[i, "captured"] for i in range(3)), caplog.text
     check_same_bits(results[0], results[1])
     check_same_bits(results[0], results[2])

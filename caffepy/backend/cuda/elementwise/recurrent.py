@@ -27,7 +27,7 @@ class CudaRecurrent(RecurrentPrimitives):
         own, next_own = (gates, cell_before, cont, cell), (next_cont, carried) if goes_on else (cont, hidden)
         _launch_step("lstm_step_forward", (*own, next_own[0]), (hidden, next_own[1]), goes_on)
 
-    def lstm_step_backward(
+    def lstm_step_backward(  # noqa: PLR0913 -- what a step reads and writes
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
         next_cont: Array | None = None, d_carried: Array | None = None,
     ) -> None:  # fmt: skip
