@@ -131,7 +131,7 @@ def test_only_the_root_of_solvers_and_the_rules_know_the_solver() -> None:
     folder = Path(caffepy.solvers.__path__[0])
     importing = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "caffepy.solvers.base":
                 importing.add(path.relative_to(folder).as_posix())
     rules = {f"rules/{rule}.py" for rule in ("adadelta", "adagrad", "adam", "nesterov", "rmsprop", "sag", "sgd")}

@@ -10,6 +10,7 @@ import cv2
 import lmdb
 import numpy as np
 import pytest
+from databases import BACKENDS
 
 from caffepy.data.conversion import image_sets
 from caffepy.data.conversion.image_records import ImageOptions
@@ -145,7 +146,7 @@ def test_images_of_two_sizes():
     assert not Path("other").exists()
 
 
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_destination_that_is_there_is_refused_before_any_work(backend: str, monkeypatch: pytest.MonkeyPatch):
     target = Database(Path("db"), backend)
     convert_image_set("img/", Path("list.txt"), target, ImageOptions())
@@ -198,6 +199,7 @@ def test_long_paths_do_not_fit_lmdbs_keys():
         DataError, match="has 617 bytes, and LMDB takes 511; use shorter paths in the list, or --backend"
     ):
         convert()
+    pytest.importorskip("plyvel")
     convert_image_set("img", Path("list.txt"), Database(Path("level"), "leveldb"), ImageOptions())
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from databases import BACKENDS
 
 from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
 from caffepy.data.images.mean import read_mean
@@ -24,7 +25,7 @@ def write(path: Path, datums: list[Datum], backend: str = "lmdb") -> None:
     write_datums(path, ((record_key(number), datum) for number, datum in enumerate(datums)), backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_mean_of_bytes_is_exact(tmp_path: Path, backend: str, threads: int):
     write(tmp_path / "db", [plain(image) for image in IMAGES], backend)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from databases import BACKENDS
 
 from caffepy.data.sources.leveldb import LevelDbSource
 from caffepy.data.sources.lmdb import LmdbSource
@@ -23,7 +24,7 @@ def contents(path: Path, backend: str) -> list[bytes]:
         source.close()
 
 
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("count", "size"), [(2500, 10), (40, 300_000)])
 def test_what_is_put_is_there(tmp_path: Path, backend: str, count: int, size: int):
     with open_writer(tmp_path / "db", backend) as writer:
@@ -35,7 +36,7 @@ def test_what_is_put_is_there(tmp_path: Path, backend: str, count: int, size: in
     assert [entry.name for entry in tmp_path.iterdir()] == ["db"]
 
 
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_there_stays_unless_forced(tmp_path: Path, backend: str):
     for value in (b"old", b"new"):
         with open_writer(tmp_path / "db", backend, force=value == b"new") as writer:
@@ -57,7 +58,7 @@ def test_a_folder_that_only_looks_like_a_leveldb_is_spared(tmp_path: Path):
         raise AssertionError("the block must not run")
 
 
-@pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_place_that_cannot_be_written(tmp_path: Path, backend: str):
     path = tmp_path / ("n" * 300) / "db"
     with pytest.raises(RunError, match="cannot write L.* '.*nnn/db': .*[Nn]ame too long"), open_writer(path, backend):

@@ -30,14 +30,14 @@ def test_pages_that_a_file_has_lost_read_as_zeros(tmp_path: Path, options: tuple
         tmp_path / "file",
         """
 os.truncate(sys.argv[1], 2 * mmap.PAGESIZE)
-other = threading.Thread(target=lambda: print(mapped.memory[: 3 * mmap.PAGESIZE].sum() // mmap.PAGESIZE))
+other = threading.Thread(target=lambda: print(int(mapped.memory[: 3 * mmap.PAGESIZE].sum()) // mmap.PAGESIZE))
 other.start()
 other.join()
-print(mapped.memory.sum() // mmap.PAGESIZE, mapped.pages_lost)
+print(int(mapped.memory.sum()) // mmap.PAGESIZE, mapped.pages_lost)
 os.truncate(sys.argv[1], 5 * mmap.PAGESIZE)
-print(mapped.memory.sum() // mmap.PAGESIZE, mapped.pages_lost)
+print(int(mapped.memory.sum()) // mmap.PAGESIZE, mapped.pages_lost)
 again = MappedFile(file.fileno(), 5 * mmap.PAGESIZE)
-print(again.memory.sum() // mmap.PAGESIZE, again.pages_lost)
+print(int(again.memory.sum()) // mmap.PAGESIZE, again.pages_lost)
 """,
         *options,
     )
