@@ -155,7 +155,8 @@ def test_ranks_of_this_machine_get_signals_directly(tmp_path: Path) -> None:
 def test_ranks_that_a_dead_launcher_left_behind_do_not_meet_the_next(tmp_path: Path) -> None:
     left = "setsid sh -c 'exec sleep 60' & echo $! > left; kill -9 $$"
     after = "if kill -0 $(cat left) 2>/dev/null && ! grep -q Z /proc/$(cat left)/stat; then exit 5; fi; exit 0"
-    launcher = PlayedLauncher(tmp_path, [f"cd {tmp_path}; {left}", f"cd {tmp_path}; {after}"])
+    folder = shlex.quote(str(tmp_path))
+    launcher = PlayedLauncher(tmp_path, [f"cd {folder}; {left}", f"cd {folder}; {after}"])
     assert LaunchedJob(launcher.start(Job(["caffepy"], 1)), restarts=1).run() == 0
     assert len(launcher.jobs) == 2
 
