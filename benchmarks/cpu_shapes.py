@@ -59,6 +59,16 @@ Rows now are of one run of three rounds. In the one round alone, noise: with AVX
 1.10), depthwise 5x5/2 240, 3-d depthwise forward, group 8 of 4 to 32, large 31x31, 1x3 padded; with AVX2 3x3/2 32 to 64
 for the bottom, 1x1 from one channel, 1-d first 80/4 (1.19), 3x1/2 (1.19), average over 2048.
 
+The gradient of the weights in turns with the commit before, least times of three rounds in ms, AVX-512:
+
+    group 32 of 16 3x3, 14; stride 2, 28           1.61 2.51      1.13 1.71
+    transposed group 4; group 8 of 32 to 4         1.40 0.74      0.97 0.56
+    1-d group 4, stride 2; group 8 of 12 3x3       1.40 1.13      1.11 0.93
+    3x3 16, 512; dense 3x3 64, 128/2               8.7 5.7 9.1    7.0 5.5 8.8
+    AVX2: group 32 of 8 3x3/2                      6.19           3.63
+
+and the others with AVX2 0.95 to 1.05 of the time before (0.87 once, of times that vary by 1.6).
+
 What the last change was, and what did not help:
 
 - A tile of twelve rows has twelve addresses, more than there are registers for: a step of one vector read about 15
@@ -69,7 +79,7 @@ What the last change was, and what did not help:
   (0.9 to 1.24), and eight stay.
 - One vector instead of two where a kernel's column has 16 rows, of which twelve leave a third of the second tile empty.
 - Eight channels share a line of the caches with the next group: images that the second cache does not hold are passed
-  over in parts, all groups of a part (AVX2, group 32 of 8, stride 2: 6.9 to 3.8 ms). With 16 channels and more, which
+  over in parts, all groups of a part (AVX2, group 32 of 8, stride 2). With 16 channels and more, which
   fill lines, it was slower (1.0 to 1.3, with 32 1.4 to 1.6), as sums are read and written for each part.
 - Tried for the gradient of the weights in groups and of no use: groups brought together whatever their channels (1.0 to
   1.2), more or fewer pixels at a time (0.85 to 1.6, none better throughout).
