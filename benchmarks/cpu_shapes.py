@@ -25,7 +25,68 @@ with stride 2 for the weights (1.23); with AVX2 depthwise 64/2, 112 forward (1.6
 11x1 for the weights (1.36), first 80/4 over one axis (1.37) and group 32 of 8 with stride 2 (1.30) for the weights.
 Above in some runs only: group 4 over three axes (1.08 to 1.45).
 
-What the last changes gained, times in ms in turns with the commit before, or ratios of runs before and after:
+Two cores of an AMD EPYC (Zen 5, whole vectors of 16 in one step), one thread, alone on the machine. One round named 23
+of 453 ratios above 1.2 with AVX-512 and 18 with AVX2 (medians 0.68 and 0.75); below, the medians of three runs of three
+rounds each of the rows named and of those known from before. Not measured three times: any row that the one round had
+below 1.2, unless its name begins as one of these. Above 1.2 in the median before the last change, with AVX-512:
+
+    weights: group 8 of 12 3x3                     1.61, now 1.45 (1.15 to 0.97 ms)
+    weights: group 32 of 16 3x3/2, 28; 3x3, 14     1.52, 1.49, now 0.96, 0.96
+    weights: group 8 of 32 to 4                    1.52, now 1.13
+    weights: 3x3 16, 512; transposed group 4       1.45, 1.40, now 1.15, 0.98
+    weights: 1-d group 4, stride 2                 1.27, now 1.11
+    data: transposed depthwise 16x16/8; of one     1.69, 1.45 (1.41 to 1.86)
+    forward, weights, data: depthwise 64/2, 112    1.65, 1.24, 1.22 (data 0.38 to 1.29)
+    data: whole image 7x7                          1.31
+    forward, weights: 1-d 256, 100, batch 1        1.31 (1.10 to 1.52), 1.26
+    data, forward: 3-d dilated                     1.23, 1.21
+    weights: 3x3 3 to 64, 512, batch 1             1.23 (0.81 to 1.25)
+    data: transposed depthwise 64x64/32            1.22 (1.15 to 1.34)
+
+and with AVX2:
+
+    forward: maximum over 2048, 64                 2.04 (it was 0.48 on Zen 4)
+    forward: depthwise 32, 112; dilated            1.58 (1.40 to 2.24), 1.47
+    data: transposed depthwise 16x16/8             1.41
+    weights: group 32 of 8 3x3/2                   1.39, now 0.87
+    data: 3x3 512, 7, batch 1                      1.38
+    data: depthwise 5x5/2 240                      1.35 (1.22 to 1.47)
+    weights, data: depthwise 512, 14               1.29, 1.29 (data 1.07 to 1.47)
+    data: 3x3 3 to 64, 512, batch 1; 3-d group 4   1.26, 1.25
+    weights: group 32 of 16 3x3/2; 8 of 32 to 4    1.24, 1.23 (the latter 1.25 in the run after)
+
+Rows now are of one run of three rounds. In the one round alone, noise: with AVX-512 depthwise dilated forward (1.54;
+1.10), depthwise 5x5/2 240, 3-d depthwise forward, group 8 of 4 to 32, large 31x31, 1x3 padded; with AVX2 3x3/2 32 to 64
+for the bottom, 1x1 from one channel, 1-d first 80/4 (1.19), 3x1/2 (1.19), average over 2048.
+
+The gradient of the weights in turns with the commit before, least times of three rounds in ms, AVX-512:
+
+    group 32 of 16 3x3, 14; stride 2, 28           1.61 2.51      1.13 1.71
+    transposed group 4; group 8 of 32 to 4         1.40 0.74      0.97 0.56
+    1-d group 4, stride 2; group 8 of 12 3x3       1.40 1.13      1.11 0.93
+    3x3 16, 512; dense 3x3 64, 128/2               8.7 5.7 9.1    7.0 5.5 8.8
+    AVX2: group 32 of 8 3x3/2                      6.19           3.63
+
+and the others with AVX2 0.95 to 1.05 of the time before (0.87 once, of times that vary by 1.6).
+
+What the last change was, and what did not help:
+
+- A tile of twelve rows has twelve addresses, more than there are registers for: a step of one vector read about 15
+  words again, beside its 13 numbers. Where rows lie together in fours, three addresses do: 0.79 to 0.86 of the time
+  (1.0 over one axis). Of two vectors, whose products take longer than the addresses, this was slower (1.03 to 1.08).
+- Sixteen rows are a pixel's channels and need four addresses: 0.75 to 1.0 of the twelve rows' time with multiples of
+  16 channels, but 1.27 with 12, so the rows of a kernel's column decide. With AVX2 twelve rows in fours were not faster
+  (0.9 to 1.24), and eight stay.
+- One vector instead of two where a kernel's column has 16 rows, of which twelve leave a third of the second tile empty.
+- Eight channels share a line of the caches with the next group: images that the second cache does not hold are passed
+  over in parts, all groups of a part (AVX2, group 32 of 8, stride 2). With 16 channels and more, which
+  fill lines, it was slower (1.0 to 1.3, with 32 1.4 to 1.6), as sums are read and written for each part.
+- Tried for the gradient of the weights in groups and of no use: groups brought together whatever their channels (1.0 to
+  1.2), more or fewer pixels at a time (0.85 to 1.6, none better throughout).
+- Not yet tried on this processor: depthwise and whole-plane rows above. A maximum over 2048 channels with AVX2 and the
+  forward pass of depthwise 64/2 are the worst that are left.
+
+What the changes before gained, times in ms in turns with the commit before, or ratios of runs before and after:
 
     weights: 5x5 3 to 32, 32 to 32, 32 to 64 of CIFAR-10's quick net     7.2, 14, 6.5    5.6, 11, 4.8
     weights: dilated by 6; 1x1 2048 to 512; 1x7, padded                  21, 86, 5.5     15, 71, 5.0
@@ -59,7 +120,7 @@ with 3 rounds, one output 3x3 for the bottom (2.57) had 1.00, patches 4x4/4 (1.5
 256, 14 of one image forward, whose packing and turning are a good part of 1.2 ms, first 3x3/2 of one image for the
 weights (0.33 ms), and with AVX2 the gradient of 64 to 3 or 1 (1.1 to 1.3, 1.7 once) and transposed 2x2/2 128 to 64.
 
-What was learnt, last first:
+What was learnt before, last first:
 
 - Rows of 7, 14 and 21 pixels are whole tiles of seven: of eight, the last one lay over the one before.
 - With a stride a window's neighbours do not read several of its taps, not only the last: all of these are fetched ahead

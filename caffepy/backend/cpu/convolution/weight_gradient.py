@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.gemm.microkernel import TALL, tall_tile
+from caffepy.backend.cpu.gemm.microkernel import TALL, rows_of_fours, tall_tile, tile_of_fours
 from caffepy.backend.cpu.gemm.packing import COST_TALL, SPARE, Panels, extended
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
@@ -44,10 +44,12 @@ def fetch_lines(a: Any, a_lines: Any, first: Any, length: Any, begin: Any, end: 
 def add_products(  # noqa: PLR0913 -- a kernel's
     a: Any, a_lines: Any, a_step: Any, b: Any, b_lines: Any, b_step: Any, lines: Any, line: Any, block: Any,
     starts: Any, panel_lines: Any, entries: Any, c: Any, c_rows: Any, accumulate: Any, zeros: Any, rows: Any,
-    units: Any, first_unit: Any, stop_unit: Any, panel: Any, width: Any,
+    units: Any, first_unit: Any, stop_unit: Any, panel: Any, width: Any, high: Any, first_block: Any,
+    stop_block: Any,
 ) -> None:  # fmt: skip
-    """c[r, j] (+)= sum over the lines of all images of a * b, for some units, tiles of c.
+    """c[r, j] (+)= sum over the lines of all images of a * b, for some units, tiles of c, over some blocks of lines.
 
+    `high`: rows of tiles of one vector if rows of a lie together in fours, else 0.
     The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
     power of two, which map to the same few cache lines. Where pixels of a are `FAR` apart, the next block's part of a
     is meanwhile brought into the caches as it lies, a share with each tile. `starts` has for each list of lines where
@@ -55,7 +57,7 @@ def add_products(  # noqa: PLR0913 -- a kernel's
     """
     length = (line * a_step + LINE - 1) // LINE if a_step >= FAR else 0
     blocks = (lines + block - 1) // block
-    for number in range(blocks):
+    for number in range(first_block, min(blocks, stop_block)):
         first = number * block
         keep = 1 if accumulate == 1 or first > 0 else 0
         height = min(block, lines - first)
@@ -87,13 +89,22 @@ def add_products(  # noqa: PLR0913 -- a kernel's
             w0, w1 = units[unit + 8], units[unit + 9]
             if keep == 0 or (ends > begins and w1 > w0):
                 target_at = ahead(c, units[unit + 3])
-                tall_tile(
-                    vectors, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
-                    table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
-                    table_at(panel_lines, (vectors - 1) * entries + begins), wide, ends - begins, w1 - w0,
-                    target_at if keep == 1 else zeros, keep, target_at, table_at(c_rows, units[unit + 10]),
-                    units[unit + 5], last, zeros, 0, 0,
-                )  # fmt: skip
+                if vectors == 1 and high > 0:
+                    tile_of_fours(
+                        high, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
+                        table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
+                        table_at(panel_lines, begins), wide, ends - begins, w1 - w0,
+                        target_at if keep == 1 else zeros, keep, target_at, table_at(c_rows, units[unit + 10]),
+                        units[unit + 5], last, zeros, 0, 0,
+                    )  # fmt: skip
+                else:
+                    tall_tile(
+                        vectors, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
+                        table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
+                        table_at(panel_lines, (vectors - 1) * entries + begins), wide, ends - begins, w1 - w0,
+                        target_at if keep == 1 else zeros, keep, target_at, table_at(c_rows, units[unit + 10]),
+                        units[unit + 5], last, zeros, 0, 0,
+                    )  # fmt: skip
 
 
 @kernel
@@ -101,13 +112,14 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, a: Floats, a_lines: Words, a_step: Int, b: Floats, b_lines: Words, b_step: Int, lines: Int,
     line: Int, block: Int, starts: Words, panel_lines: Words, entries: Int, c: Floats, c_rows: Words, accumulate: Int,
     zeros: Floats, rows: Words, units: Words, count: Int, items: Int, panels: Floats, panel_size: Int, width: Int,
+    high: Int,
 ) -> None:  # fmt: skip
     """See `add_products`. Items are parts of the units."""
     for item in range(begin, end):
         add_products(
             a, a_lines, a_step, b, b_lines, b_step, lines, line, block, starts, panel_lines, entries, c, c_rows,
             accumulate, zeros, rows, units, item * count // items, (item + 1) * count // items,
-            ahead(panels, item * panel_size), width,
+            ahead(panels, item * panel_size), width, high, 0, lines,
         )  # fmt: skip
 
 
@@ -160,6 +172,7 @@ class WeightGradient:
         self._met = shape.padding.has_rows(shape.line_rows[:, None] + shape.taps.rows[None, :])
         self._lists: dict[bytes, int] = {}
         self._rows: dict[tuple[int, ...], int] = {}
+        self._high = rows_of_fours(shape.depth, self._inner) if self._turned else 0
         units = self._turned_units() if self._turned else self._plain_units()
         self._units, self._count = extended(units), len(units)
         self._rows_table = extended(list(self._rows))
@@ -212,8 +225,8 @@ class WeightGradient:
         return self._lines[images]
 
     def _row_table(self, offsets: Any) -> int:
-        """Where a tile's row offsets begin in their table; those beyond the last repeat it."""
-        entry = tuple(int(offsets[min(i, len(offsets) - 1)]) for i in range(SPARE))
+        """Where a tile's row offsets begin in their table; those beyond the last repeat the first four."""
+        entry = tuple(int(offsets[i if i < len(offsets) else i % min(4, len(offsets))]) for i in range(SPARE))
         return SPARE * self._rows.setdefault(entry, len(self._rows))
 
     def _panels(self, columns: int, rows: int) -> list[tuple[int, int, int]]:
@@ -245,15 +258,16 @@ class WeightGradient:
         shape = self._shape
         elements = (self._taps_at[:, None] + np.arange(self._inner)).reshape(-1)
         panels = self._panels(shape.group_outputs, shape.depth)
+        heights = {**TALL, 1: self._high or TALL[1]}
         rows = {
             high: [self._turned_rows(elements, row, high) for row in range(0, shape.depth, high)]
-            for high in {TALL[vectors] for vectors, _, _ in panels}
+            for high in {heights[vectors] for vectors, _, _ in panels}
         }
         units: list[tuple[int, ...]] = []
         for group, (x_group, dy_group) in enumerate(self._groups()):
             for vectors, column, last in panels:
                 at = group * shape.group_outputs + column
-                for row, table, count, extent in rows[TALL[vectors]]:
+                for row, table, count, extent in rows[heights[vectors]]:
                     offset = row * shape.outputs + at
                     units.append((vectors, x_group, dy_group + column, offset, table, count, last, *extent, 0))
         return units
@@ -282,7 +296,7 @@ class WeightGradient:
             self._threads, items, 1, a, tables.a, a_step, b, tables.b, b_step, lines, shape.out_width, self._block,
             tables.starts, tables.panel, tables.entries, target, self._c_rows,
             int(not first or (accumulate and not self._turned)), ZEROS, self._rows_table, self._units, count,
-            items, self._workspace.take("panels", items * size), size, WIDTH,
+            items, self._workspace.take("panels", items * size), size, WIDTH, self._high,
         )  # fmt: skip
 
     def finish(self, dweights: Any, accumulate: bool) -> None:

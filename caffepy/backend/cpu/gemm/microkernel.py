@@ -36,14 +36,23 @@ TALL = {1: 12, 2: 12, 3: 8} if WIDTH == 16 else ROWS
 It reads b half as often. Tiles that read a straight from an image are faster with fewer rows, as these lie far apart.
 """
 TALL1, TALL2, TALL3 = TALL[1], TALL[2], TALL[3]
+TOGETHER = 4
+"""Rows of `a` that lie next to each other in a tile of `FOURS`: one address for all of them."""
+FOURS = {12: 6.5, 16: 8.5} if WIDTH == 16 else {}
+"""Rows of tiles of one vector that have few addresses, and the cycles of a step.
+
+Twelve addresses are more than there are registers for: read again in each step they cost as much as the numbers do.
+"""
 
 
 class _TileWriter(Writer):
     """Writes the tile's instructions."""
 
-    def __init__(self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int) -> None:
+    def __init__(
+        self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int, together: int
+    ) -> None:  # fmt: skip
         super().__init__(builder, width)
-        self.rows = rows
+        self.rows, self.together = rows, together
         self.long = LONG if rows == ROWS[vectors] else LONG_TALL
         self.vectors = vectors
         (
@@ -76,7 +85,9 @@ class _TileWriter(Writer):
         ]
         result = []
         for row in range(self.rows):
-            factor = self.splat(self.builder.load(self.builder.gep(a_places[row], [a_at]), align=4))
+            place = self.builder.gep(a_places[row // self.together], [a_at])
+            place = self.builder.gep(place, [self.word(row % self.together)])
+            factor = self.splat(self.builder.load(place, align=4))
             for vector in range(self.vectors):
                 result.append(self.multiply_add(factor, columns[vector], sums[row * self.vectors + vector]))
         return result
@@ -118,7 +129,8 @@ class _TileWriter(Writer):
 
     def write(self) -> None:
         mask = self.lanes(self.last)
-        addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in range(self.rows)]
+        firsts = range(0, self.rows, self.together)
+        addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in firsts]
         sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
         sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
         adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
@@ -129,7 +141,7 @@ class _TileWriter(Writer):
                 self._store_row(row, sums, mask)
 
 
-def _tile(vectors: int, rows: int, width: int = WIDTH) -> Any:
+def _tile(vectors: int, rows: int, width: int = WIDTH, together: int = 1) -> Any:
     numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
     signature = types.void(
         numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word,
@@ -137,7 +149,7 @@ def _tile(vectors: int, rows: int, width: int = WIDTH) -> Any:
     )  # fmt: skip
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        _TileWriter(builder, vectors, rows, list(arguments), width).write()
+        _TileWriter(builder, vectors, rows, list(arguments), width, together).write()
         return context.get_dummy_value()
 
     def typed(  # noqa: PLR0913 -- a kernel
@@ -198,3 +210,43 @@ tile, tall_tile = _tile_function("tile", ROWS), _tile_function("tall_tile", TALL
 times `keep` (0 or 1), so that it is either one row for all (zeros, bias) or c itself; `count` rows are written, and
 `last` lanes of the last vector. With `adds` not 0, the rows of `addend`, which lie as c's do, are added; with `relu`
 not 0 the result is rectified."""
+
+
+_FEW, _MANY = list(FOURS) or [ROWS[1], ROWS[1]]
+_few, _many = (_tile(1, rows, WIDTH, TOGETHER) for rows in (_FEW, _MANY))
+_half_few, _half_many = (_tile(1, rows, HALF or WIDTH, TOGETHER) for rows in (_FEW, _MANY))
+
+
+@device_function
+def tile_of_fours(  # noqa: PLR0913 -- a kernel
+    rows: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
+    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
+) -> None:  # fmt: skip
+    """As `tall_tile` for one vector and as many rows as `FOURS` has; of `a_rows` every fourth is read."""
+    if rows == _MANY:
+        if last <= HALF:
+            _half_many(
+                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+                addend, adds, relu,
+            )  # fmt: skip
+        else:
+            _many(
+                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+                addend, adds, relu,
+            )  # fmt: skip
+    elif last <= HALF:
+        _half_few(
+            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+            addend, adds, relu,
+        )  # fmt: skip
+    else:
+        _few(
+            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
+            addend, adds, relu,
+        )  # fmt: skip
+
+
+def rows_of_fours(rows: int, run: int) -> int:
+    """Rows of the tiles of one vector for so many rows, of which runs of `run` lie together; 0: not `tile_of_fours`."""
+    choices = FOURS if run % TOGETHER == 0 else {}
+    return min(choices, key=lambda high: choices[high] * -(-rows // high), default=0)

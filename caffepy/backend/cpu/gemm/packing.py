@@ -18,7 +18,7 @@ COST_TALL = {1: 6.5, 2: 12.0, 3: 12.0} if WIDTH == 16 else COST
 """Likewise of a tall tile."""
 
 
-SPARE = 12
+SPARE = 16
 """Entries that tables have beyond the last, as a tile reads whole."""
 
 

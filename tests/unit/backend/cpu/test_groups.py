@@ -16,8 +16,10 @@ from caffepy.backend.cpu.convolution.depthwise import phased
 from caffepy.backend.cpu.convolution.depthwise.panels import is_panels
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.unpadded import weights, windows
 from caffepy.backend.cpu.jit.vector import WIDTH
+from caffepy.backend.cpu.workspace import Workspace
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
@@ -72,6 +74,29 @@ def test_parts_of_large_images_and_several_small_ones(copied: bool, monkeypatch:
     monkeypatch.setattr(weights.GroupWeightGradient, "_is_copied", lambda _: copied)
     for size in ((4, 5), (13, 9)):
         checks.check_convolution(BACKEND, (5, 90, *size), 85, Geometry((3, 3), (1, 2), ONE, ONE, 5))
+
+
+@pytest.mark.parametrize(("read", "made"), [(12, 12), (16, 16), (20, 4), (24, 20), (16, 40), (8, 33)])
+@pytest.mark.parametrize("banded", [False, True])
+def test_weights_of_channels_in_fours(read: int, made: int, banded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one vector whose rows lie together in fours; with bands, parts of images that all groups pass over."""
+    monkeypatch.setattr(weights, "BAND", 3000 if banded else weights.BAND)
+    for kernel, stride in (((3, 3), (1, 2)), ((1, 5), (1, 1)), ((2, 2), (2, 1))):
+        geometry = Geometry(kernel, stride, ONE, ONE, 3)
+        checks.check_convolution(BACKEND, (4, 3 * read, 9, 11), 3 * made, geometry)
+    plan = weights.GroupWeightGradient(
+        ConvolutionShape((4, 3 * read, 9, 11), (3 * made, read, 3, 3), Geometry((3, 3), ONE, ONE, ONE, 3)), 2,
+        Workspace(),
+    )  # fmt: skip
+    assert plan._banded == (banded and read < 16)
+    assert plan._high == (0 if WIDTH < 16 else {12: 12, 16: 16, 20: 12, 24: 12, 8: 12}[read])
+
+
+@pytest.mark.parametrize("channels", [4, 12, 16, 20])
+def test_weights_of_a_few_outputs_in_fours(channels: int) -> None:
+    """Likewise without groups: vectors along the outputs, of which a half vector or a whole one are the last."""
+    for outputs in (8, 16, 20):
+        checks.check_convolution(BACKEND, (2, channels, 9, 11), outputs, Geometry((3, 3), (1, 2), ONE, ONE, 1))
 
 
 def test_groups_read_no_zeros_beside_the_image() -> None:
