@@ -35,42 +35,40 @@ median of 20 nets 0.75: tables in docs/gpu.md. `--seconds` counts what `--prepar
 graphs on our side is marked: ResNet-18's training was not for long, and took 11.1 to 17.9 ms by what else the host did,
 with graphs 9.3 (PyTorch 12.0).
 
-Two threads of an AMD EPYC (Zen 4), a virtual machine with nothing else to do, `--quick --modes last`: ms of caffepy and
-of the fastest peer (in inference onnxruntime), ratio, GiB of both processes:
+Two threads of an AMD EPYC (Zen 5, vectors of 16), a virtual machine alone, in turns, `--quick --modes last`: ms of
+caffepy and of the fastest peer (in inference of one image onnxruntime), ratio, GiB of both processes. 42 rows, 0.35 to
+1.00, median 0.68 (training 0.60, inference 0.80):
 
-    inference, 1   ms             ratio  GiB              training             ms           ratio  GiB
-    ResNet-50      35.9 / 38.0    0.95   0.35 / 0.35      GoogLeNet, 8         420 / 673    0.62   0.56 / 0.97
-    FCN-8s         1069 / 1787    0.60   2.00 / 2.22      LeNet, 64            9.0 / 13.6   0.66   0.13 / 0.31
-    SSD300         188 / 296      0.63   0.56 / 0.34      SqueezeNet, 16       241 / 359    0.67   0.45 / 0.78
-    GoogLeNet      16.9 / 27.0    0.63   0.20 / 0.14      CIFAR-10 full, 100   37 / 56      0.67   0.21 / 0.38
-    VGG-16         103 / 154      0.67   1.70 / 1.02      ResNet-18, 8         362 / 532    0.68   0.43 / 0.74
-    LeNet          0.058 / 0.076  0.77   0.12 / 0.10      MobileNet, 16        475 / 618    0.77   0.89 / 1.12
-    AlexNet        18.7 / 22.2    0.84   0.69 / 0.44      MobileNet-SSD, 2     133 / 163    0.81   0.44 / 0.58
-    CaffeNet       15.3 / 17.7    0.87   0.69 / 0.44      ResNet-50, 8         1077 / 1313  0.82   1.10 / 1.39
-    DenseNet-121   30.6 / 35.3    0.87   0.22 / 0.18      DenseNet-121, 4      514 / 605    0.85   0.73 / 0.92
-    Inception-v3   47.0 / 53.9    0.87   0.33 / 0.31      Inception-v3, 4      772 / 909    0.85   0.82 / 1.05
-    ResNet-18      15.5 / 17.1    0.91   0.23 / 0.23      autoencoder, 100     14.3 / 16.4  0.87   0.22 / 0.33
-    ResNet-152     98 / 105       0.94   0.68 / 0.67      CIFAR-10 quick, 100  37 / 42      0.89   0.20 / 0.35
-    SqueezeNet     3.9 / 4.0      0.97   0.15 / 0.08      ResNet-152, 2        880 / 969    0.91   1.19 / 1.27
-    LRCN           22.6 / 21.9    1.03   0.69 / 0.60      (in turns 0.99)
-    autoencoder    0.123 / 0.130  0.95   0.12 / 0.10      (in turns 1.04)
-    MobileNet      6.6 / 8.1      0.82   0.23 / 0.12      (in turns 0.97; before 1.15)
-    MobileNet-SSD  12.0 / 18.1    0.66   0.26 / 0.16      (in turns 1.00; before 1.08)
+                   inference       ratio  GiB           batch  training      ratio  GiB
+    MobileNet-SSD  5.8 / 5.8       1.00   0.26 / 0.16       2   64 / 99       0.65   0.45 / 0.57
+    MobileNet      2.6 / 2.6       0.99   0.24 / 0.13      16   226 / 348     0.66   0.91 / 1.29
+    SqueezeNet     1.6 / 1.7       0.96   0.15 / 0.09      16   120 / 252     0.45   0.50 / 0.80
+    ResNet-152     49 / 51         0.95   0.68 / 0.67       2   371 / 532     0.69   1.20 / 1.29
+    ResNet-50      16.8 / 18.6     0.92   0.35 / 0.34       8   486 / 696     0.70   1.13 / 1.53
+    autoencoder    0.092 / 0.090   0.92   0.18 / 0.08     100   6.5 / 10.9    0.60   0.23 / 0.33
+    LRCN           11.9 / 13.5     0.88   0.69 / 0.66       4   91 / 181      0.49   0.89 / 1.05
+    ResNet-18      7.3 / 8.9       0.87   0.23 / 0.23       8   169 / 236     0.72   0.51 / 0.75
+    Inception-v3   23.1 / 26.8     0.86   0.34 / 0.30       4   376 / 538     0.69   0.81 / 1.08
+    CaffeNet       7.8 / 9.3       0.83   0.69 / 0.44      10   127 / 275     0.49   0.89 / 1.10
+    DenseNet-121   11.6 / 16.8     0.69   0.23 / 0.19       4   216 / 265     0.81   0.73 / 0.91
+    siamese net    0.028 / 0.040   0.74   0.12 / 0.07      64   8.3 / 10.5    0.81   0.20 / 0.32
+    CIFAR-10 quick 0.064 / 0.078   0.80   0.12 / 0.07     100   18.5 / 31     0.58   0.24 / 0.35
+    LeNet          0.029 / 0.040   0.72   0.12 / 0.07      64   4.8 / 8.8     0.55   0.19 / 0.31
+    VGG-19         62 / 87         0.69   1.72 / 1.12       2   431 / 952     0.45   1.95 / 2.18
+    VGG-16         48 / 71         0.68   1.70 / 1.02       2   346 / 980     0.35   1.88 / 2.12
+    SSD300         90 / 130        0.67   0.51 / 0.35       1   329 / 547     0.60   0.70 / 0.89
+    FCN-8s         523 / 775       0.67   2.00 / 2.19       1   2386 / 5288   0.44   2.87 / 3.37
+    CIFAR-10 full  0.067 / 0.122   0.54   0.12 / 0.07     100   20.1 / 29.3   0.66   0.21 / 0.39
+    AlexNet        6.2 / 11.5      0.54   0.69 / 0.44      10   131 / 352     0.38   0.99 / 1.24
+    GoogLeNet      6.6 / 15.8      0.42   0.20 / 0.13       8   178 / 359     0.51   0.64 / 1.03
 
-The last four are of a later day. All were measured one side after the other but those "in turns", as the zoo does now.
-Training on that day: LeNet 0.70, MobileNet 0.74, ResNet-50 0.97, ResNet-18 0.67; while one core was slower 1.04, 1.05,
-1.06 and CIFAR-10 quick 0.94, when the commit before, in turns, took as long or longer (ResNet-50 1272 and 1482 ms
-beside 1159 and 1366). The siamese net's training (64 pairs) gave 1.24, 0.76, 0.89 and 1.09 in four runs. Two threads of
-a Xeon, five nets at a time on a busy host, ratios: training AlexNet 0.61, VGG-19 0.63, VGG-16 0.68, CaffeNet 0.76, LRCN
-0.77, FCN-8s 0.81, SSD300 0.86; inference of VGG-19 0.96, of the siamese net 0.48, of CIFAR-10's full net 0.56.
+`--modes last,compile`: compiled, PyTorch was slower in all nine trainings tried (by 1.08 to 1.52), ours 0.57 to 0.88 of
+its best. With vectors of eight on both sides (`--avx2`), training: ResNet-18 0.64, MobileNet 0.73, ResNet-50 0.77,
+DenseNet-121 0.80, MobileNet-SSD 0.88, SqueezeNet 0.54, LeNet 0.80, CIFAR-10 quick 0.73 and full 0.62, autoencoder 0.90.
 
-In turns, a later day and version, training, ms of caffepy and PyTorch, ratio: ResNet-50 1141 / 1343, 0.85; DenseNet-121
-447 / 547, 0.81; MobileNet 478 / 626, 0.72; ResNet-18 339 / 483, 0.71; LeNet 8.8 / 12.5, 0.81; siamese net 16.6 / 24.8,
-0.68; MobileNet-SSD 124 / 179, 0.87; LRCN 193 / 303, 0.64; CIFAR-10 full 43.4 / 50.7, 0.84; autoencoder 13.6 / 14.3,
-0.95; CIFAR-10 quick 40.6 / 42.5, 0.96 (and 43.7 / 40.9, 1.07). Inference of one image beside onnxruntime: LRCN 21.9 /
-21.6, 0.99; MobileNet 6.5 / 6.5, 1.04; LeNet 0.077 / 0.075, 1.01; the autoencoder 0.186 / 0.103, 1.80, where it takes
-0.117 by itself: in turns of 80 ms the other side's weights lie in the third cache, and threads have fallen asleep.
-With vectors of eight on both sides, one thread, a busy machine: MobileNet's training 0.81.
+Before, on Zen 4 with vectors of 16, the same in turns: training 0.64 (LRCN) to 0.96 (CIFAR-10 quick, 1.07 in a second
+run); inference 0.99 to 1.04 of MobileNet, LRCN and LeNet, and 1.80 of the autoencoder, which had chosen one thread in
+passes right after a pause; such passes are left out now (0.92).
 
 What was learnt:
 
