@@ -13,18 +13,21 @@ import google_crc32c
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
 
+Part = bytes | memoryview
+"""Bytes of a file; those of an array are not copied."""
 _STEP = 1 << 24
-"""Bytes taken at a time: each slice is a copy."""
+"""Bytes taken at a time: the library takes `bytes` alone, so that each step is a copy."""
 
 
-def extend_checksum(checksum: int, content: bytes) -> int:
+def extend_checksum(checksum: int, content: Part) -> int:
     """The CRC-32C of what had `checksum` (0: nothing) followed by `content`."""
-    for start in range(0, len(content), _STEP):
-        checksum = google_crc32c.extend(checksum, content[start : start + _STEP])
+    view = memoryview(content)
+    for start in range(0, len(view), _STEP):
+        checksum = google_crc32c.extend(checksum, bytes(view[start : start + _STEP]))
     return checksum
 
 
-def checksummed(kind: type[NetParameter | SolverState], count: int, parts: Iterable[bytes]) -> Iterator[bytes]:
+def checksummed(kind: type[NetParameter | SolverState], count: int, parts: Iterable[Part]) -> Iterator[Part]:
     """The parts of a file, with the fields that come first and last.
 
     Args:
@@ -59,7 +62,7 @@ def check_whole(message: NetParameter | SolverState, content: bytes, origin: str
             f"{origin}: holds {count} of {message.blob_count} blobs, or its end is not there: it is truncated or "
             "damaged; copy it again or take an older one"
         )
-    checksum = extend_checksum(0, content[: -len(last)])
+    checksum = extend_checksum(0, memoryview(content)[: -len(last)])
     if checksum != message.crc32c:
         raise SnapshotError(wrong_checksum(origin, checksum, message.crc32c))
 

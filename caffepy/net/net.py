@@ -439,11 +439,7 @@ class Net:
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
-        return caffe_pb2.NetParameter(name=self.name, layer=self.layer_protos(write_diff))
-
-    def layer_protos(self, write_diff: bool = False) -> Iterator[caffe_pb2.LayerParameter]:
-        """The layers of `to_proto`, one at a time."""
-        return trained_layer_protos(self.layers, write_diff)
+        return caffe_pb2.NetParameter(name=self.name, layer=trained_layer_protos(self.layers, write_diff))
 
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""

@@ -12,14 +12,29 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from caffepy.blob import format_shape
+from caffepy.config.checksum import Part
+from caffepy.config.messages import field_head
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
-from caffepy.net.weights import check_values, is_stored, load_blob, proto_shape, same_shape, to_blob_proto
+from caffepy.net.weights import (
+    blob_parts,
+    check_values,
+    is_stored,
+    load_blob,
+    proto_shape,
+    same_shape,
+    to_blob_proto,
+)
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 Named = TypeVar("Named", Layer, caffe_pb2.LayerParameter)
+_BLOBS = caffe_pb2.LayerParameter.BLOBS_FIELD_NUMBER
+_LAYER_TAG, _BLOBS_TAG = b"\xa2\x06", bytes([_BLOBS << 3 | 2])
+"""Tag bytes of NetParameter.layer (100) and LayerParameter.blobs."""
 
 
 def copy_trained_layers(
@@ -150,15 +165,48 @@ def trained_layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[
 
     Cast layers are left out: they come from the net's dtypes and are in no prototxt.
     """
-    for layer in layers:
-        if layer.type == "Cast":
-            continue
-        saved = caffe_pb2.LayerParameter()
-        saved.CopyFrom(layer.param)
-        del saved.blobs[:]
-        if not saved.loss_weight and any(layer.loss_weights):
-            saved.loss_weight.extend(layer.loss_weights)
-        saved.blobs.extend(
-            to_blob_proto(blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs
-        )
+    for layer in _saved_layers(layers):
+        saved = _settings(layer)
+        saved.blobs.extend(to_blob_proto(*arrays) for arrays in _arrays(layer, write_diff))
         yield saved
+
+
+def trained_layer_parts(layers: Sequence[Layer], write_diff: bool) -> Iterator[Part]:
+    """The bytes of a NetParameter with the layers of `trained_layer_protos`, in parts, without copies of arrays.
+
+    They are in the order in which protobuf writes fields.
+    """
+    for layer in _saved_layers(layers):
+        before, behind = _settings(layer), _settings(layer)
+        for field in caffe_pb2.LayerParameter.DESCRIPTOR.fields:
+            (behind if field.number < _BLOBS else before).ClearField(field.name)
+        parts: list[Part] = [before.SerializeToString()]
+        for arrays in _arrays(layer, write_diff):
+            blob = blob_parts(*arrays)
+            parts += [field_head(_BLOBS_TAG, _size(blob)), *blob]
+        parts.append(behind.SerializeToString())
+        yield field_head(_LAYER_TAG, _size(parts))
+        yield from parts
+
+
+def _saved_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
+    return (layer for layer in layers if layer.type != "Cast")
+
+
+def _settings(layer: Layer) -> caffe_pb2.LayerParameter:
+    """A layer's prototxt as it is saved, without its parameters."""
+    saved = caffe_pb2.LayerParameter()
+    saved.CopyFrom(layer.param)
+    del saved.blobs[:]
+    if not saved.loss_weight and any(layer.loss_weights):
+        saved.loss_weight.extend(layer.loss_weights)
+    return saved
+
+
+def _arrays(layer: Layer, write_diff: bool) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """A layer's parameters and gradients in host memory, one at a time."""
+    return ((blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs)
+
+
+def _size(parts: Iterable[Part]) -> int:
+    return sum(map(len, parts))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from caffepy.blob import Blob, format_shape
+from caffepy.config.checksum import Part
 from caffepy.config.load import blob_shape, check_blob, has_old_shape, stored_values
 from caffepy.config.messages import field_head
 from caffepy.errors import SnapshotError
@@ -28,17 +29,22 @@ def to_blob_proto(data: np.ndarray, diff: np.ndarray | None = None) -> caffe_pb2
 
     That of an array without axes has no `shape`.
     """
-    shape = caffe_pb2.BlobShape(dim=data.shape) if data.shape else None
-    wire = caffe_pb2.BlobProto(shape=shape).SerializeToString()
+    return caffe_pb2.BlobProto.FromString(b"".join(blob_parts(data, diff)))
+
+
+def blob_parts(data: np.ndarray, diff: np.ndarray | None = None) -> list[Part]:
+    """The bytes of `to_blob_proto`, in parts; float32 arrays in C order are not copied."""
+    parts: list[Part] = []
     for tag, array in ((_DATA_TAG, data), (_DIFF_TAG, diff)):
         if array is not None and array.size:
-            content = np.ascontiguousarray(array, "<f4").tobytes()
-            wire += field_head(bytes([tag]), len(content)) + content
-    return caffe_pb2.BlobProto.FromString(wire)
+            content = np.ascontiguousarray(array, "<f4").reshape(-1).data.cast("B")
+            parts += [field_head(bytes([tag]), len(content)), content]
+    shape = caffe_pb2.BlobShape(dim=data.shape) if data.shape else None
+    return [*parts, caffe_pb2.BlobProto(shape=shape).SerializeToString()]
 
 
 def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
-    """The values of a BlobProto, float32 in its own shape.
+    """The values of a BlobProto, float32 in its own shape; the array may be read-only.
 
     Takes `data`, `double_data` and NVIDIA's `raw_data`.
 
@@ -49,7 +55,7 @@ def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
     if blob.double_data:
         values = np.array(blob.double_data, np.float32)
     elif blob.raw_data:
-        values = np.frombuffer(blob.raw_data, _RAW_TYPES[blob.raw_data_type]).astype(np.float32)
+        values = np.frombuffer(blob.raw_data, _RAW_TYPES[blob.raw_data_type]).astype(np.float32, copy=False)
     else:
         values = _packed_data(blob)
     return values.reshape(proto_shape(blob))
@@ -100,7 +106,7 @@ def _packed_data(blob: caffe_pb2.BlobProto) -> np.ndarray:
     blob.DiscardUnknownFields()  # what is left are varints and length-delimited fields
     for tag, content in _length_delimited(blob.SerializeToString()):
         if tag == _DATA_TAG:
-            return np.frombuffer(content, "<f4").astype(np.float32)
+            return np.frombuffer(content, "<f4").astype(np.float32, copy=False)
     return np.array(blob.data, np.float32)
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from caffepy.config import load
-from caffepy.config.checksum import checksummed
+from caffepy.config.checksum import Part, checksummed
+from caffepy.config.messages import field_head
 from caffepy.errors import RunError
 from caffepy.files import atomic_write
-from caffepy.net.weights import to_blob_proto
+from caffepy.net.trained_layers import trained_layer_parts
+from caffepy.net.weights import blob_parts
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 
 if TYPE_CHECKING:
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
 
 OLDER_FILES = "the files of older snapshots are as they were"
 """What a failed write leaves, for its message."""
+_HISTORY_TAG = b"\x1a"
+"""Tag byte of SolverState.history (3)."""
 
 
 def write_weights_binary(path: Path, net: Net, write_diff: bool) -> None:
     """Write a net's parameters; a shared parameter is stored with every layer that uses it."""
     head = NetParameter(name=net.name).SerializeToString()
-    layers = (NetParameter(layer=[layer]).SerializeToString() for layer in net.layer_protos(write_diff))
+    layers = trained_layer_parts(net.layers, write_diff)
     count = sum(len(layer.blobs) for layer in net.layers)
     _write_parts(path, checksummed(NetParameter, count, chain([head], layers)))
 
@@ -36,12 +40,18 @@ def write_state_binary(path: Path, state: SolverState, history: Iterable[np.ndar
     head = SolverState()
     head.CopyFrom(state)
     head.ClearField("blob_count")
-    blobs = (SolverState(history=[to_blob_proto(values)]).SerializeToString() for values in history)
+    blobs = chain.from_iterable(map(_history_parts, history))
     _write_parts(path, checksummed(SolverState, state.blob_count, chain([head.SerializeToString()], blobs)))
 
 
-def _write_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """Write one message in parts, which protobuf reads as if they were merged; holds one part in memory at a time."""
+def _history_parts(values: np.ndarray) -> list[Part]:
+    """A SolverState of one array of its history."""
+    blob = blob_parts(values)
+    return [field_head(_HISTORY_TAG, sum(map(len, blob))), *blob]
+
+
+def _write_parts(path: Path, parts: Iterable[Part]) -> None:
+    """Write one message in parts, which protobuf reads as if they were merged; holds one layer in memory at a time."""
     size = 0
     with atomic_write(path, OLDER_FILES) as file:
         for part in parts:

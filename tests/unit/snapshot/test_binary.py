@@ -6,7 +6,9 @@ import errno
 import io
 import os
 import resource
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from snapshot_runs import FORMATS, NET, SOLVER
 from training import build_solver
 
 from caffepy import files
+from caffepy.config.checksum import Part, check_whole, extend_checksum
 from caffepy.errors import RunError
+from caffepy.net.weights import blob_parts, to_blob_proto
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot.files import newest_snapshot
+from caffepy.snapshot.binary import write_state_binary
+from caffepy.snapshot.files import newest_snapshot, write_weights
 
 
 def test_the_files_are_caffes(folder: Path) -> None:
@@ -97,3 +102,55 @@ def test_a_binary_snapshot_too_large_for_protobuf_is_refused(monkeypatch: pytest
         pytest.raises(RunError, match="larger than the 700 bytes .* set snapshot_format: HDF5"),
     ):
         solver.snapshot()
+
+
+@pytest.mark.parametrize("write_diff", [False, True])
+def test_files_hold_what_to_proto_says(write_diff: bool) -> None:
+    """Weights are written without messages of protobuf; the messages that are read are those of `Net.to_proto`."""
+    with build_solver(SOLVER, NET) as solver:
+        solver.step(1)
+        write_weights(Path("x.caffemodel"), solver.net, write_diff)
+        expected = solver.net.to_proto(write_diff)
+    written = NetParameter.FromString(Path("x.caffemodel").read_bytes())
+    for field in ("blob_count", "crc32c"):
+        written.ClearField(field)
+    assert written == expected
+    assert any(blob.diff for layer in written.layer for blob in layer.blobs) == write_diff
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 1, 3)])
+def test_the_parts_of_a_blob(shape: tuple[int, ...]) -> None:
+    """Arrays of any axes and order in memory; those that are float32 in C order are not copied."""
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
+    parts: list[Part] = blob_parts(values, values + 1)
+    message = to_blob_proto(values.astype(np.float64, order="F"), values + 1)
+    assert b"".join(parts) == message.SerializeToString()
+    assert tuple(message.shape.dim) == shape
+    assert (list(message.data), list(message.diff)) == (values.ravel().tolist(), (values + 1).ravel().tolist())
+    shared = [part for part in parts if isinstance(part, memoryview) and np.shares_memory(np.asarray(part), values)]
+    assert len(shared) == (values.size > 0)
+
+
+@contextmanager
+def allocating_at_most(size: int) -> Iterator[None]:
+    """At no moment of the block is there more new memory of Python's and NumPy's than `size` bytes."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size, f"{peak} bytes were allocated"
+
+
+def test_large_arrays_are_written_and_checked_in_steps(folder: Path) -> None:
+    """Neither the file's content nor an array is there twice."""
+    history = np.ones(1 << 25, np.float32)
+    with allocating_at_most(history.nbytes // 2):
+        write_state_binary(folder / "x.solverstate", SolverState(iter=3, blob_count=1), [history])
+    content = (folder / "x.solverstate").read_bytes()
+    state = SolverState.FromString(content)
+    assert (state.iter, len(state.history[0].data)) == (3, history.size)
+    with allocating_at_most(history.nbytes // 2):
+        check_whole(state, content, "x.solverstate")
+    assert extend_checksum(extend_checksum(0, content[:5]), memoryview(content)[5:]) == extend_checksum(0, content)
