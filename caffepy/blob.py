@@ -185,6 +185,14 @@ class Blob:
             self.backend.copy(self.data, memory)
             self.bind(data=memory)
 
+    def load(self, values: Any) -> None:
+        """Take all values from an array of the blob's shape in host memory; what `fill_with` named is not made."""
+        if self._initial is None:
+            self.backend.from_host(values, self.data)
+        else:
+            self._initial = lambda: values
+            self.fill()
+
     def fill(self) -> None:
         """Take the values that `fill_with` named now."""
         if self._source is not None:

@@ -18,6 +18,7 @@ from caffepy.config.checksum import check_whole
 from caffepy.config.messages import walk_fields
 from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.config.paths import is_folder
+from caffepy.config.stored_arrays import Apart, TrainedLayers, set_apart
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
@@ -118,15 +119,34 @@ def read_weights(path: Path | str) -> NetParameter:
         SnapshotError: the file is absent, truncated, too large, or not a .caffemodel; the message says
             what it looks like. Also when a blob does not hold as many values as its shape says.
     """
+    with refusing_damage(str(path)):
+        content = _read(path, "file", SnapshotError)
+        return _checked_weights(Apart(content), content, path)
+
+
+def read_trained_layers(path: Path | str) -> TrainedLayers:
+    """As `read_weights`, with large arrays in the file's bytes: for those who copy them into a net.
+
+    Raises:
+        SnapshotError: as `read_weights`.
+    """
+    with refusing_damage(str(path)):
+        content = _read(path, "file", SnapshotError)
+        apart = set_apart(content)
+        return TrainedLayers(_checked_weights(apart, content, path), content if apart.arrays else b"")
+
+
+def _checked_weights(apart: Apart, content: bytes, path: Path | str) -> NetParameter:
+    """The message of a file's content, upgraded and checked."""
     origin = str(path)
-    with refusing_damage(origin):
-        param = read_binary(path, NetParameter())
-        if not param.layer and not param.layers:
-            raise SnapshotError(f"{origin}: not a .caffemodel: {describe_content(_head(path))}")
-        _check_counts(param, origin)
-        adopt_nvidia_fields(param)
-        upgrade_net(param, origin)
-        check_weights(param, origin)
+    param = _parse_binary(apart.rest, content, NetParameter(), origin)
+    if not param.layer and not param.layers:
+        raise SnapshotError(f"{origin}: not a .caffemodel: {describe_content(_head(path))}")
+    _check_counts(param, origin)
+    apart.check(param, origin)
+    adopt_nvidia_fields(param)
+    upgrade_net(param, origin)
+    check_weights(param, origin)
     return param
 
 
@@ -153,18 +173,23 @@ def read_binary(path: Path | str, message: M) -> M:
     Raises:
         SnapshotError: the file is absent, larger than protobuf can read, or does not hold such a message.
     """
-    data = _read(path, "file", SnapshotError)
+    content = _read(path, "file", SnapshotError)
+    return _parse_binary(content, content, message, str(path))
+
+
+def _parse_binary(wire: bytes, content: bytes, message: M, origin: str) -> M:
+    """Merges `wire`, which was made of a file's content, into `message` and returns it."""
     kind = message.DESCRIPTOR.name
-    if data.startswith((HDF5_MAGIC, LFS_MAGIC)) or _is_text(data[:4096]):
-        raise SnapshotError(f"{path}: not a binary {kind}: {describe_content(data)}")
+    if content.startswith((HDF5_MAGIC, LFS_MAGIC)) or _is_text(content[:4096]):
+        raise SnapshotError(f"{origin}: not a binary {kind}: {describe_content(content)}")
     try:
-        message.MergeFromString(data)
+        message.MergeFromString(wire)
     except (DecodeError, RecursionError):
-        raise SnapshotError(f"{path}: not a binary {kind}: {describe_content(data)}") from None
+        raise SnapshotError(f"{origin}: not a binary {kind}: {describe_content(content)}") from None
     if isinstance(message, (NetParameter, SolverState)):
-        check_whole(message, data, str(path))
+        check_whole(message, content, origin)
     if field := _damaged_text(message):
-        raise SnapshotError(f"{path}: {field} is not UTF-8; the file is damaged")
+        raise SnapshotError(f"{origin}: {field} is not UTF-8; the file is damaged")
     return message
 
 
@@ -254,7 +279,7 @@ def check_blob(blob: BlobProto, where: str) -> None:
     count = math.prod(shape)
     if any(size < 0 for size in shape) or count > MAX_ELEMENTS:
         raise SnapshotError(f"{where} has the impossible shape {shape}; the file is damaged")
-    if bool(blob.data) + bool(blob.double_data) + bool(blob.raw_data) > 1:
+    if sum(map(bool, (blob.data, blob.data_end, blob.double_data, blob.raw_data))) > 1:
         raise SnapshotError(f"{where} holds its values in several ways at once; the file is damaged")
     stored = stored_values(blob, where)
     if stored not in (0, count):
@@ -268,7 +293,7 @@ def stored_values(blob: BlobProto, where: str) -> int:
         SnapshotError: ``raw_data`` is of a type that Caffe does not store, or ends within a value.
     """
     if not blob.raw_data:
-        return max(len(blob.data), len(blob.double_data))
+        return max(len(blob.data), (blob.data_end - blob.data_begin) // 4, len(blob.double_data))
     size = ITEM_BYTES.get(blob.raw_data_type)
     if size is None:
         kind = Type.Name(blob.raw_data_type)

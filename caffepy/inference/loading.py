@@ -17,7 +17,7 @@ from caffepy.layers.core.base import LayerContext
 from caffepy.onnx.engine import wants_runtime
 from caffepy.phases import phase
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.files import read_weights
+from caffepy.snapshot.files import read_trained_layers
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def load(  # noqa: PLR0913 -- what a user may choose
     try:
         context = LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(Path(model)), dialect=dialect)
         with phase("nets", "Building the net"):
-            read = [(read_weights(Path(file)), str(file)) for file in files]
+            read = [(read_trained_layers(Path(file)), str(file)) for file in files]
             return Model(param, context, read, by_runtime=by_runtime)
     except BaseException:
         backend.close()

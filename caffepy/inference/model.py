@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from caffepy.backend import Backend
+from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.inference.runners import ShapeRunners, shape_text
 from caffepy.layers.core.base import LayerContext, PassCounter
@@ -45,7 +46,7 @@ class Model:
         self,
         param: caffe_pb2.NetParameter,
         context: LayerContext,
-        weights: list[tuple[caffe_pb2.NetParameter, str]],
+        weights: list[tuple[TrainedLayers, str]],
         eager: bool = False,
         by_runtime: bool = False,
     ) -> None:
@@ -56,8 +57,8 @@ class Model:
         with self.backend.activate():
             self.net = Net(param, replace(context, passes=PassCounter()))
             """The net as the prototxt has it, with the parameters."""
-            for message, origin in weights:
-                self.net.copy_trained_layers_from(message, origin)
+            for layers, origin in weights:
+                self.net.copy_trained_layers_from(layers, origin)
         self.inputs: dict[str, tuple[int, ...]] = {name: self.net.blobs[name].shape for name in self.net.inputs}
         """Names and shapes of the inputs; other shapes may be given where the layers allow them."""
         if not self.inputs:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from caffepy.backend import Array
 from caffepy.blob import Blob
+from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
@@ -411,7 +412,7 @@ class Net:
 
     # -- parameters ----------------------------------------------------------------------------------
 
-    def copy_trained_layers_from(self, weights: caffe_pb2.NetParameter, origin: str) -> list[str]:
+    def copy_trained_layers_from(self, weights: caffe_pb2.NetParameter | TrainedLayers, origin: str) -> list[str]:
         """Copy the parameters of layers that have the same name; returns the names of those copied.
 
         Raises:

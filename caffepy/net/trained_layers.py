@@ -17,6 +17,7 @@ import numpy as np
 from caffepy.blob import format_shape
 from caffepy.config.checksum import Part
 from caffepy.config.messages import field_head
+from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.net.weights import (
@@ -39,7 +40,7 @@ _LAYER_TAG, _BLOBS_TAG = b"\xa2\x06", bytes([_BLOBS << 3 | 2])
 
 def copy_trained_layers(
     layers: Sequence[Layer],
-    weights: caffe_pb2.NetParameter,
+    weights: caffe_pb2.NetParameter | TrainedLayers,
     origin: str,
     shared: Container[tuple[str, int]],
     log_level: int = logging.INFO,
@@ -58,9 +59,10 @@ def copy_trained_layers(
     Raises:
         SnapshotError: a layer has another number of parameters or other shapes.
     """
+    stored = weights if isinstance(weights, TrainedLayers) else TrainedLayers(weights)
     pairs = []
     targets = dict(_numbered(layers))
-    for key, source in _numbered(weights.layer):
+    for key, source in _numbered(stored.param.layer):
         target = targets.get(key)
         if target is None:
             log.log(log_level, "Ignoring source layer %s", source.name)
@@ -69,7 +71,7 @@ def copy_trained_layers(
         pairs.append((source, target))
     for source, target in pairs:
         for index, blob in _stored(source, target).items():
-            load_blob(blob, target.blobs[index], _where(origin, target, index))
+            load_blob(blob, target.blobs[index], _where(origin, target, index), stored.content)
         target.adopt(len(source.blobs))
     copied = [source.name for source, target in pairs if target.blobs]
     own = [layer.name for layer in layers if layer.blobs]

@@ -43,16 +43,25 @@ def blob_parts(data: np.ndarray, diff: np.ndarray | None = None) -> list[Part]:
     return [*parts, caffe_pb2.BlobProto(shape=shape).SerializeToString()]
 
 
-def from_blob_proto(blob: caffe_pb2.BlobProto, where: str) -> np.ndarray:
+def from_blob_proto(blob: caffe_pb2.BlobProto, where: str, content: bytes = b"") -> np.ndarray:
     """The values of a BlobProto, float32 in its own shape; the array may be read-only.
 
     Takes `data`, `double_data` and NVIDIA's `raw_data`.
+
+    Args:
+        blob: with its values.
+        where: for messages.
+        content: the file in which they lie if `blob` has `data_end` (`config/stored_arrays.py`).
 
     Raises:
         SnapshotError: the number of values is not that of the shape.
     """
     check_values(blob, where)
-    if blob.double_data:
+    if blob.data_end:
+        values = np.frombuffer(memoryview(content)[blob.data_begin : blob.data_end], "<f4").astype(
+            np.float32, copy=False
+        )
+    elif blob.double_data:
         values = np.array(blob.double_data, np.float32)
     elif blob.raw_data:
         values = np.frombuffer(blob.raw_data, _RAW_TYPES[blob.raw_data_type]).astype(np.float32, copy=False)
@@ -82,7 +91,11 @@ def proto_shape(blob: caffe_pb2.BlobProto) -> tuple[int, ...]:
 
 def is_stored(blob: caffe_pb2.BlobProto) -> bool:
     """Whether a BlobProto has values; an empty one is a shared parameter, stored with its owner only."""
-    return bool(blob.data or blob.double_data or blob.raw_data) or blob.HasField("shape") or has_old_shape(blob)
+    return (
+        bool(blob.data or blob.data_end or blob.double_data or blob.raw_data)
+        or blob.HasField("shape")
+        or has_old_shape(blob)
+    )
 
 
 def same_shape(blob: caffe_pb2.BlobProto, shape: tuple[int, ...]) -> bool:
@@ -93,10 +106,10 @@ def same_shape(blob: caffe_pb2.BlobProto, shape: tuple[int, ...]) -> bool:
     return len(shape) <= 4 and saved == (1,) * (4 - len(shape)) + shape
 
 
-def load_blob(source: caffe_pb2.BlobProto, target: Blob, where: str) -> None:
-    """Copy the values of a BlobProto whose shape fits into a blob's data."""
-    values = from_blob_proto(source, where)
-    target.backend.from_host(values.reshape(target.shape), target.data)
+def load_blob(source: caffe_pb2.BlobProto, target: Blob, where: str, content: bytes = b"") -> None:
+    """Copy the values of a BlobProto whose shape fits into a blob's data; `content` as for `from_blob_proto`."""
+    values = from_blob_proto(source, where, content)
+    target.load(values.reshape(target.shape))
 
 
 def _packed_data(blob: caffe_pb2.BlobProto) -> np.ndarray:

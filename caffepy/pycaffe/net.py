@@ -30,7 +30,7 @@ from caffepy.pycaffe.core.structure import NetStructure
 from caffepy.pycaffe.mode import mode
 from caffepy.registry import suggest
 from caffepy.snapshot.binary import write_weights_binary
-from caffepy.snapshot.files import read_weights
+from caffepy.snapshot.files import read_trained_layers
 from caffepy.snapshot.hdf5 import read_weights_hdf5, write_weights_hdf5
 
 logger = logging.getLogger("caffepy.pycaffe")
@@ -330,7 +330,7 @@ class Net(NetStructure, AllBatches):
         """
         self._inference.parameters_change()
         with self.device.computing():
-            self._core.copy_trained_layers_from(read_weights(Path(trained_file)), str(trained_file))
+            self._core.copy_trained_layers_from(read_trained_layers(Path(trained_file)), str(trained_file))
 
     def share_with(self, other: Net) -> None:
         """Let layers of the same name use the parameters of `other`; arrays handed out before are not theirs any more.

@@ -19,6 +19,7 @@ import numpy as np
 
 from caffepy.config import load
 from caffepy.config.checksum import stored_blobs
+from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.files import atomic_write, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
@@ -114,6 +115,15 @@ def read_weights(path: Path) -> NetParameter:
     return param
 
 
+def read_trained_layers(path: Path) -> TrainedLayers:
+    """As `read_weights`, for those who copy them into a net: the large arrays of binary files are not in messages.
+
+    Raises:
+        SnapshotError: it is absent, damaged or something else.
+    """
+    return TrainedLayers(read_weights(path)) if is_hdf5(path) else load.read_trained_layers(path)
+
+
 def read_state(path: Path) -> SolverState:
     """The state in a .solverstate of either format, with `crc32c` and `blob_count` if it is one of ours.
 
@@ -145,7 +155,7 @@ def describe_snapshot(path: Path) -> str:
     Raises:
         SnapshotError: it is absent, damaged or something else.
     """
-    message = read_state(path) if _STATE.search(path.name) else read_weights(path)
+    message = read_state(path) if _STATE.search(path.name) else read_trained_layers(path).param
     count = len(stored_blobs(message))
     what = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
     blobs = f"{what}, {count} blob{'s' * (count != 1)}"
@@ -178,7 +188,7 @@ def newest_snapshot(prefix: Path | str) -> Path | None:
     """The .solverstate written last that can be read, and its weights too; None if there is none."""
     for path in snapshots(prefix):
         try:
-            read_weights(find_learned_net(read_state(path), path))
+            read_trained_layers(find_learned_net(read_state(path), path))
         except SnapshotError as error:
             log.warning("skipping an incomplete snapshot: %s", error)
             continue

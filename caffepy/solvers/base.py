@@ -33,7 +33,7 @@ from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot.files import check_snapshot, read_weights, remove_unfinished
+from caffepy.snapshot.files import check_snapshot, read_trained_layers, remove_unfinished
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
 from caffepy.solvers.clock import Clock
@@ -203,7 +203,7 @@ class Solver(SolverFace, ABC):
         """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
         for path in paths:
             self.log("Finetuning from %s", path)
-            self.net.copy_trained_layers_from(read_weights(path), str(path))
+            self.net.copy_trained_layers_from(read_trained_layers(path), str(path))
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:

@@ -131,3 +131,26 @@ def test_a_blob_that_gets_other_values_does_not_ask_for_its_own(how: str) -> Non
         blob.drop_data()
     assert not blob.host_data().any()
     assert calls == []
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_loaded_values_replace_those_of_the_filler(used: bool) -> None:
+    """What the filler would have made is made only if somebody had asked for it before."""
+    calls: list[int] = []
+    blob = Blob(CpuBackend(1), (2, 3), "b")
+    blob.fill_with(counted(calls))
+    memory = blob.data if used else None
+    blob.load(np.full((2, 3), 7, np.float32))
+    assert blob.host_data().tolist() == [[7, 7, 7], [7, 7, 7]]
+    assert calls == [1] * used
+    assert memory is None or memory is blob.data
+
+
+def test_loaded_values_are_those_of_the_blob_that_is_followed() -> None:
+    calls: list[int] = []
+    backend = CpuBackend(1)
+    blob, owner = Blob(backend, (2, 3), "b"), Blob(backend, (2, 3), "a")
+    owner.fill_with(counted(calls))
+    blob.follow(owner)
+    blob.load(np.full((2, 3), 7, np.float32))
+    assert owner.host_data().tolist() == blob.host_data().tolist() == [[7, 7, 7], [7, 7, 7]]

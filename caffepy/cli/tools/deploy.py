@@ -113,7 +113,7 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
     """
     from caffepy.backend import create_backend
     from caffepy.backend.meta.backend import MetaBackend
-    from caffepy.config.load import read_weights
+    from caffepy.config.load import read_trained_layers
     from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.proto import caffe_pb2
@@ -123,7 +123,7 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
     try:
         if weights is None:
             return 0
-        taken = built.copy_trained_layers_from(read_weights(weights), str(weights))
+        taken = built.copy_trained_layers_from(read_trained_layers(weights), str(weights))
         lacking = [layer.name for layer in built.layers if layer.blobs and layer.name not in taken]
         if lacking:
             raise SnapshotError(

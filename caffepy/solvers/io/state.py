@@ -17,7 +17,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.snapshot.files import (
     find_learned_net,
     read_state,
-    read_weights,
+    read_trained_layers,
     snapshot_names,
     write_state,
     write_weights,
@@ -152,8 +152,8 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
 
 
 def _restore_weights(state: TrainState, path: Path) -> None:
-    weights = read_weights(path)
-    stored = {layer.name for layer in weights.layer}
+    weights = read_trained_layers(path)
+    stored = {layer.name for layer in weights.param.layer}
     for parameter in state.net.parameters.parameters:
         if parameter.layer not in stored:
             raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")

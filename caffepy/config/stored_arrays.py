@@ -1,0 +1,179 @@
+"""Large arrays of a .caffemodel stay in the file's bytes; the messages that are read hold where they lie.
+
+protobuf makes each array two or three times: in the message, in its copy when an old format is upgraded, and in the
+bytes that NumPy reads. Owns the way from a file's bytes to bytes without large arrays. `config/load.py` reads these,
+`net/weights.py` takes the arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from caffepy.config.checksum import Part
+from caffepy.config.messages import field_head
+from caffepy.errors import SnapshotError
+from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
+
+MIN_BYTES = 1 << 16
+"""Of an array that stays in the file's bytes."""
+MAX_FIELDS = 100_000
+"""Of a file whose fields are looked at; in one with more of them, numbers one by one for example, no array stays."""
+
+_VARINT, _EIGHT_BYTES, _DELIMITED, _FOUR_BYTES = 0, 1, 2, 5
+"""Wire types; the two of groups are in no file of Caffe's."""
+_FIXED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
+Within: TypeAlias = "Mapping[int, Within]"
+"""Numbers of the fields whose messages are entered, and what is entered in these; `_ARRAY` is what is looked for."""
+_ARRAY: Within = {}
+_BLOB: Within = {BlobProto.DATA_FIELD_NUMBER: _ARRAY}
+_NET: Within = {
+    NetParameter.LAYER_FIELD_NUMBER: {LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
+    NetParameter.LAYERS_FIELD_NUMBER: {V1LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
+}
+
+
+class _UnusualError(Exception):
+    """These bytes are damaged, or written as neither Caffe does: protobuf is to read all of them."""
+
+
+@dataclass(frozen=True)
+class TrainedLayers:
+    """Layers with their parameters.
+
+    Args:
+        param: of a blob that has `data_end`, the values of `data` are `content[data_begin:data_end]`, float32.
+        content: the file, if any array lies there.
+    """
+
+    param: NetParameter
+    content: bytes = b""
+
+
+@dataclass
+class Apart:
+    """A file's bytes without the large arrays.
+
+    Args:
+        rest: the serialised message; each array is replaced by `data_begin` and `data_end`.
+        arrays: where they lie in the file, (begin, end).
+    """
+
+    rest: bytes
+    arrays: set[tuple[int, int]] = field(default_factory=set)
+
+    def check(self, param: NetParameter, origin: str) -> None:
+        """Refuse positions that were in the file before.
+
+        Raises:
+            SnapshotError: there are such.
+        """
+        layers: list[LayerParameter | V1LayerParameter] = [*param.layer, *param.layers]
+        for layer in layers:
+            for blob in layer.blobs:
+                given = blob.HasField("data_begin") or blob.HasField("data_end")
+                if given and (blob.data_begin, blob.data_end) not in self.arrays:
+                    raise SnapshotError(
+                        f"{origin}: a blob of layer '{layer.name}' has data_begin or data_end, which are in no file; "
+                        "the file is damaged"
+                    )
+
+
+class _Field(NamedTuple):
+    """One field in serialised bytes: its number and wire type, where it begins, where its content begins and ends."""
+
+    number: int
+    kind: int
+    start: int
+    begin: int
+    end: int
+
+
+def set_apart(content: bytes) -> Apart:
+    """A serialised NetParameter without the large arrays of its layers; all of it where it is written unusually."""
+    arrays: set[tuple[int, int]] = set()
+    try:
+        parts = _without_arrays(memoryview(content), 0, len(content), _NET, arrays, itertools.count())
+    except _UnusualError:
+        return Apart(content)
+    return Apart(b"".join(parts), arrays) if arrays else Apart(content)
+
+
+def _without_arrays(
+    view: memoryview, begin: int, end: int, within: Within, arrays: set[tuple[int, int]], count: Iterator[int]
+) -> list[Part]:
+    """The bytes of a message, in parts, without its arrays, which are added to `arrays`."""
+    parts: list[Part] = []
+    taken, found = begin, 0
+    for each in _fields(view, begin, end, count):
+        entered = within.get(each.number)
+        if entered is None:
+            continue
+        if each.kind != _DELIMITED:
+            raise _UnusualError
+        parts.append(view[taken : each.start])
+        if entered is _ARRAY:
+            found += 1
+            parts.append(_where(view, each, arrays))
+        else:
+            inner = _without_arrays(view, each.begin, each.end, entered, arrays, count)
+            parts += [field_head(_tag(each.number, _DELIMITED), sum(map(len, inner))), *inner]
+        taken = each.end
+    if found > 1:  # protobuf joins them
+        raise _UnusualError
+    return [*parts, view[taken:end]]
+
+
+def _where(view: memoryview, array: _Field, arrays: set[tuple[int, int]]) -> Part:
+    """What stands in a BlobProto in place of an array."""
+    size = array.end - array.begin
+    if size < MIN_BYTES:
+        return view[array.start : array.end]
+    if size % 4:
+        raise _UnusualError
+    arrays.add((array.begin, array.end))
+    return BlobProto(data_begin=array.begin, data_end=array.end).SerializeToString()
+
+
+def _fields(view: memoryview, begin: int, end: int, count: Iterator[int]) -> Iterator[_Field]:
+    """The fields of a message."""
+    at = begin
+    while at < end:
+        if next(count) >= MAX_FIELDS:
+            raise _UnusualError
+        start = at
+        tag, at = _varint(view, at, end)
+        kind = tag & 7
+        content = at
+        if kind == _VARINT:
+            _, at = _varint(view, at, end)
+        elif kind == _DELIMITED:
+            size, content = _varint(view, at, end)
+            at = content + size
+        elif kind in _FIXED:
+            at += _FIXED[kind]
+        else:
+            raise _UnusualError
+        if at > end:
+            raise _UnusualError
+        yield _Field(tag >> 3, kind, start, content, at)
+
+
+def _varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    number = 0
+    for shift in range(0, 64, 7):
+        if at >= end:
+            break
+        byte = view[at]
+        number, at = number | (byte & 127) << shift, at + 1
+        if byte < 128:
+            return number, at
+    raise _UnusualError
+
+
+def _tag(number: int, kind: int) -> bytes:
+    """The bytes with which a field begins."""
+    return field_head(b"", number << 3 | kind)
