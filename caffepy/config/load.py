@@ -18,7 +18,7 @@ from caffepy.config.checksum import check_whole
 from caffepy.config.messages import walk_fields
 from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.config.paths import is_folder
-from caffepy.config.stored_arrays import Apart, TrainedLayers, set_apart
+from caffepy.config.stored_arrays import Apart, StoredState, TrainedLayers, set_apart
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
@@ -132,8 +132,8 @@ def read_trained_layers(path: Path | str) -> TrainedLayers:
     """
     with refusing_damage(str(path)):
         content = _read(path, "file", SnapshotError)
-        apart = set_apart(content)
-        return TrainedLayers(_checked_weights(apart, content, path), content if apart.arrays else b"")
+        apart = set_apart(content, NetParameter)
+        return TrainedLayers(_checked_weights(apart, content, path), apart.content)
 
 
 def _checked_weights(apart: Apart, content: bytes, path: Path | str) -> NetParameter:
@@ -158,12 +158,31 @@ def read_solver_state(path: Path | str) -> SolverState:
             says what it looks like. Also when a blob does not hold as many values as its shape says.
     """
     with refusing_damage(str(path)):
-        state = read_binary(path, SolverState())
-        if not state.HasField("iter"):
-            raise SnapshotError(f"{path}: not a .solverstate: {describe_content(_head(path))}")
-        if len(state.history) > _MAX_LAYERS:
-            raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
-        check_state(state, str(path))
+        content = _read(path, "file", SnapshotError)
+        return _checked_state(Apart(content), content, path)
+
+
+def read_stored_state(path: Path | str) -> StoredState:
+    """As `read_solver_state`, with large arrays in the file's bytes: for those who copy the history into a solver.
+
+    Raises:
+        SnapshotError: as `read_solver_state`.
+    """
+    with refusing_damage(str(path)):
+        content = _read(path, "file", SnapshotError)
+        apart = set_apart(content, SolverState)
+        return StoredState(_checked_state(apart, content, path), apart.content)
+
+
+def _checked_state(apart: Apart, content: bytes, path: Path | str) -> SolverState:
+    """The message of a file's content, checked."""
+    state = _parse_binary(apart.rest, content, SolverState(), str(path))
+    if not state.HasField("iter"):
+        raise SnapshotError(f"{path}: not a .solverstate: {describe_content(_head(path))}")
+    if len(state.history) > _MAX_LAYERS:
+        raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
+    apart.check(state, str(path))
+    check_state(state, str(path))
     return state
 
 

@@ -1,4 +1,4 @@
-"""Large arrays of a .caffemodel stay in the file's bytes; the messages that are read hold where they lie.
+"""Large arrays of a binary snapshot stay in the file's bytes; the messages that are read hold where they lie.
 
 protobuf makes each array two or three times: in the message, in its copy when an old format is upgraded, and in the
 bytes that NumPy reads. Owns the way from a file's bytes to bytes without large arrays. `config/load.py` reads these,
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from caffepy.config.checksum import Part
 from caffepy.config.messages import field_head
 from caffepy.errors import SnapshotError
-from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
+from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, SolverState, V1LayerParameter
 
 MIN_BYTES = 1 << 16
 """Of an array that stays in the file's bytes."""
@@ -29,9 +29,12 @@ Within: TypeAlias = "Mapping[int, Within]"
 """Numbers of the fields whose messages are entered, and what is entered in these; `_ARRAY` is what is looked for."""
 _ARRAY: Within = {}
 _BLOB: Within = {BlobProto.DATA_FIELD_NUMBER: _ARRAY}
-_NET: Within = {
-    NetParameter.LAYER_FIELD_NUMBER: {LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
-    NetParameter.LAYERS_FIELD_NUMBER: {V1LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
+_WITHIN: dict[type[NetParameter | SolverState], Within] = {
+    NetParameter: {
+        NetParameter.LAYER_FIELD_NUMBER: {LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
+        NetParameter.LAYERS_FIELD_NUMBER: {V1LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
+    },
+    SolverState: {SolverState.HISTORY_FIELD_NUMBER: _BLOB},
 }
 
 
@@ -52,33 +55,55 @@ class TrainedLayers:
     content: bytes = b""
 
 
+@dataclass(frozen=True)
+class StoredState:
+    """A solver's state with its history.
+
+    Args:
+        state: its blobs are as those of `TrainedLayers`.
+        content: likewise.
+    """
+
+    state: SolverState
+    content: bytes = b""
+
+
 @dataclass
 class Apart:
     """A file's bytes without the large arrays.
 
     Args:
         rest: the serialised message; each array is replaced by `data_begin` and `data_end`.
-        arrays: where they lie in the file, (begin, end).
+        content: the file, if any array lies there.
+        arrays: where they lie, (begin, end).
     """
 
     rest: bytes
+    content: bytes = b""
     arrays: set[tuple[int, int]] = field(default_factory=set)
 
-    def check(self, param: NetParameter, origin: str) -> None:
+    def check(self, message: NetParameter | SolverState, origin: str) -> None:
         """Refuse positions that were in the file before.
 
         Raises:
             SnapshotError: there are such.
         """
-        layers: list[LayerParameter | V1LayerParameter] = [*param.layer, *param.layers]
-        for layer in layers:
-            for blob in layer.blobs:
-                given = blob.HasField("data_begin") or blob.HasField("data_end")
-                if given and (blob.data_begin, blob.data_end) not in self.arrays:
-                    raise SnapshotError(
-                        f"{origin}: a blob of layer '{layer.name}' has data_begin or data_end, which are in no file; "
-                        "the file is damaged"
-                    )
+        for blob in _blobs(message):
+            given = blob.HasField("data_begin") or blob.HasField("data_end")
+            if given and (blob.data_begin, blob.data_end) not in self.arrays:
+                raise SnapshotError(
+                    f"{origin}: a blob has data_begin or data_end, which are in no file; the file is damaged"
+                )
+
+
+def _blobs(message: NetParameter | SolverState) -> Iterator[BlobProto]:
+    """The blobs of a message of any age."""
+    if isinstance(message, SolverState):
+        yield from message.history
+        return
+    layers: list[LayerParameter | V1LayerParameter] = [*message.layer, *message.layers]
+    for layer in layers:
+        yield from layer.blobs
 
 
 class _Field(NamedTuple):
@@ -91,14 +116,14 @@ class _Field(NamedTuple):
     end: int
 
 
-def set_apart(content: bytes) -> Apart:
-    """A serialised NetParameter without the large arrays of its layers; all of it where it is written unusually."""
+def set_apart(content: bytes, kind: type[NetParameter | SolverState]) -> Apart:
+    """A serialised message without the large arrays of its blobs; all of it where it is written unusually."""
     arrays: set[tuple[int, int]] = set()
     try:
-        parts = _without_arrays(memoryview(content), 0, len(content), _NET, arrays, itertools.count())
+        parts = _without_arrays(memoryview(content), 0, len(content), _WITHIN[kind], arrays, itertools.count())
     except _UnusualError:
         return Apart(content)
-    return Apart(b"".join(parts), arrays) if arrays else Apart(content)
+    return Apart(b"".join(parts), content, arrays) if arrays else Apart(content)
 
 
 def _without_arrays(

@@ -19,7 +19,7 @@ import numpy as np
 
 from caffepy.config import load
 from caffepy.config.checksum import stored_blobs
-from caffepy.config.stored_arrays import TrainedLayers
+from caffepy.config.stored_arrays import StoredState, TrainedLayers
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.files import atomic_write, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
@@ -140,6 +140,15 @@ def read_state(path: Path) -> SolverState:
     return state
 
 
+def read_stored_state(path: Path) -> StoredState:
+    """As `read_state`, for those who copy the history: the large arrays of binary files are not in messages.
+
+    Raises:
+        SnapshotError: it is absent, damaged or something else.
+    """
+    return StoredState(read_state(path)) if is_hdf5(path) else load.read_stored_state(path)
+
+
 def is_hdf5(path: Path) -> bool:
     """Whether a regular file is there and begins as HDF5 files do."""
     try:
@@ -155,7 +164,8 @@ def describe_snapshot(path: Path) -> str:
     Raises:
         SnapshotError: it is absent, damaged or something else.
     """
-    message = read_state(path) if _STATE.search(path.name) else read_trained_layers(path).param
+    is_state = _STATE.search(path.name)
+    message = read_stored_state(path).state if is_state else read_trained_layers(path).param
     count = len(stored_blobs(message))
     what = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
     blobs = f"{what}, {count} blob{'s' * (count != 1)}"
@@ -188,7 +198,7 @@ def newest_snapshot(prefix: Path | str) -> Path | None:
     """The .solverstate written last that can be read, and its weights too; None if there is none."""
     for path in snapshots(prefix):
         try:
-            read_trained_layers(find_learned_net(read_state(path), path))
+            read_trained_layers(find_learned_net(read_stored_state(path).state, path))
         except SnapshotError as error:
             log.warning("skipping an incomplete snapshot: %s", error)
             continue

@@ -114,9 +114,9 @@ class State(SnapshotTarget):
         self.blobs = [*seeds.golden("binary_iter_4.solverstate"), seeds.snapshots(self.folder)["solverstate"]]
 
     def read(self) -> None:
-        from caffepy.snapshot.files import find_learned_net, read_state
+        from caffepy.snapshot.files import find_learned_net, read_stored_state
 
-        find_learned_net(read_state(self.path), self.path)
+        find_learned_net(read_stored_state(self.path).state, self.path)
 
 
 class StateHdf5(Hdf5Target):

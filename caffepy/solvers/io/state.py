@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from caffepy.blob import format_shape
+from caffepy.config.stored_arrays import StoredState
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.net.weights import check_values, from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.snapshot.files import (
     find_learned_net,
-    read_state,
+    read_stored_state,
     read_trained_layers,
     snapshot_names,
     write_state,
@@ -95,12 +96,13 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
     Raises:
         SnapshotError: a file cannot be read, or is of another solver or net; nothing was changed.
     """
-    saved = read_state(path)
+    stored = read_stored_state(path)
+    saved = stored.state
     _check_rule(state, saved, path)
     _check_history(state, saved, path)
     if saved.HasField("learned_net"):
         _restore_weights(state, find_learned_net(saved, path))
-    _restore_history(state, saved, path)
+    _restore_history(state, stored, path)
     saved.ClearField("history")
     adopt_state(state, saved)
     return saved
@@ -160,12 +162,12 @@ def _restore_weights(state: TrainState, path: Path) -> None:
     state.net.copy_trained_layers_from(weights, str(path))
 
 
-def _restore_history(state: TrainState, saved: SolverState, path: Path) -> None:
+def _restore_history(state: TrainState, stored: StoredState, path: Path) -> None:
     parameters = state.net.parameters
     count = len(parameters.parameters)
-    for i, blob in enumerate(saved.history):
+    for i, blob in enumerate(stored.state.history):
         parameter = parameters.parameters[i % count]
-        values = from_blob_proto(blob, f"{path}: history blob {i}").reshape(parameter.blob.shape)
+        values = from_blob_proto(blob, f"{path}: history blob {i}", stored.content).reshape(parameter.blob.shape)
         state.backend.from_host(values, parameters.view(state.history[i // count], parameter))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
 from caffepy.config import stored_arrays
-from caffepy.config.load import read_trained_layers, read_weights
+from caffepy.config.load import read_solver_state, read_stored_state, read_trained_layers, read_weights
 from caffepy.config.messages import field_head
 from caffepy.config.stored_arrays import set_apart
 from caffepy.config.text import parse_text
@@ -26,6 +26,7 @@ from caffepy.proto.caffe_pb2 import (
     BlobShape,
     LayerParameter,
     NetParameter,
+    SolverState,
     V0LayerParameter,
     V1LayerParameter,
 )
@@ -44,7 +45,7 @@ def blob_of(count: int, **fields: Any) -> BlobProto:
 
 def brought_back(content: bytes) -> NetParameter:
     """The message of a file's bytes, read without the large arrays, which are then put where they belong."""
-    apart = set_apart(content)
+    apart = set_apart(content, NetParameter)
     param = NetParameter.FromString(apart.rest)
     for layer in [*param.layer, *param.layers]:
         for blob in layer.blobs:
@@ -83,7 +84,7 @@ def test_any_net_is_read_alike(net: NetParameter, unknown: bytes) -> None:
     content = net.SerializeToString()
     assert brought_back(content) == net
     number = field_head(b"", 3000 << 3 | 2) + field_head(b"", len(unknown)) + unknown
-    assert set_apart(content + number).rest.endswith(number)
+    assert set_apart(content + number, NetParameter).rest.endswith(number)
     assert (
         brought_back(content + number).SerializeToString()
         == NetParameter.FromString(content + number).SerializeToString()
@@ -101,7 +102,7 @@ def test_damaged_bytes_are_left_to_protobuf(net: NetParameter, data: st.DataObje
         whole = NetParameter.FromString(damaged)
     except Exception as error:  # protobuf's; whichever it is, it must be the same
         with pytest.raises(type(error)):
-            NetParameter.FromString(set_apart(damaged).rest)
+            NetParameter.FromString(set_apart(damaged, NetParameter).rest)
         return
     if not any(blob.HasField("data_end") for layer in [*whole.layer, *whole.layers] for blob in layer.blobs):
         assert brought_back(damaged).SerializePartialToString() == whole.SerializePartialToString()
@@ -131,7 +132,7 @@ def data_field(count: int) -> bytes:
     ],
 )
 def test_unusual_bytes_are_read_whole(content: bytes) -> None:
-    apart = set_apart(content)
+    apart = set_apart(content, NetParameter)
     assert apart.rest is content
     assert not apart.arrays
 
@@ -140,10 +141,10 @@ def test_many_fields_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers one by one, as proto2 writes lists that are not packed, take protobuf no time and Python much."""
     content = blobs_file(data_field(8), b"\x2d\x00\x00\x80\x3f")
     monkeypatch.setattr(stored_arrays, "MAX_FIELDS", 4)
-    assert set_apart(blobs_file(data_field(8))).arrays
+    assert set_apart(blobs_file(data_field(8)), NetParameter).arrays
     many = blobs_file(data_field(8)) + b"\x28\x01" * 10
-    assert set_apart(many).rest is many
-    assert not set_apart(content).arrays
+    assert set_apart(many, NetParameter).rest is many
+    assert not set_apart(content, NetParameter).arrays
 
 
 @pytest.mark.parametrize("position", [{"data_end": 32}, {"data_begin": 4, "data_end": 36}, {"data_begin": 0}])
@@ -154,7 +155,27 @@ def test_positions_in_a_file_are_refused(position: dict[str, int], tmp_path: Pat
     layer = LayerParameter(name="ip", type="InnerProduct", blobs=[blob_of(8), blob])
     path.write_bytes(NetParameter(layer=[layer]).SerializeToString())
     for read in (read_trained_layers, read_weights):
-        with pytest.raises(SnapshotError, match=r"x\.caffemodel: a blob of layer 'ip' has data_begin or data_end, wh"):
+        with pytest.raises(
+            SnapshotError, match=r"x\.caffemodel: a blob has data_begin or data_end, which are in no file"
+        ):
+            read(path)
+
+
+def test_the_history_of_a_state(tmp_path: Path) -> None:
+    path = tmp_path / "x.solverstate"
+    state = SolverState(iter=3, history=[blob_of(8), blob_of(3), blob_of(40)], learned_net="x")
+    path.write_bytes(state.SerializeToString())
+    stored = read_stored_state(path)
+    assert (stored.state.iter, stored.state.learned_net) == (3, "x")
+    assert [len(blob.data) for blob in stored.state.history] == [0, 3, 0]
+    for found, expected in zip(stored.state.history, state.history, strict=True):
+        values = from_blob_proto(found, "x", stored.content)
+        np.testing.assert_array_equal(values, np.array(expected.data, np.float32))
+    assert read_solver_state(path) == state
+    state.history[1].data_end = 60
+    path.write_bytes(state.SerializeToString())
+    for read in (read_stored_state, read_solver_state):
+        with pytest.raises(SnapshotError, match=r"x\.solverstate: a blob has data_begin or data_end"):
             read(path)
 
 
