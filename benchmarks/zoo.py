@@ -35,33 +35,8 @@ median of 20 nets 0.75: tables in docs/gpu.md. `--seconds` counts what `--prepar
 graphs on our side is marked: ResNet-18's training was not for long, and took 11.1 to 17.9 ms by what else the host did,
 with graphs 9.3 (PyTorch 12.0).
 
-Two threads of an AMD EPYC (Zen 5, vectors of 16), a virtual machine alone, in turns, `--quick --modes last`: ms of
-caffepy and of the fastest peer (in inference of one image onnxruntime), ratio, GiB of both processes. 42 rows, 0.35 to
-1.00, median 0.68 (training 0.60, inference 0.80):
-
-                   inference       ratio  GiB           batch  training      ratio  GiB
-    MobileNet-SSD  5.8 / 5.8       1.00   0.26 / 0.16       2   64 / 99       0.65   0.45 / 0.57
-    MobileNet      2.6 / 2.6       0.99   0.24 / 0.13      16   226 / 348     0.66   0.91 / 1.29
-    SqueezeNet     1.6 / 1.7       0.96   0.15 / 0.09      16   120 / 252     0.45   0.50 / 0.80
-    ResNet-152     49 / 51         0.95   0.68 / 0.67       2   371 / 532     0.69   1.20 / 1.29
-    ResNet-50      16.8 / 18.6     0.92   0.35 / 0.34       8   486 / 696     0.70   1.13 / 1.53
-    autoencoder    0.092 / 0.090   0.92   0.18 / 0.08     100   6.5 / 10.9    0.60   0.23 / 0.33
-    LRCN           11.9 / 13.5     0.88   0.69 / 0.66       4   91 / 181      0.49   0.89 / 1.05
-    ResNet-18      7.3 / 8.9       0.87   0.23 / 0.23       8   169 / 236     0.72   0.51 / 0.75
-    Inception-v3   23.1 / 26.8     0.86   0.34 / 0.30       4   376 / 538     0.69   0.81 / 1.08
-    CaffeNet       7.8 / 9.3       0.83   0.69 / 0.44      10   127 / 275     0.49   0.89 / 1.10
-    DenseNet-121   11.6 / 16.8     0.69   0.23 / 0.19       4   216 / 265     0.81   0.73 / 0.91
-    siamese net    0.028 / 0.040   0.74   0.12 / 0.07      64   8.3 / 10.5    0.81   0.20 / 0.32
-    CIFAR-10 quick 0.064 / 0.078   0.80   0.12 / 0.07     100   18.5 / 31     0.58   0.24 / 0.35
-    LeNet          0.029 / 0.040   0.72   0.12 / 0.07      64   4.8 / 8.8     0.55   0.19 / 0.31
-    VGG-19         62 / 87         0.69   1.72 / 1.12       2   431 / 952     0.45   1.95 / 2.18
-    VGG-16         48 / 71         0.68   1.70 / 1.02       2   346 / 980     0.35   1.88 / 2.12
-    SSD300         90 / 130        0.67   0.51 / 0.35       1   329 / 547     0.60   0.70 / 0.89
-    FCN-8s         523 / 775       0.67   2.00 / 2.19       1   2386 / 5288   0.44   2.87 / 3.37
-    CIFAR-10 full  0.067 / 0.122   0.54   0.12 / 0.07     100   20.1 / 29.3   0.66   0.21 / 0.39
-    AlexNet        6.2 / 11.5      0.54   0.69 / 0.44      10   131 / 352     0.38   0.99 / 1.24
-    GoogLeNet      6.6 / 15.8      0.42   0.20 / 0.13       8   178 / 359     0.51   0.64 / 1.03
-
+Two threads of an AMD EPYC (Zen 5, vectors of 16), a virtual machine alone, in turns, `--quick --modes last`: 42 rows,
+0.35 to 1.00, median 0.68 (training 0.60, inference of one image beside onnxruntime 0.80): table in docs/cpu.md.
 `--modes last,compile`: compiled, PyTorch was slower in all nine trainings tried (by 1.08 to 1.52), ours 0.57 to 0.88 of
 its best. With vectors of eight on both sides (`--avx2`), training: ResNet-18 0.64, MobileNet 0.73, ResNet-50 0.77,
 DenseNet-121 0.80, MobileNet-SSD 0.88, SqueezeNet 0.54, LeNet 0.80, CIFAR-10 quick 0.73 and full 0.62, autoencoder 0.90.
