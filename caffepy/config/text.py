@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import re
 from typing import TypeVar
 
@@ -19,12 +21,16 @@ M = TypeVar("M", bound=Message)
 LONG_LIST = 15
 """Above this many fields a message's names are not listed in an error; the schema is named instead."""
 
+CLOSE = 0.8
+"""How alike two names of a layer's parameters are, of 1, for the one to be offered in place of the other."""
+
 _UNKNOWN_FIELD = re.compile(r'Message type "caffepy\.([\w.]+)" has no field named "([^"]*)"')
 _UNKNOWN_VALUE = re.compile(r'Enum type "caffepy\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
 _REPEATED = re.compile(r'Message type "caffepy\.([\w.]+)" should not have multiple "([^"]*)" fields')
 _QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
 _NO_NUMBER = re.compile(r"Couldn't parse (float|integer|number): (.+)")
 _NO_STRING = re.compile(r"[Ee]xpected string but found: ('.*')")
+_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}]|\w+""")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
@@ -44,7 +50,9 @@ def parse_text(text: str, message: M, origin: str) -> M:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
-        raise ConfigError(f"{where}: {_explain(_bare(str(error)), message.DESCRIPTOR.name)}") from None
+        of_fork = _field_of_a_fork(str(error), text, error.GetLine() or 1, error.GetColumn() or 1)
+        explained = of_fork or _explain(_bare(str(error)), message.DESCRIPTOR.name)
+        raise ConfigError(f"{where}: {explained}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: messages are nested too deeply to be a net or a solver") from None
     missing = message.FindInitializationErrors()  # type: ignore[attr-defined]
@@ -141,6 +149,42 @@ def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
         return f"'{name}' is a field of a net, and a solver was expected; give the solver that has net: \"this file\""
     if root == "NetParameter" and name in caffe_pb2.SolverParameter.DESCRIPTOR.fields_by_name:
         return f"'{name}' is a field of a solver, and a net was expected; give the file that the solver's net: names"
+    return ""
+
+
+def _field_of_a_fork(message: str, text: str, line: int, column: int) -> str:
+    """What to say of a layer's unknown parameters that resemble none, which those of a fork's own layer types do."""
+    unknown = _UNKNOWN_FIELD.search(message)
+    if not unknown or unknown[1] != "LayerParameter" or not unknown[2].endswith("_param"):
+        return ""
+    type_name = _type_of_block(text, sum(len(row) + 1 for row in text.split("\n")[: line - 1]) + column - 1)
+    if not type_name:
+        return ""
+    known = [name for name in caffe_pb2.LayerParameter.DESCRIPTOR.fields_by_name if name.endswith("_param")]
+    own = [name for name in known if name.replace("_", "") == f"{type_name}param".lower()]
+    stems = [name.removesuffix("_param") for name in known]
+    near = difflib.get_close_matches(unknown[2].removesuffix("_param"), stems, n=1, cutoff=CLOSE)
+    found = f"unknown field '{unknown[2]}' of LayerParameter"
+    if own or near:
+        return f"{found}; did you mean '{own[0] if own else f'{near[0]}_param'}'?"
+    return (
+        f"{found}, in a layer of type '{type_name}'; if that is a type of another Caffe, docs/layers.md lists "
+        "those that there are, and one that is missing can be written as a Python layer"
+    )
+
+
+def _type_of_block(text: str, position: int) -> str:
+    """The `type` within the innermost braces around a position; empty if there is none."""
+    blocks: list[tuple[int, list[str]]] = []
+    for token in _TOKEN.finditer(text):
+        if token[0] == "{":
+            blocks.append((token.start(), []))
+        elif token[0] == "}":
+            start, words = blocks.pop() if blocks else (position, [])
+            if start < position < token.start():
+                return next((b.strip("\"'") for a, b in itertools.pairwise(words) if a == "type"), "")
+        elif blocks and token[0][0] != "#":
+            blocks[-1][1].append(token[0])
     return ""
 
 

@@ -47,6 +47,20 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
             r"unknown field 'num_output' of LayerParameter; it belongs inside .*convolution_param",
         ),
         ("layer { param { momentum: 1 } }", r"of ParamSpec; known: decay_mult, lr_mult, name, share_mode"),
+        (
+            'layer { name: "b" type: "BN" # {\n bn_param { frozen: true } }',
+            r"^net\.prototxt:2:2: unknown field 'bn_param' of .*, in a layer of type 'BN'; if .*a Python layer$",
+        ),
+        (
+            "layer { st_param { } type: 'SpatialTransformer' }",
+            r"'st_param' .*, in a layer of type 'SpatialTransformer'; if",
+        ),
+        (
+            'layer { type: "BatchNorm" bn_param { } }',
+            r"unknown field 'bn_param' .*; did you mean 'batch_norm_param'\?$",
+        ),
+        ('layer { type: "Deconvolution" convolutoin_param { } }', r"did you mean 'convolution_param'\?$"),
+        ("layer { bn_param { } }", r"unknown field 'bn_param' of LayerParameter; did you mean"),
         ("layer { zzqq: 1 }", r"proto/caffe.proto lists the fields of LayerParameter"),
         ("layer { name: x }", r"1:15: 'x' is found where a text in quotes is expected; put it into quotes$"),
         ('layer { name: "a"', r"1:15: the text ends .* close the block that is still open"),
