@@ -21,6 +21,14 @@ M = TypeVar("M", bound=Message)
 LONG_LIST = 15
 """Above this many fields a message's names are not listed in an error; the schema is named instead."""
 
+OTHER_NAMES = {
+    ("ConvolutionParameter", "hole"): "DeepLab's Caffe has this name for dilation; write dilation",
+    ("ConvolutionParameter", "hole_h"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
+    ("ConvolutionParameter", "hole_w"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
+    ("LayerParameter", "blobs_lr"): "it is of the old format; write param { lr_mult: 1 }, one for each, in its place",
+    ("LayerParameter", "weight_decay"): "it is of the old format; write param { decay_mult: 1 }, one for each",
+}
+"""What to write for fields that other Caffes have, by message and field."""
 CLOSE = 0.8
 """How alike two names of a layer's parameters are, of 1, for the one to be offered in place of the other."""
 
@@ -50,8 +58,9 @@ def parse_text(text: str, message: M, origin: str) -> M:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
-        of_fork = _field_of_a_fork(str(error), text, error.GetLine() or 1, error.GetColumn() or 1)
-        explained = of_fork or _explain(_bare(str(error)), message.DESCRIPTOR.name)
+        position = _position(text, error.GetLine() or 1, error.GetColumn() or 1)
+        explained = _field_of_a_fork(str(error), text, position) or _block_for_a_value(str(error), text, position)
+        explained = explained or _explain(_bare(str(error)), message.DESCRIPTOR.name)
         raise ConfigError(f"{where}: {explained}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: messages are nested too deeply to be a net or a solver") from None
@@ -113,6 +122,8 @@ def _explain(message: str, root: str) -> str:
         return "the text ends or continues where a '}' is expected; close the block that is still open"
     if "got }" in message:
         return "this '}' closes nothing; remove it or add the missing '{' above"
+    if message.endswith("got /"):
+        return "comments begin with #, not with a slash"
     if "does not have extensions" in message:
         return "extension names in [brackets] are not part of Caffe's format; remove them"
     return message[:1].lower() + message[1:]
@@ -152,12 +163,26 @@ def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
     return ""
 
 
-def _field_of_a_fork(message: str, text: str, line: int, column: int) -> str:
+def _position(text: str, line: int, column: int) -> int:
+    return sum(len(row) + 1 for row in text.split("\n")[: line - 1]) + column - 1
+
+
+def _block_for_a_value(message: str, text: str, position: int) -> str:
+    """What to say of braces behind a field that is a number, a word or a text."""
+    name = re.search(r"(\w+)\s*$", text[:position])
+    if 'Expected ":"' not in message or name is None or text[position : position + 1] != "{":
+        return ""
+    if name[1] == "param":
+        return "in layers { }, the old format, param is a name; write blobs_lr and weight_decay, or make it layer { }"
+    return f"braces are found where '{name[1]}' takes a value; write {name[1]}: and the value"
+
+
+def _field_of_a_fork(message: str, text: str, position: int) -> str:
     """What to say of a layer's unknown parameters that resemble none, which those of a fork's own layer types do."""
     unknown = _UNKNOWN_FIELD.search(message)
     if not unknown or unknown[1] != "LayerParameter" or not unknown[2].endswith("_param"):
         return ""
-    type_name = _type_of_block(text, sum(len(row) + 1 for row in text.split("\n")[: line - 1]) + column - 1)
+    type_name = _type_of_block(text, position)
     if not type_name:
         return ""
     known = [name for name in caffe_pb2.LayerParameter.DESCRIPTOR.fields_by_name if name.endswith("_param")]
@@ -189,6 +214,8 @@ def _type_of_block(text: str, position: int) -> str:
 
 
 def _field_advice(message: Descriptor, name: str) -> str:
+    if (message.name, name) in OTHER_NAMES:
+        return OTHER_NAMES[message.name, name]
     advice = suggest(name, list(message.fields_by_name))
     if advice.startswith("did you mean"):
         return advice
