@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import errno
 import fcntl
@@ -87,6 +88,23 @@ def read_regular(path: Path | str, most: int) -> bytes:
         size = max(size, len(content))
         raise OSError(errno.EFBIG, f"the file has {size} bytes, more than the {most} that are read", str(path))
     return content
+
+
+def read_list(path: Path | str, most: int) -> str:
+    """The text of a list of files, which may hold names of any bytes; a byte order mark before it is no part of it.
+
+    Raises:
+        OSError: as `read_regular`.
+    """
+    return os.fsdecode(read_regular(path, most).removeprefix(codecs.BOM_UTF8))
+
+
+def working_folder() -> str:
+    """The working directory for a message, also where it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a folder that has been removed"
 
 
 def _check_regular(mode: int, path: Path | str) -> None:

@@ -95,6 +95,13 @@ class Ended(KeyboardInterrupt):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     open_closed_streams()
+    try:
+        return _main(argv)
+    finally:
+        _drop_unwritten_log()
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
@@ -214,6 +221,15 @@ def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
 def _discard_output() -> None:
     """Python would flush what could not be written once more at exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _drop_unwritten_log() -> None:
+    """A log whose disk is full is no failure; Python would flush it once more at exit and end with status 120."""
+    with suppress(ValueError):  # closed
+        try:
+            sys.stderr.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _print_anything() -> None:

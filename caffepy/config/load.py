@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,7 +21,7 @@ from caffepy.config.stored_arrays import Apart, StoredState, TrainedLayers, set_
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
-from caffepy.files import read_regular
+from caffepy.files import read_regular, working_folder
 from caffepy.proto.caffe_pb2 import (
     DOUBLE,
     FLOAT,
@@ -370,19 +369,12 @@ def _read(
     try:
         return read_regular(path, MAX_BYTES if most is None else most)
     except FileNotFoundError:
-        raise error_type(f"{path}: no such {kind}; check the path (working directory: {_working_folder()})") from None
+        raise error_type(f"{path}: no such {kind}; check the path (working directory: {working_folder()})") from None
     except OSError as error:
         if error.errno == errno.EINVAL and Path(path).is_dir():
             raise error_type(f"{path}: this is a folder; name a {kind} in it") from None
         hint = f"; {advice}" if error.errno == errno.EFBIG else ""
         raise error_type(f"{path}: cannot read the {kind}: {error.strerror}{hint}") from None
-
-
-def _working_folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return "it has been removed"
 
 
 def _head(path: Path | str) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import re
 from typing import TypeVar
 
@@ -19,12 +21,24 @@ M = TypeVar("M", bound=Message)
 LONG_LIST = 15
 """Above this many fields a message's names are not listed in an error; the schema is named instead."""
 
+OTHER_NAMES = {
+    ("ConvolutionParameter", "hole"): "DeepLab's Caffe has this name for dilation; write dilation",
+    ("ConvolutionParameter", "hole_h"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
+    ("ConvolutionParameter", "hole_w"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
+    ("LayerParameter", "blobs_lr"): "it is of the old format; write param { lr_mult: 1 }, one for each, in its place",
+    ("LayerParameter", "weight_decay"): "it is of the old format; write param { decay_mult: 1 }, one for each",
+}
+"""What to write for fields that other Caffes have, by message and field."""
+CLOSE = 0.8
+"""How alike two names of a layer's parameters are, of 1, for the one to be offered in place of the other."""
+
 _UNKNOWN_FIELD = re.compile(r'Message type "caffepy\.([\w.]+)" has no field named "([^"]*)"')
 _UNKNOWN_VALUE = re.compile(r'Enum type "caffepy\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
 _REPEATED = re.compile(r'Message type "caffepy\.([\w.]+)" should not have multiple "([^"]*)" fields')
 _QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
 _NO_NUMBER = re.compile(r"Couldn't parse (float|integer|number): (.+)")
 _NO_STRING = re.compile(r"[Ee]xpected string but found: ('.*')")
+_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}]|\w+""")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
@@ -44,7 +58,10 @@ def parse_text(text: str, message: M, origin: str) -> M:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
-        raise ConfigError(f"{where}: {_explain(_bare(str(error)), message.DESCRIPTOR.name)}") from None
+        position = _position(text, error.GetLine() or 1, error.GetColumn() or 1)
+        explained = _field_of_a_fork(str(error), text, position) or _block_for_a_value(str(error), text, position)
+        explained = explained or _explain(_bare(str(error)), message.DESCRIPTOR.name)
+        raise ConfigError(f"{where}: {explained}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: messages are nested too deeply to be a net or a solver") from None
     missing = message.FindInitializationErrors()  # type: ignore[attr-defined]
@@ -105,6 +122,8 @@ def _explain(message: str, root: str) -> str:
         return "the text ends or continues where a '}' is expected; close the block that is still open"
     if "got }" in message:
         return "this '}' closes nothing; remove it or add the missing '{' above"
+    if message.endswith("got /"):
+        return "comments begin with #, not with a slash"
     if "does not have extensions" in message:
         return "extension names in [brackets] are not part of Caffe's format; remove them"
     return message[:1].lower() + message[1:]
@@ -144,7 +163,59 @@ def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
     return ""
 
 
+def _position(text: str, line: int, column: int) -> int:
+    return sum(len(row) + 1 for row in text.split("\n")[: line - 1]) + column - 1
+
+
+def _block_for_a_value(message: str, text: str, position: int) -> str:
+    """What to say of braces behind a field that is a number, a word or a text."""
+    name = re.search(r"(\w+)\s*$", text[:position])
+    if 'Expected ":"' not in message or name is None or text[position : position + 1] != "{":
+        return ""
+    if name[1] == "param":
+        return "in layers { }, the old format, param is a name; write blobs_lr and weight_decay, or make it layer { }"
+    return f"braces are found where '{name[1]}' takes a value; write {name[1]}: and the value"
+
+
+def _field_of_a_fork(message: str, text: str, position: int) -> str:
+    """What to say of a layer's unknown parameters that resemble none, which those of a fork's own layer types do."""
+    unknown = _UNKNOWN_FIELD.search(message)
+    if not unknown or unknown[1] != "LayerParameter" or not unknown[2].endswith("_param"):
+        return ""
+    type_name = _type_of_block(text, position)
+    if not type_name:
+        return ""
+    known = [name for name in caffe_pb2.LayerParameter.DESCRIPTOR.fields_by_name if name.endswith("_param")]
+    own = [name for name in known if name.replace("_", "") == f"{type_name}param".lower()]
+    stems = [name.removesuffix("_param") for name in known]
+    near = difflib.get_close_matches(unknown[2].removesuffix("_param"), stems, n=1, cutoff=CLOSE)
+    found = f"unknown field '{unknown[2]}' of LayerParameter"
+    if own or near:
+        return f"{found}; did you mean '{own[0] if own else f'{near[0]}_param'}'?"
+    return (
+        f"{found}, in a layer of type '{type_name}'; if that is a type of another Caffe, docs/layers.md lists "
+        "those that there are, and one that is missing can be written as a Python layer"
+    )
+
+
+def _type_of_block(text: str, position: int) -> str:
+    """The `type` within the innermost braces around a position; empty if there is none."""
+    blocks: list[tuple[int, list[str]]] = []
+    for token in _TOKEN.finditer(text):
+        if token[0] == "{":
+            blocks.append((token.start(), []))
+        elif token[0] == "}":
+            start, words = blocks.pop() if blocks else (position, [])
+            if start < position < token.start():
+                return next((b.strip("\"'") for a, b in itertools.pairwise(words) if a == "type"), "")
+        elif blocks and token[0][0] != "#":
+            blocks[-1][1].append(token[0])
+    return ""
+
+
 def _field_advice(message: Descriptor, name: str) -> str:
+    if (message.name, name) in OTHER_NAMES:
+        return OTHER_NAMES[message.name, name]
     advice = suggest(name, list(message.fields_by_name))
     if advice.startswith("did you mean"):
         return advice

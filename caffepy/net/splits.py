@@ -6,6 +6,7 @@ Gradients of the users are then added up in one place, the Split's backward pass
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from caffepy.errors import ConfigError
@@ -59,6 +60,11 @@ def split_layer_name(layer: caffe_pb2.LayerParameter, top: int) -> str:
 def split_blob_name(layer: caffe_pb2.LayerParameter, top: int, use: int) -> str:
     """``<blob>_<layer>_<top's index>_split_<use>``."""
     return f"{split_layer_name(layer, top)}_{use}"
+
+
+def is_split_of(blob: str, original: str) -> bool:
+    """Whether the name of a blob is that of a top of `original`'s Split."""
+    return blob.startswith(f"{original}_") and re.search(r"_split_\d+$", blob) is not None
 
 
 def find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]:

@@ -18,7 +18,7 @@ from caffepy.blob import Blob, format_shape
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, RunError, ShapeError, describe
 from caffepy.layers.core.base import Layer, LayerContext, layer_class
 from caffepy.net.precision import Precision
-from caffepy.net.splits import unknown_bottom
+from caffepy.net.splits import is_split_of, unknown_bottom
 from caffepy.proto import caffe_pb2
 
 _MISTAKES = (
@@ -157,13 +157,25 @@ class Wiring:
         in_place = index < len(param.bottom) and param.bottom[index] == name
         if not in_place:
             if name in self.blobs:
-                raise ConfigError(
-                    f"layer '{param.name}' ({param.type}): top blob '{name}' is already produced by another layer; "
-                    "give it another name, or name it as the bottom in the same place to work in place"
-                )
+                raise _produced_twice(param, index)
             self.blobs[name] = Blob(self.backend, name=name, dtype=layer.top_dtype(index))
         self._unused.add(name)
         return self.blobs[name]
+
+
+def _produced_twice(param: caffe_pb2.LayerParameter, index: int) -> ConfigError:
+    """The error for a top that is there; a bottom that others read as well, a Split's top, cannot be written to."""
+    name = param.top[index]
+    where = f"layer '{param.name}' ({param.type})"
+    if index < len(param.bottom) and is_split_of(param.bottom[index], name):
+        return ConfigError(
+            f"{where}: works in place on '{name}', which another layer before it reads, or a loss_weight counts; give "
+            "its top another name, and those that are to read it"
+        )
+    return ConfigError(
+        f"{where}: top blob '{name}' is already produced by another layer; give it another name, or name it as the "
+        "bottom in the same place to work in place"
+    )
 
 
 def insert_casts(node: Node, context: LayerContext) -> list[Node]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import numpy as np
 
 from caffepy.config.paths import PathResolver
 from caffepy.config.run_log import describe_solver
 from caffepy.errors import CaffepyError
+from caffepy.files import working_folder
 from caffepy.parallel.hardware.nvml import open_nvml
 from caffepy.parallel.hardware.transports import Device, describe_devices, gpu_links
 from caffepy.parallel.options import TrainOptions
@@ -35,7 +35,7 @@ def log_run(world: World, options: TrainOptions) -> None:
         from caffepy.parallel.hardware.nccl_info import nccl_version
 
         versions += f", NCCL {nccl_version()}"
-    logger.info("%s; %d process%s in %s", versions, world.size, "es" if world.size > 1 else "", os.getcwd())
+    logger.info("%s; %d process%s in %s", versions, world.size, "es" if world.size > 1 else "", working_folder())
     for line in describe_devices(devices, dict(filter(None, links))):
         logger.info("%s", line)
     try:

@@ -48,10 +48,8 @@ def check_snapshot(path: Path, net: Net) -> None:
     """
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        state = "may not be written" if folder.is_dir() else "does not exist"
-        raise ConfigError(
-            f"snapshot_prefix: the folder {folder} {state}; make it, or set snapshot_prefix to another one"
-        )
+        state = "may not be written; let it be" if folder.is_dir() else "does not exist; make it"
+        raise ConfigError(f"snapshot_prefix: the folder {folder} {state}, or set snapshot_prefix to another one")
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import layer_paths
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.files import open_regular, read_regular
+from caffepy.files import open_regular, read_list, read_regular
 
 
 def test_a_regular_file_is_read_through_links(tmp_path: Path) -> None:
@@ -64,3 +64,8 @@ def test_a_file_larger_than_the_limit_is_not_read(tmp_path: Path) -> None:
 def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit() -> None:
     with pytest.raises(OSError, match="more than the 3 that are read"):
         read_regular("/proc/self/status", 3)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_list(tmp_path: Path) -> None:
+    (tmp_path / "list").write_bytes(b"\xef\xbb\xbfcaf\xe9.png 1\n")
+    assert os.fsencode(read_list(tmp_path / "list", 100)) == b"caf\xe9.png 1\n"

@@ -121,6 +121,8 @@ def _image(source: RecordSource, number: int) -> Values:
         values = np.array(datum.float_data, np.float32)
         return values.reshape(datum_shape(datum, values.size, "floats"))
     except DataError as error:
+        if str(error).startswith(source.description):  # not of this record alone
+            raise
         raise DataError(f"{source.description}: {source.record_name(number)} {error}") from error
 
 

@@ -16,7 +16,7 @@ from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
-from caffepy.files import read_regular
+from caffepy.files import read_list, working_folder
 from caffepy.hdf5 import check_dataset, find_object, open_hdf5
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Hdf5Source:
         self._loaded = -1
         self._arrays: list[NDArray[np.float32]] = []
         try:
-            names = os.fsdecode(read_regular(path, _MAX_LIST_BYTES)).split()
+            names = read_list(path, _MAX_LIST_BYTES).split()
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
         if not names:
@@ -62,7 +62,7 @@ class Hdf5Source:
     def _scan(self, path: Path) -> int:
         """The rows of a file, after checking its datasets."""
         if not os.path.lexists(path):
-            raise DataError(f"HDF5 file '{path}' does not exist (looked from {Path.cwd()})")
+            raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()})")
         with open_hdf5(path, DataError) as file:
             shapes = [dataset.shape for dataset in self._find(file, path)]
         rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}

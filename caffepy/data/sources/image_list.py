@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
-from caffepy.files import read_regular
+from caffepy.files import read_list, read_regular
 
 _MAX_LIST_BYTES = 1 << 30
 MAX_IMAGE_BYTES = 1 << 28
@@ -24,7 +23,7 @@ def list_lines(path: Path) -> Iterator[tuple[int, str]]:
         DataError: the list cannot be read, or a line has a NUL character.
     """
     try:
-        lines = os.fsdecode(read_regular(path, _MAX_LIST_BYTES)).split("\n")
+        lines = read_list(path, _MAX_LIST_BYTES).split("\n")
     except OSError as error:
         raise DataError(f"image list '{path}' cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):

@@ -10,6 +10,7 @@ from pathlib import Path
 from caffepy.data.sources.lmdb_index import LmdbIndex, open_index
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
+from caffepy.files import working_folder
 
 
 class LmdbSource:
@@ -82,7 +83,7 @@ def _text(key: bytes) -> str:
 def _check_folder(path: Path) -> None:
     if not os.path.lexists(path):
         raise DataError(
-            f"LMDB '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "
+            f"LMDB '{path}' does not exist (looked from {working_folder()}); `caffepy data mnist` and "
             "`caffepy convert_imageset` make LMDBs"
         )
     if os.path.isdir(path) and not os.path.lexists(path / "data.mdb"):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from caffepy.data.images.datum import as_channels_first, opencv
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
+from caffepy.files import working_folder
 
 
 class VideoSource:
@@ -36,7 +37,7 @@ class VideoSource:
         self._lock = Lock()
         self._next = 0
         if path is not None and not os.path.isfile(path):
-            raise DataError(f"{self.description} does not exist or is no file (looked from {Path.cwd()})")
+            raise DataError(f"{self.description} does not exist or is no file (looked from {working_folder()})")
         self._capture: Any
         self._open()
         frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))

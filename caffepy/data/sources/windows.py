@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
-from caffepy.files import read_regular
+from caffepy.files import read_list, read_regular
 
 _MAX_LIST_BYTES = 1 << 30
 _MAX_IMAGE_BYTES = 1 << 28
@@ -62,15 +62,15 @@ class WindowSource:
         self.files: list[str] = []
         self._cache: dict[int, bytes] | None = {} if cache else None
         try:
-            data = read_regular(path, _MAX_LIST_BYTES)
+            text = read_list(path, _MAX_LIST_BYTES)
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
         rows: list[tuple[int, ...]] = []
         overlaps: list[float] = []
-        self._read(iter(os.fsdecode(data).split()), root_folder, rows, overlaps)
+        self._read(iter(text.split()), root_folder, rows, overlaps)
         if not self.files:
             raise DataError(f"{self.description} names no images")
-        self._hash = hash_of(data)
+        self._hash = hash_of(os.fsencode(text))
         table, overlap = np.array(rows, np.int64).reshape(-1, 6), np.array(overlaps, np.float32)
         is_foreground = overlap >= np.float32(thresholds[0])
         self.foreground = _windows(table[is_foreground])

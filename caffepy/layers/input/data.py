@@ -13,6 +13,7 @@ from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.source import RecordSource
 from caffepy.errors import DataError
+from caffepy.files import working_folder
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.images import ImagesLayer
 from caffepy.layers.input.prefetching import Source
@@ -66,7 +67,7 @@ class DataLayer(ImagesLayer):
                 raise DataError(f"{self.where}: {error}") from error
         if not os.path.lexists(path):
             raise DataError(
-                f"{self.where}: '{path}' does not exist (looked from {Path.cwd()}); `caffepy data mnist` and "
+                f"{self.where}: '{path}' does not exist (looked from {working_folder()}); `caffepy data mnist` and "
                 "`caffepy convert_imageset` make databases"
             )
         return LevelDbSource(path)

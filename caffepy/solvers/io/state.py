@@ -102,6 +102,8 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
     _check_history(state, saved, path)
     if saved.HasField("learned_net"):
         _restore_weights(state, find_learned_net(saved, path))
+    else:
+        log.warning("%s names no learned_net: the weights stay as they are, as in Caffe", path)
     _restore_history(state, stored, path)
     saved.ClearField("history")
     adopt_state(state, saved)

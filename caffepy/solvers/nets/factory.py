@@ -16,6 +16,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.data.prefetch import wait_on
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
+from caffepy.files import working_folder
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
@@ -184,7 +185,7 @@ class NetFactory:
             path = self.resolve(value)
             if not os.path.exists(path):
                 raise ConfigError(
-                    f"solver: {field}: '{value}' does not exist (looked from {Path.cwd()} and beside the solver)"
+                    f"solver: {field}: '{value}' does not exist (looked from {working_folder()} and beside the solver)"
                 )
             return NetSource(read_net(path), f"{field} file: {path}", PathResolver(path))
         return NetSource(value, field, self.resolve)

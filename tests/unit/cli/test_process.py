@@ -52,7 +52,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: str, max_iter: int = 20, **settings: object) -> subprocess.CompletedProcess[str]:
     Path("solver.prototxt").write_text(SOLVER.replace("100000000", str(max_iter)))
-    return subprocess.run([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, timeout=60, **settings)
+    settings.setdefault("stderr", subprocess.PIPE)
+    return subprocess.run([*COMMAND, *arguments], text=True, timeout=60, **settings)
 
 
 def ignore_as_nohup() -> None:
@@ -160,6 +161,25 @@ def test_a_full_disk_leaves_the_older_snapshot_whole():
     assert "Traceback" not in result.stderr
     assert {path.name: path.read_bytes() for path in Path().glob("tiny_iter_*")} == before
     assert run("--snapshot=auto", max_iter=10).returncode == 0
+
+
+def test_a_full_disk_below_the_log_is_no_failure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # which would leave nothing to be flushed at exit
+    with open("/dev/full", "w") as full:
+        assert run(max_iter=5, stderr=full).returncode == 0
+    assert Path("tiny_iter_5.solverstate").is_file()
+
+
+def test_training_in_a_folder_that_has_been_removed(tmp_path: Path):
+    text = SOLVER.replace("100000000", "5").replace('"tiny"', f'"{tmp_path}/tiny"')
+    Path("solver.prototxt").write_text(text.replace("net.prototxt", f"{tmp_path}/net.prototxt"))
+    command = ["caffepy.cli.main", "train", f"--solver={tmp_path}/solver.prototxt", "--threads=1"]
+    program = f"import sys; sys.argv = {command}; from caffepy.cli.main import main; sys.exit(main())"
+    shell = f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} -c '{program.replace(chr(39), chr(34))}'"
+    result = subprocess.run(["bash", "-c", shell], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "1 process in a folder that has been removed" in result.stderr
+    assert Path("tiny_iter_5.solverstate").is_file()
 
 
 def test_a_reader_that_goes_away_is_no_error():

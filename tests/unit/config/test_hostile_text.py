@@ -47,7 +47,9 @@ def test_a_folder_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.Monk
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(ConfigError, match="no such net; check the path .working directory: it has been removed"):
+    with pytest.raises(
+        ConfigError, match="no such net; check the path .working directory: a folder that has been removed"
+    ):
         read_net("net.prototxt")
 
 

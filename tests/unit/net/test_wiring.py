@@ -137,6 +137,10 @@ def test_phases() -> None:
         ('layer { name: "a" type: "Relu" bottom: "data" top: "a" }', "layer 'a': unknown layer type 'Relu'.*'ReLU'"),
         ('layer { name: "a" type: "ReLU" bottom: "dta" top: "a" }', "layer 'a'.*unknown bottom blob 'dta'.*'data'"),
         ('layer { name: "a" type: "ReLU" bottom: "data" top: "label" }', "layer 'a'.*'label' is already produced"),
+        (
+            inner("a", "data") + inner("b", "a") + 'layer { name: "r" type: "ReLU" bottom: "a" top: "a" }',
+            "^layer 'r' .ReLU.: works in place on 'a', which another layer before it reads, .*; give its top another",
+        ),
         ('layer { name: "a" type: "ReLU" top: "a" }', "layer 'a' .ReLU.: takes 1 bottom blob, has 0"),
         (
             'layer { name: "a" type: "ReLU" bottom: "data" top: "a" top: "b" }',

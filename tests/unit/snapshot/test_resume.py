@@ -46,6 +46,16 @@ def test_the_loss_shown_is_the_same_after_resuming(caplog: pytest.LogCaptureFixt
     assert len(first) == 2
 
 
+def test_a_state_without_weights_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(2)
+    state = SolverState.FromString((folder / "x_iter_2.solverstate").read_bytes())
+    for name in ("learned_net", "blob_count", "crc32c"):
+        state.ClearField(name)
+    (folder / "old.solverstate").write_bytes(state.SerializeToString())
+    train(3, resume="old.solverstate")
+    assert "old.solverstate names no learned_net: the weights stay as they are, as in Caffe" in caplog.messages
+
+
 def test_weights_are_also_found_beside_the_state(folder: Path) -> None:
     train(2)
     (folder / "moved").mkdir()

@@ -256,7 +256,10 @@ def test_a_negative_seed_is_drawn() -> None:
     ("text", "message"),
     [
         (PLAIN + 'type: "Adma"', "unknown solver type 'Adma'; did you mean 'Adam'?"),
-        (PLAIN + 'snapshot: 5 snapshot_prefix: "/nowhere/x"', "snapshot_prefix: the folder /nowhere does not exist"),
+        (
+            PLAIN + 'snapshot: 5 snapshot_prefix: "/nowhere/x"',
+            "the folder /nowhere does not exist; make it, or set snap",
+        ),
         (
             PLAIN + "test_iter: 1 test_interval: 1 test_state { } test_state { }",
             "2 test_state are given for 1 test nets",

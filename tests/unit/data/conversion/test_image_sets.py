@@ -129,6 +129,11 @@ def test_unreadable_images_are_named_and_left_out(caplog: pytest.LogCaptureFixtu
     assert "2 of 4 images could not be read and were left out; see above" in said
 
 
+def test_a_list_of_windows_with_a_byte_order_mark_loses_no_image():
+    Path("list.txt").write_bytes("\ufeff2.PNG 2\r\n3.jpg 4\r\n".encode())
+    assert [key for key, _ in convert()] == [b"00000000_2.PNG", b"00000001_3.jpg"]
+
+
 def test_no_readable_image_is_an_error():
     with pytest.raises(
         DataError, match=r"none of the 3 images of 'list.txt' can be read.* would be 'elsewhere/a b/1.png'"

@@ -9,6 +9,7 @@ from databases import BACKENDS
 
 from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
 from caffepy.data.images.mean import read_mean
+from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import BlobProto, Datum
@@ -33,6 +34,20 @@ def test_the_mean_of_bytes_is_exact(tmp_path: Path, backend: str, threads: int):
     np.testing.assert_array_equal(compute_mean(tmp_path / "db", "leveldb" if backend == "lmdb" else "lmdb"), mean)
     np.testing.assert_array_equal(mean, IMAGES.mean(0).astype(np.float32))
     np.testing.assert_allclose(channel_means(mean), IMAGES.mean((0, 2, 3)), rtol=1e-6)
+
+
+def test_a_database_that_is_written_to_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "db", [plain(image) for image in IMAGES])
+    record = LmdbIndex.record
+
+    def changed(index: LmdbIndex, number: int) -> bytes:
+        if number > 100:
+            raise DataError("was changed while it was read")
+        return record(index, number)
+
+    monkeypatch.setattr(LmdbIndex, "record", changed)
+    with pytest.raises(DataError, match=f"^LMDB '{tmp_path}/db' was changed while it was read$"):
+        compute_mean(tmp_path / "db")
 
 
 def test_floats_and_encoded_images(tmp_path: Path):

@@ -97,6 +97,12 @@ def test_files_beside_the_list_are_found(tmp_path):
     assert Hdf5Source(tmp_path / "list.txt", ["data", "label"]).rows == [2]
 
 
+def test_a_list_may_begin_with_a_byte_order_mark(tmp_path):
+    write(tmp_path / "a.h5", data=np.zeros((2, 3)), label=np.zeros(2))
+    (tmp_path / "list.txt").write_text("\ufeffa.h5\r\n")
+    assert Hdf5Source(tmp_path / "list.txt", ["data", "label"]).rows == [2]
+
+
 # -- what is wrong ---------------------------------------------------------------------------------------
 
 
