@@ -27,6 +27,8 @@ SMALL = 128 * 1024
 """Elements of a packed factor that stays in the second cache."""
 BLOCK = 240
 """Columns, about, that are packed at a time from a large factor."""
+CACHED = 2**22
+"""Elements of a factor from which it comes from memory, in order only if few of its rows are read side by side."""
 _ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
 _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
@@ -152,6 +154,13 @@ def even_block(columns: int, panel: int, about: int, threads: int) -> int:
     )
 
 
+def _direct_rows(rows: int, size: int) -> int:
+    """Rows of b in a piece of those that are read without a copy, by the rows of a and the elements of b."""
+    if size <= CACHED:
+        return 32
+    return 8 if rows <= 8 else 16
+
+
 def _strides(matrix: Any) -> tuple[int, int]:
     """Strides in elements; an axis of one element may be taken for contiguous."""
     first, second = (stride // matrix.itemsize for stride in matrix.strides)
@@ -233,7 +242,7 @@ class Gemm:
         vectors = min((2, 3), key=lambda v: COST[v] * -(-rows // ROWS[v]) / v)
         # Few rows read a panel once or twice: then it is read without a copy, in long pieces of few rows of b.
         direct = rows <= 2 * ROWS[vectors]
-        block, part = (8 * BLOCK, min(depth, 32)) if direct else (BLOCK, min(depth, 256))
+        block, part = (8 * BLOCK, min(depth, _direct_rows(rows, b.size))) if direct else (BLOCK, min(depth, DEPTH))
         block = even_block(columns, vectors * WIDTH, block, self._threads)
         blocks = -(-columns // block)
         items = min(self._threads, blocks)
