@@ -18,6 +18,30 @@ LARGEST_KERNEL = 2**14
 """Along an axis; planning a convolution takes time for each of a kernel's rows."""
 
 
+class EmptyConvolution:
+    """A `Convolution` of no images, which leaves nothing but gradients of 0."""
+
+    gives_sums = False
+    forward_normalised = None
+    backward_normalised = None
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def forward(
+        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
+    ) -> None:
+        """Nothing, as y is empty."""
+
+    def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
+        """Nothing, as dx is empty."""
+
+    def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
+        """dweights = 0, or what they are."""
+        if not accumulate:
+            self._backend.fill(dweights, 0.0)
+
+
 class Operand:
     """A blob's arrays as a plan takes them: (N, C, spatial...), perhaps with zeros behind the image.
 
@@ -108,7 +132,7 @@ class BaseConvolutionLayer(Layer):
         x, y = self._planned(bottom), self._planned(top)
         larger = (*x[:2], *map(self._needed_size, x[2:], range(len(x))))
         self._check_size(x, y)
-        self._plan = self._make_plan(larger, y)
+        self._plan = self._make_plan(larger, y) if x[0] else EmptyConvolution(self.backend)
         self._x, self._dx = (Operand(self.backend, bottom, x, larger, self.dtype) for _ in range(2))
         self._y = Operand(self.backend, top, y, y, self.dtype)
 

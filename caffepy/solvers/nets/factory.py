@@ -95,6 +95,9 @@ class NetFactory:
                 f"solver: {source.field}: the net has no layers in the TRAIN phase; look at its include rules and at "
                 "the solver's train_state"
             )
+        if not any(node.need_backward and any(node.layer.propagate_to_params) for node in net.nodes):
+            level = logging.WARNING if self._level >= logging.INFO else self._level
+            log.log(level, "nothing is learned: no loss depends on a parameter whose lr_mult is not 0")
         return net
 
     def foresee(self, update: ForeseenUpdate | None = None) -> None:

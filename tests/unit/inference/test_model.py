@@ -71,6 +71,13 @@ def test_a_call_gives_what_the_net_gives(path: Path) -> None:
     model.close()
 
 
+def test_a_batch_without_images_has_results_without_images(path: Path) -> None:
+    model = caffepy.load(path)
+    for rows in (0, 2, 0):
+        assert model(images((rows, 3, 6, 6)), images((rows, 4)))["sum"].shape == (rows, 4)
+    model.close()
+
+
 def test_results_are_the_callers(path: Path) -> None:
     model = caffepy.load(path)
     first = model(images(), images((2, 4)))["sum"]

@@ -21,6 +21,20 @@ def test_a_solvers_file_must_be_read_first() -> None:
         create_solver("s.prototxt", CPU)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "warned"),
+    [(("", ""), False), (('"SoftmaxWithLoss"', '"SoftmaxWithLoss" loss_weight: 0'), True)],
+)
+def test_a_net_that_learns_nothing_is_a_warning(
+    change: tuple[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert change[0] in TINY
+    with build_solver(PLAIN, TINY.replace(*change)) as solver:
+        solver.step(1)
+    said = [r.levelname for r in caplog.records if r.message.startswith("nothing is learned: no loss depends on a par")]
+    assert said == ["WARNING"] * warned
+
+
 def test_the_log_is_caffes(lines: Any) -> None:
     with build_solver(TESTED + "display: 2 momentum: 0.9", TINY) as solver:
         lines()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layer_harness import Runner, check_layer, gaussian
+from training import build_net
 
 from caffepy.errors import ConfigError, ShapeError
 
@@ -307,3 +308,26 @@ def test_channels_that_the_weights_do_not_have():
         ShapeError, match=r"need 3 channels at axis 1 and 2 spatial axes.*'a' is 1 5 4 4 \(80\); 'L\[0\]' is 2 3 2 2"
     ):
         runner.layer.reshape(runner.bottom, runner.top)
+
+
+@pytest.mark.parametrize(
+    "settings", ["kernel_size: 3", "kernel_size: 1", "kernel_size: 3 group: 4", "kernel_size: 3 group: 2"]
+)
+@pytest.mark.parametrize("kind", ["Convolution", "Deconvolution"])
+def test_a_batch_without_images_has_results_without_images_and_gradients_of_zero(kind: str, settings: str) -> None:
+    layer = f"""name: "c" type: "{kind}" bottom: "x" top: "y"
+        convolution_param {{ num_output: 4 weight_filler {{ type: "xavier" }} {settings} }}"""
+    shape = "input_param { shape { dim: 2 dim: 4 dim: 6 dim: 6 } }"
+    net = build_net(f'force_backward: true layer {{ name: "x" type: "Input" top: "x" {shape} }} layer {{ {layer} }}')
+    for rows in (2, 0, 2):
+        net.blobs["x"].reshape((rows, 4, 6, 6))
+        net.reshape()
+        net.blobs["x"].data[...] = 1
+        net.forward()
+        assert net.blobs["y"].shape[:2] == (rows, 4)
+        net.blobs["y"].diff[...] = 1
+        net.backward()
+        weights, bias = (np.abs(blob.host_diff()).max() for blob in net.layers[1].blobs)
+        assert (weights > 0, bias > 0) == (rows > 0, rows > 0)
+        for blob in net.layers[1].blobs:
+            blob.diff[...] = 0
