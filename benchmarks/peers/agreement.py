@@ -39,8 +39,8 @@ def fill(net: Net, seed: int = 1) -> None:
             elif len(blob.shape) == 1:
                 values = 0.1 * values
             else:
-                values = values * np.float32((2 / max(1, np.prod(blob.shape[1:]))) ** 0.5)
-            net.backend.from_host(values.astype(np.float32), blob.data)
+                values *= np.float32((2 / max(1, np.prod(blob.shape[1:]))) ** 0.5)  # the largest ones: no copy
+            blob.load(values.astype(np.float32, copy=False))
 
 
 def compare(python: str, name: str, train: bool, batch: int) -> dict[str, Any] | str:
