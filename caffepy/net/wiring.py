@@ -15,7 +15,16 @@ import numpy as np
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, element_dtype
 from caffepy.blob import Blob, format_shape
-from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, RunError, ShapeError, describe
+from caffepy.errors import (
+    CaffepyError,
+    ConfigError,
+    DataError,
+    InternalError,
+    OutOfMemoryError,
+    RunError,
+    ShapeError,
+    describe,
+)
 from caffepy.layers.core.base import Layer, LayerContext, layer_class
 from caffepy.net.precision import Precision
 from caffepy.net.splits import is_split_of, unknown_bottom
@@ -87,7 +96,7 @@ class Node:
             yield
         except OutOfMemoryError as error:
             raise error.within(f"layer '{layer.name}' ({layer.type})") from error
-        except ShapeError as error:
+        except (ShapeError, DataError) as error:
             if f"layer '{layer.name}'" in str(error):
                 raise
             raise type(error)(f"layer '{layer.name}' ({layer.type}): {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from training import build_net
 
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -123,6 +123,20 @@ def test_a_loss_needs_no_top() -> None:
     net.forward()
     assert net.loss() > 0
     assert list(net.outputs) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "problem"),
+    [
+        ("ImageData", "image_data_param", "image list 'absent' cannot be read"),
+        ("HDF5Data", "hdf5_data_param", "HDF5 list 'absent' cannot be read"),
+        ("WindowData", "window_data_param", "window file 'absent' cannot be read"),
+    ],
+)
+def test_data_that_are_absent_are_named_with_their_layer(kind: str, field: str, problem: str) -> None:
+    layer = f'name: "d" type: "{kind}" top: "data" top: "label" {field} {{ source: "absent" batch_size: 2 }}'
+    with pytest.raises(DataError, match=rf"^layer 'd' .{kind}.: {problem}"):
+        build_net(f"layer {{ {layer} {'transform_param { crop_size: 4 }' * (kind == 'WindowData')} }}")
 
 
 def test_phases() -> None:
