@@ -46,7 +46,7 @@ class AllBatches:
             The rows of each output.
 
         Raises:
-            ArgumentError: no input is given.
+            ArgumentError: no input is given, or one without rows.
         """
         rows = _count(kwargs)
         collected = [_copied(self.forward(blobs=blobs, **batch)) for batch in self._batch(kwargs)]
@@ -66,7 +66,7 @@ class AllBatches:
             The rows of each output, and of each diff.
 
         Raises:
-            ArgumentError: neither inputs nor outputs' diffs are given.
+            ArgumentError: neither inputs nor outputs' diffs are given, or some without rows.
         """
         rows = _count(kwargs)
         forward = self._batch({name: kwargs[name] for name in self.inputs if name in kwargs})
@@ -90,7 +90,10 @@ class AllBatches:
 def _count(arrays: Mapping[str, Any]) -> int:
     if not arrays:
         raise ArgumentError("give the rows of the net's inputs as keywords: forward_all(data=rows)")
-    return len(next(iter(arrays.values())))
+    name, rows = next(iter(arrays.items()))
+    if not len(rows):
+        raise ArgumentError(f"'{name}' has no rows; give at least one")
+    return len(rows)
 
 
 def _padded(rows: NDArray[Any], size: int) -> NDArray[Any]:

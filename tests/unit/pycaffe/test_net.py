@@ -183,6 +183,8 @@ def test_all_rows_are_run_in_batches(net: caffe.Net, rows: int) -> None:
     np.testing.assert_allclose(alone["ip_blob"], out["ip_blob"], rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match="give the rows of the net's inputs as keywords"):
         net.forward_all()
+    with pytest.raises(ConfigError, match="'data' has no rows; give at least one"):
+        net.forward_all(data=data[:0], label=label[:0])
 
 
 @settings(max_examples=15, deadline=None)
