@@ -21,6 +21,7 @@ from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer
 WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
 PIXELS = 4
 """Pixels that the gradient of the weights takes at a time."""
+OCTETS = ir.IntType(8).as_pointer()
 LINE = 16
 """Elements of a line of the caches: the next vectors' are fetched while these are worked on."""
 
@@ -157,6 +158,20 @@ class LanesWriter(Writer):
             result.append(total)
         return result
 
+    def places(self, line: Any, step: Any, columns: Iterable[int]) -> dict[int, Any]:
+        """Where these columns of a line lie, `step` bytes apart.
+
+        Bases three columns apart, one and two steps behind which an instruction reaches by itself.
+        """
+        builder, base, at, result = self.builder, self.builder.bitcast(line, OCTETS), 0, {}
+        three = builder.mul(step, self.word(3))
+        for column in columns:
+            while column - at > 2:
+                base, at = builder.gep(base, [three]), at + 3
+            place = base if column == at else builder.gep(base, [builder.mul(step, self.word(column - at))])
+            result[column] = builder.bitcast(place, ir.FloatType().as_pointer())
+        return result
+
     def zeros(self, count: int) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
@@ -172,23 +187,29 @@ class LanesWriter(Writer):
 
     def write_row(self, row: Row, pixels: int, whole: bool, edges: bool, arguments: list[Any]) -> None:
         """See `row_sums`."""
-        x, step, rows, row_count, columns, weights, start, y, y_step, inputs, outputs, relu, low, high, zeros = (
-            arguments
-        )
+        x, step, rows, row_count, columns, weights, start, y, y_step, inputs, outputs, *others = arguments
+        relu, low, high, zeros, distance, fetched = others
         masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
         meets = row.columns(pixels)
         inside = self._inside(meets, low, high) if edges else {}
         taps = [self.table(columns, self.word(2 * k + 1)) for k in range(row.taps)]
         begin, read = self.shifted(x, self.table(columns, self.word(0))), self._lanes.read
 
+        octets, first_fetched = builder.mul(step, self.word(4)), builder.sub(row_count, fetched)
+
         def over_rows(h: Any, _: Any, sums: list[Any]) -> list[Any]:
             at = builder.mul(h, self.word(2))
             line = self.shifted(begin, self.table(rows, at))
             own = self.shifted(weights, self.table(rows, builder.add(at, self.word(1))))
             filters = [[self._load(self.shifted(own, tap), i * WIDTH, None) for i in range(read)] for tap in taps]
+            own_step = self.opaque(octets)  # multiples of it are computed where they are used
+            with builder.if_then(builder.icmp_signed(">=", h, first_fetched)):
+                ahead = self.places(self.shifted(line, distance), own_step, meets)
+                for column in list(meets)[-row.step * pixels :]:  # the tile before has fetched the others
+                    self.prefetch(ahead[column], 0)
+            places = self.places(line, own_step, meets)
             for column, pairs in meets.items():
-                place = self.shifted(line, builder.mul(step, self.word(column)))
-                self.prefetch(place, LINE)
+                place = places[column]
                 place = builder.select(inside[column], place, zeros) if edges else place
                 factors = self.factors(place, masks)
                 for pixel, tap in pairs:
@@ -306,15 +327,18 @@ def row_sums(lanes: Lanes, row: Row, pixels: int, whole: bool, edges: bool) -> A
     Arguments: x and the elements of its pixel; rows of taps and their number; columns of taps; weights; the vector to
     start from; y and the step between its pixels; how many elements of a pixel are read and how many are written;
     whether results are rectified; the first column inside the image, counted from that of the first pixel's first tap,
-    and the one after the last; zeros to read in place of the others, which happens with `edges`.
+    and the one after the last; zeros to read in place of the others, which happens with `edges`; how many elements
+    ahead lines of the caches are fetched, and for how many of the rows, the last ones.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS
+        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS,
+        WORD, WORD,
     )  # fmt: skip
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, x: Any, step: Any, rows: Any, row_count: Any, columns: Any, weights: Any, start: Any,
         y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any, low: Any, high: Any, zeros: Any,
+        distance: Any, fetched: Any,
     ) -> Any:  # fmt: skip
         return signature, _generator(
             lanes, lambda writer, arguments: writer.write_row(row, pixels, whole, edges, arguments)

@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.lanes import NUMBERS, PIXELS, TABLE, WORD, Lanes, LanesWriter, Row, generator
+from caffepy.backend.cpu.convolution.lanes import LINE, NUMBERS, PIXELS, TABLE, WORD, Lanes, LanesWriter, Row, generator
 from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
 from caffepy.backend.cpu.convolution.lanes_tables import row_taps, row_tiles, step_of, table_of
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
@@ -50,7 +50,8 @@ class _TileWriter(LanesWriter):
         )
 
         def write(count: int, edges: bool) -> list[Any]:
-            self.write_row(row, count, True, edges, [*first, vector, vector, relu, low, high, zeros])
+            fetched = self.word(LINE), self.word(1)
+            self.write_row(row, count, True, edges, [*first, vector, vector, relu, low, high, zeros, *fetched])
             return []
 
         def eight() -> list[Any]:
