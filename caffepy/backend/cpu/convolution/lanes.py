@@ -172,6 +172,28 @@ class LanesWriter(Writer):
             result[column] = builder.bitcast(place, ir.FloatType().as_pointer())
         return result
 
+    def _tap_places(self, line: Any, step: Any, columns: Iterable[int], together: bool) -> dict[int, Any]:
+        """As `places`, `step` elements apart; unless `together` each by itself, what the next vector reads fetched."""
+        if together:
+            return self.places(line, self.opaque(self.builder.mul(step, self.word(4))), columns)
+        result = {column: self.shifted(line, self.builder.mul(step, self.word(column))) for column in columns}
+        for place in result.values():
+            self.prefetch(place, LINE)
+        return result
+
+    def _fetch_taps(self, row: Row, lines: list[Any], step: Any, slope: Any, dy_step: Any, fetched: Any) -> None:
+        """If `fetched`, fetch the pixels of dy at `slope` and what so many of the lines, the last ones, have new."""
+        with self.builder.if_then(self.builder.icmp_signed("!=", fetched, self.word(0))):
+            self._fetch(self._tap_places(slope, dy_step, range(PIXELS), True))
+        for left, line in zip(reversed(range(len(lines))), lines, strict=True):
+            with self.builder.if_then(self.builder.icmp_signed("<", self.word(left), fetched)):
+                self._fetch(self._tap_places(line, step, [*row.columns(PIXELS)][-row.step * PIXELS :], True))
+
+    def _fetch(self, places: dict[int, Any]) -> None:
+        """Fetch what lies in these columns of a line."""
+        for place in places.values():
+            self.prefetch(place, 0)
+
     def zeros(self, count: int) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
@@ -204,9 +226,8 @@ class LanesWriter(Writer):
             filters = [[self._load(self.shifted(own, tap), i * WIDTH, None) for i in range(read)] for tap in taps]
             own_step = self.opaque(octets)  # multiples of it are computed where they are used
             with builder.if_then(builder.icmp_signed(">=", h, first_fetched)):
-                ahead = self.places(self.shifted(line, distance), own_step, meets)
-                for column in list(meets)[-row.step * pixels :]:  # the tile before has fetched the others
-                    self.prefetch(ahead[column], 0)
+                # The tile before has fetched the other columns.
+                self._fetch(self.places(self.shifted(line, distance), own_step, [*meets][-row.step * pixels :]))
             places = self.places(line, own_step, meets)
             for column, pairs in meets.items():
                 place = places[column]
@@ -230,27 +251,28 @@ class LanesWriter(Writer):
 
     def write_row_taps(self, row: Row, rows: int, whole: bool, arguments: list[Any]) -> None:
         """See `row_tap_sums`."""
-        x, step, entries, columns, dy, dy_step, count, totals, inputs, outputs, low, high, zeros = arguments
+        x, step, entries, columns, dy, dy_step, count, totals, inputs, outputs, *others = arguments
+        low, high, zeros, distance, dy_distance, fetched = others
         masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
         begin, meets, span = self.shifted(x, self.table(columns, self.word(2))), row.columns(PIXELS), row.span(PIXELS)
         lines = [self.shifted(begin, self.table(entries, self.word(2 * r))) for r in range(rows)]
 
+        together = rows > 1 or WIDTH == 16
+
         def products(at: Any, sums: list[Any], inside: dict[int, Any], there: list[Any]) -> list[Any]:
             sums, slopes = list(sums), []
-            for pixel in range(PIXELS):
-                place = self.shifted(dy, builder.mul(dy_step, builder.add(at, self.word(pixel))))
-                self.prefetch(place, LINE)
-                slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
+            slope = self.shifted(dy, builder.mul(dy_step, at))
             origin = builder.mul(builder.mul(at, self.word(row.step)), step)
+            if together:
+                sources = [self.shifted(line, builder.add(origin, distance)) for line in lines]
+                self._fetch_taps(row, sources, step, self.shifted(slope, dy_distance), dy_step, fetched)
+            for pixel, place in self._tap_places(slope, dy_step, range(PIXELS), together).items():
+                slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
             for r, line in enumerate(lines):
-                source = self.shifted(line, origin)
-                for column, pairs in meets.items():
-                    place = self.shifted(source, builder.mul(step, self.word(column)))
-                    if r == rows - 1:  # the rows before it were read with the line before
-                        self.prefetch(place, LINE)
+                for column, place in self._tap_places(self.shifted(line, origin), step, meets, together).items():
                     place = builder.select(inside[column], place, zeros) if inside else place
                     for i, factor in enumerate(self.factors(place, masks)):
-                        for pixel, tap in pairs:
+                        for pixel, tap in meets[column]:
                             number = (r * row.taps + tap) * self._lanes.read + i
                             sums[number] = self.multiply_add(factor, slopes[pixel], sums[number])
             return sums
@@ -353,15 +375,17 @@ def row_tap_sums(lanes: Lanes, row: Row, rows: int, whole: bool) -> Any:
 
     Arguments: x and the elements of its pixel; the rows as a table of (offset in x, in totals); the columns as one of
     four (unused, unused, offset in x, in totals); dy and the step between pixels; how many pixels; totals; how many
-    elements of a pixel of x are read, and how many of dy; columns inside the image and zeros as for `row_sums`.
+    elements of a pixel of x are read, and how many of dy; columns inside the image and zeros as for `row_sums`; how
+    many elements ahead lines of the caches of x and of dy are fetched, and for how many of the rows, the last ones.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS
+        NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS, WORD, WORD, WORD
     )  # fmt: skip
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, x: Any, step: Any, entries: Any, columns: Any, dy: Any, dy_step: Any, count: Any,
-        totals: Any, inputs: Any, outputs: Any, low: Any, high: Any, zeros: Any,
+        totals: Any, inputs: Any, outputs: Any, low: Any, high: Any, zeros: Any, distance: Any, dy_distance: Any,
+        fetched: Any,
     ) -> Any:  # fmt: skip
         return signature, _generator(
             lanes, lambda writer, arguments: writer.write_row_taps(row, rows, whole, arguments)

@@ -180,14 +180,17 @@ def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
     """As `tap_kernel`, for rows of taps as in `row`, of which `many` are taken at a time."""
     sums_many, sums1 = row_tap_sums(lanes, row, many, False), row_tap_sums(lanes, row, 1, False)
     whole_many = row_tap_sums(lanes, row, many, lanes.fills)
+    shared = max(1, LINE // lanes.sources)
 
     def narrow_row_taps(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
         columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
         block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
-        width: Int, low: Int, high: Int, zeros: Floats,
+        width: Int, low: Int, high: Int, zeros: Floats, next_rows: Words, fetched: Int,
     ) -> None:  # fmt: skip
-        """Items are (block of lines of the output, part of the vectors)."""
+        """Items are (block of lines of the output, part of the vectors). While a vector is passed over, what the next
+        one reads is fetched, in `fetched` rows of the window.
+        """
         for item in range(begin, end):
             number, part = item // parts, item % parts
             first, stop = part * vectors // parts, (part + 1) * vectors // parts
@@ -201,17 +204,29 @@ def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
                     d = ahead(dy, line * dy_line + v * used)
                     sums = ahead(totals, number * size + v * filters)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    last = v + 1 == stop
+                    far = (first - v) * sources + next_rows[r] if last else sources
+                    far_d = (first - v) * used + dy_line if last else used
                     t = 0
                     while t < count:
                         entry = table_at(taps, 2 * (starts[r] + t))
                         if count - t >= many and made == used and read == sources:
-                            whole_many(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            whole_many(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, min(fetched, many) if v % shared == 0 else 0,
+                            )  # fmt: skip
                             t += many
                         elif count - t >= many:
-                            sums_many(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            sums_many(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, min(fetched, many) if v % shared == 0 else 0,
+                            )  # fmt: skip
                             t += many
                         else:
-                            sums1(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            sums1(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, 1 if v % shared == 0 and count - t <= fetched else 0,
+                            )  # fmt: skip
                             t += 1
 
     return _named(lanes, narrow_row_taps, row, many)
