@@ -21,6 +21,7 @@ from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer
 WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
 PIXELS = 4
 """Pixels that the gradient of the weights takes at a time."""
+OCTETS = ir.IntType(8).as_pointer()
 LINE = 16
 """Elements of a line of the caches: the next vectors' are fetched while these are worked on."""
 
@@ -157,6 +158,42 @@ class LanesWriter(Writer):
             result.append(total)
         return result
 
+    def places(self, line: Any, step: Any, columns: Iterable[int]) -> dict[int, Any]:
+        """Where these columns of a line lie, `step` bytes apart.
+
+        Bases three columns apart, one and two steps behind which an instruction reaches by itself.
+        """
+        builder, base, at, result = self.builder, self.builder.bitcast(line, OCTETS), 0, {}
+        three = builder.mul(step, self.word(3))
+        for column in columns:
+            while column - at > 2:
+                base, at = builder.gep(base, [three]), at + 3
+            place = base if column == at else builder.gep(base, [builder.mul(step, self.word(column - at))])
+            result[column] = builder.bitcast(place, ir.FloatType().as_pointer())
+        return result
+
+    def _tap_places(self, line: Any, step: Any, columns: Iterable[int], together: bool) -> dict[int, Any]:
+        """As `places`, `step` elements apart; unless `together` each by itself, what the next vector reads fetched."""
+        if together:
+            return self.places(line, self.opaque(self.builder.mul(step, self.word(4))), columns)
+        result = {column: self.shifted(line, self.builder.mul(step, self.word(column))) for column in columns}
+        for place in result.values():
+            self.prefetch(place, LINE)
+        return result
+
+    def _fetch_taps(self, row: Row, lines: list[Any], step: Any, slope: Any, dy_step: Any, fetched: Any) -> None:
+        """If `fetched`, fetch the pixels of dy at `slope` and what so many of the lines, the last ones, have new."""
+        with self.builder.if_then(self.builder.icmp_signed("!=", fetched, self.word(0))):
+            self._fetch(self._tap_places(slope, dy_step, range(PIXELS), True))
+        for left, line in zip(reversed(range(len(lines))), lines, strict=True):
+            with self.builder.if_then(self.builder.icmp_signed("<", self.word(left), fetched)):
+                self._fetch(self._tap_places(line, step, [*row.columns(PIXELS)][-row.step * PIXELS :], True))
+
+    def _fetch(self, places: dict[int, Any]) -> None:
+        """Fetch what lies in these columns of a line."""
+        for place in places.values():
+            self.prefetch(place, 0)
+
     def zeros(self, count: int) -> list[Any]:
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
@@ -172,23 +209,28 @@ class LanesWriter(Writer):
 
     def write_row(self, row: Row, pixels: int, whole: bool, edges: bool, arguments: list[Any]) -> None:
         """See `row_sums`."""
-        x, step, rows, row_count, columns, weights, start, y, y_step, inputs, outputs, relu, low, high, zeros = (
-            arguments
-        )
+        x, step, rows, row_count, columns, weights, start, y, y_step, inputs, outputs, *others = arguments
+        relu, low, high, zeros, distance, fetched = others
         masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
         meets = row.columns(pixels)
         inside = self._inside(meets, low, high) if edges else {}
         taps = [self.table(columns, self.word(2 * k + 1)) for k in range(row.taps)]
         begin, read = self.shifted(x, self.table(columns, self.word(0))), self._lanes.read
 
+        octets, first_fetched = builder.mul(step, self.word(4)), builder.sub(row_count, fetched)
+
         def over_rows(h: Any, _: Any, sums: list[Any]) -> list[Any]:
             at = builder.mul(h, self.word(2))
             line = self.shifted(begin, self.table(rows, at))
             own = self.shifted(weights, self.table(rows, builder.add(at, self.word(1))))
             filters = [[self._load(self.shifted(own, tap), i * WIDTH, None) for i in range(read)] for tap in taps]
+            own_step = self.opaque(octets)  # multiples of it are computed where they are used
+            with builder.if_then(builder.icmp_signed(">=", h, first_fetched)):
+                # The tile before has fetched the other columns.
+                self._fetch(self.places(self.shifted(line, distance), own_step, [*meets][-row.step * pixels :]))
+            places = self.places(line, own_step, meets)
             for column, pairs in meets.items():
-                place = self.shifted(line, builder.mul(step, self.word(column)))
-                self.prefetch(place, LINE)
+                place = places[column]
                 place = builder.select(inside[column], place, zeros) if edges else place
                 factors = self.factors(place, masks)
                 for pixel, tap in pairs:
@@ -209,27 +251,28 @@ class LanesWriter(Writer):
 
     def write_row_taps(self, row: Row, rows: int, whole: bool, arguments: list[Any]) -> None:
         """See `row_tap_sums`."""
-        x, step, entries, columns, dy, dy_step, count, totals, inputs, outputs, low, high, zeros = arguments
+        x, step, entries, columns, dy, dy_step, count, totals, inputs, outputs, *others = arguments
+        low, high, zeros, distance, dy_distance, fetched = others
         masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
         begin, meets, span = self.shifted(x, self.table(columns, self.word(2))), row.columns(PIXELS), row.span(PIXELS)
         lines = [self.shifted(begin, self.table(entries, self.word(2 * r))) for r in range(rows)]
 
+        together = rows > 1 or WIDTH == 16
+
         def products(at: Any, sums: list[Any], inside: dict[int, Any], there: list[Any]) -> list[Any]:
             sums, slopes = list(sums), []
-            for pixel in range(PIXELS):
-                place = self.shifted(dy, builder.mul(dy_step, builder.add(at, self.word(pixel))))
-                self.prefetch(place, LINE)
-                slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
+            slope = self.shifted(dy, builder.mul(dy_step, at))
             origin = builder.mul(builder.mul(at, self.word(row.step)), step)
+            if together:
+                sources = [self.shifted(line, builder.add(origin, distance)) for line in lines]
+                self._fetch_taps(row, sources, step, self.shifted(slope, dy_distance), dy_step, fetched)
+            for pixel, place in self._tap_places(slope, dy_step, range(PIXELS), together).items():
+                slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
             for r, line in enumerate(lines):
-                source = self.shifted(line, origin)
-                for column, pairs in meets.items():
-                    place = self.shifted(source, builder.mul(step, self.word(column)))
-                    if r == rows - 1:  # the rows before it were read with the line before
-                        self.prefetch(place, LINE)
+                for column, place in self._tap_places(self.shifted(line, origin), step, meets, together).items():
                     place = builder.select(inside[column], place, zeros) if inside else place
                     for i, factor in enumerate(self.factors(place, masks)):
-                        for pixel, tap in pairs:
+                        for pixel, tap in meets[column]:
                             number = (r * row.taps + tap) * self._lanes.read + i
                             sums[number] = self.multiply_add(factor, slopes[pixel], sums[number])
             return sums
@@ -306,15 +349,18 @@ def row_sums(lanes: Lanes, row: Row, pixels: int, whole: bool, edges: bool) -> A
     Arguments: x and the elements of its pixel; rows of taps and their number; columns of taps; weights; the vector to
     start from; y and the step between its pixels; how many elements of a pixel are read and how many are written;
     whether results are rectified; the first column inside the image, counted from that of the first pixel's first tap,
-    and the one after the last; zeros to read in place of the others, which happens with `edges`.
+    and the one after the last; zeros to read in place of the others, which happens with `edges`; how many elements
+    ahead lines of the caches are fetched, and for how many of the rows, the last ones.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS
+        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS,
+        WORD, WORD,
     )  # fmt: skip
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, x: Any, step: Any, rows: Any, row_count: Any, columns: Any, weights: Any, start: Any,
         y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any, low: Any, high: Any, zeros: Any,
+        distance: Any, fetched: Any,
     ) -> Any:  # fmt: skip
         return signature, _generator(
             lanes, lambda writer, arguments: writer.write_row(row, pixels, whole, edges, arguments)
@@ -329,15 +375,17 @@ def row_tap_sums(lanes: Lanes, row: Row, rows: int, whole: bool) -> Any:
 
     Arguments: x and the elements of its pixel; the rows as a table of (offset in x, in totals); the columns as one of
     four (unused, unused, offset in x, in totals); dy and the step between pixels; how many pixels; totals; how many
-    elements of a pixel of x are read, and how many of dy; columns inside the image and zeros as for `row_sums`.
+    elements of a pixel of x are read, and how many of dy; columns inside the image and zeros as for `row_sums`; how
+    many elements ahead lines of the caches of x and of dy are fetched, and for how many of the rows, the last ones.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS
+        NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS, WORD, WORD, WORD
     )  # fmt: skip
 
     def typed(  # noqa: PLR0913 -- a kernel
         typing_context: Any, x: Any, step: Any, entries: Any, columns: Any, dy: Any, dy_step: Any, count: Any,
-        totals: Any, inputs: Any, outputs: Any, low: Any, high: Any, zeros: Any,
+        totals: Any, inputs: Any, outputs: Any, low: Any, high: Any, zeros: Any, distance: Any, dy_distance: Any,
+        fetched: Any,
     ) -> Any:  # fmt: skip
         return signature, _generator(
             lanes, lambda writer, arguments: writer.write_row_taps(row, rows, whole, arguments)

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.lanes import Lanes, Row, pixel_sums, row_sums, row_tap_sums, tap_sums
+from caffepy.backend.cpu.convolution.lanes import LINE, Lanes, Row, pixel_sums, row_sums, row_tap_sums, tap_sums
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words, kernel
 from caffepy.backend.cpu.jit.vector import ahead, table_at
 
@@ -120,15 +120,18 @@ def row_kernel(lanes: Lanes, row: Row, high: int) -> Kernel:
     """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, `high` or 4, first column, end)."""
     inside, edge = (row_sums(lanes, row, high, lanes.fills, edges) for edges in (False, True))
     any_high, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (high, 4))
-    span = row.span(high)
+    span, tile, shared = row.span(high), high, max(1, LINE // lanes.sources)
 
     def narrow_rows(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
         columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
         y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
-        inputs: Int, outputs: Int, relu: Int, zeros: Floats,
+        inputs: Int, outputs: Int, relu: Int, zeros: Floats, next_rows: Words,
+        depth: Int, fetched: Int,
     ) -> None:  # fmt: skip
-        """Items are (image, row, part of the tiles)."""
+        """Items are (image, row, part of the tiles). Of `fetched` rows what lies `depth` vectors ahead is fetched;
+        `next_rows`: from a row's last taps to those of the next one.
+        """
         for item in range(begin, end):
             part, line = item % parts, item // parts
             n, r = line // rows, line % rows
@@ -139,18 +142,35 @@ def row_kernel(lanes: Lanes, row: Row, high: int) -> Kernel:
                 low, high = tiles[4 * number + 2], tiles[4 * number + 3]
                 source = ahead(x, n * x_image + x_from + first * x_step)
                 target = ahead(y, n * y_image + y_rows[r] + first * y_step)
+                more = tiles[4 * number + 4] if number + 1 < tile_count else tiles[0]
+                beyond = (more - first) * x_step - vectors * sources  # from the last vector to the next tile's first
+                beyond += next_rows[r] if number + 1 == tile_count else 0
                 for v in range(vectors):
                     a, c = ahead(source, v * sources), ahead(target, v * used)
                     w, b = ahead(packed, v * filters), ahead(start, v * used)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
-                    if pixels == 4:
-                        any4(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                    far = depth * sources + (beyond if v + depth >= vectors else 0)
+                    near = fetched if v % shared == 0 else 0
+                    if pixels < tile:
+                        any4(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
                     elif made < used or read < sources:
-                        any_high(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                        any_high(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
                     elif low <= 0 and high >= span:
-                        inside(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                        inside(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
                     else:
-                        edge(a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros)
+                        edge(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
 
     return _named(lanes, narrow_rows, row, high)
 
@@ -160,14 +180,17 @@ def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
     """As `tap_kernel`, for rows of taps as in `row`, of which `many` are taken at a time."""
     sums_many, sums1 = row_tap_sums(lanes, row, many, False), row_tap_sums(lanes, row, 1, False)
     whole_many = row_tap_sums(lanes, row, many, lanes.fills)
+    shared = max(1, LINE // lanes.sources)
 
     def narrow_row_taps(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
         columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
         block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
-        width: Int, low: Int, high: Int, zeros: Floats,
+        width: Int, low: Int, high: Int, zeros: Floats, next_rows: Words, fetched: Int,
     ) -> None:  # fmt: skip
-        """Items are (block of lines of the output, part of the vectors)."""
+        """Items are (block of lines of the output, part of the vectors). While a vector is passed over, what the next
+        one reads is fetched, in `fetched` rows of the window.
+        """
         for item in range(begin, end):
             number, part = item // parts, item % parts
             first, stop = part * vectors // parts, (part + 1) * vectors // parts
@@ -181,17 +204,29 @@ def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
                     d = ahead(dy, line * dy_line + v * used)
                     sums = ahead(totals, number * size + v * filters)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    last = v + 1 == stop
+                    far = (first - v) * sources + next_rows[r] if last else sources
+                    far_d = (first - v) * used + dy_line if last else used
                     t = 0
                     while t < count:
                         entry = table_at(taps, 2 * (starts[r] + t))
                         if count - t >= many and made == used and read == sources:
-                            whole_many(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            whole_many(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, min(fetched, many) if v % shared == 0 else 0,
+                            )  # fmt: skip
                             t += many
                         elif count - t >= many:
-                            sums_many(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            sums_many(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, min(fetched, many) if v % shared == 0 else 0,
+                            )  # fmt: skip
                             t += many
                         else:
-                            sums1(a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros)
+                            sums1(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, 1 if v % shared == 0 and count - t <= fetched else 0,
+                            )  # fmt: skip
                             t += 1
 
     return _named(lanes, narrow_row_taps, row, many)

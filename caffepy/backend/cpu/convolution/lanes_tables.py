@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,21 @@ def row_tables(
     weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
     starts = np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
     return table_of(starts), table_of(np.stack([at[valid] * sizes[-1] * channels, weights[valid]], axis=-1))
+
+
+def new_rows(axes: Sequence[Axis]) -> int:
+    """How many rows of a window, the last ones, the window above does not have."""
+    if len(axes) == 1:
+        return 1
+    step, gap = step_of(axes[-2].indices), step_of(axes[-2].shifts)
+    return min(max(1, len(axes[-2].taps)), step // math.gcd(step, gap))
+
+
+def next_rows(starts: ConstantTable, taps: ConstantTable) -> ConstantTable:
+    """From what the last taps of each row of `row_tables` read to what those of the next row do."""
+    last = np.maximum(starts.array[1:] - 1, 0)
+    read = taps.array[0::2] if len(taps.array) > 1 else np.zeros(1, np.int64)
+    return table_of(np.diff(read[last], append=read[last[-1]]))
 
 
 def tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:

@@ -32,6 +32,8 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     tap_kernel,
 )
 from caffepy.backend.cpu.convolution.lanes_tables import (
+    new_rows,
+    next_rows,
     row_of,
     row_tables,
     row_tiles,
@@ -66,7 +68,9 @@ CACHED = 128 * 1024
 REPEATED = 256 * 1024
 """Elements of images whose channels are repeated, which are in a cache when they are read."""
 LARGE = 2**18
-"""Elements of an image from which, with vectors of 16, a stride of two is faster read pixel after pixel."""
+"""Elements of an image from which, with vectors of 16, groups with a stride of two are faster read pixel by pixel."""
+DEPTH = 64 // WIDTH
+"""Vectors of a tile, or of it and the next, from what is computed to what is fetched meanwhile."""
 
 
 def _fits(lanes: Lanes) -> bool:
@@ -116,8 +120,10 @@ class _Pass:
         tap = lanes.read * WIDTH
         self._filters = math.prod(kernel) * tap
         self._row_starts, self._row_taps = row_tables(axes[:-1], source, kernel, self._inputs, tap)
+        self._next_rows, self._fetched = next_rows(self._row_starts, self._row_taps), new_rows(axes)
         self._column_taps = table_of(np.stack([column.shifts * self._inputs, column.taps * tap], axis=-1))
-        row = row_of(column, 0.75 if WIDTH < 16 or math.prod(source) * self._inputs <= LARGE else 0.6)
+        plain = lanes.read == 1 or WIDTH < 16 or math.prod(source) * self._inputs <= LARGE
+        row = row_of(column, 0.75 if plain else 0.6)
         most = TAPS if lanes.read == 1 else FACTORS // lanes.read
         self._row = row if row is not None and row.taps <= most else None
         self._high = tile_height(len(column.indices))
@@ -140,7 +146,8 @@ class _Pass:
         lines = images * self._rows
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
         kernel, more = (pixel_kernel(self._lanes), ()) if self._row is None else (
-            row_kernel(self._lanes, self._row, self._high), (ZEROS,)
+            row_kernel(self._lanes, self._row, self._high),
+            (ZEROS, self._next_rows, min(self._vectors, DEPTH), self._fetched),
         )  # fmt: skip
         kernel.run(
             threads, lines * parts, max(1, VECTOR_GRAIN * parts // max(1, self._work)), x, self._images[0], self._from,
@@ -167,6 +174,7 @@ class _WeightsPass:
         tap = lanes.read * WIDTH
         self._filters = math.prod(kernel) * tap
         self._starts, self._taps = row_tables(axes[:-1], source, kernel, inputs, tap)
+        self._next_rows, self._fetched = next_rows(self._starts, self._taps), new_rows(axes)
         reached = column.indices[None, :] + column.shifts[:, None]
         begins = (reached < 0).sum(axis=1)
         ends = np.maximum(begins, (reached < source[-1]).sum(axis=1))
@@ -217,7 +225,7 @@ class _WeightsPass:
         if self._row is None:
             return tap_kernel(self._lanes), ()
         rows = 3 if 3 * self._row.taps <= SUMS else 1
-        more = (self._shape.out_width, *self._bounds, ZEROS)
+        more = (self._shape.out_width, *self._bounds, ZEROS, self._next_rows, self._fetched)
         return row_tap_kernel(self._lanes, self._row, rows), more
 
 

@@ -50,6 +50,13 @@ class Writer:
         first = self.builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(first, undefined, zeros)
 
+    def opaque(self, value: Any) -> Any:
+        """The same word, of which LLVM knows nothing: what a loop makes of it stays in the loop.
+
+        It computes ahead of a loop all that the loop does not change, and keeps in memory what registers do not hold.
+        """
+        return self.builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
+
     def lanes(self, wanted: Any) -> Any:
         """A mask of the first `wanted` lanes."""
         counts = self.splat(self.builder.trunc(wanted, ir.IntType(32)))

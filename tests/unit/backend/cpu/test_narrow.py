@@ -19,7 +19,7 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.few_channels import has_few_channels
 from caffepy.backend.cpu.convolution.lanes import Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
-from caffepy.backend.cpu.convolution.lanes_tables import row_tiles, tile_height
+from caffepy.backend.cpu.convolution.lanes_tables import new_rows, next_rows, row_tables, row_tiles, tile_height
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 from caffepy.backend.cpu.convolution.phases import Axis
 from caffepy.backend.cpu.convolution.product import ProductConvolution
@@ -56,6 +56,43 @@ def test_narrow_groups(
 def test_rows_of_all_lengths(width: int) -> None:
     """Tiles of eight, four and one pixel cover each of them."""
     checks.check_convolution(BACKEND, (2, 18, 4, width), 18, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 18))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    channels=st.sampled_from([WIDTH, 2 * WIDTH + 3, 5 * WIDTH]),
+    height=st.integers(1, 9),
+    width=st.integers(8, 40),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 3),
+    pad=st.integers(0, 3),
+    images=st.integers(1, 2),
+)
+def test_depthwise_rows(
+    channels: int, height: int, width: int, stride: int, dilation: int, pad: int, images: int
+) -> None:  # fmt: skip
+    """Tiles fetch what the next vector, tile and row read, whatever the padding leaves of their windows."""
+    size = max(1, 2 * dilation + height - 2 * pad), width + 2 * dilation
+    geometry = Geometry((3, 3), (stride, stride), (pad, pad), (dilation, dilation), channels)
+    checks.check_convolution(BACKEND, (images, channels, *size), channels, geometry)
+
+
+@pytest.mark.parametrize(
+    ("stride", "dilation", "pad", "distances", "rows"),
+    [
+        (1, 1, 1, [1, 1, 0, 0], 1),
+        (2, 1, 1, [2, 0], 2),
+        (1, 2, 2, [1, -1, 1, 0], 1),
+        (2, 2, 2, [0, 0], 1),
+        (1, 1, 5, [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0], 1),  # lines whose windows lie beside the image
+    ],
+)
+def test_rows_that_are_fetched(stride: int, dilation: int, pad: int, distances: list[int], rows: int) -> None:
+    """From the last row of four that a line of the output reads to the next line's, and how many are new there."""
+    out = (4 + 2 * pad - 2 * dilation - 1) // stride + 1
+    axis = Axis(np.arange(out), np.arange(out) * stride - pad, np.arange(3), np.arange(3) * dilation)
+    assert list(next_rows(*row_tables([axis], (4, 1), (3, 1), 1, 1)).array) == distances
+    assert new_rows([axis, axis]) == rows
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])

@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.lanes import NUMBERS, PIXELS, TABLE, WORD, Lanes, LanesWriter, Row, generator
+from caffepy.backend.cpu.convolution.lanes import LINE, NUMBERS, PIXELS, TABLE, WORD, Lanes, LanesWriter, Row, generator
 from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
 from caffepy.backend.cpu.convolution.lanes_tables import row_taps, row_tiles, step_of, table_of
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
@@ -30,8 +30,6 @@ TAPS = range(2, 33)
 """Taps of a row of a phase: with a single one nothing is read twice, and rows of more are long functions."""
 MAX_STRIDE = 4 if WIDTH == 16 else 2
 """With a wider one a row has few pixels in a phase."""
-BATCH = 5 * 2**19
-"""Elements of images that no cache holds: writing a row in order is faster then (`spread.py`)."""
 APART = 512
 """Elements from one pixel to the next, of which multiples share few sets of the first cache."""
 ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
@@ -50,7 +48,8 @@ class _TileWriter(LanesWriter):
         )
 
         def write(count: int, edges: bool) -> list[Any]:
-            self.write_row(row, count, True, edges, [*first, vector, vector, relu, low, high, zeros])
+            fetched = self.word(LINE), self.word(1)
+            self.write_row(row, count, True, edges, [*first, vector, vector, relu, low, high, zeros, *fetched])
             return []
 
         def eight() -> list[Any]:
@@ -140,8 +139,7 @@ def is_phased(shape: ConvolutionShape) -> bool:
     """Whether the gradient of the image is computed in this way."""
     g = shape.geometry
     depthwise = g.group == shape.channels == shape.outputs and shape.channels >= WIDTH and shape.channels % APART
-    cached = shape.images * math.prod(shape.sizes) * shape.channels <= BATCH
-    if not depthwise or not cached or not 1 < g.stride[-1] <= MAX_STRIDE:
+    if not depthwise or not 1 < g.stride[-1] <= MAX_STRIDE:
         return False
     columns = _phases(shape)[-1]
     return max(len(axis.taps) for axis in columns) in TAPS and min(len(axis.pixels) for axis in columns) >= PIXELS
