@@ -25,39 +25,32 @@ with stride 2 for the weights (1.23); with AVX2 depthwise 64/2, 112 forward (1.6
 11x1 for the weights (1.36), first 80/4 over one axis (1.37) and group 32 of 8 with stride 2 (1.30) for the weights.
 Above in some runs only: group 4 over three axes (1.08 to 1.45).
 
-Two cores of an AMD EPYC (Zen 5, whole vectors of 16 in one step), one thread, alone on the machine. One round named 23
-of 453 ratios above 1.2 with AVX-512 and 18 with AVX2 (medians 0.68 and 0.75); below, the medians of three runs of three
-rounds each of the rows named and of those known from before. Not measured three times: any row that the one round had
-below 1.2, unless its name begins as one of these. Above 1.2 in the median before the last change, with AVX-512:
+Two cores of an AMD EPYC (Zen 5, whole vectors of 16 in one step), one thread, alone on the machine. One round of all
+453 ratios: medians 0.66 with AVX-512 and 0.75 with AVX2 (before the last changes 0.68 and 0.75), 20 and 18 above 1.2,
+most of these below 1.3. Measured again by three rounds, or by earlier runs of three, stay above 1.2 with AVX-512
 
-    weights: group 8 of 12 3x3                     1.61, now 1.45 (1.15 to 0.97 ms)
-    weights: group 32 of 16 3x3/2, 28; 3x3, 14     1.52, 1.49, now 0.96, 0.96
-    weights: group 8 of 32 to 4                    1.52, now 1.13
-    weights: 3x3 16, 512; transposed group 4       1.45, 1.40, now 1.15, 0.98
-    weights: 1-d group 4, stride 2                 1.27, now 1.11
-    data: transposed depthwise 16x16/8; of one     1.69, 1.45 (1.41 to 1.86)
-    forward, weights, data: depthwise 64/2, 112    1.65, 1.24, 1.22, now 0.86, 1.08, 0.36 (data: 3.59, once 9.2, theirs)
-    data: whole image 7x7                          1.31
-    forward, weights: 1-d 256, 100, batch 1        1.31 (1.10 to 1.52), 1.26
-    data, forward: 3-d dilated                     1.23, 1.21
-    weights: 3x3 3 to 64, 512, batch 1             1.23 (0.81 to 1.25)
-    data: transposed depthwise 64x64/32            1.22 (1.15 to 1.34)
+    data: transposed depthwise 16x16/8, of one channel, 64x64/32   1.52 to 1.81, 1.44, 1.22 to 1.58
+    weights: group 8 of 12 3x3; group 4 of 24 3x3                  1.21 to 1.41, 1.23
+    data: whole image 7x7                                          1.22 to 1.37, 26 MB of weights from memory
+    forward, data: 3-d dilated                                     1.26, 1.26
+    weights: 1-d 256, 100, batch 1                                 1.19 to 1.26
 
-and with AVX2:
+and with AVX2
 
-    forward: maximum over 2048, 64                 2.04 (it was 0.48 on Zen 4)
-    forward: depthwise 32, 112; dilated            1.58, 1.47, now 1.07, 1.10 (1.16, 1.24 in the run before)
-    data: transposed depthwise 16x16/8             1.41
-    weights: group 32 of 8 3x3/2                   1.39, now 0.87
-    data: 3x3 512, 7, batch 1                      1.38
-    data: depthwise 5x5/2 240                      1.35, now 0.50
-    weights, data: depthwise 512, 14               1.29, 1.29, now 1.28, 1.16
-    data: 3x3 3 to 64, 512, batch 1; 3-d group 4   1.26, 1.25
-    weights: group 32 of 16 3x3/2; 8 of 32 to 4    1.24, 1.23 (the latter 1.25 in the run after)
+    weights: depthwise multiplier 8, 32                            1.49 to 1.71, 1.54 (1.46, 1.08 before)
+    data: transposed depthwise 16x16/8                             1.41 to 1.54
+    weights: depthwise 11x1; 512, 14                               1.41, 1.28 to 1.33
+    forward: maximum over 2048, 64                                 1.29 to 1.68, 26 MB from memory (0.48 on Zen 4)
+    data: 3x3 512, 7, batch 1                                      1.38
+    weights: group 8 of 32 to 4; data: 3-d group 4                 1.25, 1.25
 
-Rows now are of one run of three rounds. In the one round alone, noise: with AVX-512 depthwise dilated forward (1.54;
-1.10), depthwise 5x5/2 240, 3-d depthwise forward, group 8 of 4 to 32, large 31x31, 1x3 padded; with AVX2 3x3/2 32 to 64
-for the bottom, 1x1 from one channel, 1-d first 80/4 (1.19), 3x1/2 (1.19), average over 2048.
+In one round alone, noise: with AVX-512 depthwise 960, 7 for the weights (1.53; 0.86 by three rounds), depthwise 32, 112
+forward (1.50; 0.80), 3x3 16, 512 and 3x3 3 to 64 of one image, 1x1 1 to 64 (1.2 to 1.85; 0.93 to 1.2), group 2 of 48;
+with AVX2 depthwise 960, 7 (1.45; 1.11), group 32 of 16 3x3/2, average global.
+
+Depthwise rows, forward, data, weights by three rounds, before and now, AVX-512: 64/2, 112 1.65 1.22 1.24, now 0.86 0.36
+1.08; 32, 112 1.30 0.91 0.76, now 0.80 0.62 0.65. AVX2: 32, 112 forward 1.58, now 1.02 to 1.16; dilated 1.47, now 1.10;
+5x5/2 240 data 1.35, now 0.50 to 1.24.
 
 The gradient of the weights in turns with the commit before, least times of three rounds in ms, AVX-512:
 
@@ -95,8 +88,15 @@ What the last change was, and what did not help:
   5x5, a row of taps at a time, were slower so (1.13 to 1.2) and stay as they were.
 - All phases of a row side by side pay here for images that no cache holds as well: 64/2 data 2.0 to 1.35 ms (AVX2 2.2
   to 1.7), of 32 images 8.6 to 7.2 (9.1 to 7.6), 5x5/2 of 16 images 0.92 to 0.47.
-- Not yet tried on this processor: whole-plane and transposed depthwise rows above (again 1.2 to 1.6). A maximum over
-  2048 channels with AVX2 and transposed depthwise 64x64/32 for the bottom are the worst that are left.
+- With a multiplier x and dy have lines of the caches of their own, and what is fetched is as it was. With addresses
+  computed where they are used multipliers 2 and 3 take 0.82 to 0.9 of the time, 8 with AVX-512 0.82; with AVX2 8 and 32
+  take 1.25 and 1.4, and not because of the addresses or of what is fetched: three ways gave the same.
+- A maximum over 2048 channels with AVX2: one, two, three, four and sixteen columns at a time in place of eight. One
+  column took 0.73 of the time where images come from memory and 1.2 where a cache holds them: left, as Zen 4 had 0.48.
+- Products of few rows with a factor of 26 to 150 MB: eight of its rows side by side (sixteen for more than eight rows)
+  in place of 32 took 0.79 to 1.05 of the time with AVX-512 and 0.62 to 0.9 with AVX2, as memory is then read in order;
+  1.1 to 1.7 where a cache holds the factor. 256 rows: 0.9 to 1.5.
+- Not tried on this processor: whole-plane and transposed depthwise rows.
 
 What the changes before gained, times in ms in turns with the commit before, or ratios of runs before and after:
 

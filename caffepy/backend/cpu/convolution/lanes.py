@@ -172,12 +172,15 @@ class LanesWriter(Writer):
             result[column] = builder.bitcast(place, ir.FloatType().as_pointer())
         return result
 
-    def _tap_places(self, line: Any, step: Any, columns: Iterable[int], together: bool) -> dict[int, Any]:
-        """As `places`, `step` elements apart; unless `together` each by itself, what the next vector reads fetched."""
+    def _tap_places(
+        self, line: Any, step: Any, columns: Iterable[int], together: bool, fetch: bool = False
+    ) -> dict[int, Any]:
+        """As `places`, `step` elements apart; unless `together` each by itself. `fetch`: a line of the caches ahead."""
         if together:
-            return self.places(line, self.opaque(self.builder.mul(step, self.word(4))), columns)
-        result = {column: self.shifted(line, self.builder.mul(step, self.word(column))) for column in columns}
-        for place in result.values():
+            result = self.places(line, self.opaque(self.builder.mul(step, self.word(4))), columns)
+        else:
+            result = {column: self.shifted(line, self.builder.mul(step, self.word(column))) for column in columns}
+        for place in result.values() if fetch else ():
             self.prefetch(place, LINE)
         return result
 
@@ -258,18 +261,21 @@ class LanesWriter(Writer):
         lines = [self.shifted(begin, self.table(entries, self.word(2 * r))) for r in range(rows)]
 
         together = rows > 1 or WIDTH == 16
+        ahead = together and self._lanes.made == self._lanes.read  # else lines of the caches of x and dy end apart
 
         def products(at: Any, sums: list[Any], inside: dict[int, Any], there: list[Any]) -> list[Any]:
             sums, slopes = list(sums), []
             slope = self.shifted(dy, builder.mul(dy_step, at))
             origin = builder.mul(builder.mul(at, self.word(row.step)), step)
-            if together:
+            if ahead:
                 sources = [self.shifted(line, builder.add(origin, distance)) for line in lines]
                 self._fetch_taps(row, sources, step, self.shifted(slope, dy_distance), dy_step, fetched)
-            for pixel, place in self._tap_places(slope, dy_step, range(PIXELS), together).items():
+            for pixel, place in self._tap_places(slope, dy_step, range(PIXELS), together, not ahead).items():
                 slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
             for r, line in enumerate(lines):
-                for column, place in self._tap_places(self.shifted(line, origin), step, meets, together).items():
+                fetch = not ahead and r == rows - 1  # the rows before it were read with the line before
+                source = self.shifted(line, origin)
+                for column, place in self._tap_places(source, step, meets, together, fetch).items():
                     place = builder.select(inside[column], place, zeros) if inside else place
                     for i, factor in enumerate(self.factors(place, masks)):
                         for pixel, tap in meets[column]:
