@@ -142,8 +142,11 @@ class Outcome:
         return sorted(found)
 
     def errors(self) -> list[str]:
-        """What was reported as an error, by the log or by the command line."""
-        lines = (line for line in self.log.splitlines() if re.match(r"E\d{4} |caffepy: error: ", line))
+        """What was reported as an error, by the log or by the command line.
+
+        Open MPI's launcher may put a blank of its own message before a rank's line.
+        """
+        lines = (line.lstrip() for line in self.log.splitlines() if re.match(r"\s*(E\d{4} |caffepy: error: )", line))
         return [line.split("] ", 1)[-1].removeprefix("caffepy: error: ") for line in lines]
 
     def logged(self, words: str) -> list[str]:
