@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, rank_prefix
@@ -119,7 +120,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except SystemExit as leaving:  # --help and --version; a rank that leaves the message to the root
         return int(leaving.code or 0)
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout)
         return PIPE_CLOSED
     except MemoryError:
         return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
@@ -218,18 +219,18 @@ def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
     return (word,)
 
 
-def _discard_output() -> None:
+def _discard(stream: TextIO) -> None:
     """Python would flush what could not be written once more at exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _drop_unwritten_log() -> None:
-    """A log whose disk is full is no failure; Python would flush it once more at exit and end with status 120."""
+    """A log whose disk is full is no failure; Python would flush it once more at exit, with status 120."""
     with suppress(ValueError):  # closed
         try:
             sys.stderr.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            _discard(sys.stderr)
 
 
 def _print_anything() -> None:
@@ -249,7 +250,7 @@ def _report(message: str, status: int, traced: bool) -> int:
 def _unforeseen(error: Exception, traced: bool) -> int:
     """The last resort: the user gets one line, and the traceback on request."""
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
-        _discard_output()
+        _discard(sys.stdout)
         return _report(f"the output cannot be written: {error.strerror}", RunError.exit_status, traced)
     if lacks_threads(error):
         return _report(NO_THREADS, RunError.exit_status, traced)

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 
 import google_crc32c
 
+from caffepy.config.messages import Part
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
 
-Part = bytes | memoryview
-"""Bytes of a file; those of an array are not copied."""
 _STEP = 1 << 24
 """Bytes taken at a time: the library takes `bytes` alone, so that each step is a copy."""
 

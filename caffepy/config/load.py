@@ -118,9 +118,7 @@ def read_weights(path: Path | str) -> NetParameter:
         SnapshotError: the file is absent, truncated, too large, or not a .caffemodel; the message says
             what it looks like. Also when a blob does not hold as many values as its shape says.
     """
-    with refusing_damage(str(path)):
-        content = _read(path, "file", SnapshotError)
-        return _checked_weights(Apart(content), content, path)
+    return _read_layers(path, whole=True).param
 
 
 def read_trained_layers(path: Path | str) -> TrainedLayers:
@@ -129,24 +127,24 @@ def read_trained_layers(path: Path | str) -> TrainedLayers:
     Raises:
         SnapshotError: as `read_weights`.
     """
-    with refusing_damage(str(path)):
-        content = _read(path, "file", SnapshotError)
-        apart = set_apart(content, NetParameter)
-        return TrainedLayers(_checked_weights(apart, content, path), apart.content)
+    return _read_layers(path, whole=False)
 
 
-def _checked_weights(apart: Apart, content: bytes, path: Path | str) -> NetParameter:
-    """The message of a file's content, upgraded and checked."""
+def _read_layers(path: Path | str, whole: bool) -> TrainedLayers:
+    """The layers in a file, upgraded and checked; with `whole` all is in the message."""
     origin = str(path)
-    param = _parse_binary(apart.rest, content, NetParameter(), origin)
-    if not param.layer and not param.layers:
-        raise SnapshotError(f"{origin}: not a .caffemodel: {describe_content(_head(path))}")
-    _check_counts(param, origin)
-    apart.check(param, origin)
-    adopt_nvidia_fields(param)
-    upgrade_net(param, origin)
-    check_weights(param, origin)
-    return param
+    with refusing_damage(origin):
+        content = _read(path, "file", SnapshotError)
+        apart = Apart(content) if whole else set_apart(content, NetParameter)
+        param = _parse_binary(apart.rest, content, NetParameter(), origin)
+        if not param.layer and not param.layers:
+            raise SnapshotError(f"{origin}: not a .caffemodel: {describe_content(content)}")
+        _check_counts(param, origin)
+        apart.check(param, origin)
+        adopt_nvidia_fields(param)
+        upgrade_net(param, origin)
+        check_weights(param, origin)
+    return TrainedLayers(param, apart.content)
 
 
 def read_solver_state(path: Path | str) -> SolverState:
@@ -156,9 +154,7 @@ def read_solver_state(path: Path | str) -> SolverState:
         SnapshotError: the file is absent, truncated, too large, or not a .solverstate; the message
             says what it looks like. Also when a blob does not hold as many values as its shape says.
     """
-    with refusing_damage(str(path)):
-        content = _read(path, "file", SnapshotError)
-        return _checked_state(Apart(content), content, path)
+    return _read_state(path, whole=True).state
 
 
 def read_stored_state(path: Path | str) -> StoredState:
@@ -167,22 +163,23 @@ def read_stored_state(path: Path | str) -> StoredState:
     Raises:
         SnapshotError: as `read_solver_state`.
     """
-    with refusing_damage(str(path)):
+    return _read_state(path, whole=False)
+
+
+def _read_state(path: Path | str, whole: bool) -> StoredState:
+    """The state in a file, checked; with `whole` all is in the message."""
+    origin = str(path)
+    with refusing_damage(origin):
         content = _read(path, "file", SnapshotError)
-        apart = set_apart(content, SolverState)
-        return StoredState(_checked_state(apart, content, path), apart.content)
-
-
-def _checked_state(apart: Apart, content: bytes, path: Path | str) -> SolverState:
-    """The message of a file's content, checked."""
-    state = _parse_binary(apart.rest, content, SolverState(), str(path))
-    if not state.HasField("iter"):
-        raise SnapshotError(f"{path}: not a .solverstate: {describe_content(_head(path))}")
-    if len(state.history) > _MAX_LAYERS:
-        raise SnapshotError(f"{path}: has {len(state.history)} history blobs; the file is damaged")
-    apart.check(state, str(path))
-    check_state(state, str(path))
-    return state
+        apart = Apart(content) if whole else set_apart(content, SolverState)
+        state = _parse_binary(apart.rest, content, SolverState(), origin)
+        if not state.HasField("iter"):
+            raise SnapshotError(f"{origin}: not a .solverstate: {describe_content(content)}")
+        if len(state.history) > _MAX_LAYERS:
+            raise SnapshotError(f"{origin}: has {len(state.history)} history blobs; the file is damaged")
+        apart.check(state, origin)
+        check_state(state, origin)
+    return StoredState(state, apart.content)
 
 
 def read_binary(path: Path | str, message: M) -> M:
@@ -375,10 +372,6 @@ def _read(
             raise error_type(f"{path}: this is a folder; name a {kind} in it") from None
         hint = f"; {advice}" if error.errno == errno.EFBIG else ""
         raise error_type(f"{path}: cannot read the {kind}: {error.strerror}{hint}") from None
-
-
-def _head(path: Path | str) -> bytes:
-    return _read(path, "file", SnapshotError)
 
 
 def describe_content(data: bytes) -> str:

@@ -1,11 +1,39 @@
-"""Walking a protobuf message with all that is within it, and the wire format's heads of fields."""
+"""Walking a protobuf message with all that is within it; fields on the wire, which are read and written in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
+
+Part = bytes | memoryview
+"""Bytes of a file; those of an array are not copied."""
+VARINT, EIGHT_BYTES, DELIMITED, FOUR_BYTES = 0, 1, 2, 5
+"""Wire types; the two of groups are in no file of Caffe's."""
+_FIXED = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
+
+
+class WireError(Exception):
+    """These bytes are no fields, or groups, which neither Caffe writes."""
+
+
+class WireField(NamedTuple):
+    """A field of a serialised message.
+
+    Args:
+        number: the schema's.
+        kind: the wire type.
+        start: where it begins.
+        begin: where its content begins.
+        end: where that ends.
+    """
+
+    number: int
+    kind: int
+    start: int
+    begin: int
+    end: int
 
 
 class Found(NamedTuple):
@@ -42,3 +70,46 @@ def field_head(tag: bytes, length: int) -> bytes:
         length >>= 7
     result.append(length)
     return bytes(result)
+
+
+def delimited(number: int, content: Sequence[Part]) -> list[Part]:
+    """A length-delimited field, its content in parts."""
+    return [field_head(field_head(b"", number << 3 | DELIMITED), sum(map(len, content))), *content]
+
+
+def wire_fields(view: memoryview, begin: int, end: int) -> Iterator[WireField]:
+    """The fields of the message that lies in these bytes.
+
+    Raises:
+        WireError: the bytes are no fields.
+    """
+    at = begin
+    while at < end:
+        start = at
+        tag, content = _varint(view, at, end)
+        kind = tag & 7
+        if kind == VARINT:
+            _, at = _varint(view, content, end)
+        elif kind == DELIMITED:
+            size, content = _varint(view, content, end)
+            at = content + size
+        elif kind in _FIXED:
+            at = content + _FIXED[kind]
+        else:
+            raise WireError
+        if at > end:
+            raise WireError
+        yield WireField(tag >> 3, kind, start, content, at)
+
+
+def _varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    number = 0
+    for shift in range(0, 64, 7):
+        if at >= end:
+            break
+        byte = view[at]
+        number, at = number | (byte & 127) << shift, at + 1
+        if byte < 128:
+            return number, at
+    raise WireError

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from caffepy.config.checksum import Part
-from caffepy.config.messages import field_head
+from caffepy.config.messages import DELIMITED, Part, WireError, WireField, delimited, wire_fields
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, SolverState, V1LayerParameter
 
@@ -22,9 +21,6 @@ MIN_BYTES = 1 << 16
 MAX_FIELDS = 100_000
 """Of a file whose fields are looked at; in one with more of them, numbers one by one for example, no array stays."""
 
-_VARINT, _EIGHT_BYTES, _DELIMITED, _FOUR_BYTES = 0, 1, 2, 5
-"""Wire types; the two of groups are in no file of Caffe's."""
-_FIXED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 Within: TypeAlias = "Mapping[int, Within]"
 """Numbers of the fields whose messages are entered, and what is entered in these; `_ARRAY` is what is looked for."""
 _ARRAY: Within = {}
@@ -36,10 +32,6 @@ _WITHIN: dict[type[NetParameter | SolverState], Within] = {
     },
     SolverState: {SolverState.HISTORY_FIELD_NUMBER: _BLOB},
 }
-
-
-class _UnusualError(Exception):
-    """These bytes are damaged, or written as neither Caffe does: protobuf is to read all of them."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +98,15 @@ def _blobs(message: NetParameter | SolverState) -> Iterator[BlobProto]:
         yield from layer.blobs
 
 
-class _Field(NamedTuple):
-    """One field in serialised bytes: its number and wire type, where it begins, where its content begins and ends."""
-
-    number: int
-    kind: int
-    start: int
-    begin: int
-    end: int
-
-
 def set_apart(content: bytes, kind: type[NetParameter | SolverState]) -> Apart:
-    """A serialised message without the large arrays of its blobs; all of it where it is written unusually."""
+    """A serialised message without the large arrays of its blobs.
+
+    All of it where it is damaged, or written as neither Caffe does: protobuf is to read that.
+    """
     arrays: set[tuple[int, int]] = set()
     try:
         parts = _without_arrays(memoryview(content), 0, len(content), _WITHIN[kind], arrays, itertools.count())
-    except _UnusualError:
+    except WireError:
         return Apart(content)
     return Apart(b"".join(parts), content, arrays) if arrays else Apart(content)
 
@@ -132,73 +117,32 @@ def _without_arrays(
     """The bytes of a message, in parts, without its arrays, which are added to `arrays`."""
     parts: list[Part] = []
     taken, found = begin, 0
-    for each in _fields(view, begin, end, count):
+    for each in wire_fields(view, begin, end):
+        if next(count) >= MAX_FIELDS:
+            raise WireError
         entered = within.get(each.number)
         if entered is None:
             continue
-        if each.kind != _DELIMITED:
-            raise _UnusualError
+        if each.kind != DELIMITED:
+            raise WireError
         parts.append(view[taken : each.start])
         if entered is _ARRAY:
             found += 1
             parts.append(_where(view, each, arrays))
         else:
-            inner = _without_arrays(view, each.begin, each.end, entered, arrays, count)
-            parts += [field_head(_tag(each.number, _DELIMITED), sum(map(len, inner))), *inner]
+            parts += delimited(each.number, _without_arrays(view, each.begin, each.end, entered, arrays, count))
         taken = each.end
     if found > 1:  # protobuf joins them
-        raise _UnusualError
+        raise WireError
     return [*parts, view[taken:end]]
 
 
-def _where(view: memoryview, array: _Field, arrays: set[tuple[int, int]]) -> Part:
+def _where(view: memoryview, array: WireField, arrays: set[tuple[int, int]]) -> Part:
     """What stands in a BlobProto in place of an array."""
     size = array.end - array.begin
     if size < MIN_BYTES:
         return view[array.start : array.end]
     if size % 4:
-        raise _UnusualError
+        raise WireError
     arrays.add((array.begin, array.end))
     return BlobProto(data_begin=array.begin, data_end=array.end).SerializeToString()
-
-
-def _fields(view: memoryview, begin: int, end: int, count: Iterator[int]) -> Iterator[_Field]:
-    """The fields of a message."""
-    at = begin
-    while at < end:
-        if next(count) >= MAX_FIELDS:
-            raise _UnusualError
-        start = at
-        tag, at = _varint(view, at, end)
-        kind = tag & 7
-        content = at
-        if kind == _VARINT:
-            _, at = _varint(view, at, end)
-        elif kind == _DELIMITED:
-            size, content = _varint(view, at, end)
-            at = content + size
-        elif kind in _FIXED:
-            at += _FIXED[kind]
-        else:
-            raise _UnusualError
-        if at > end:
-            raise _UnusualError
-        yield _Field(tag >> 3, kind, start, content, at)
-
-
-def _varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends."""
-    number = 0
-    for shift in range(0, 64, 7):
-        if at >= end:
-            break
-        byte = view[at]
-        number, at = number | (byte & 127) << shift, at + 1
-        if byte < 128:
-            return number, at
-    raise _UnusualError
-
-
-def _tag(number: int, kind: int) -> bytes:
-    """The bytes with which a field begins."""
-    return field_head(b"", number << 3 | kind)

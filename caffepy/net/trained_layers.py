@@ -15,8 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from caffepy.blob import format_shape
-from caffepy.config.checksum import Part
-from caffepy.config.messages import field_head
+from caffepy.config.messages import Part, delimited
 from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
@@ -33,9 +32,7 @@ from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 Named = TypeVar("Named", Layer, caffe_pb2.LayerParameter)
-_BLOBS = caffe_pb2.LayerParameter.BLOBS_FIELD_NUMBER
-_LAYER_TAG, _BLOBS_TAG = b"\xa2\x06", bytes([_BLOBS << 3 | 2])
-"""Tag bytes of NetParameter.layer (100) and LayerParameter.blobs."""
+_BLOBS, _LAYER = caffe_pb2.LayerParameter.BLOBS_FIELD_NUMBER, caffe_pb2.NetParameter.LAYER_FIELD_NUMBER
 
 
 def copy_trained_layers(
@@ -184,11 +181,9 @@ def trained_layer_parts(layers: Sequence[Layer], write_diff: bool) -> Iterator[P
             (behind if field.number < _BLOBS else before).ClearField(field.name)
         parts: list[Part] = [before.SerializeToString()]
         for arrays in _arrays(layer, write_diff):
-            blob = blob_parts(*arrays)
-            parts += [field_head(_BLOBS_TAG, _size(blob)), *blob]
+            parts += delimited(_BLOBS, blob_parts(*arrays))
         parts.append(behind.SerializeToString())
-        yield field_head(_LAYER_TAG, _size(parts))
-        yield from parts
+        yield from delimited(_LAYER, parts)
 
 
 def _saved_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
@@ -208,7 +203,3 @@ def _settings(layer: Layer) -> caffe_pb2.LayerParameter:
 def _arrays(layer: Layer, write_diff: bool) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """A layer's parameters and gradients in host memory, one at a time."""
     return ((blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs)
-
-
-def _size(parts: Iterable[Part]) -> int:
-    return sum(map(len, parts))

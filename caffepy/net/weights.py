@@ -7,19 +7,16 @@ Python object for each of a net's millions of weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
 from caffepy.blob import Blob, format_shape
-from caffepy.config.checksum import Part
 from caffepy.config.load import blob_shape, check_blob, has_old_shape, stored_values
-from caffepy.config.messages import field_head
+from caffepy.config.messages import Part, delimited, wire_fields
 from caffepy.errors import SnapshotError
 from caffepy.proto import caffe_pb2
 
-_DATA_TAG, _DIFF_TAG = 0x2A, 0x32
-"""Tag bytes of BlobProto.data (5) and diff (6) as packed fields."""
+_DATA, _DIFF = caffe_pb2.BlobProto.DATA_FIELD_NUMBER, caffe_pb2.BlobProto.DIFF_FIELD_NUMBER
 
 _RAW_TYPES = {caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT: "<f4", caffe_pb2.FLOAT16: "<f2"}
 
@@ -35,10 +32,9 @@ def to_blob_proto(data: np.ndarray, diff: np.ndarray | None = None) -> caffe_pb2
 def blob_parts(data: np.ndarray, diff: np.ndarray | None = None) -> list[Part]:
     """The bytes of `to_blob_proto`, in parts; float32 arrays in C order are not copied."""
     parts: list[Part] = []
-    for tag, array in ((_DATA_TAG, data), (_DIFF_TAG, diff)):
+    for number, array in ((_DATA, data), (_DIFF, diff)):
         if array is not None and array.size:
-            content = np.ascontiguousarray(array, "<f4").reshape(-1).data.cast("B")
-            parts += [field_head(bytes([tag]), len(content)), content]
+            parts += delimited(number, [np.ascontiguousarray(array, "<f4").reshape(-1).data.cast("B")])
     shape = caffe_pb2.BlobShape(dim=data.shape) if data.shape else None
     return [*parts, caffe_pb2.BlobProto(shape=shape).SerializeToString()]
 
@@ -116,29 +112,9 @@ def _packed_data(blob: caffe_pb2.BlobProto) -> np.ndarray:
     """The `data` of a BlobProto without a Python object for each number."""
     if len(blob.data) < 1024:
         return np.array(blob.data, np.float32)
-    blob.DiscardUnknownFields()  # what is left are varints and length-delimited fields
-    for tag, content in _length_delimited(blob.SerializeToString()):
-        if tag == _DATA_TAG:
-            return np.frombuffer(content, "<f4").astype(np.float32, copy=False)
+    blob.DiscardUnknownFields()  # a group among them would end the walk
+    wire = memoryview(blob.SerializeToString())
+    for each in wire_fields(wire, 0, len(wire)):
+        if each.number == _DATA:
+            return np.frombuffer(wire[each.begin : each.end], "<f4").astype(np.float32, copy=False)
     return np.array(blob.data, np.float32)
-
-
-def _length_delimited(wire: bytes) -> Iterator[tuple[int, memoryview]]:
-    """The length-delimited fields of a serialised BlobProto, (tag, content); varints are skipped."""
-    view, offset = memoryview(wire), 0
-    while offset < len(view):
-        tag, offset = _read_varint(view, offset)
-        number, offset = _read_varint(view, offset)
-        if tag & 7 == 2:
-            yield tag, view[offset : offset + number]
-            offset += number
-
-
-def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:
-    number, shift = 0, 0
-    while True:
-        byte = view[offset]
-        number |= (byte & 127) << shift
-        shift, offset = shift + 7, offset + 1
-        if byte < 128:
-            return number, offset

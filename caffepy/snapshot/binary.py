@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from caffepy.config import load
-from caffepy.config.checksum import Part, checksummed
-from caffepy.config.messages import field_head
+from caffepy.config.checksum import checksummed
+from caffepy.config.messages import Part, delimited
 from caffepy.errors import RunError
 from caffepy.files import atomic_write
 from caffepy.net.trained_layers import trained_layer_parts
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 OLDER_FILES = "the files of older snapshots are as they were"
 """What a failed write leaves, for its message."""
-_HISTORY_TAG = b"\x1a"
-"""Tag byte of SolverState.history (3)."""
 
 
 def write_weights_binary(path: Path, net: Net, write_diff: bool) -> None:
@@ -46,8 +44,7 @@ def write_state_binary(path: Path, state: SolverState, history: Iterable[np.ndar
 
 def _history_parts(values: np.ndarray) -> list[Part]:
     """A SolverState of one array of its history."""
-    blob = blob_parts(values)
-    return [field_head(_HISTORY_TAG, sum(map(len, blob))), *blob]
+    return delimited(SolverState.HISTORY_FIELD_NUMBER, blob_parts(values))
 
 
 def _write_parts(path: Path, parts: Iterable[Part]) -> None:

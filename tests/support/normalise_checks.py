@@ -200,6 +200,13 @@ def check_backward(
 # -- activation and sums ----------------------------------------------------------------------------------
 
 
+def close_sums(found: Any, summands: np.ndarray, start: Any) -> None:
+    """The sums for each channel, added to what was there."""
+    axes = over(summands.ndim)
+    limit = 1e-5 * np.abs(summands).sum(axis=axes).max()
+    np.testing.assert_allclose(found, summands.sum(axis=axes) + start, rtol=1e-5, atol=limit)
+
+
 def check_relu_backward(
     backend: Backend, shape: tuple[int, ...], dtype: str, bias: bool, in_place: bool = False, gradients: str = ""
 ) -> None:
@@ -216,9 +223,7 @@ def check_relu_backward(
         backend.relu_backward(y, dx if in_place else dy, dx, dbias, accumulate)
         assert np.array_equal(backend.to_host(dx), expected)
         if bias:
-            sums = expected.sum(axis=over(len(shape))) + (start if accumulate else 0.0)
-            limit = 1e-5 * np.abs(expected).sum(axis=over(len(shape))).max()
-            np.testing.assert_allclose(backend.to_host(dbias), sums, rtol=1e-5, atol=limit)
+            close_sums(backend.to_host(dbias), expected, start if accumulate else 0.0)
 
 
 def check_activation_backward(
@@ -238,9 +243,7 @@ def check_activation_backward(
         backend.activation_backward(tanh_gradient, y, dx if in_place else dy, dx, dbias, accumulate)
         close(backend.to_host(dx), expected, ROUNDING[gradients or dtype])
         if bias:
-            sums = expected.sum(axis=over(len(shape))) + (start if accumulate else 0.0)
-            limit = 1e-5 * np.abs(expected).sum(axis=over(len(shape))).max()
-            np.testing.assert_allclose(backend.to_host(dbias), sums, rtol=1e-5, atol=limit)
+            close_sums(backend.to_host(dbias), expected, start if accumulate else 0.0)
 
 
 def check_total(

@@ -18,7 +18,8 @@ from snapshot_runs import FORMATS, NET, SOLVER
 from training import build_solver
 
 from caffepy import files
-from caffepy.config.checksum import Part, check_whole, extend_checksum
+from caffepy.config.checksum import check_whole, extend_checksum
+from caffepy.config.messages import Part
 from caffepy.errors import RunError
 from caffepy.net.weights import blob_parts, to_blob_proto
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
