@@ -90,7 +90,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from cpu_shapes import Passes, torch_passes
+from peers.torch_shapes import Passes, torch_passes
 from shape_cases import CASES, Case, layer_text
 
 CALLS, GROUPS = 10, 3
