@@ -1,4 +1,4 @@
-"""Which module may import which, how large folders, modules and functions may be, what loads only when it is needed.
+"""Which module may import which, and what loads only when it is needed.
 
 The structure itself is read by tests/support/import_graph.py, which also prints it.
 """
@@ -186,11 +186,6 @@ HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mp
 PUBLIC = ("caffepy", "caffepy.distributed")
 """The packages whose names users import."""
 
-MODULES_IN_A_FOLDER = 16
-LINES_OF_A_MODULE = 450
-LINES_OF_A_FUNCTION = 18
-"""Of nine functions in ten."""
-
 
 def short(module: str) -> str:
     """Without the package's name: `net.wiring`; `caffepy` stays."""
@@ -284,20 +279,6 @@ def test_no_import_is_relative():
     assert not relative, f"relative imports hide where a name comes from: {relative}"
 
 
-def test_no_folder_is_too_large():
-    large = {name: count for name, count in import_graph.modules_in_folders().items() if count > MODULES_IN_A_FOLDER}
-    assert not large, f"more than {MODULES_IN_A_FOLDER} modules: {large}"
-
-
-def test_no_module_is_too_long():
-    long = [short(name) for name, lines in import_graph.lines_of_modules().items() if lines > LINES_OF_A_MODULE]
-    assert not long
-
-
-def test_functions_are_short():
-    assert import_graph.percentile(import_graph.lengths_of_functions(), 0.9) <= LINES_OF_A_FUNCTION
-
-
 def test_every_folder_says_what_it_owns():
     assert not list(map(short, import_graph.without_docstring()))
 
@@ -375,7 +356,6 @@ def test_public_names_are_what_they_are_called(package: str):
         assert name in (getattr(value, "__name__", name), str(value)), f"{package}.{name} is {value}"
 
 
-@pytest.mark.timeout(300)
 def test_type_checkers_see_the_public_names(tmp_path: Path):
     """The settings are the package's own, so that mypy reads what `make lint` has left in its cache."""
     program = tmp_path / "program.py"

@@ -95,7 +95,6 @@ def train(folder: Path, cache: str, start: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core there are no such processes")
-@pytest.mark.timeout(300)
 def test_a_training_has_the_same_bits_whoever_compiled_its_kernels(tmp_path: Path):
     (tmp_path / "solver.prototxt").write_text(
         "base_lr: 0.01 lr_policy: 'fixed' momentum: 0.9 max_iter: 3 display: 1 random_seed: 5 "
