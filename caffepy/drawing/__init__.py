@@ -1,7 +1,4 @@
-"""A net as a picture: SVG, PNG, PDF, or Graphviz's dot, laid out by `dot` where it is installed and by us elsewhere.
-
-`graph` makes boxes and edges of a net, `labels` their text and colours, `layered` gives them positions, and `svg`,
-`raster` and `dot` write them.
+"""Pictures of nets by Graphviz: `graph` makes boxes and edges of a net, `draw` writes them.
 
 cli and pycaffe import it.
 """

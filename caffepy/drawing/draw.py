@@ -1,26 +1,26 @@
-"""Draws a net: in the format that the file's name ends in, by Graphviz's dot where it is installed, else by us."""
+"""Writes the picture of a net: Graphviz's dot language, and the formats that Graphviz's program `dot` makes of it."""
 
 from __future__ import annotations
 
-import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 from caffepy.config.upgrade import upgrade_net
-from caffepy.drawing.dot import dot_text, find_dot, run_dot
-from caffepy.drawing.graph import Graph, make_graph
-from caffepy.drawing.raster import rasterize
-from caffepy.drawing.scene import make_scene
+from caffepy.drawing.graph import Box, Graph, make_graph
 from caffepy.drawing.shapes import blob_shapes
-from caffepy.drawing.svg import svg_text
 from caffepy.errors import ConfigError, RunError
 from caffepy.files import atomic_write
 from caffepy.proto import caffe_pb2
 
-log = logging.getLogger(__name__)
-
 RANKDIRS = ("LR", "RL", "TB", "BT")
-FORMATS = ("svg", "png", "pdf", "dot", "gv", "raw")
-"""raw, as Caffe calls it, is dot's language like dot and gv."""
+DOT_FORMATS = ("dot", "gv", "raw")
+"""Endings of files in the dot language; raw is pydot's name."""
+FORMATS = ("svg", "png", "pdf", *DOT_FORMATS)
+TIMEOUT = 120
+"""Seconds for one run of `dot`; the layout of a net with thousands of layers takes minutes."""
 
 
 def draw_net(
@@ -30,7 +30,6 @@ def draw_net(
     phase: int | None = None,
     *,
     rates: bool = False,
-    graphviz: bool = True,
 ) -> None:
     """Draw a net into a file.
 
@@ -40,14 +39,13 @@ def draw_net(
         rankdir: where the net goes: LR (left to right), RL, TB (top to bottom) or BT.
         phase: draw the layers of this phase, caffe_pb2.TRAIN or TEST; None: those of all phases.
         rates: say the lr_mult of layers that learn.
-        graphviz: use `dot` where it is installed.
 
     Raises:
-        ConfigError: the ending or rankdir is unknown, the net does not hold together, or matplotlib is missing.
-        RunError: the file cannot be written.
+        ConfigError: the ending or rankdir is unknown, the net does not hold together, or Graphviz is not installed.
+        RunError: `dot` fails, or the file cannot be written.
     """
     path = Path(path)
-    picture = render_net(net, path.suffix.lstrip("."), rankdir, phase, rates=rates, graphviz=graphviz)
+    picture = render_net(net, path.suffix.lstrip("."), rankdir, phase, rates=rates)
     with atomic_write(path) as file:
         file.write(picture)
 
@@ -59,7 +57,6 @@ def render_net(
     phase: int | None = None,
     *,
     rates: bool = False,
-    graphviz: bool = True,
 ) -> bytes:
     """The bytes of a picture's file; the arguments and errors are those of `draw_net`."""
     file_format, rankdir = file_format.lower(), rankdir.upper()
@@ -73,16 +70,67 @@ def render_net(
     if not upgraded.layer:
         raise ConfigError("the net has no layers; give the prototxt of a net")
     graph = make_graph(upgraded, phase, blob_shapes(upgraded, phase), rates)
-    return _write(graph, file_format, rankdir, graphviz)
+    text = dot_text(graph, rankdir).encode()
+    return text if file_format in DOT_FORMATS else run_dot(text, file_format)
 
 
-def _write(graph: Graph, file_format: str, rankdir: str, graphviz: bool) -> bytes:
-    if file_format in ("dot", "gv", "raw"):
-        return dot_text(graph, rankdir).encode()
-    if graphviz and (program := find_dot()):
-        try:
-            return run_dot(program, dot_text(graph, rankdir), file_format)
-        except RunError as error:
-            log.warning("%s; the net is laid out without it", error)
-    scene = make_scene(graph, rankdir)
-    return svg_text(scene).encode() if file_format == "svg" else rasterize(scene, file_format)
+def dot_text(graph: Graph, rankdir: str) -> str:
+    """The net in the dot language. Names appear in escaped labels only; nodes are numbered."""
+    lines = [
+        "digraph net {",
+        f"  graph [rankdir={rankdir}, label={_html(graph.name)}, labelloc=t, labeljust=l];",
+        '  node [shape=plain, fontname="Helvetica", fontsize=11];',
+        '  edge [fontname="Helvetica", fontsize=10, color="#606060"];',
+        *(f"  n{index} [{_node(box)}];" for index, box in enumerate(graph.boxes)),
+        *_edges(graph),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _edges(graph: Graph) -> Iterator[str]:
+    for edge in graph.edges:
+        label = f" [label={_html(edge.label)}]" if edge.label else ""
+        yield f"  n{edge.source} -> n{edge.target}{label};"
+
+
+def _node(box: Box) -> str:
+    if box.is_blob:
+        lines = "<BR/>".join(escape(line) for line in box.rows[0].lines)
+        return f'label=<{lines}>, shape=octagon, style=filled, fillcolor="{box.rows[0].colour}"'
+    rows = "".join(f'<TR><TD BGCOLOR="{row.colour}">{_lines(row.lines)}</TD></TR>' for row in box.rows)
+    return f'label=<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" CELLPADDING="4">{rows}</TABLE>>'
+
+
+def _lines(lines: tuple[str, ...]) -> str:
+    name, *rest = (escape(line) for line in lines)
+    return "<BR/>".join([f"<B>{name}</B>" if name else "", *rest])
+
+
+def _html(text: str) -> str:
+    return f"<{escape(text)}>" if text else '""'
+
+
+def run_dot(text: bytes, file_format: str) -> bytes:
+    """The picture that Graphviz's `dot` makes of a text in its language.
+
+    Raises:
+        ConfigError: Graphviz is not installed.
+        RunError: `dot` fails or takes longer than `TIMEOUT`.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise ConfigError(
+            f"a .{file_format} file needs Graphviz's program 'dot', which is not installed: install Graphviz (on "
+            "Debian and Ubuntu: apt-get install graphviz), or write a .dot file"
+        )
+    try:
+        done = subprocess.run([program, f"-T{file_format}"], input=text, capture_output=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{program} did not finish within {TIMEOUT} s: write a .dot file") from None
+    except OSError as error:
+        raise RunError(f"{program} cannot be run: {error.strerror or error}") from error
+    if done.returncode or not done.stdout:
+        message = done.stderr.decode(errors="replace").strip()
+        raise RunError(f"{program} failed with status {done.returncode}: {message[:500]}")
+    return done.stdout

@@ -1,4 +1,4 @@
-"""Pictures of nets (pycaffe's `draw.py`), without pydot: `caffepy.drawing` draws, with or without Graphviz's `dot`."""
+"""Pictures of nets (pycaffe's `draw.py`) by Graphviz, without pydot."""
 
 from __future__ import annotations
 
@@ -131,10 +131,11 @@ class NetGraph:
         edges.extend(f"{name} -> {_quoted(f'{blob}_blob')} [label={_quoted(made)}];" for blob in layer.top)
 
     def create(self, prog: str | None = None, format: str = "png") -> bytes:
-        """The picture's bytes; `prog`, the layout program of pydot's, makes no difference.
+        """The picture's bytes. pydot's `prog` has no effect.
 
         Raises:
-            ConfigError: the format or rankdir is unknown.
+            ConfigError: the format or rankdir is unknown, or Graphviz is not installed.
+            RunError: Graphviz fails.
         """
         if format in ("raw", "dot", "gv"):
             return self.to_string().encode()
@@ -175,7 +176,8 @@ def draw_net(
         display_lrm: whether learning rate multipliers are shown.
 
     Raises:
-        ConfigError: the format or rankdir is unknown, or the net does not hold together.
+        ConfigError: the format or rankdir is unknown, the net does not hold together, or Graphviz is not installed.
+        RunError: Graphviz fails.
     """
     return render_net(caffe_net, ext, rankdir, phase, rates=display_lrm)
 

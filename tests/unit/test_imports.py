@@ -174,7 +174,7 @@ ALLOWED = {
     "cudnn": ("backend/cuda/convolution/cudnn*.py", "backend/cuda/device.py"),
     "mpi4py": ("parallel/communicators/mpi.py",),
     "tqdm": ("progress.py",),
-    "matplotlib": ("plan/report.py", "drawing/raster.py", "logs/plot.py"),
+    "matplotlib": ("plan/report.py", "logs/plot.py"),
     "onnx": ("onnx/*.py", "onnx/*/*.py"),
     "onnxruntime": ("onnx/libraries.py",),
 }

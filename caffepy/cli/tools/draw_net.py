@@ -14,9 +14,8 @@ with their shapes where the prototxt tells them.
   caffepy draw_net deploy.prototxt net.svg
   caffepy draw_net train_val.prototxt net.png --rankdir TB --phase TRAIN
 
-The file's ending says what is written: svg, png, pdf, or dot (also gv and raw), the text that Graphviz's dot reads.
-Graphviz's dot makes the picture where it is installed; else caffepy lays the net out itself, and matplotlib writes
-.png and .pdf (pip install 'caffepy[plot]')."""
+The file's ending is the format: svg, png and pdf need Graphviz (Debian: apt-get install graphviz); dot, gv and raw are
+the text that Graphviz reads and need nothing."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -32,23 +31,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--phase", type=str.upper, choices=("TRAIN", "TEST", "ALL"), default="ALL", help="whose layers (default: ALL)"
     )
     parser.add_argument("--display-lrm", action="store_true", help="show lr_mult, where it is not 0")
-    parser.add_argument("--no-graphviz", action="store_true", help="lay the net out without Graphviz's dot")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw, and print where.
 
     Raises:
-        ConfigError: the net cannot be read, or the file's ending is unknown.
-        RunError: the file cannot be written.
+        ConfigError: the net cannot be read, the file's ending is unknown, or Graphviz is not installed.
+        RunError: Graphviz fails, or the file cannot be written.
     """
     from caffepy.config.load import read_net
     from caffepy.drawing import draw_net
     from caffepy.proto import caffe_pb2
 
     phase = None if args.phase == "ALL" else caffe_pb2.Phase.Value(args.phase)
-    draw_net(
-        read_net(args.net), args.picture, args.rankdir, phase, rates=args.display_lrm, graphviz=not args.no_graphviz
-    )
+    draw_net(read_net(args.net), args.picture, args.rankdir, phase, rates=args.display_lrm)
     print(f"Drawing net to {args.picture}")
     return 0
